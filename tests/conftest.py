@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import sys
 import tempfile
 
 # Pallas' GPU interpreter runs a kernel's threads at once, and each blocks a thread of
@@ -27,6 +28,11 @@ os.environ["XDG_CACHE_HOME"] = _TEMPORARY.name
 os.environ["MPLCONFIGDIR"] = f"{_CACHE}/matplotlib"  # lists of fonts
 # A test may change a function, which the key of a whole program would not show.
 os.environ.setdefault("JAXLORA_KEEP_PROGRAMS", "0")
+# Each process that a test starts would compile all of our modules again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# No test cuts the power; each run would wait a hundred times for the disk.
+os.fsync = lambda file: None
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 jax.config.update("jax_compilation_cache_dir", _CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

@@ -1,5 +1,6 @@
 """Imports are declared, and a command imports no more than it needs."""
 
+import functools
 import importlib.metadata
 import os
 import pathlib
@@ -36,12 +37,15 @@ NEEDED = names(PROJECT["dependencies"])
 EXTRAS = {e: names(r) for e, r in PROJECT["optional-dependencies"].items()}
 
 
-DISTRIBUTIONS = importlib.metadata.packages_distributions()
+@functools.cache  # not when tests are collected, as it reads thousands of names
+def installed() -> dict[str, list[str]]:
+    """Returns the distributions of each package that is installed."""
+    return dict(importlib.metadata.packages_distributions())
 
 
 def distributions(module: str) -> set[str]:
     """Returns the distributions that an import may come from."""
-    return names(list(DISTRIBUTIONS.get(module, [module])))
+    return names(installed().get(module, [module]))
 
 
 def test_imports_are_declared():

@@ -8,6 +8,9 @@ import warnings
 
 import pytest
 
+from jaxlora.sweeps import files
+from jaxlora.train.report import summary
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -35,6 +38,9 @@ def clone(written_model, tmp_path, monkeypatch):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "metrics.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
+    # Each picture takes longer than a training, and other tests look at them.
+    monkeypatch.setattr(summary, "plot_losses", lambda *_: None)
+    monkeypatch.setattr(files, "draw_sweep", lambda *_: None)
     logger = logging.getLogger("jaxlora")
     before = logger.level, logger.propagate, list(logger.handlers)
     with warnings.catch_warnings():  # the command sets up both

@@ -1,9 +1,12 @@
 """The commands of the pages run, on the tiny model."""
 
+import contextlib
 import shutil
 
+import pytest
+
 from tests.docs import pages
-from tests.examples.commands import run_page
+from tests.examples.commands import read_command, run_page
 
 GUIDES = (pages.DOCS / "tutorial.md", *sorted((pages.DOCS / "howto").glob("*.md")))
 RUN = {
@@ -13,21 +16,42 @@ RUN = {
 }
 
 
-def test_the_commands_of_all_pages_in_one_clone(clone):
-    """A reader goes from one page to the next, and no page needs what another wrote.
-
-    They run on the first records of each file, which saves time.
-    """
+@pytest.fixture
+def few(clone):
+    """The first records of each file, which saves time."""
     for path in (clone / "examples" / "data").glob("*.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(lines[:20]))
+    return clone
+
+
+@pytest.mark.grid
+def test_the_commands_of_all_pages_in_one_clone(few):
+    """A reader goes from one page to the next, and no page needs what another wrote."""
     for name, page in RUN.items():
-        shutil.rmtree(clone / "models" / "tiny", ignore_errors=True)
-        try:
+        shutil.rmtree(few / "models" / "tiny", ignore_errors=True)
+        with _noting(name):
             assert run_page(page) > 0
-        except BaseException as error:
-            error.add_note(f"while it ran the commands of docs/{name}")
-            raise
+
+
+def test_the_commands_of_the_tutorial(few):
+    assert run_page(RUN["tutorial.md"]) == 4
+
+
+def test_commands_and_run_files_of_all_pages_are_read(few):
+    for name, page in RUN.items():
+        with _noting(name):
+            assert run_page(page, read_command) > 0
+
+
+@contextlib.contextmanager
+def _noting(name: str):
+    """Adds the name of a page to an error."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the commands of docs/{name}")
+        raise
 
 
 def test_pages_with_commands():

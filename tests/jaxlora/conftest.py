@@ -11,7 +11,15 @@ from jaxlora.adapters.peft_export import export_peft
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
 from jaxlora.modules.trained_tensors import tensors_with
+from jaxlora.train.execute.run_programs import RunPrograms
 from tests import tiny
+
+
+@pytest.fixture
+def compiled_when_called(monkeypatch):
+    """Programs are not compiled ahead: for trainers that are looked at, not trained."""
+    empty = RunPrograms(passes=(), others=())
+    monkeypatch.setattr(RunPrograms, "start", lambda *_, **__: empty)
 
 
 @pytest.fixture

@@ -57,9 +57,9 @@ def test_a_plan_warns_of_samples_beyond_the_models_positions(config, tmp_path, c
 @pytest.mark.parametrize(
     "mesh",
     [
-        "fsdp=1",
+        pytest.param("fsdp=1", marks=pytest.mark.grid),
         pytest.param("stage=2", marks=pytest.mark.needs_devices(2)),
-        pytest.param("fsdp=2", marks=pytest.mark.needs_devices(2)),
+        pytest.param("fsdp=2", marks=[pytest.mark.needs_devices(2), pytest.mark.grid]),
     ],
 )
 def test_the_trainer_runs_what_was_planned(config, mesh, monkeypatch, tmp_path):
@@ -123,6 +123,7 @@ def test_a_stage_takes_its_share_of_the_time(config):
     assert first < second < 1
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 @pytest.mark.needs_devices(2)
 def test_a_mesh_is_chosen_for_this_machine(config, caplog):
     caplog.set_level("INFO")
@@ -164,6 +165,7 @@ def held_out_longest(config, request, tmp_path) -> RunConfig:
     return config.model_copy(update={"jobs": [job], "output_dir": output_dir})
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 def test_held_out_samples_count(held_out_longest):
     """A microbatch must hold them, whether its size is chosen or given."""
     auto = held_out_longest.model_copy(update={"microbatch_tokens": "auto"})

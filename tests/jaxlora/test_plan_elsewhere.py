@@ -93,6 +93,7 @@ def test_predictions_are_near_what_was_measured(folder, gpu, base):
     assert planned.time.apart > planned.time.together
 
 
+@pytest.mark.grid
 def test_every_gpu_is_planned_for(folder):
     """The kernels follow from its generation, and nothing here changes."""
     here = jax.default_backend()

@@ -89,7 +89,7 @@ def on_back_ends(cases, quick):
     },
     quick={
         "mosaic": {"mixed", "fp16 plain", "two chunks"},
-        "triton": {"mixed", "fp16 plain", "rank 256"},
+        "triton": {"mixed", "fp16 plain"},
     },
 )
 def test_matches_the_definition(fused, case):
@@ -122,7 +122,7 @@ def test_matches_the_definition_for_any_mix(name, blocks, ranks, rates, seed):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @on_back_ends(
     {"w": False, "w transposed": True},
-    quick={"mosaic": {"w transposed"}, "triton": {"w"}},
+    quick={"mosaic": {"w transposed"}, "triton": set()},
 )
 def test_storage_of_base_and_mask_changes_no_bit(fused, case):
     """A mask is given or computed, and NaN in dropped features reaches no adapter."""
@@ -169,8 +169,8 @@ def _problems_sharing_x(fused, widths, ranks, **options):
         "plain": ((128, 128), ((8, 3), (4, 8)), None, False),
     },
     quick={
-        "mosaic": {"two", "two chunks of ranks and given masks"},
-        "triton": {"three", "plain"},
+        "mosaic": {"two chunks of ranks and given masks"},
+        "triton": {"three"},
     },
 )
 def test_linears_that_share_x_equal_linears_alone(fused, case):
@@ -264,7 +264,7 @@ def with_words(p, index):
 
 
 def test_words_computed_beforehand_change_no_bit(fused):
-    p, rank = fused.problem((1, 0, -1, 2), block=128, n=128)
+    p, rank = fused.problem((1, -1, 0), n=128)
     wanted = fused.run(p, rank)
     for got, want in zip(fused.run(with_words(p, 1), rank), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
@@ -291,14 +291,14 @@ def test_plain_linears_take_words_too():
 
 
 def test_alone_equals_together_to_the_bit(fused):
-    p, rank = fused.problem((1, 0, 1, 2, 1))
+    p, rank = fused.problem((1, 0, 1))
     y, dx, da, db = fused.run(p, rank)
     alone = np.flatnonzero(np.asarray(p["block_adapter"]) == 1)
     rows = (alone[:, None] * 64 + np.arange(64)).ravel()
     drop = p["dropout"]
     q = p | {
         "x": p["x"][rows],
-        "block_adapter": jnp.array([1, 1, 1], jnp.int32),
+        "block_adapter": jnp.array([1, 1], jnp.int32),
         "dropout": Dropout(drop.key, drop.rate, drop.token_index[rows]),
     }
     weight = weight_of(p)[rows]
@@ -325,6 +325,16 @@ def _unrolled(fused, p, rank):
     return total
 
 
+@pytest.mark.parametrize(
+    "fused",
+    [
+        pytest.param(
+            name, marks=() if name == "triton" or one.compiled else pytest.mark.grid
+        )
+        for name, one in BACK_ENDS.items()
+    ],
+    indirect=True,
+)
 def test_works_under_jit_and_shard_map(fused):
     p, rank = fused.problem((1, 0), n=128, ranks=(4, 8), rates=(0.1, 0.5))
     gradient = jax.grad(_unrolled(fused, p, rank))

@@ -31,7 +31,7 @@ MANY_SLOTS, FEW_SLOTS = [17, 3, 0, 10], [17, 3]
 @pytest.mark.parametrize(
     ("transposed", "num_blocks"),
     [
-        (False, MANY_SLOTS),
+        pytest.param(False, MANY_SLOTS, marks=pytest.mark.grid),
         pytest.param(True, MANY_SLOTS, marks=pytest.mark.grid),
         (True, FEW_SLOTS),
     ],

@@ -54,7 +54,7 @@ def _masks(kind, x, num_projections):
     [
         (128, 16, 1, jnp.bfloat16, None, True),
         (384, 16, 2, jnp.float16, "words", False),
-        (128, 128, 3, jnp.bfloat16, "bits", False),
+        pytest.param(128, 128, 3, jnp.bfloat16, "bits", False, marks=pytest.mark.grid),
     ],
     ids=["factors", "masks", "too many ranks for one read"],
 )

@@ -64,14 +64,7 @@ CASES = {
     "dual": [(16, HALF), (32, ODD), (64, ODD)],
 }
 # The device for which each kernel is always compiled; the other tiles are of the grid.
-ALWAYS = {
-    "expand": "90",
-    "expand_2": "80",
-    "expand_3": "120",
-    "shrink": "86",
-    "outer": "80",
-    "dual": "90",
-}
+ALWAYS = {"expand": "90", "shrink": "86"}
 ENTRIES = [
     pytest.param(
         device, name, marks=() if ALWAYS.get(name) == device else pytest.mark.grid

@@ -123,7 +123,14 @@ def test_each_call_takes_a_slot_of_every_replica(data, fsdp, is_pinned, rounds):
 # ---- memory --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("devices", "slots"), [(2, 4), (64, 4), (64, 1)])
+@pytest.mark.parametrize(
+    ("devices", "slots"),
+    [
+        pytest.param(2, 4, marks=pytest.mark.grid),
+        (64, 4),
+        pytest.param(64, 1, marks=pytest.mark.grid),
+    ],
+)
 def test_memory_does_not_grow_with_devices(tmp_path, devices, slots):
     out = tmp_path / "memory.json"
     command = [sys.executable, "-m", PROGRAM, "cpu", str(devices), str(slots), str(out)]

@@ -120,8 +120,11 @@ def test_a_parked_job_continues_with_the_same_bits(tables, adapters, rank, slot)
     arrived = left if rank == 4 else tables(rank)
     arrived.restore(slot, parked, job)
     assert is_equal(arrived.copy(slot), parked)
+    for name in ("rank", "scaling"):
+        here, there = (getattr(table.settings, name) for table in (arrived, stayed))
+        np.testing.assert_array_equal(here[:, slot], there[:, 0])
     np.testing.assert_array_equal(
-        arrived.settings.rank[:, slot], stayed.settings.rank[:, 0]
+        arrived.settings.dropout[:, slot], np.float32(job.dropout)
     )
     train(arrived, slot, job, seed=1, steps=range(2, 4))
     assert is_equal(park(arrived, slot), park(stayed, 0))

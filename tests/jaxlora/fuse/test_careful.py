@@ -16,7 +16,13 @@ from tests.jaxlora.fuse.generator.check import compare, settings
 pytestmark = pytest.mark.filterwarnings("ignore:jax.nn.one_hot input")
 
 
-@pytest.mark.parametrize("is_gradient", [False, True], ids=["fuse", "fuse of grad"])
+@pytest.mark.parametrize(
+    "is_gradient",
+    [
+        pytest.param(False, id="fuse"),
+        pytest.param(True, id="fuse of grad", marks=pytest.mark.grid),
+    ],
+)
 @pytest.mark.parametrize("name", CAREFUL)
 def test_values_and_gradients_are_kept(name, is_gradient):
     """The rule holds for what is rewritten, and the rest has the same program."""

@@ -16,6 +16,9 @@ from tests.oracle import assert_as_accurate_as
 
 # Every so many forms are also compiled; the others run in NumPy, which is cheaper.
 COMPILED = 12
+# Every so many forms are also computed in each run of the tests. All are looked for,
+# and drawn functions have the same parts; see test_generated.py.
+COMPUTED = 3
 
 
 def both_ways(form: Form, function):
@@ -88,7 +91,13 @@ def test_form_is_found(name):
     assert num_linears(explanation) == form.sites, f"{explanation}"
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.grid if i % COMPUTED else ())
+        for i, name in enumerate(FORMS)
+    ],
+)
 def test_rewritten_form_has_the_same_results_and_gradients(name):
     form = FORMS[name]
     fused = jaxlora.fuse(form.function, strict=True, implementation="xla")

@@ -50,7 +50,7 @@ def test_the_same_arrays_are_counted(monkeypatch):
 @pytest.mark.parametrize(
     ("remat", "is_fused", "is_tied", "unlike"),
     [
-        ("elementwise", True, False, False),
+        pytest.param("elementwise", True, False, False, marks=pytest.mark.grid),
         ("mlp", False, True, True),
         pytest.param("none", False, False, False, marks=pytest.mark.grid),
         pytest.param("layer", True, True, True, marks=pytest.mark.grid),

@@ -103,7 +103,10 @@ def gather_groups(body: Jaxpr) -> list[GatherGroup]:
 
 
 @pytest.mark.needs_devices(FSDP)
-@pytest.mark.parametrize("remat", ["none", "mlp", "layer"])
+@pytest.mark.parametrize(
+    "remat",
+    ["none", *(pytest.param(r, marks=pytest.mark.grid) for r in ("mlp", "layer"))],
+)
 def test_gathers_wait_for_the_last_layer_but_one_and_not_for_the_last(remat):
     """So at most two layers' gathered weights exist, in any order that XLA chooses.
 
@@ -143,6 +146,7 @@ def collectives(text: str) -> set[str]:
 
 
 @pytest.mark.needs_devices(FSDP)
+@pytest.mark.grid  # the traced program has each gather once, and these are all
 @pytest.mark.parametrize(("remat", "tied"), [("none", False), ("layer", True)])
 def test_each_weight_is_gathered_once_in_each_pass(remat, tied):
     """But the last layer only once, and the embedding only as a head that is tied."""

@@ -162,7 +162,12 @@ def assert_equal(got, wanted):
 @pytest.mark.needs_devices(4)
 @pytest.mark.parametrize(
     ("fsdp", "remat", "tied"),
-    [(2, "none", True), (4, "none", False), (4, "mlp", True), (2, "layer", False)],
+    [
+        (2, "none", True),
+        pytest.param(4, "none", False, marks=pytest.mark.grid),
+        pytest.param(4, "mlp", True, marks=pytest.mark.grid),
+        pytest.param(2, "layer", False, marks=pytest.mark.grid),
+    ],
 )
 def test_each_device_gets_the_losses_and_gradients_of_a_whole_decoder(
     fsdp, remat, tied

@@ -152,7 +152,7 @@ def whole(tied: bool):
 
 @pytest.mark.parametrize(
     ("tied", "cut"),
-    [(True, (0, 1, 2, 3)), (False, (0, 2, 3))],
+    [pytest.param(True, (0, 1, 2, 3), marks=pytest.mark.grid), (False, (0, 2, 3))],
     ids=str,
 )
 def test_stages_in_turn_are_the_whole(tied, cut):

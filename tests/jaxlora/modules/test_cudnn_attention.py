@@ -197,7 +197,13 @@ def stand_in(monkeypatch):
 ROWS, LONGEST = 384, 90
 
 
-@pytest.mark.parametrize("scoring", [Scoring(), Scoring(window=20, scale=0.7)])
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        pytest.param(Scoring(), marks=pytest.mark.grid),
+        Scoring(window=20, scale=0.7),
+    ],
+)
 def test_any_row_is_attended_as_defined(scoring, stand_in):
     classes = length_classes(ROWS, LONGEST, MEAN)
     assert [c.tokens for c in classes] == [24, 48, 96]
@@ -222,11 +228,13 @@ def test_segments_without_room_are_nan(stand_in, monkeypatch):
     ids, spans = layout([(1, 0)] * 100 + [(2, 1)] * 50 + [(90, 0)], ROWS)
     assert len(spans) > most + 1
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
-    attend = functools.partial(
-        packed_attention,
-        segment_ids=ids,
-        lengths=SegmentLengths(LONGEST, mean),
-        implementation="cudnn",
+    attend = jax.jit(
+        functools.partial(
+            packed_attention,
+            segment_ids=ids,
+            lengths=SegmentLengths(LONGEST, mean),
+            implementation="cudnn",
+        )
     )
     lost = np.zeros(ROWS, bool)
     for start, end in spans[most:-1]:

@@ -57,6 +57,8 @@ def test_overfitting_is_measured_by_the_noise_of_the_curve():
 def test_the_median_is_that_of_mean_losses():
     others = {str(i): curve(9.0, 3.0, 2.0, 1.0, num_steps=4) for i in range(5)}
     assert judged("a", others | {"a": curve(9, 3, 2.1, num_steps=4)}, "median") is None
+    best_first = curve(9, 2.4, 2.6, num_steps=4)
+    assert judged("a", others | {"a": best_first}, "median") is None
     assert judged("a", others | {"a": curve(9, 3, 2.6, num_steps=4)}, "median")
     assert judged("a", others | {"a": curve(9, 8, num_steps=4)}, "median") is None
     few = dict(itertools.islice(others.items(), 4))

@@ -8,7 +8,6 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.sweeps import files
-from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.report import summary
 from jaxlora.train.report.plot import plot_losses
 from tests import tiny
@@ -22,6 +21,18 @@ TARGETS = (
     ("down_proj",),
     r"model\.layers\.0\..*(gate|up)_proj",
 )
+
+
+# One shape of two slots. Runs that have it share programs, whose tracing and compiling
+# takes far longer than to train a tiny model.
+TWO_SLOTS = {
+    "max_concurrent_jobs": 2,
+    "slot_rank": 8,
+    "slot_targets": "all-linear",
+    "slot_dropout": True,
+    "microbatch_tokens": 512,
+    "block_tokens": 16,
+}
 
 
 @pytest.fixture(scope="session")
@@ -84,14 +95,6 @@ def _without_pictures():
 def pictures(monkeypatch):
     """A test's runs draw their losses, as those of users."""
     monkeypatch.setattr(summary, "plot_losses", plot_losses)
-
-
-@pytest.fixture
-def compiled_when_called(monkeypatch):
-    """Programs are not compiled ahead: for trainers that are looked at, not trained."""
-    empty = RunPrograms(passes=(), others=())
-    monkeypatch.setattr(RunPrograms, "start", lambda *_, **__: empty)
-    monkeypatch.setattr("jaxlora.memory.mesh.measured_footprint", lambda *_: None)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from jaxlora.train.saved import orbax_folder, run_store
 from jaxlora.train.saved.job_states import JobStates
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
 from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.conftest import TWO_SLOTS
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,9 @@ def make_config(model, jobs):
                 jobs[0].model_copy(update={"keep_best": True, "steps": 6}),
                 jobs[1].model_copy(update={"steps": 5}),
             ),
-            microbatch_tokens=512,
-            block_tokens=16,
             checkpoint_every=2,
             window_steps=1,
-            # The shapes of other tests' runs, which are compiled already.
-            max_concurrent_jobs=2,
-            slot_rank=8,
-            slot_targets="all-linear",
-            slot_dropout=True,
+            **TWO_SLOTS,
         )
 
     return make

@@ -6,6 +6,7 @@ import pytest
 
 from jaxlora import Callback, RunConfig, Trainer
 from jaxlora.run.log import read_events
+from tests.jaxlora.train.conftest import TWO_SLOTS
 
 
 @pytest.fixture
@@ -15,12 +16,7 @@ def config(model, jobs, tmp_path) -> RunConfig:
         model=str(model.folder),
         output_dir=str(tmp_path / "run"),
         jobs=[jobs[0], jobs[1].model_copy(update={"steps": 6}), jobs[2]],
-        max_concurrent_jobs=2,
-        slot_rank=8,
-        slot_targets="all-linear",
-        slot_dropout=True,
-        microbatch_tokens=512,
-        block_tokens=16,
+        **TWO_SLOTS,
         checkpoint_every=4,
     )
 

@@ -81,6 +81,7 @@ def test_alone_equals_together(train, three, alone, jobs, count):
         assert_same_training(together, alone(job), [job.name])
 
 
+@pytest.mark.grid
 def test_eight_together_equal_three_and_one(train, three, alone, jobs):
     """What is recomputed does not matter either, as this run alone recomputes."""
     together = train(jobs, remat="elementwise")
@@ -90,6 +91,7 @@ def test_eight_together_equal_three_and_one(train, three, alone, jobs):
         assert_same_training(together, alone(job), [job.name])
 
 
+@pytest.mark.grid
 def test_rounding_moves_an_unstable_job_alone(train, mesh_jobs):
     """Other packing only rounds differently; steps that are too large magnify that.
 
@@ -155,7 +157,10 @@ def test_same_bits_twice(train, three, jobs):
             "window_steps": 2,
             "packer": "lorafusion",
         },
-        {"remat": "layer", "window_steps": 1, "packer": "greedy"},
+        pytest.param(
+            {"remat": "layer", "window_steps": 1, "packer": "greedy"},
+            marks=pytest.mark.grid,
+        ),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

@@ -41,6 +41,7 @@ def model(tmp_path_factory) -> FrozenModel:
     return load_model(folder, dtype="float32")
 
 
+@pytest.mark.grid
 def test_alone_equals_together(train, jobs):
     together = train(jobs[:2])
     alone = train(jobs[1:2], max_concurrent_jobs=2, slot_dropout=True)  # same programs

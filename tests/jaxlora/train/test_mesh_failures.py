@@ -22,7 +22,13 @@ def without(outcome: Outcome, name: str) -> Outcome:
     return left
 
 
-@pytest.mark.parametrize("number", [0, 3], ids=["first stage", "last stage"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(0, id="first stage"),
+        pytest.param(3, id="last stage", marks=pytest.mark.grid),
+    ],
+)
 def test_a_job_on_one_stage_that_diverges(meshes, mesh_jobs, number):
     """The rows of the other jobs move when it fails, which only rounds."""
 
@@ -43,7 +49,7 @@ def test_a_job_on_one_stage_that_diverges(meshes, mesh_jobs, number):
     assert_same_on_meshes(without(calm, name), without(failed, name))
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.grid), 1])
 def test_a_gradient_that_is_infinite_on_one_stage(meshes, mesh_jobs, stage):
     """The loss is finite: only the norm over all stages tells it."""
     slot, name, spoilt = 1, "job1", []

@@ -8,7 +8,8 @@ from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_mesh
 
 pytestmark = pytest.mark.needs_devices(8)
 
-MESHES = ["stage=2", "data=2,stage=2,fsdp=2"]
+WHOLE = "data=2,stage=2,fsdp=2"
+MESHES = [pytest.param("stage=2", marks=pytest.mark.grid), WHOLE]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_an_eventful_run(eventful, mesh):
     for name in ("job2", "job3"):
         assert {kind for job, kind in changes_of(other) if job == name} == left
     is_pinned = other.trainer.layout.stages[0].placement.is_pinned
-    assert is_pinned == (mesh == MESHES[1])
+    assert is_pinned == (mesh == WHOLE)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

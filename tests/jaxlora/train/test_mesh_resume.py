@@ -46,7 +46,15 @@ def resume(meshes, mesh_jobs):
     return run
 
 
-@pytest.mark.parametrize("mesh", [MESH, "fsdp=2", "fsdp=1", "data=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MESH,
+        pytest.param("fsdp=2", marks=pytest.mark.grid),
+        "fsdp=1",
+        pytest.param("data=2", marks=pytest.mark.grid),
+    ],
+)
 def test_an_interrupted_run_continues_on_any_mesh(
     meshes, mesh_jobs, interrupted, resume, tmp_path, mesh
 ):
@@ -58,6 +66,7 @@ def test_an_interrupted_run_continues_on_any_mesh(
         assert resumed.losses == whole.losses and resumed.evals == whole.evals
 
 
+@pytest.mark.grid
 def test_killed(meshes, mesh_jobs, resume, tmp_path):
     """kill -9 while the second checkpoint is written, so the first is complete."""
     whole = meshes.once(MESH, mesh_jobs, window_steps=1)

@@ -46,7 +46,9 @@ def logged(meshes, mesh_jobs, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("mesh", STAGES)
+@pytest.mark.parametrize(
+    "mesh", ["stage=2", pytest.param("stage=3", marks=pytest.mark.grid)]
+)
 def test_every_pass_reads_the_weights_of_its_batch(logged, mesh, mesh_jobs):
     """Batches of several ticks, and jobs of 3 to 5 steps, without a break."""
     log, num_stages = logged(mesh)

@@ -59,7 +59,9 @@ def test_norms_are_over_all_stages(meshes, mesh_jobs):
         assert all(norm > 0.05 for norm in outcome.norms[name])
 
 
-@pytest.mark.parametrize("mesh", ["stage=2", "data=2,stage=2,fsdp=2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("stage=2", marks=pytest.mark.grid), "data=2,stage=2,fsdp=2"]
+)
 def test_same_bits_twice(meshes, small_jobs, mesh):
     """Also if the weights come from one device and not from the disk."""
     one = meshes.once(mesh, small_jobs)

@@ -19,6 +19,7 @@ from jaxlora.train.plan.auto_mesh import machine
 from jaxlora.train.report.summary import print_summary
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.train.at_window import at_windows
+from tests.jaxlora.train.conftest import TWO_SLOTS
 
 GIB = 2**30
 STEPS = {"a": 2, "b": 5, "c": 2}
@@ -33,9 +34,7 @@ def config(model, jobs, tmp_path):
             jobs[0].model_copy(update={"name": name, "steps": steps})
             for name, steps in STEPS.items()
         ],
-        max_concurrent_jobs=2,
-        microbatch_tokens=512,
-        block_tokens=16,
+        **TWO_SLOTS,
         window_steps=2,
     )
 

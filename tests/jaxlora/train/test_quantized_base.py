@@ -83,7 +83,9 @@ def train(config, jobs):
     return run
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8", "nf4"])
+@pytest.mark.parametrize(
+    "name", ["fp8", pytest.param("int8", marks=pytest.mark.grid), "nf4"]
+)
 def test_a_run_trains_on_a_quantized_base(train, name):
     plain, outcome = train(), train(quantize_base=name)
     for job, losses in outcome.losses.items():
@@ -121,7 +123,10 @@ def test_same_bits_twice_and_after_an_interruption(config, train):
 @pytest.mark.needs_devices(4)
 @pytest.mark.parametrize(
     ("mesh", "name", "rounding"),
-    [("stage=2,fsdp=2", "fp8", FP8_ROUNDING), ("fsdp=2", "nf4", SUM_ROUNDING)],
+    [
+        pytest.param("stage=2,fsdp=2", "fp8", FP8_ROUNDING, marks=pytest.mark.grid),
+        ("fsdp=2", "nf4", SUM_ROUNDING),
+    ],
 )
 def test_a_mesh_trains_what_one_device_trains(train, mesh, name, rounding):
     one, other = train(quantize_base=name), train(quantize_base=name, mesh=mesh)

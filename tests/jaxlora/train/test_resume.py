@@ -173,7 +173,7 @@ def whole(make_run):
 @pytest.mark.parametrize(
     ("window_steps", "kills"),
     [
-        (1, (2,)),
+        pytest.param(1, (2,), marks=pytest.mark.grid),
         (4, (14,)),
         pytest.param(1, (2, 9, 8, 6), marks=pytest.mark.grid),
         pytest.param(4, (14, 13, 3), marks=pytest.mark.grid),

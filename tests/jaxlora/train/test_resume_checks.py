@@ -22,6 +22,7 @@ from jaxlora.train.saved.describe_run import check_resumes
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.conftest import TWO_SLOTS
 from tests.oracle import relative_error
 
 
@@ -32,8 +33,7 @@ def config(model, jobs, tmp_path):
         model=str(model.folder),
         output_dir=str(tmp_path / "run"),
         jobs=jobs[:2],
-        microbatch_tokens=512,
-        block_tokens=16,
+        **TWO_SLOTS,
         checkpoint_every=1,
         window_steps=1,
     )

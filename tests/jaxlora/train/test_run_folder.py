@@ -28,6 +28,7 @@ from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.export import export_checkpoint
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
+from tests.jaxlora.train.conftest import TWO_SLOTS
 
 
 @pytest.fixture
@@ -38,15 +39,9 @@ def config(model, jobs, tmp_path):
         model=str(model.folder),
         output_dir=str(tmp_path / "run"),
         jobs=(first, jobs[1]),
-        microbatch_tokens=512,
-        block_tokens=16,
         checkpoint_every=1,
         window_steps=1,
-        # The shapes of other tests' runs, which are compiled already.
-        max_concurrent_jobs=2,
-        slot_rank=8,
-        slot_targets="all-linear",
-        slot_dropout=True,
+        **TWO_SLOTS,
     )
 
 

@@ -14,6 +14,7 @@ from jaxlora.train.report.run_callbacks import SampleFile
 from jaxlora.train.saved.run_adapters import load_run_adapters
 from tests import tiny
 from tests.jaxlora.run.made_events import step
+from tests.jaxlora.train.conftest import TWO_SLOTS
 from tests.jaxlora.train.outcome import Outcome
 
 SAMPLES = SamplesConfig(
@@ -30,10 +31,7 @@ def runs(model, jobs, tmp_path_factory):
             model=str(model.folder),
             output_dir=str(tmp_path_factory.mktemp("runs") / "run"),
             jobs=jobs[:2],
-            slot_rank=8,
-            slot_targets="all-linear",
-            microbatch_tokens=512,
-            block_tokens=16,
+            **TWO_SLOTS,
             samples=samples,
         )
         trainer = Trainer(config, model)

@@ -61,7 +61,9 @@ def test_shapes_teach_the_same(train, small, rows):
     assert fill(some) > 1.3 * fill(one)
 
 
-@pytest.mark.parametrize("num_rounds", [1, FROM_TICK + 2])
+@pytest.mark.parametrize(
+    "num_rounds", [pytest.param(1, marks=pytest.mark.grid), FROM_TICK + 2]
+)
 def test_a_resumed_run_has_the_same_microbatches(
     model, small, rows, tmp_path, monkeypatch, num_rounds
 ):

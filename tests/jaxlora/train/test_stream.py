@@ -18,7 +18,7 @@ from jaxlora.train.plan.job_slots import (
     next_samples,
 )
 from tests.jaxlora.train.at_window import AtWindow
-from tests.jaxlora.train.conftest import folder_of
+from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 
@@ -131,8 +131,7 @@ def test_a_stop_after_a_checkpoint_is_kept(model, jobs, tmp_path):
         model=str(model.folder),
         output_dir=str(tmp_path / "run"),
         jobs=jobs[1:2],
-        microbatch_tokens=512,
-        block_tokens=16,
+        **TWO_SLOTS,
         window_steps=2,
         checkpoint_every=1,
     )

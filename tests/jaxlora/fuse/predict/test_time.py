@@ -25,6 +25,7 @@ def seconds_to_rewrite(function, num_layers):
     return time.process_time() - start
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("function", "num_layers", "seconds"),
     [(decoder.scanned, 80, 2), (decoder.unrolled, 8, 5)],

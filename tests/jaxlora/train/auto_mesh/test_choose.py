@@ -129,7 +129,7 @@ def test_slow_links_are_for_pipelines():
     assert choice.sizes.fsdp == 1
 
 
-@pytest.mark.parametrize("tokens", [None, 4096])
+@pytest.mark.parametrize("tokens", [pytest.param(None, marks=pytest.mark.grid), 4096])
 def test_devices_without_known_memory_and_speed(tokens):
     where = Machine(num_devices=4, speed=UNKNOWN_DEVICE, memory=None)
     choice = choose(SMALL, where, tokens=tokens)
