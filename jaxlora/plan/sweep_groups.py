@@ -38,8 +38,8 @@ from jaxlora.train.plan.run_plan import RunPlan
 
 NO_TIME = (
     "groups of GPUs: not planned, as the rates of this device are not known. `jaxlora "
-    "profile` measures them, and `jaxlora plan --gpu h100x4` and the like plan for GPUs "
-    "that are not here."
+    "profile` measures them, and `jaxlora plan --gpu h100x4` and the like plan for "
+    "GPUs that are not here."
 )
 
 

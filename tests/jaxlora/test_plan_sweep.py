@@ -64,7 +64,6 @@ def test_groups_of_a_sweep(run, tmp_path):
     assert sorted(r.configuration.name for r in runs) == sorted(j.name for j in jobs)
     assert {r.configuration.step_tokens for r in runs} == {TOKENS}
     assert 0 < bound.fixed_groups <= plan.makespan < groups.alone.makespan
-    assert {group.slot_rank for group in plan.groups} == {8, 128}
     assert groups.meshes == {1: "fsdp=1", 2: "fsdp=2"}
     out = io.StringIO()
     print_groups(groups, Console(file=out, width=120), price_per_hour=3.0)

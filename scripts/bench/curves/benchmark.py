@@ -105,7 +105,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--model",
         default="smollm2-135m",
-        help=f"a checkpoint's folder, or one of {', '.join(MODELS)} with random weights",
+        help=f"a checkpoint's folder, or with random weights: {', '.join(MODELS)}",
     )
     out.add_argument("--count", type=int, default=208, help="configurations to record")
     out.add_argument("--steps", type=int, default=100, help="of each configuration")

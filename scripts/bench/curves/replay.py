@@ -1,4 +1,4 @@
-"""Replays rules of early exit on recorded curves: what they save, and what they lose."""
+"""Replays rules of early exit on recorded curves: what they save and lose."""
 
 import dataclasses
 import random
