@@ -1,6 +1,7 @@
 """The user's settings of a sweep: the space, the search, and when to give up."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -159,16 +160,78 @@ class Space(StrictModel):
         return has_points or self.distribution == "int_uniform"
 
 
+LOSS = "eval_loss"
+ROUGE = "rouge1", "rouge2", "rougeL"
+METRICS = LOSS, "exact_match", "f1", *ROUGE
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def _answers_have_settings(metric: Any) -> tuple[str, str] | None:
+    if metric.is_loss and metric.goal == "maximize":
+        return "goal", "a loss is minimized. Leave goal out."
+    for name in ("max_new_tokens", "limit"):
+        if metric.is_loss and name in metric.model_fields_set:
+            return name, f"{name} is of generated answers, and a loss has none."
+    return None
+
+
 class Metric(StrictModel):
     """The metric by which the configurations of a sweep are ranked.
 
     Attributes:
-        name: Name of the metric: the loss on held-out records.
-        goal: Whether a lower value is better.
+        name: `eval_loss`, the loss on held-out records; or a metric of the answers that
+            are generated for them: `exact_match`, `f1`, `rouge1`, `rouge2`, `rougeL`,
+            or a function as `module:function`, or in Python the function itself. It
+            gets the list of answers and the list of those in the records.
+        goal: `minimize` or `maximize`; None: the loss is minimized, others maximized.
+        max_new_tokens: Largest number of tokens of an answer.
+        limit: Number of held-out records that are answered; None: all.
     """
 
-    name: Literal["eval_loss"] = "eval_loss"
-    goal: Literal["minimize"] = "minimize"
+    rules = (_answers_have_settings,)
+
+    name: str = LOSS
+    goal: Literal["minimize", "maximize"] | None = None
+    max_new_tokens: PositiveInt = 64
+    limit: PositiveInt | None = None
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether nothing is generated for it."""
+        return self.name == LOSS
+
+    @property
+    def is_maximized(self) -> bool:
+        """Whether a higher value is better."""
+        return not self.is_loss and self.goal != "minimize"
+
+    def cost(self, value: float) -> float:
+        """Returns a number that is lower if the value is better."""
+        return -value if self.is_maximized else value
+
+    @pydantic.field_validator("name", mode="before")
+    @classmethod
+    def _functions_have_names(cls, name: object) -> object:
+        if not callable(name):
+            return name
+        module = getattr(name, "__module__", None)
+        path = str(getattr(name, "__qualname__", "<"))
+        if module is None or "<" in path:
+            raise ValueError(
+                f"{name!r:.80} cannot be found again when the run is resumed. Define "
+                "the function at the top level of a module."
+            )
+        return f"{module}:{path}"
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _name_is_known(cls, name: str) -> str:
+        if name not in METRICS and not _FUNCTION.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is no metric. Give one of {', '.join(METRICS)}, or a "
+                "function as module:function."
+            )
+        return name
 
 
 RuleName = Literal["halving", "asha", "median", "overfitting", "catch_up", "divergence"]
@@ -301,7 +364,8 @@ class Sweep(StrictModel):
     @pydantic.field_validator("metric", mode="before")
     @classmethod
     def _metric_may_be_a_name(cls, metric: object) -> object:
-        return {"name": metric} if isinstance(metric, str) else metric
+        is_name = isinstance(metric, str) or callable(metric)
+        return {"name": metric} if is_name else metric
 
     @pydantic.field_validator("early_exit", mode="before")
     @classmethod

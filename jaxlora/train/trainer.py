@@ -400,6 +400,7 @@ class Trainer:
             export=functools.partial(self._export, store),
             send=self._send,
             make_samples=None if self._opened.sampler is None else self._make_samples,
+            measure=None if self._opened.meter is None else self._measure,
         )
         try:
             stream.restore(self._saved_stream)
@@ -412,9 +413,12 @@ class Trainer:
         return stream
 
     def _make_samples(self, slots: Mapping[str, int]) -> dict[str, list[dict]]:
-        (table,) = self.slots.tables
         assert self._opened.sampler is not None
-        return self._opened.sampler.generate(slots, table)
+        return self._opened.sampler.generate(slots, self.slots.tables)
+
+    def _measure(self, jobs: Sequence[JobState]) -> dict[str, float]:
+        assert self._opened.meter is not None
+        return self._opened.meter.measure(jobs, self.slots.tables)
 
     def _folder(self, job: JobState) -> pathlib.Path:
         return self.output_dir / ADAPTERS / job.name

@@ -23,6 +23,7 @@ from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.stream import Position
 from jaxlora.train.cloning import end_orphans, start_copies
 from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.execute.answers import Measure
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.execute.samples import MakeSamples
 from jaxlora.train.job_state import JobState
@@ -60,6 +61,7 @@ class JobLifecycle:
         export: Callable[[JobState], None],
         send: Callable[[Event], None],
         make_samples: MakeSamples | None = None,
+        measure: Measure | None = None,
     ):
         """Makes the object; see `Stream`.
 
@@ -75,6 +77,7 @@ class JobLifecycle:
             export: Writes a job's adapter.
             send: Sends an event to the callbacks.
             make_samples: Generates texts with the adapters in slots, for evaluations.
+            measure: Measures the answers of jobs that are evaluated.
         """
         self.jobs, self.by_slot = jobs, {}
         self.round, self.has_events, self.may_start = first_round, False, True
@@ -85,6 +88,8 @@ class JobLifecycle:
         self._requests, self._export = requests, export
         self._early_exit = early_exit
         self._send, self._make_samples = send, make_samples
+        sweep, self._measure = plan.config.sweep, measure
+        self._is_maximized = sweep is not None and sweep.metric.is_maximized
         self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
 
@@ -338,19 +343,30 @@ class JobLifecycle:
         with self._untimed():
             losses = self._executor.evaluate({job.slot: job for job in jobs})
         sound = [job for job in jobs if math.isfinite(losses[job.slot])]
+        metrics = self._measure_answers(sound)
         for job in jobs:
             loss = losses[job.slot]
             if not math.isfinite(loss):
                 job.update(status="failed", reason="the evaluation loss is not finite")
                 continue
-            is_best = job.note_eval(loss)
+            metric = metrics.get(job.name)
+            is_best = job.note_eval(loss, metric, is_maximized=self._is_maximized)
             if is_best and job.settings.keep_best:
                 with self._untimed():
                     self._export(job)
-            self._send_of(job, EvalEvent, eval_loss=loss, is_best=is_best)
+            self._send_of(
+                job, EvalEvent, eval_loss=loss, is_best=is_best, metric=metric
+            )
         if self._early_exit.note(self.jobs, sound):
             self._settled = None  # jobs may have to wait, or to end
         self._send_samples(sound)
+
+    def _measure_answers(self, jobs: Sequence[JobState]) -> dict[str, float]:
+        """Returns the sweep's metric of the answers of each job, if it has one."""
+        if self._measure is None or not jobs:
+            return {}
+        with self._untimed():
+            return self._measure(jobs)
 
     def _send_samples(self, jobs: Sequence[JobState]) -> None:
         """Generates texts with the adapters of jobs that were evaluated."""

@@ -15,6 +15,7 @@ from jaxlora.run.events import Event, WindowEvent
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule
 from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.execute.answers import Measure
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.samples import MakeSamples
@@ -79,6 +80,7 @@ class Stream:
         export: Callable[[JobState], None],
         send: Callable[[Event], None],
         make_samples: MakeSamples | None = None,
+        measure: Measure | None = None,
     ):
         """Makes the object; `restore` and `start` come first.
 
@@ -93,6 +95,7 @@ class Stream:
             export: Writes a job's adapter.
             send: Sends an event to the callbacks.
             make_samples: Generates texts with the adapters in slots, for evaluations.
+            measure: Measures the answers of jobs that are evaluated.
         """
         self._plan, self._config = plan, plan.config
         self._executor, self._memory, self._send = executor, memory, send
@@ -111,6 +114,7 @@ class Stream:
             export=export,
             send=send,
             make_samples=make_samples,
+            measure=measure,
         )
         self._due: set[str] = set()  # jobs without a step in this round
         self._has_stepped = False  # in this round
