@@ -170,7 +170,8 @@ def _answers_have_settings(metric: Any) -> tuple[str, str] | None:
     if metric.is_loss and metric.goal == "maximize":
         return "goal", "a loss is minimized. Leave goal out."
     for name in ("max_new_tokens", "limit"):
-        if metric.is_loss and name in metric.model_fields_set:
+        default = Metric.model_fields[name].default
+        if metric.is_loss and getattr(metric, name) != default:
             return name, f"{name} is of generated answers, and a loss has none."
     return None
 
@@ -329,6 +330,8 @@ class Sweep(StrictModel):
             diverge always do, unless this is empty (`none`).
         keep: Number of best configurations that the report marks; None: of one.
         keep_others: Whether the PEFT folders of the others stay when the sweep ends.
+        merge_best: Whether the best one is merged into its base when the sweep ends, as
+            by `jaxlora merge`; into `merged/NAME` of the output folder.
     """
 
     rules = (_random_has_a_count, _grid_has_no_count, _there_is_a_grid)
@@ -353,6 +356,7 @@ class Sweep(StrictModel):
     early_exit: tuple[ExitRule, ...] = (ExitRule(type="halving"),)
     keep: PositiveInt = 1
     keep_others: Bool = True
+    merge_best: Bool = False
 
     @property
     def is_random(self) -> bool:

@@ -25,6 +25,7 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.run.saved_stream import SavedStream
+from jaxlora.sweeps.files import merge_best
 from jaxlora.train.cloning import check_copy, fix_start, settings_of_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.early_exit import EarlyExit
@@ -291,6 +292,10 @@ class Trainer:
             )
             if is_first:
                 write_report(result, keep_others=sweep is None or sweep.keep_others)
+            report = result.sweep
+            if report is not None and sweep and sweep.merge_best and not interrupted:
+                base = self.config.model, self.config.revision
+                merge_best(report, self.output_dir, *base)
         return result
 
     def _run(self, resume: bool, callbacks: Sequence[Callback]) -> bool:

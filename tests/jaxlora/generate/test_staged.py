@@ -8,11 +8,11 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.generate.generator import TextDecoder
 from jaxlora.generate.prompt import Prompt
 from jaxlora.generate.staged import StagedDecoder
+from jaxlora.hf.names import linear_path
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.hf.names import linear_path
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 
