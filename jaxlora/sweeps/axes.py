@@ -30,7 +30,7 @@ class ParallelAxis:
 
 
 def parallel_axes(report: SweepReport) -> list[ParallelAxis]:
-    """Returns the axes of the settings in which configurations differ, and of the metric."""
+    """Returns the axes of all varied settings, and of the metric."""
     names = [trial.settings.name for trial in report.trials]
     columns = {
         key: [column[name] for name in names] for key, column in report.varied.items()

@@ -248,8 +248,8 @@ def test_configurations_need_held_out_records():
 
 
 def test_the_command_lists_the_configurations(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "model").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 4)
+    tiny.write_model(tmp_path / "model")
     text = f"""model: {tmp_path / "model"}
 defaults: {{data: {{path: {tmp_path / "a.jsonl"}}}, eval_fraction: 0.5}}
 sweep: {{parameters: {{rank: [4, 8], learning_rate: [1e-4, 3e-4]}}}}
