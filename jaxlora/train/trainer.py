@@ -57,7 +57,9 @@ from jaxlora.train.saved.describe_run import (
     saved_run,
 )
 from jaxlora.train.saved.job_states import JobStates, restore_jobs
+from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.run_store import RunStore
+from jaxlora.train.suggesting import Suggestions
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class Trainer:
         self._num_compiled = opened.num_compiled
         self.round, self._requests = 0, Requests()
         self._early_exit = EarlyExit(config, self._is_asked_to_pause)
+        self._suggestions = Suggestions(config)
         self._joining = Joining([job.name for job in self.jobs], self._open_job)
         self._added = list(opened.joined)
         self._has_begun = False
@@ -220,6 +223,15 @@ class Trainer:
             self._added.append(job.name)
             self._send(events.JobAddEvent(round=self.round, info=job.info()))
 
+    def _suggest(self) -> bool:
+        """Adds the configurations that a search suggests now; whether there are any."""
+
+        def add(settings: LoraJob) -> None:
+            self._joining.add(settings)
+            self._take_added()
+
+        return self._suggestions.add_due(self.jobs, self.plan.num_slots, add)
+
     # ---- the run -------------------------------------------------------------------
 
     def train(
@@ -310,7 +322,8 @@ class Trainer:
             with self._open_stream(store) as stream:
                 while not (stops := self._must_end(stop.requested)):
                     if not stream.start():
-                        if not self._take_requests(store, waits=True):
+                        more = self._suggest()
+                        if not (self._take_requests(store, waits=True) or more):
                             break
                         continue
                     if self.config.checkpoint_every:
@@ -333,6 +346,8 @@ class Trainer:
     ) -> None:
         """Does what is due between two microbatches."""
         self._send_written(store)
+        if self._suggest():
+            self._record(store)
         if border.ends_window or processes.count() == 1:
             # Several processes act alike only where they look at the same border.
             if self._must_end(stop.requested):
@@ -447,8 +462,10 @@ class Trainer:
         store = RunStore(self.output_dir, self._lock, keep=keep, is_resumed=resume)
         opened.callback(store.close)
         found = store.restore(self._identity())
+        self._drop_suggested(store, found)
         if found is not None:
             self._early_exit.restore(found.run.sweep)
+            self._suggestions.restore(found.run.suggested)
             self.round, self._saved_stream = found.number, found.run.stream
             self._num_saved = self._num_due(self.round)
             restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
@@ -463,6 +480,19 @@ class Trainer:
         opened.callback(self._inbox.close)
         self._record(store)
         return store
+
+    def _drop_suggested(self, store: RunStore, found: ReadCheckpoint | None) -> None:
+        """Drops what was suggested after the checkpoint, as it is suggested again."""
+        known = {} if found is None else found.run.progress
+        record = store.record
+        suggested = processes.from_first(
+            lambda: [] if record is None else record.suggested
+        )
+        for name in suggested:
+            if name not in known:
+                self.jobs[:] = [job for job in self.jobs if job.name != name]
+                self._added.remove(name)
+                self._joining.release(name)
 
     def _take_requests(self, store: RunStore, *, waits: bool = False) -> bool:
         """Takes users' requests, and records and answers them; see `Inbox.poll`."""
@@ -486,6 +516,7 @@ class Trainer:
             requests=self._requests.saved([job.name for job in self.jobs]),
             added=list(self._added),
             answers=self._inbox.answers,
+            suggested=[n for n in self._suggestions.saved() if n in self._added],
         )
         store.write_record(record, lambda: resolved_settings(self.plan, self.jobs))
 
@@ -494,6 +525,7 @@ class Trainer:
         self.slots = self.layout.empty_slots()
         self.round, self._num_saved, self._saved_stream = 0, 0, None
         self._early_exit.restore(None)
+        self._suggestions.restore({})
         for job in self.jobs:
             job.progress, job.parked = JobProgress(), None
 
@@ -520,6 +552,7 @@ class Trainer:
             requests,
             stream.saved(),
             self._early_exit.saved(),
+            self._suggestions.saved(),
         )
         store.save(self.round, JobStates.of(self.jobs, read_slot), saved)
 

@@ -93,9 +93,8 @@ def test_ranking_exits_and_weights_follow_the_metric(whole):
     metrics, report = measured(config), found.result.sweep
     assert config.sweep.metric.name == f"{__name__}:share_of_places"
     best = {name: max(v for _, v in points) for name, points in metrics.items()}
-    assert [t.progress.best_metric for t in report.trials] == sorted(best.values())[
-        ::-1
-    ]
+    ranked = [trial.progress.best_metric for trial in report.trials]
+    assert ranked == sorted(best.values(), reverse=True)
     assert len(set(best.values())) > 1, "the rates make a difference"
     for name, progress in found.progress.items():
         assert progress.best_metric == best[name]
