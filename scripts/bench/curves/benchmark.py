@@ -32,8 +32,8 @@ RULES = (
     ExitRule(type="median"),
     ExitRule(type="catch_up"),
     ExitRule(type="overfitting"),
-    ExitRule(type="halving", eta=4, first=0.125),
-    ExitRule(type="asha", eta=4, first=0.04),
+    ExitRule(type="halving", eta=4, first=0.1),
+    ExitRule(type="asha", eta=4, first=0.05),
 )
 
 

@@ -33,7 +33,11 @@ def replay(
         curves: The whole curves, in the order in which they start.
         rules: The rules.
         slots: Configurations that run at once.
+
+    Raises:
+        ValueError: A rung is between two evaluations of a curve.
     """
+    _check_rungs(curves, rules)
     halving = next((rule for rule in rules if rule.type == "halving"), None)
     seen = {n: dataclasses.replace(c, points=(), step=0) for n, c in curves.items()}
     position = dict.fromkeys(curves, -1)
@@ -82,6 +86,19 @@ def replay(
         steps={name: curve.step for name, curve in seen.items()},
         losses={name: curve.best for name, curve in seen.items()},
     )
+
+
+def _check_rungs(curves: Mapping[str, Curve], rules: Sequence[ExitRule]) -> None:
+    for rule in rules:
+        if rule.type not in ("halving", "asha"):
+            continue
+        for name, curve in curves.items():
+            for step in rungs(rule, curve.num_steps):
+                if curve.at(step) is None:
+                    raise ValueError(
+                        f"{name}: step {step} was not evaluated, and {rule.type} "
+                        "compares there. Record with another --every."
+                    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
