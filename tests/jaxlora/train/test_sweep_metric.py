@@ -3,11 +3,14 @@
 import json
 import pathlib
 
+import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora import LoraJob, RunConfig, Sweep, Trainer
+from jaxlora import Generator, LoraJob, Prompt, RunConfig, Sweep, Trainer
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.config.sweep_config import ExitRule
+from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.run.log import read_events
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import Outcome
@@ -110,6 +113,25 @@ def test_ranking_exits_and_weights_follow_the_metric(whole):
 
 def at(metrics, trial, step: int) -> float:
     return dict(metrics[trial.settings.name]).get(step, 0.0)
+
+
+def test_the_metric_is_that_of_the_exported_weights(whole, model):
+    """Of each configuration, by the generator that users call on its folder."""
+    _, found = whole
+    tokenizer = load_tokenizer(model.folder)
+    adapters = {t.settings.name: t.folder for t in found.result.sweep.trials}
+    generator = Generator(model, adapters)
+    for job in found.trainer.jobs:
+        prompts, references = [], []
+        for sample in job.prepared.eval_data.samples:
+            start = int(np.argmax(sample.is_target))
+            ids = sample.token_ids.tolist()
+            text = tokenizer.decode(ids[:start], skip_special_tokens=True)
+            prompts.append(Prompt(text, adapter=job.name))
+            references.append(tokenizer.decode(ids[start:], skip_special_tokens=True))
+        made = generator.generate(prompts, GenerationSettings(max_new_tokens=8))
+        value = share_of_places([out.text for out in made], references)
+        assert value == pytest.approx(job.progress.best_metric)
 
 
 def test_the_best_is_merged(whole, model):
