@@ -1,6 +1,7 @@
 """Options that several commands have."""
 
 import argparse
+import math
 
 # Options that replace a setting of the run file, by the setting.
 OPTIONS = {"output_dir": "--output-dir", "mesh": "--mesh"}
@@ -40,3 +41,23 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def add_price(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--price-per-hour",
+        type=_price,
+        metavar="P",
+        help="price of one GPU for an hour, in any currency; all GPUs of the machine "
+        "are paid for",
+    )
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price, such as 2.50")
+    return price

@@ -1,13 +1,19 @@
 """`jaxlora plan`."""
 
 import argparse
-import math
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import OPTIONS, add_device, add_mesh, positive_int, use_device
+from jaxlora.cli.options import (
+    OPTIONS,
+    add_device,
+    add_mesh,
+    add_price,
+    positive_int,
+    use_device,
+)
 from jaxlora.common.console import say
 from jaxlora.errors import ConfigError
 
@@ -30,29 +36,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan for GPUs that need not be here: a100-40, a100-80, h100, h200, l40s "
         "or rtx4090, and how many, as in h100x4",
     )
-    parser.add_argument(
-        "--price-per-hour",
-        type=_price,
-        metavar="P",
-        help="price of one GPU for an hour, in any currency; all GPUs of the machine "
-        "are paid for",
-    )
+    add_price(parser)
     parser.add_argument(
         "--details",
         action="store_true",
         help="also print what the scheduler reaches",
     )
     parser.add_argument("--picture", help="write a Gantt picture (.png, .svg or .pdf)")
-
-
-def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = math.nan
-    if not 0 <= price < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price, such as 2.50")
-    return price
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
@@ -91,9 +81,8 @@ def _run(arguments: argparse.Namespace) -> int | None:
         details=arguments.details,
     )
     if arguments.picture:
-        drawn = draw_plan(planned, arguments.picture)
-        total = len(planned.whole.schedule.microbatches)
-        say(f"wrote {arguments.picture}: microbatches 1 to {drawn} of {total}")
+        shown = draw_plan(planned, arguments.picture)
+        say(f"wrote {arguments.picture}: {shown}")
     return None
 
 

@@ -1,12 +1,18 @@
 """`jaxlora sweep`."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jaxlora.cli.command import Command
+from jaxlora.cli.options import add_price, use_device
 from jaxlora.cli.train import add_arguments, read_run, train
+from jaxlora.common.console import show
 from jaxlora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxlora.config import RunConfig
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,13 +20,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="list the configurations and train nothing",
+        help="list the configurations, plan them on the GPUs of this machine, and "
+        "train nothing",
     )
+    add_price(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from jaxlora.sweeps.configurations import print_configurations
-
     _, _, config = read_run(arguments)
     if config.sweep is None:
         raise ConfigError(
@@ -28,9 +34,26 @@ def _run(arguments: argparse.Namespace) -> int:
             "one, as in docs/howto/sweep.md, or run jaxlora train."
         )
     if arguments.dry_run:
-        print_configurations(config, Console())
+        _print_plan(config, arguments)
         return 0
     return train(arguments)
+
+
+def _print_plan(config: "RunConfig", arguments: argparse.Namespace) -> None:
+    """Prints the configurations, and where and when each would train."""
+    from jaxlora.memory.gpu_share import take_free_gpus
+    from jaxlora.plan import plan_run_groups
+    from jaxlora.plan.sweep_groups import NO_TIME, print_groups
+    from jaxlora.sweeps.configurations import print_configurations
+
+    use_device(arguments)
+    console = Console()
+    print_configurations(config, console)
+    take_free_gpus(gathers=config.may_gather)  # the memory that training has
+    if (groups := plan_run_groups(config)) is None:
+        show(console, NO_TIME, soft_wrap=True)
+        return
+    print_groups(groups, console, price_per_hour=arguments.price_per_hour)
 
 
 COMMAND = Command(

@@ -13,8 +13,6 @@ from jaxlora.config.strict import (
     PositiveInt,
     StrictModel,
 )
-from jaxlora.errors import ConfigError
-from jaxlora.sharding.mesh_sizes import MeshSizes
 
 BASE = "base"  # names the base model, where the name of an adapter is wanted
 
@@ -57,12 +55,6 @@ class GenerationSettings(StrictModel):
         return stop
 
 
-SAMPLES_ON_ONE_DEVICE = (
-    "samples are generated on one device, and mesh is {}. Leave samples out, and run "
-    "`jaxlora generate --run` beside the run."
-)
-
-
 def _there_are_prompts(samples: Any) -> tuple[str, str] | None:
     if not samples.prompts:
         return "prompts", "prompts is empty. Give prompts, or leave samples out."
@@ -91,12 +83,3 @@ class SamplesConfig(GenerationSettings):
     chat: Bool = False
     system: str | None = None
     max_new_tokens: PositiveInt = 64
-
-    def check_mesh(self, sizes: MeshSizes) -> None:
-        """Checks that a run has one device.
-
-        Raises:
-            ConfigError: It has several.
-        """
-        if sizes.num_devices > 1:
-            raise ConfigError(SAMPLES_ON_ONE_DEVICE.format(sizes))

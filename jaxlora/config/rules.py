@@ -7,7 +7,6 @@ import collections
 from typing import Any
 
 from jaxlora.config.clone import copies_follow_their_jobs
-from jaxlora.config.generation_settings import SAMPLES_ON_ONE_DEVICE
 from jaxlora.config.strict import Rule
 
 
@@ -103,12 +102,6 @@ def _samples_have_evaluations(run: Any) -> tuple[str, str] | None:
     return None
 
 
-def _samples_have_one_device(run: Any) -> tuple[str, str] | None:
-    if run.samples is None or run.mesh == "auto" or run.mesh_sizes.num_devices == 1:
-        return None
-    return "samples", SAMPLES_ON_ONE_DEVICE.format(run.mesh_sizes)
-
-
 def _first_stage_can_fill_the_pipeline(run: Any) -> tuple[str, str] | None:
     in_flight = run.pipeline_microbatches
     if in_flight is None or run.mesh == "auto":
@@ -157,7 +150,6 @@ OF_A_RUN: tuple[Rule, ...] = (
     _microbatches_hold_whole_blocks,
     _shapes_hold_whole_blocks,
     _samples_have_evaluations,
-    _samples_have_one_device,
     _first_stage_can_fill_the_pipeline,
     _configurations_are_evaluated,
     copies_follow_their_jobs,

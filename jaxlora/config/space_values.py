@@ -57,16 +57,26 @@ def _grid_values(axis: Axis) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def draw(axis: Axis, seed: int, number: int) -> Any:
-    """Returns a random value of an axis; it depends on nothing but the arguments."""
+def draw(axis: Axis, seed: int, number: int) -> float:
+    """Returns a random place on an axis; it depends on nothing but the arguments.
+
+    Returns:
+        The index of a value; of a range, the share of it, from 0 to 1.
+    """
     space, u = axis.space, random.Random(f"{seed}/{number}/{axis.name}").random()
     if space.values is None:
-        return _at(u, axis)
+        return u
     chances = space.probabilities or [1 / len(space.values)] * len(space.values)
-    for value, reached in zip(space.values, itertools.accumulate(chances), strict=True):
+    for index, reached in enumerate(itertools.accumulate(chances)):
         if u < reached:
-            return value
-    return space.values[-1]
+            return index
+    return len(space.values) - 1
+
+
+def value_at(axis: Axis, place: float) -> Any:
+    """Returns the value at a place on an axis, as `draw` returns it."""
+    values = axis.space.values
+    return _at(place, axis) if values is None else values[int(place)]
 
 
 def _at(share: float, axis: Axis) -> int | float:

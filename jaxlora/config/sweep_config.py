@@ -1,6 +1,7 @@
 """The user's settings of a sweep: the space, the search, and when to give up."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -159,16 +160,79 @@ class Space(StrictModel):
         return has_points or self.distribution == "int_uniform"
 
 
+LOSS = "eval_loss"
+ROUGE = "rouge1", "rouge2", "rougeL"
+METRICS = LOSS, "exact_match", "f1", *ROUGE
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def _answers_have_settings(metric: Any) -> tuple[str, str] | None:
+    if metric.is_loss and metric.goal == "maximize":
+        return "goal", "a loss is minimized. Leave goal out."
+    for name in ("max_new_tokens", "limit"):
+        default = Metric.model_fields[name].default
+        if metric.is_loss and getattr(metric, name) != default:
+            return name, f"{name} is of generated answers, and a loss has none."
+    return None
+
+
 class Metric(StrictModel):
     """The metric by which the configurations of a sweep are ranked.
 
     Attributes:
-        name: Name of the metric: the loss on held-out records.
-        goal: Whether a lower value is better.
+        name: `eval_loss`, the loss on held-out records; or a metric of the answers that
+            are generated for them: `exact_match`, `f1`, `rouge1`, `rouge2`, `rougeL`,
+            or a function as `module:function`, or in Python the function itself. It
+            gets the list of answers and the list of those in the records.
+        goal: `minimize` or `maximize`; None: the loss is minimized, others maximized.
+        max_new_tokens: Largest number of tokens of an answer.
+        limit: Number of held-out records that are answered; None: all.
     """
 
-    name: Literal["eval_loss"] = "eval_loss"
-    goal: Literal["minimize"] = "minimize"
+    rules = (_answers_have_settings,)
+
+    name: str = LOSS
+    goal: Literal["minimize", "maximize"] | None = None
+    max_new_tokens: PositiveInt = 64
+    limit: PositiveInt | None = None
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether nothing is generated for it."""
+        return self.name == LOSS
+
+    @property
+    def is_maximized(self) -> bool:
+        """Whether a higher value is better."""
+        return not self.is_loss and self.goal != "minimize"
+
+    def cost(self, value: float) -> float:
+        """Returns a number that is lower if the value is better."""
+        return -value if self.is_maximized else value
+
+    @pydantic.field_validator("name", mode="before")
+    @classmethod
+    def _functions_have_names(cls, name: object) -> object:
+        if not callable(name):
+            return name
+        module = getattr(name, "__module__", None)
+        path = str(getattr(name, "__qualname__", "<"))
+        if module is None or "<" in path:
+            raise ValueError(
+                f"{name!r:.80} cannot be found again when the run is resumed. Define "
+                "the function at the top level of a module."
+            )
+        return f"{module}:{path}"
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _name_is_known(cls, name: str) -> str:
+        if name not in METRICS and not _FUNCTION.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is no metric. Give one of {', '.join(METRICS)}, or a "
+                "function as module:function."
+            )
+        return name
 
 
 RuleName = Literal["halving", "asha", "median", "overfitting", "catch_up", "divergence"]
@@ -217,9 +281,12 @@ class ExitRule(StrictModel):
     probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.05
 
 
-def _random_has_a_count(sweep: Any) -> tuple[str, str] | None:
-    if sweep.parameters and sweep.method == "random" and sweep.count is None:
+def _searches_have_a_count(sweep: Any) -> tuple[str, str] | None:
+    is_search = sweep.method in ("random", "optuna")
+    if sweep.parameters and is_search and sweep.count is None:
         return "count", "a random search needs a number of configurations: set count."
+    if sweep.initial is not None and sweep.method != "optuna":
+        return "initial", "initial is of `method: optuna`. Leave it out."
     return None
 
 
@@ -248,6 +315,25 @@ def _there_is_a_grid(sweep: Any) -> tuple[str, str] | None:
     return None
 
 
+class Search(StrictModel):
+    """What further configurations are suggested from.
+
+    Attributes:
+        template: The job that they are made from.
+        parameters: The values that its settings may take, by setting.
+        count: Number of configurations in all.
+        seed: Random seed.
+        points: The place on each axis (`jaxlora.config.space_values.draw`) of the
+            configurations that were drawn, by name.
+    """
+
+    template: dict[str, Any]
+    parameters: dict[str, Space]
+    count: PositiveInt
+    seed: NonNegativeInt
+    points: dict[str, dict[str, float]]
+
+
 class Sweep(StrictModel):
     """Many configurations of a job: the space, the search, and when to give up.
 
@@ -256,20 +342,27 @@ class Sweep(StrictModel):
             short for `{values: [...]}`, and `data.limit` is a setting within `data`.
             The values of a name that begins with `_` are mappings of settings that
             belong together. Empty: the jobs are the configurations.
-        method: `grid`: all combinations. `random`: `count` draws. None: a grid if all
-            parameters are lists and there is no `count`.
-        count: Number of configurations of a random search, for each job; of a grid,
-            None.
+        method: `grid`: all combinations. `random`: `count` draws. `optuna`: the first
+            ones are draws; each further one is suggested by Optuna's TPE when one has
+            ended, after all results so far. None: a grid if all parameters are lists
+            and there is no `count`.
+        count: Number of configurations of a search, for each job; of a grid, None.
+        initial: Number of draws before Optuna suggests; None: `max_concurrent_jobs`,
+            and at least 10.
         seed: Random seed of the search.
         metric: What configurations are ranked by.
         early_exit: Rules by which configurations end early; any of them may. Those that
-            diverge always do, unless this is empty (`none`).
+            diverge always do, unless this is empty (`none`). With `method: optuna`, the
+            default is `asha`, under which none waits for those to come.
         keep: Number of best configurations that the report marks; None: of one.
         keep_others: Whether the PEFT folders of the others stay when the sweep ends.
+        merge_best: Whether the best one is merged into its base when the sweep ends, as
+            by `jaxlora merge`; into `merged/NAME` of the output folder.
+        search: What Optuna suggests from; it is made when the sweep is expanded.
     """
 
-    rules = (_random_has_a_count, _grid_has_no_count, _there_is_a_grid)
-    nested = {"metric": Metric, "early_exit": ExitRule}
+    rules = (_searches_have_a_count, _grid_has_no_count, _there_is_a_grid)
+    nested = {"metric": Metric, "early_exit": ExitRule, "search": Search}
     aliases = OtherNames(
         same={"run_cap": "count"},
         hints={
@@ -283,25 +376,28 @@ class Sweep(StrictModel):
     )
 
     parameters: dict[str, Space] = {}
-    method: Literal["grid", "random"] | None = None
+    method: Literal["grid", "random", "optuna"] | None = None
     count: PositiveInt | None = None
+    initial: PositiveInt | None = None
     seed: NonNegativeInt = 0
     metric: Metric = Metric()
     early_exit: tuple[ExitRule, ...] = (ExitRule(type="halving"),)
     keep: PositiveInt = 1
     keep_others: Bool = True
+    merge_best: Bool = False
+    search: Search | None = None
 
     @property
     def is_random(self) -> bool:
         """Whether configurations are drawn."""
-        return self.method == "random" or (
-            self.method is None and self.count is not None
-        )
+        is_search = self.method in ("random", "optuna")
+        return is_search or (self.method is None and self.count is not None)
 
     @pydantic.field_validator("metric", mode="before")
     @classmethod
     def _metric_may_be_a_name(cls, metric: object) -> object:
-        return {"name": metric} if isinstance(metric, str) else metric
+        is_name = isinstance(metric, str) or callable(metric)
+        return {"name": metric} if is_name else metric
 
     @pydantic.field_validator("early_exit", mode="before")
     @classmethod

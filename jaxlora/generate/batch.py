@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +135,27 @@ class Answer:
             del self.token_ids[num:], self.logprobs[num:]
 
 
+@runtime_checkable
+class GeneratingDecoder(Protocol):
+    """A decoder on one device (`LoadedDecoder`) or on a mesh (`StagedDecoder`)."""
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The decoder, whose configuration is that of the whole model."""
+
+    @property
+    def weights(self) -> Any:
+        """Its arrays; waits until they are loaded."""
+
+    @property
+    def weight_shapes(self) -> Any:
+        """Its arrays, or their shapes if they are not loaded yet."""
+
+    @property
+    def programs(self) -> Any:
+        """The functions that run it: `empty`, `prepare`, `prefill` and `decode`."""
+
+
 class Batch:
     """A batch of prompts whose tokens are generated together.
 
@@ -146,7 +167,7 @@ class Batch:
 
     def __init__(
         self,
-        decoder: LoadedDecoder,
+        decoder: GeneratingDecoder,
         requests: Sequence[Request],
         settings: GenerationSettings,
         end_ids: Sequence[int],
@@ -166,8 +187,8 @@ class Batch:
         self.answers = [Answer() for _ in requests]
         self._requests, self._end_ids = requests, frozenset(end_ids)
         programs = decoder.programs
-        self._empty, self._prefill = programs.empty, programs.prefill
-        self._decode = programs.decode[method_of(settings.temperature, settings.top_p)]
+        self._programs = programs
+        self._method = method_of(settings.temperature, settings.top_p)
         self._sampling = Sampling(
             temperature=jnp.float32(settings.temperature),
             top_p=jnp.float32(settings.top_p),
@@ -176,7 +197,7 @@ class Batch:
         )
         self._run_prompts(decoder, shape or _smallest_shape(requests))
 
-    def _run_prompts(self, decoder: LoadedDecoder, shape: BatchShape) -> None:
+    def _run_prompts(self, decoder: GeneratingDecoder, shape: BatchShape) -> None:
         token_ids = np.zeros((shape.num_rows, shape.prompt_tokens), np.int32)
         starts = np.full(shape.num_rows, shape.prompt_tokens, np.int32)
         slots, seeds = np.zeros((2, shape.num_rows), np.int32)
@@ -185,21 +206,20 @@ class Batch:
             token_ids[i, starts[i] :] = request.token_ids
             slots[i], seeds[i] = request.slot, request.seed
         self._rows = Rows(*map(jnp.asarray, (starts, slots, seeds)))
-        state = self._empty(shape.num_rows, shape.cache_tokens)
+        programs = self._programs
+        state = programs.empty(shape.num_rows, shape.cache_tokens)
         parts = range(0, shape.prompt_tokens, shape.part_tokens)
         ids = [jnp.asarray(token_ids[:, i : i + shape.part_tokens]) for i in parts]
         args = state, decoder.weight_shapes, self._rows
         is_done = jnp.zeros(shape.num_rows, bool)
         # They are compiled side by side, and while the base is loaded.
-        prepared = [
-            self._prefill.prepare(*args, ids[0]),
-            self._decode.prepare(*args, self._sampling, is_done),
-        ]
+        own = ids[0], self._sampling, is_done, self._method
+        prepared = programs.prepare(*args, *own)
         announce(prepared)
         self._weights = decoder.weights
         finish(prepared)
         for part in ids:
-            state = self._prefill(state, self._weights, self._rows, part)
+            state = programs.prefill(state, self._weights, self._rows, part)
         self._state = state
 
     @property
@@ -223,7 +243,7 @@ class Batch:
         is_done = np.ones(len(self._rows.slots), bool)
         for i, answer in enumerate(self.answers):
             is_done[i] = answer.finish_reason is not None
-        self._state, *made = self._decode(
+        self._state, *made = self._programs.decode[self._method](
             self._state,
             self._weights,
             self._rows,

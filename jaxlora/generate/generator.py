@@ -22,7 +22,7 @@ from jaxlora.errors import ConfigError, DataError
 from jaxlora.generate.adapter_names import Adapters, named_adapters
 from jaxlora.generate.adapter_slots import NO_ADAPTER, load_decoder
 from jaxlora.generate.answer_text import AnswerText
-from jaxlora.generate.batch import Answer, Batch, LoadedDecoder, Request
+from jaxlora.generate.batch import Answer, Batch, GeneratingDecoder, Request
 from jaxlora.generate.batch_shape import chat_shape
 from jaxlora.generate.prompt import (
     Generation,
@@ -51,7 +51,7 @@ class TextDecoder:
         end_ids: Tokens that end a text.
     """
 
-    decoder: LoadedDecoder
+    decoder: GeneratingDecoder
     tokenizer: Tokenizer
     slots: Mapping[str, int]
     end_ids: tuple[int, ...]

@@ -20,7 +20,7 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import LayerRopes, layer_ropes
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.multi_lora_linear import Routing
-from jaxlora.programs.program import Program
+from jaxlora.programs.program import Prepared, Program
 
 MAX_STEPS = 32  # most tokens of each sequence that one call of `decode` generates
 NO_TOKEN = -1  # stands in the output of `decode` where no token was generated
@@ -135,6 +135,30 @@ class Programs:
             self._empties[sizes] = Program(jitted, "empty cache", identity)
         return self._empties[sizes]()
 
+    def prepare(
+        self,
+        state: State,
+        weights: Weights,
+        rows: Rows,
+        token_ids: Int[Array, "B S"],
+        sampling: Sampling,
+        is_done: Bool[Array, " B"],
+        method: Method,
+    ) -> list[Prepared]:
+        """Starts to compile the programs of a batch side by side.
+
+        Args:
+            state, weights, rows, token_ids: Arguments of `prefill`; shapes will do for
+                the weights.
+            sampling, is_done: Further arguments of `decode`.
+            method: How tokens are chosen.
+        """
+        args = state, weights, rows
+        return [
+            self.prefill.prepare(*args, token_ids),
+            self.decode[method].prepare(*args, sampling, is_done),
+        ]
+
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         functions = self.prefill, *self.decode.values(), *self._empties.values()
@@ -211,13 +235,13 @@ class Programs:
 
         def generate_one(loop):
             i, state, tokens, logprobs = loop
-            token, logprob = _choose(method, state, rows, sampling)
-            column = jnp.where(state.is_done, NO_TOKEN, token)
+            token, logprob, column, is_done = choose(
+                method, state.logits, rows, state.step, sampling, state.is_done
+            )
             tokens, logprobs = (
                 tokens.at[:, i].set(column),
                 logprobs.at[:, i].set(logprob),
             )
-            is_end = (token[:, None] == sampling.end_ids).any(1)
             logits, cache = next_logits(
                 nnx.merge(graph, variables),
                 state.cache,
@@ -229,7 +253,7 @@ class Programs:
             state = State(
                 cache=cache,
                 logits=logits,
-                is_done=state.is_done | is_end,
+                is_done=is_done,
                 place=state.place + 1,
                 step=state.step + 1,
             )
@@ -240,19 +264,35 @@ class Programs:
         return state, tokens, logprobs
 
 
-def _choose(
-    method: Method, state: State, rows: Rows, sampling: Sampling
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+def choose(
+    method: Method,
+    logits: Float[Array, "B V"],
+    rows: Rows,
+    step: Int[Array, ""],
+    sampling: Sampling,
+    is_done: Bool[Array, " B"],
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Int[Array, " B"], Bool[Array, " B"]]:
+    """Chooses the next token of each sequence.
+
+    Args:
+        method: How tokens are chosen.
+        logits: Logits of the token.
+        rows: Properties of the sequences.
+        step: Number of tokens of each sequence that were generated.
+        sampling: Settings.
+        is_done: Whether a sequence has ended.
+
+    Returns:
+        The tokens; the log probability that the model gives each, in nats; the tokens
+        again, with `NO_TOKEN` for sequences that had ended; and whether each has ended.
+    """
     token = choose_tokens(
-        state.logits,
-        method,
-        rows.seeds,
-        state.step,
-        sampling.temperature,
-        sampling.top_p,
+        logits, method, rows.seeds, step, sampling.temperature, sampling.top_p
     )
-    picked = jnp.take_along_axis(state.logits, token[:, None], axis=-1)[:, 0]
-    return token, picked - jax.nn.logsumexp(state.logits, axis=-1)
+    picked = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    is_end = (token[:, None] == sampling.end_ids).any(1)
+    logprob = picked - jax.nn.logsumexp(logits, axis=-1)
+    return token, logprob, jnp.where(is_done, NO_TOKEN, token), is_done | is_end
 
 
 @functools.lru_cache(maxsize=16)
@@ -289,22 +329,36 @@ def next_logits(
     updated = []
     for number, layer_cache in enumerate(cache):
         layer, before = decoder.layers[str(number)], h
-        h, layer_cache = _run_layer(
-            layer, h, layer_cache, ropes, routing, place, starts
-        )
+        h, layer_cache = run_layer(layer, h, layer_cache, ropes, routing, place, starts)
         updated.append(layer_cache)
-    last = decoder.final_norm(h.reshape(num_rows, num_new, -1)[:, -1])
+    return last_logits(decoder, h, before, num_rows), tuple(updated)
+
+
+def last_logits(
+    decoder: Decoder,
+    h: Float[Array, "T D"],
+    before: Float[Array, "T D"],
+    num_rows: int,
+) -> Float[Array, "B V"]:
+    """Returns the logits after the last token of each sequence.
+
+    Args:
+        decoder: The decoder, or its last stage.
+        h: Hidden states after the last layer.
+        before: Hidden states before it; see `Decoder.stored_head`.
+        num_rows: Number of sequences.
+    """
+    last = decoder.final_norm(h.reshape(num_rows, len(h) // num_rows, -1)[:, -1])
     head, transposed = decoder.stored_head(before)
-    logits = head_logits(
+    return head_logits(
         last,
         head,
         head_transposed=transposed,
         logit_softcap=decoder.config.logit_softcap,
     )
-    return logits, tuple(updated)
 
 
-def _run_layer(
+def run_layer(
     layer: DecoderLayer,
     h: Float[Array, "T D"],
     cache: LayerCache,

@@ -17,6 +17,7 @@ from jaxlora.memory.need import MemoryNeed
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.cost import PlannedTime, check_fits, memory_need
 from jaxlora.plan.foretell import foretell
+from jaxlora.plan.sweep_groups import PlannedGroups, plan_groups
 from jaxlora.run.folder import (
     as_begun,
     check_folder,
@@ -28,6 +29,7 @@ from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
+from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.run_plan import RunPlan
@@ -52,6 +54,8 @@ class RunForecast:
         fill: Part of the rows of its microbatches that holds samples.
         greedy_fill: The same under `packer: greedy`.
         one_shape_fill: The same if all its microbatches have the largest shape.
+        groups: The plan of a sweep on all GPUs of the machine; None: the run has no
+            sweep, or the rates of the device are not known.
     """
 
     plan: RunPlan
@@ -65,6 +69,7 @@ class RunForecast:
     fill: float
     greedy_fill: float
     one_shape_fill: float
+    groups: PlannedGroups | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -173,7 +178,26 @@ def _forecast(
         fill=num_tokens / max(1, foretold.num_rows),
         greedy_fill=num_tokens / max(1, greedy.num_rows),
         one_shape_fill=num_tokens / max(1, one.num_rows),
+        groups=_groups(plan, jobs),
     )
+
+
+def _groups(plan: RunPlan, jobs: Sequence[PreparedJob]) -> PlannedGroups | None:
+    sweep = plan.config.sweep
+    return None if sweep is None else plan_groups(plan, jobs, this_machine())
+
+
+def plan_run_groups(config: RunConfig) -> PlannedGroups | None:
+    """Plans the sweep of a run on the GPUs of this machine, without its microbatches.
+
+    Returns:
+        The plan; None: the rates of the device are not known.
+
+    Raises:
+        JaxloraError: The run cannot be trained.
+    """
+    run = prepare_run(config, None, datetime.datetime.now().isoformat())
+    return _groups(run.plan, run.jobs)
 
 
 def _time(

@@ -14,6 +14,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.memory.device_memory import format_bytes
 from jaxlora.memory.need import DoesNotFitError, MemoryNeed
 from jaxlora.plan import RunForecast
+from jaxlora.plan.sweep_groups import NO_TIME, draw_groups, print_groups
 from jaxlora.scheduler import Plan, picture
 from jaxlora.scheduler.timeline import Timeline
 
@@ -43,9 +44,12 @@ def print_plan(
         show(console, note, soft_wrap=True)
     show(console, "")
     show(console, _jobs_table(planned, details))
-    if not details:
-        return
-    show(console, _totals_table(planned))
+    if details:
+        show(console, _totals_table(planned))
+    if planned.groups is not None:
+        print_groups(planned.groups, console, price_per_hour=price_per_hour)
+    elif planned.config.sweep is not None:
+        show(console, NO_TIME, soft_wrap=True)
 
 
 def print_misfit(error: DoesNotFitError, machine: GpuMachine, console: Console) -> None:
@@ -266,13 +270,19 @@ def _num_real(planned: Plan) -> int:
     return sum(bool(m) for m in planned.schedule.microbatches)
 
 
-def draw_plan(planned: RunForecast, path: str | os.PathLike) -> int:
-    """Writes a Gantt picture of the first microbatches; returns how many are in it.
+def draw_plan(planned: RunForecast, path: str | os.PathLike) -> str:
+    """Writes a Gantt picture, of a sweep's groups or of a run's first microbatches.
+
+    Returns:
+        What is in it, in words.
 
     Raises:
         ConfigError: The suffix is no kind of picture.
     """
     picture_kind(path)
+    if planned.groups is not None:
+        draw_groups(planned.groups, path)
+        return "the groups of the sweep"
     whole = planned.whole
     drawn = min(_DRAWN_MICROBATCHES, len(whole.schedule.microbatches))
     until = float(whole.simulation.backward_end[:, :drawn].max())
@@ -281,7 +291,7 @@ def draw_plan(planned: RunForecast, path: str | os.PathLike) -> int:
     picture.draw(
         whole.schedule, {"simulated": timeline}, path, until=until, names=names
     )
-    return drawn
+    return f"microbatches 1 to {drawn} of {len(whole.schedule.microbatches)}"
 
 
 def picture_kind(path: str | os.PathLike) -> str:

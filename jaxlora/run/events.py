@@ -186,13 +186,22 @@ class EvalEvent(JobEvent):
 
     Attributes:
         eval_loss: Mean over the held-out target tokens, in nats.
-        is_best: Whether it is the job's lowest loss so far.
+        is_best: Whether it is the job's best evaluation so far.
+        metric: Value of the sweep's metric of answers; None: there is none.
     """
 
     kind = "eval"
 
     eval_loss: float
     is_best: bool
+    metric: float | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Returns the JSON values that describe the event in metrics.jsonl."""
+        values = JobEvent.values(self)
+        if self.metric is None:
+            del values["metric"]
+        return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,6 +37,7 @@ REPLACED = (
     *SWEEP_FILES,
 )
 ADAPTERS = "adapters"
+MERGED = "merged"  # the best configuration of a sweep, with its base
 CHECKPOINTS = "checkpoints"
 _VERSION = 1
 # Earlier versions wrote this file instead of run.json.

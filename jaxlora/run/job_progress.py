@@ -24,8 +24,11 @@ class JobProgress:
         first_eval: Evaluation loss before the first step.
         last_eval: Latest evaluation loss.
         last_eval_step: Optimizer steps done at `last_eval`.
-        best_eval: Lowest evaluation loss.
+        best_eval: Lowest evaluation loss; if a sweep has a metric of answers, that at
+            the best value of the metric.
         best_step: Optimizer steps done at `best_eval`.
+        last_metric: Latest value of the sweep's metric of answers; None: it has none.
+        best_metric: Best value of it.
         evals_without_gain: Evaluations since the last improvement that early stopping
             counted as one.
     """
@@ -43,6 +46,8 @@ class JobProgress:
     last_eval_step: int | None = None
     best_eval: float | None = None
     best_step: int | None = None
+    last_metric: float | None = None
+    best_metric: float | None = None
     evals_without_gain: int = 0
 
     @property

@@ -113,6 +113,7 @@ class SavedRun:
         base_revision: Commit of a base from the hub; None for a folder.
         stream: The microbatches that follow; None if an earlier version saved it.
         sweep: Decisions of the run's sweep; None if it has none.
+        suggested: The place on each axis of configurations that were suggested.
     """
 
     __pydantic_config__ = STRICT
@@ -126,6 +127,7 @@ class SavedRun:
     base_revision: OneLine | None = None
     stream: SavedStream | None = None
     sweep: SavedSweep | None = None
+    suggested: dict[JobName, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,6 +237,7 @@ class RunRecord:
             if they are not in its run file.
         answers: Answers to requests of users that may not have been delivered yet, by
             the request's id.
+        suggested: Those of `added` that the search of a sweep has suggested.
     """
 
     __pydantic_config__ = STRICT
@@ -244,6 +247,7 @@ class RunRecord:
     requests: SavedRequests = dataclasses.field(default_factory=SavedRequests)
     added: list[JobName] = dataclasses.field(default_factory=list)
     answers: dict[str, Answer] = dataclasses.field(default_factory=dict)
+    suggested: list[JobName] = dataclasses.field(default_factory=list)
 
     @property
     def microbatch_tokens(self) -> int:
@@ -276,6 +280,8 @@ class RunRecord:
         self.requests.check_names(self.identity.jobs)
         if not set(self.added) <= self.identity.jobs.keys():
             raise ValueError("added has other jobs than identity.")
+        if not set(self.suggested) <= set(self.added):
+            raise ValueError("suggested has other jobs than added.")
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:

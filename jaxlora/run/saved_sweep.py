@@ -17,6 +17,7 @@ class SavedSweep:
     Attributes:
         points: (steps done, held-out loss) of each evaluation, by job.
         cutoffs: Highest loss that went on at each rung of halving that is decided.
+        metrics: (steps done, value of the metric of answers), by job.
         stops: The rule and the reason of each job that ends, or has ended, early.
     """
 
@@ -25,3 +26,6 @@ class SavedSweep:
     points: dict[JobName, list[tuple[_Count, float]]]
     cutoffs: list[float]
     stops: dict[JobName, tuple[str, str]]
+    metrics: dict[JobName, list[tuple[_Count, float]]] = dataclasses.field(
+        default_factory=dict
+    )

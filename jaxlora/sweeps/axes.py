@@ -1,4 +1,4 @@
-"""The axes of parallel coordinates: one for each varied setting, and the loss."""
+"""The axes of parallel coordinates: one for each varied setting, and the metric."""
 
 import dataclasses
 import math
@@ -30,17 +30,16 @@ class ParallelAxis:
 
 
 def parallel_axes(report: SweepReport) -> list[ParallelAxis]:
-    """Returns the axes of all settings in which configurations differ, and the loss."""
+    """Returns the axes of all varied settings, and of the metric."""
     names = [trial.settings.name for trial in report.trials]
     columns = {
         key: [column[name] for name in names] for key, column in report.varied.items()
     }
     axes = [_axis(name, values) for name, values in columns.items()]
-    losses = [trial.loss for trial in report.trials]
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    worst = max(finite, default=0.0)
-    bounded = [loss if math.isfinite(loss) else worst for loss in losses]
-    return [*axes, _axis("held-out loss", bounded)]
+    costs = list(report.costs.values())
+    worst = max(filter(math.isfinite, costs), default=0.0)
+    values = [report.metric.cost(c if math.isfinite(c) else worst) for c in costs]
+    return [*axes, _axis(report.metric_name, values)]
 
 
 def _axis(name: str, values: Sequence[Any]) -> ParallelAxis:

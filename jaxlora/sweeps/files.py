@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlora.adapters.export_record import is_ours
+from jaxlora.adapters.merge import merge_adapter
 from jaxlora.common.atomic import wrap_os_errors, write_text
 from jaxlora.common.console import literal, show
 from jaxlora.config.configuration_names import value_text
-from jaxlora.run.folder import SWEEP_FILES
+from jaxlora.run.folder import MERGED, SWEEP_FILES
 from jaxlora.sweeps.page import write_page
 from jaxlora.sweeps.picture import draw_sweep
 from jaxlora.sweeps.ranking import SweepReport
@@ -58,6 +59,29 @@ def remove_others(report: SweepReport) -> None:
             shutil.rmtree(folder)
 
 
+def merge_best(
+    report: SweepReport, folder: pathlib.Path, base: str, revision: str | None
+) -> None:
+    """Merges the best configuration into its base, unless that was done before.
+
+    Args:
+        report: The sweep.
+        folder: Folder of the run.
+        base: The base: a folder, or a hub id.
+        revision: Branch, tag or commit of a base on the hub.
+
+    Raises:
+        JaxloraError: It cannot be merged, or the files cannot be written.
+    """
+    best = report.best
+    out = folder / MERGED / best.settings.name
+    if best.folder is None or out.exists():
+        return
+    out.parent.mkdir(exist_ok=True)
+    merge_adapter(base, best.folder, out, revision=revision)
+    logger.info("%s: merged into its base: %s", best.settings.name, out)
+
+
 def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> None:
     """Prints the best configurations, and where the report is.
 
@@ -69,7 +93,7 @@ def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> 
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     # Names of configurations have the settings, if there is no room for them.
     is_narrow = console.width < _WIDE
-    left_out = {"tokens", "seconds", *report.varied} if is_narrow else set()
+    left_out = {"tokens", "device seconds", *report.varied} if is_narrow else set()
     head = {i: n for i, n in enumerate(report.header()) if n not in left_out}
     for name in head.values():
         is_text = name in ("configuration", "copy of", *report.varied)
@@ -90,6 +114,9 @@ def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> 
     for trial in report.trials:
         if trial.settings.name in report.kept and trial.folder is not None:
             show(console, f"best: {trial.folder}", soft_wrap=True)
+    merged = folder / MERGED / report.best.settings.name
+    if merged.is_dir():
+        show(console, f"merged: {merged}", soft_wrap=True)
     show(console, f"report: {folder / PAGE}", soft_wrap=True)
 
 

@@ -42,6 +42,7 @@ def write_page(report: SweepReport, title: str, path: pathlib.Path) -> None:
         "title": _escape(title),
         "script_hash": base64.b64encode(digest).decode(),
         "count": str(len(report.trials)),
+        "metric": _escape(report.metric_name),
         "kept": _escape(", ".join(report.kept)),
         "importance": _importance(report),
         "parallel": _parallel(report),
@@ -106,7 +107,7 @@ def _parallel(report: SweepReport) -> str:
     ]
     for number, (x, axis) in enumerate(zip(xs, axes, strict=True)):
         parts += _axis(number, x, axis)
-    return _svg("parallel", "Settings and loss of each configuration", parts)
+    return _svg("parallel", "Settings of each configuration and how good it is", parts)
 
 
 def _axis(number: int, x: float, axis: ParallelAxis) -> list[str]:
@@ -125,7 +126,7 @@ def _axis(number: int, x: float, axis: ParallelAxis) -> list[str]:
 
 
 def _curves(report: SweepReport) -> str:
-    """Draws the held-out losses over the share of steps done."""
+    """Draws the metric over the share of steps done."""
     losses = [loss for points in report.curves.values() for _, loss in points]
     low, high = min(losses, default=0.0), max(losses, default=1.0)
     span = high - low or 1.0
@@ -148,16 +149,15 @@ def _curves(report: SweepReport) -> str:
         _text(_MARGIN, bottom, "0"),
         _text(_WIDTH - _MARGIN, bottom, "all steps", "end"),
     ]
-    return _svg("curves", "Held-out loss of each configuration", parts)
+    return _svg("curves", "Evaluations of each configuration", parts)
 
 
 def _importance(report: SweepReport) -> str:
-    losses = {trial.settings.name: trial.loss for trial in report.trials}
     rows = [
         f'<tr><th scope="row">{_escape(name)}</th>'
         f'<td><meter min="0" max="1" value="{share:.3f}">{share:.0%}</meter> '
         f"{share:.0%}</td></tr>"
-        for name, share in importance(report.varied, losses).items()
+        for name, share in importance(report.varied, report.costs).items()
     ]
     return "\n".join(rows)
 
@@ -173,10 +173,11 @@ def _family(report: SweepReport) -> str:
     def branch(name: str) -> str:
         origin = trials[name].settings.clone_of
         where = "" if origin is None else f" from step {origin.step}"
-        loss = f"{trials[name].loss:.4f}"
+        value = trials[name].value(report.metric)
+        shown = "-" if value is None else f"{value:.4f}"
         inner = "".join(map(branch, family.get(name, ())))
         below = f"<ul>{inner}</ul>" if inner else ""
-        return f"<li>{_escape(name)}{where}: {loss}{below}</li>"
+        return f"<li>{_escape(name)}{where}: {shown}{below}</li>"
 
     tree = "".join(map(branch, roots))
     return f"<h2>Copies</h2>\n<ul>{tree}</ul>"

@@ -59,7 +59,8 @@ def _draw_curves(axes: Any, report: SweepReport) -> None:
             shares, losses, marker="o", markersize=2, label=label, **_style(place)
         )
     axes.set_xlabel("share of the configuration's own steps")
-    axes.set_ylabel("held-out loss, nats per target token")
+    unit = ", nats per target token" if report.metric.is_loss else ""
+    axes.set_ylabel(_plain(report.metric_name + unit))
     axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     if labels:
@@ -67,8 +68,7 @@ def _draw_curves(axes: Any, report: SweepReport) -> None:
 
 
 def _draw_importance(axes: Any, report: SweepReport) -> None:
-    losses = {trial.settings.name: trial.loss for trial in report.trials}
-    found = importance(report.varied, losses)
+    found = importance(report.varied, report.costs)
     names = [_plain(name) for name in reversed(found)]
     axes.barh(names, list(found.values())[::-1], color="C0")
     axes.set_xlim(0, 1)

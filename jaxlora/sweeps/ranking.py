@@ -11,12 +11,12 @@ from typing import Any
 
 from jaxlora.config import LoraJob
 from jaxlora.config.configuration_names import value_text
-from jaxlora.config.sweep_config import Sweep
+from jaxlora.config.sweep_config import Metric, Sweep
 from jaxlora.printable import one_line
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.configurations import varied_settings
 
-Points = tuple[tuple[int, float], ...]  # (steps done, held-out loss)
+Points = tuple[tuple[int, float], ...]  # (steps done, value of the metric)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +37,18 @@ class Trial:
 
     @property
     def loss(self) -> float:
-        """Lowest held-out loss; infinite if it was never evaluated."""
+        """Held-out loss at its best evaluation; infinite if there was none."""
         best = self.progress.best_eval
         return math.inf if best is None else best
+
+    def value(self, metric: Metric) -> float | None:
+        """Returns the best value of the metric; None if it was never evaluated."""
+        return self.progress.best_eval if metric.is_loss else self.progress.best_metric
+
+    def cost(self, metric: Metric) -> float:
+        """Returns what is lower for better ones; infinite if it was never evaluated."""
+        value = self.value(metric)
+        return math.inf if value is None else metric.cost(value)
 
     @property
     def parent(self) -> str:
@@ -60,14 +69,17 @@ class SweepReport:
     """The result of a sweep.
 
     Attributes:
-        trials: The configurations, the lowest held-out loss first.
+        trials: The configurations, the best first.
+        metric: The metric by which they are ranked.
         kept: Names of the best ones, as many as `Sweep.keep`.
         varied: JSON value of each setting in which they differ, by setting and name.
-        curves: The evaluations of each, by name.
-        seconds: The share of the training time of each, by its tokens; by name.
+        curves: The value of the metric at the evaluations of each, by name.
+        seconds: The share of the training time of all devices of each, by its tokens;
+            by name.
     """
 
     trials: tuple[Trial, ...]
+    metric: Metric
     kept: tuple[str, ...]
     varied: Mapping[str, Mapping[str, Any]]
     curves: Mapping[str, Points]
@@ -75,33 +87,48 @@ class SweepReport:
 
     @staticmethod
     def of(
-        sweep: Sweep, trials: Sequence[Trial], events: Iterable[Mapping[str, Any]]
+        sweep: Sweep,
+        trials: Sequence[Trial],
+        events: Iterable[Mapping[str, Any]],
+        num_devices: int = 1,
     ) -> "SweepReport":
-        """Ranks configurations; of equal losses, the one given first is better.
+        """Ranks configurations; of equal ones, the one given first is better.
 
         Args:
             sweep: The sweep.
             trials: The configurations.
             events: The events of the run, as metrics.jsonl has them.
+            num_devices: Number of devices of the run.
         """
-        ranked = sorted(trials, key=lambda trial: trial.loss)
-        events = list(events)
+        metric, events = sweep.metric, list(events)
+        ranked = sorted(trials, key=lambda trial: trial.cost(metric))
         return SweepReport(
             trials=tuple(ranked),
+            metric=metric,
             kept=tuple(
                 trial.settings.name
                 for trial in ranked[: sweep.keep]
-                if trial.loss < math.inf
+                if trial.cost(metric) < math.inf
             ),
             varied=varied_settings([trial.settings for trial in trials]),
-            curves=_curves(events),
-            seconds=_seconds(events),
+            curves=_curves(events, "eval_loss" if metric.is_loss else "metric"),
+            seconds={n: num_devices * s for n, s in _seconds(events).items()},
         )
 
     @property
     def best(self) -> Trial:
-        """The configuration with the lowest held-out loss."""
+        """The best configuration."""
         return self.trials[0]
+
+    @property
+    def metric_name(self) -> str:
+        """The name of the metric for a heading."""
+        return "held-out loss" if self.metric.is_loss else self.metric.name
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """What is lower for better configurations, by name."""
+        return {t.settings.name: t.cost(self.metric) for t in self.trials}
 
     @property
     def has_copies(self) -> bool:
@@ -122,11 +149,12 @@ class SweepReport:
         return [
             "place",
             "configuration",
+            *([] if self.metric.is_loss else [self.metric.name]),
             "held-out loss",
             "at step",
             "steps",
             "tokens",
-            "seconds",
+            "device seconds",
             "ended",
             *(["copy of"] if self.has_copies else []),
             *self.varied,
@@ -143,6 +171,7 @@ class SweepReport:
         return [
             place + 1,
             name,
+            *([] if self.metric.is_loss else [p.best_metric]),
             p.best_eval,
             p.best_step,
             p.step,
@@ -177,11 +206,11 @@ def _cell(value: Any) -> str:
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
 
 
-def _curves(events: Iterable[Mapping[str, Any]]) -> dict[str, Points]:
+def _curves(events: Iterable[Mapping[str, Any]], key: str) -> dict[str, Points]:
     found: dict[str, list[tuple[int, float]]] = {}
     for event in events:
         if event["event"] == "eval":
-            point = event["step"], event["eval_loss"]
+            point = event["step"], event[key]
             found.setdefault(event["job"], []).append(point)
     return {name: tuple(points) for name, points in found.items()}
 

@@ -11,8 +11,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from jaxlora.config.sweep_config import ExitRule
+from jaxlora.config.sweep_config import ExitRule, Metric
 
+_LOSS = Metric()
 _MARGIN = 0.1  # nats above its first loss, from which a configuration diverges
 _PATIENCE = 3  # evaluations that overfitting is judged by
 _NOISES = 4.0  # noise units above its best, from which a configuration overfits
@@ -24,12 +25,15 @@ _LOOKS = 3  # evaluations between two looks of catch-up, whose chances would add
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """The held-out losses of a configuration so far.
+    """The evaluations of a configuration so far.
 
     Attributes:
         num_steps: Its optimizer steps in all.
         step: Its optimizer steps done.
-        points: (steps done, loss in nats) of each evaluation, in order.
+        points: (steps done, cost) of each evaluation, in order. The cost is the
+            held-out loss in nats, or `Metric.cost` of another metric.
+        losses: The held-out losses, if the cost is another one; None: they are it.
+        metric: What the cost is of.
         is_over: Whether it has ended, for any reason.
         is_held: Whether the user has paused it, so that nobody waits for it.
         has_failed: Whether it ended by an error, or by a rule other than halving.
@@ -38,13 +42,29 @@ class Curve:
     num_steps: int
     step: int
     points: Sequence[tuple[int, float]]
+    losses: Sequence[tuple[int, float]] | None = None
+    metric: Metric = _LOSS
     is_over: bool = False
     is_held: bool = False
     has_failed: bool = False
 
     @property
+    def held_out(self) -> list[float]:
+        """The held-out losses, by which divergence and overfitting are judged."""
+        return [x for _, x in (self.points if self.losses is None else self.losses)]
+
+    def text(self, cost: float) -> str:
+        """Returns a cost as the value of the metric."""
+        return f"{self.metric.cost(cost):.3f}"
+
+    @property
+    def word(self) -> str:
+        """Returns the name of the metric for a text."""
+        return "held-out loss" if self.metric.is_loss else self.metric.name
+
+    @property
     def best(self) -> float:
-        """Lowest loss; infinite without an evaluation."""
+        """Lowest cost; infinite without an evaluation."""
         return min((loss for _, loss in self.points), default=math.inf)
 
     @property
@@ -53,7 +73,7 @@ class Curve:
         return self.step >= self.num_steps
 
     def until(self, share: float) -> list[float]:
-        """Returns the losses up to a share of its steps, without that before step 1."""
+        """Returns the costs up to a share of its steps, without that before step 1."""
         last = share * self.num_steps * (1 + 1e-12)
         return [loss for step, loss in self.points if 0 < step <= last]
 
@@ -62,7 +82,7 @@ class Curve:
         return bool(self.points) and self.points[-1][0] >= share * self.num_steps
 
     def at(self, step: int) -> float | None:
-        """Returns the loss after so many steps; None if it was not evaluated there."""
+        """Returns the cost after so many steps; None if it was not evaluated there."""
         return dict(self.points).get(step)
 
 
@@ -107,7 +127,7 @@ def judge(
 
 def _diverged(curve: Curve) -> str:
     """At two evaluations in a row, it is worse than before its first step."""
-    losses = [loss for _, loss in curve.points]
+    losses = curve.held_out
     if len(losses) < 3 or min(losses[-2:]) <= losses[0] + _MARGIN:
         return ""
     return (
@@ -122,7 +142,7 @@ def _overfits(name: str, curves: Mapping[str, Curve], rule: ExitRule) -> str:
     The noise is the median deviation of the differences between evaluations from their
     median, which is 0.95 standard deviations of the losses if they are independent.
     """
-    losses = [loss for _, loss in curves[name].points]
+    losses = curves[name].held_out
     if len(losses) < _LEAST_EVALUATIONS:
         return ""
     changes = [after - before for before, after in itertools.pairwise(losses[2:])]
@@ -158,8 +178,8 @@ def _below_median(name: str, curves: Mapping[str, Curve], rule: ExitRule) -> str
     if min(own) <= middle:
         return ""
     return (
-        f"its best held-out loss is {min(own):.3f}, and the median of the mean losses "
-        f"of {len(others)} others is {middle:.3f}"
+        f"its best {curve.word} is {curve.text(min(own))}, and the median of the mean "
+        f"ones of {len(others)} others is {curve.text(middle)}"
     )
 
 
@@ -183,9 +203,9 @@ def _asha(name: str, curves: Mapping[str, Curve], rule: ExitRule) -> str:
         cutoff = _quantile(sorted(others), 1 / rule.eta)
         if loss > cutoff:
             return (
-                f"its held-out loss is {loss:.3f} at step {step} of {curve.num_steps}, "
-                f"and the best 1/{rule.eta} of {len(others)} others is at most "
-                f"{cutoff:.3f}"
+                f"its {curve.word} is {curve.text(loss)} at step {step} of "
+                f"{curve.num_steps}, and the best 1/{rule.eta} of {len(others)} others "
+                f"begins at {curve.text(cutoff)}"
             )
     return ""
 
@@ -290,8 +310,9 @@ def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Cut | None:
         name: Stop(
             rule=rule.type,
             reason=f"place {place} of {num_in} at step {places[name][number]} of "
-            f"{curves[name].num_steps}, with a held-out loss of {losses[name]:.3f}; "
-            f"the best {num_kept}, up to {cutoff:.3f}, go on",
+            f"{curves[name].num_steps}, with {curves[name].word} "
+            f"{curves[name].text(losses[name])}; the best {num_kept}, up to "
+            f"{curves[name].text(cutoff)}, go on",
         )
         for place, name in enumerate(ranked, 1)
         if place > num_kept and not curves[name].is_over
@@ -312,7 +333,8 @@ def is_late(curve: Curve, rule: ExitRule, cutoffs: Sequence[float]) -> Stop | No
         if rung == step and loss > cutoff:
             return Stop(
                 rule=rule.type,
-                reason=f"its held-out loss is {loss:.3f} at step {step} of "
-                f"{curve.num_steps}, where those up to {cutoff:.3f} went on before",
+                reason=f"its {curve.word} is {curve.text(loss)} at step {step} of "
+                f"{curve.num_steps}, where those up to {curve.text(cutoff)} went on "
+                "before",
             )
     return None

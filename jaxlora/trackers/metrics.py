@@ -6,7 +6,7 @@ the same names in every tracker, and each job is a run of its own there.
 
 from jaxlora.run.events import EvalEvent, Event, JobInfo, StepEvent, WindowEvent
 
-TRAIN_LOSS, EVAL_LOSS = "train/loss", "eval/loss"
+TRAIN_LOSS, EVAL_LOSS, EVAL_METRIC = "train/loss", "eval/loss", "eval/metric"
 
 
 def job_metrics(event: Event) -> dict[str, float]:
@@ -19,7 +19,8 @@ def job_metrics(event: Event) -> dict[str, float]:
             "train/num_tokens": float(event.progress.num_tokens),
         }
     if isinstance(event, EvalEvent):
-        return {EVAL_LOSS: event.eval_loss}
+        metric = {} if event.metric is None else {EVAL_METRIC: event.metric}
+        return {EVAL_LOSS: event.eval_loss, **metric}
     return {}
 
 

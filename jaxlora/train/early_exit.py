@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from jaxlora.config import RunConfig
-from jaxlora.config.sweep_config import ExitRule
+from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.sweeps.rules import Curve, Stop, cut, is_late, judge, rungs
 from jaxlora.train.job_state import JobState
@@ -27,7 +27,9 @@ class EarlyExit:
         self._rules = () if config.sweep is None else config.sweep.early_exit
         halving = [rule for rule in self._rules if rule.type == "halving"]
         self._halving: ExitRule | None = halving[0] if halving else None
+        self._metric = Metric() if config.sweep is None else config.sweep.metric
         self._is_held = is_held
+        self._metrics: dict[str, list[tuple[int, float]]] = {}
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._cutoffs: list[float] = []
         self._stops: dict[str, Stop] = {}
@@ -40,16 +42,18 @@ class EarlyExit:
             return None
         return SavedSweep(
             points={name: list(found) for name, found in self._points.items()},
+            metrics={name: list(found) for name, found in self._metrics.items()},
             cutoffs=list(self._cutoffs),
             stops={n: (stop.rule, stop.reason) for n, stop in self._stops.items()},
         )
 
     def restore(self, saved: SavedSweep | None) -> None:
         """Takes over what was seen and decided; None: nothing."""
-        self._points, self._cutoffs, self._stops = {}, [], {}
+        self._points, self._cutoffs, self._stops, self._metrics = {}, [], {}, {}
         if saved is None:
             return
         self._points = {name: list(found) for name, found in saved.points.items()}
+        self._metrics = {name: list(found) for name, found in saved.metrics.items()}
         self._cutoffs = list(saved.cutoffs)
         self._stops = {
             name: Stop(rule=rule, reason=reason)
@@ -74,9 +78,15 @@ class EarlyExit:
         if not self._rules:
             return False
         for job in evaluated:
-            assert job.progress.last_eval is not None
-            point = job.progress.step, job.progress.last_eval
-            self._points.setdefault(job.name, []).append(point)
+            step, loss, metric = (
+                job.progress.step,
+                job.progress.last_eval,
+                job.progress.last_metric,
+            )
+            assert loss is not None
+            self._points.setdefault(job.name, []).append((step, loss))
+            if metric is not None:
+                self._metrics.setdefault(job.name, []).append((step, metric))
         curves = self._curves(jobs)
         for job in evaluated:
             stop = judge(job.name, curves, self._rules)
@@ -129,10 +139,17 @@ class EarlyExit:
         if job.awaits_parent and origin is not None:
             step = origin.step or 0  # no rung before it waits for the copy
         by_rule = None if stop is None else stop.rule
+        points: Sequence[tuple[int, float]] = self._points.get(job.name, ())
+        losses = None
+        if not self._metric.is_loss:
+            found = self._metrics.get(job.name, ())
+            points, losses = [(s, self._metric.cost(v)) for s, v in found], points
         return Curve(
             num_steps=job.num_steps,
             step=step,
-            points=self._points.get(job.name, ()),
+            points=points,
+            losses=losses,
+            metric=self._metric,
             is_over=progress.is_over or stop is not None,
             is_held=self._is_held(job.name),
             has_failed=progress.status == "failed" or by_rule not in (None, "halving"),

@@ -112,6 +112,7 @@ class JobState:
             stopped_by=None,
             best_eval=None,
             best_step=None,
+            best_metric=None,
             evals_without_gain=0,
         )
 
@@ -174,18 +175,32 @@ class JobState:
             last_loss=loss,
         )
 
-    def note_eval(self, loss: float) -> bool:
-        """Records an evaluation; returns whether it is the best so far."""
-        before = self.progress
-        best = math.inf if before.best_eval is None else before.best_eval
-        is_best = loss < best
-        gained = loss < best - self.settings.early_stopping_delta or best == math.inf
+    def note_eval(
+        self, loss: float, metric: float | None = None, *, is_maximized: bool = False
+    ) -> bool:
+        """Records an evaluation; returns whether it is the best so far.
+
+        Args:
+            loss: Mean loss over the held-out target tokens, in nats.
+            metric: The value by which evaluations are compared; None: the loss.
+            is_maximized: Whether a higher metric is better.
+        """
+        before, sign = self.progress, -1 if is_maximized else 1
+        value, best = loss, before.best_eval
+        if metric is not None:
+            value, best = sign * metric, before.best_metric
+            best = None if best is None else sign * best
+        best = math.inf if best is None else best
+        is_best = value < best
+        gained = value < best - self.settings.early_stopping_delta or best == math.inf
         self.update(
             first_eval=loss if before.first_eval is None else before.first_eval,
             last_eval=loss,
             last_eval_step=before.step,
-            best_eval=min(best, loss),
+            best_eval=loss if is_best else before.best_eval,
             best_step=before.step if is_best else before.best_step,
+            last_metric=metric,
+            best_metric=metric if is_best else before.best_metric,
             evals_without_gain=0 if gained else before.evals_without_gain + 1,
         )
         return is_best

@@ -119,6 +119,12 @@ class LiveJobs:
         with self._lock:
             self._names.remove(name)
 
+    def drop(self, name: str) -> None:
+        """Takes back a job that has joined, as if it never had."""
+        self.jobs[:] = [job for job in self.jobs if job.name != name]
+        self.added.remove(name)
+        self.release(name)
+
     def open(self, settings: LoraJob) -> JobState:
         """Reads a job's data, one job at a time.
 

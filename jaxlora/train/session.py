@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from jaxlora.adapters.slots import ReadSlot
+from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError
 from jaxlora.memory.run_memory import RunMemory, read_devices
@@ -32,6 +33,7 @@ from jaxlora.train.saved.describe_run import resolved_settings, saved_run
 from jaxlora.train.saved.job_states import JobStates
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.run_store import RunStore
+from jaxlora.train.suggesting import Suggestions
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Session:
         run: OpenedRun,
         live: LiveJobs,
         early_exit: EarlyExit,
+        suggestions: Suggestions,
         store: RunStore,
         found: ReadCheckpoint | None,
         lock: RunLock,
@@ -62,13 +65,14 @@ class Session:
             run: The run, whose plan fits the devices.
             live: Its jobs; those in the checkpoint have its progress and states.
             early_exit: Decides which jobs of a sweep end early.
+            suggestions: Adds further configurations of a sweep as others end.
             store: Files of the run.
             found: The checkpoint that it resumes from; None: it starts from the start.
             lock: Lock of the run's folder, which is held.
         """
         self._run, self._live, self._store, self._lock = run, live, store, lock
         self._config, self._slots = run.plan.config, run.slots
-        self._early_exit = early_exit
+        self._early_exit, self._suggestions = early_exit, suggestions
         self._folder = pathlib.Path(run.plan.config.output_dir)
         self.round = 0 if found is None else found.number
         self._saved_stream = None if found is None else found.run.stream
@@ -103,7 +107,8 @@ class Session:
             with self._open_stream(further) as stream:
                 while not (stops := self._must_end(stop.requested)):
                     if not stream.start():
-                        if not self._take_requests(waits=True):
+                        more = self._suggest()
+                        if not (self._take_requests(waits=True) or more):
                             break
                         continue
                     if self._config.checkpoint_every:
@@ -124,6 +129,8 @@ class Session:
     def _at_border(self, stream: Stream, border: Border, stop: StopRequest) -> None:
         """Does what is due between two microbatches."""
         self._send_written()
+        if self._suggest():
+            self._record()
         if border.ends_window or processes.count() == 1:
             # Several processes act alike only where they look at the same border.
             if self._must_end(stop.requested):
@@ -172,6 +179,7 @@ class Session:
             export=self._export,
             send=self._send,
             make_samples=None if run.sampler is None else self._make_samples,
+            measure=None if run.meter is None else self._measure,
         )
         stream = Stream(services, first_round=self.round)
         try:
@@ -185,9 +193,12 @@ class Session:
         return stream
 
     def _make_samples(self, slots: Mapping[str, int]) -> dict[str, list[dict]]:
-        (table,) = self._slots.tables
         assert self._run.sampler is not None
-        return self._run.sampler.generate(slots, table)
+        return self._run.sampler.generate(slots, self._slots.tables)
+
+    def _measure(self, jobs: Sequence[JobState]) -> dict[str, float]:
+        assert self._run.meter is not None
+        return self._run.meter.measure(jobs, self._slots.tables)
 
     # ---- events and requests -------------------------------------------------------
 
@@ -232,8 +243,7 @@ class Session:
     def _record(self) -> None:
         """Adds the jobs that have joined, and writes the run's record if it changed."""
         live, run = self._live, self._run
-        for job in live.take():
-            self._send(events.JobAddEvent(round=self.round, info=job.info()))
+        self._take_added()
         live.requests.agree()
         if not processes.is_first():
             return
@@ -245,8 +255,23 @@ class Session:
             requests=live.requests.saved([job.name for job in live.jobs]),
             added=list(live.added),
             answers=self._inbox.answers,
+            suggested=[n for n in self._suggestions.saved() if n in live.added],
         )
         self._store.write_record(record, lambda: resolved_settings(run.plan, live.jobs))
+
+    def _take_added(self) -> None:
+        for job in self._live.take():
+            self._send(events.JobAddEvent(round=self.round, info=job.info()))
+
+    def _suggest(self) -> bool:
+        """Adds the configurations that a search suggests now; whether there are any."""
+
+        def add(settings: LoraJob) -> None:
+            self._live.add(settings)
+            self._take_added()
+
+        num_slots = self._run.plan.num_slots
+        return self._suggestions.add_due(self._live.jobs, num_slots, add)
 
     # ---- checkpoints and adapters --------------------------------------------------
 
@@ -266,6 +291,7 @@ class Session:
             requests,
             stream.saved(),
             self._early_exit.saved(),
+            self._suggestions.saved(),
         )
         store.save(self.round, JobStates.of(jobs, read_slot), saved)
 

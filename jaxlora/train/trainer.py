@@ -17,6 +17,7 @@ from jaxlora.run.callback import Callback
 from jaxlora.run.folder import ADAPTERS, check_folder
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
+from jaxlora.sweeps.files import merge_best
 from jaxlora.train.cloning import check_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.early_exit import EarlyExit
@@ -39,6 +40,7 @@ from jaxlora.train.saved.job_states import restore_jobs
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.run_store import RunStore
 from jaxlora.train.session import Session
+from jaxlora.train.suggesting import Suggestions
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class Trainer:
         self._num_compiled = opened.num_compiled
         self._live = LiveJobs(self.jobs, opened.joined, self._open_job)
         self._early_exit = EarlyExit(config, self._live.is_asked_to_pause)
+        self._suggestions = Suggestions(config)
         self._has_begun = False
         self._session: Session | None = None  # the last one
 
@@ -226,9 +229,15 @@ class Trainer:
                     self._opened, plan=self.plan, layout=self.layout, slots=self.slots
                 ).fitted()
                 self._opened, self.plan, self.layout = run, run.plan, run.layout
-                sweep = self._early_exit
-                session = Session(run, self._live, sweep, store, found, lock)
-                self._session = session
+                self._session = session = Session(
+                    run,
+                    self._live,
+                    self._early_exit,
+                    self._suggestions,
+                    store,
+                    found,
+                    lock,
+                )
                 interrupted = session.train(callbacks, self, is_resumed=resume)
             return self._report(session, interrupted)
 
@@ -244,13 +253,26 @@ class Trainer:
     def _restore(self, store: RunStore) -> ReadCheckpoint | None:
         """Restores jobs and requests; returns the checkpoint that has them, if any."""
         found = store.restore(self._opened.identity(self.jobs))
+        self._drop_suggested(store, found)
         self._early_exit.restore(None if found is None else found.run.sweep)
+        self._suggestions.restore({} if found is None else found.run.suggested)
         if found is not None:
             restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
             logger.info("resumed after round %d", found.number)
         self._live.requests.restore(store.saved_requests(found))
         self._continue(self.jobs)
         return found
+
+    def _drop_suggested(self, store: RunStore, found: ReadCheckpoint | None) -> None:
+        """Drops what was suggested after the checkpoint, as it is suggested again."""
+        known = {} if found is None else found.run.progress
+        record = store.record
+        suggested = processes.from_first(
+            lambda: [] if record is None else record.suggested
+        )
+        for name in suggested:
+            if name not in known:
+                self._live.drop(name)
 
     def _reset(self) -> None:
         """Discards what an earlier call of `train` has left, but requests to stop."""
@@ -282,4 +304,8 @@ class Trainer:
         )
         if is_first:
             write_report(result, keep_others=sweep is None or sweep.keep_others)
+        report = result.sweep
+        if report is not None and sweep and sweep.merge_best and not interrupted:
+            base = self.config.model, self.config.revision
+            merge_best(report, self.output_dir, *base)
         return result

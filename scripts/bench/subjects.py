@@ -42,6 +42,11 @@ SUBJECTS = {
     "sweeps": Subject(
         "scheduler.sweeps", "planners of sweeps, simulated", on_device=False
     ),
+    "curves": Subject(
+        "curves.benchmark",
+        "rules of early exit on recorded curves, and their recording",
+        on_device=False,
+    ),
     "fuse": Subject("fuse.benchmark", "functions as they are, and fused"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),
 }

@@ -10,7 +10,7 @@ import pytest
 
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.config.generation_settings import SamplesConfig
-from jaxlora.config.sweep_config import RuleName, Space, Sweep
+from jaxlora.config.sweep_config import Metric, RuleName, Space, Sweep
 from jaxlora.run import events
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.trackers import metrics
@@ -48,7 +48,8 @@ def test_defaults_of_the_run_file(model: type[pydantic.BaseModel], section: str)
     """Where a default is a plain value, the table has it."""
     table = rows(section)
     if model is Sweep:  # further tables have the keys of a parameter, and the rules
-        for name in {*Space.model_fields, "value", *get_args(RuleName)}:
+        further = {*Space.model_fields, *Metric.model_fields, "value"}
+        for name in further | set(get_args(RuleName)):
             del table[name]
     assert set(model.model_fields) == set(table)
     for name, field in model.model_fields.items():

@@ -71,7 +71,7 @@ def linear_shapes():
     return {n: shapes[f"{linear_path(n)}.kernel"] for n in linear_names(config)}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_adapter(linear_shapes):
     """An adapter of random A and B on modules with the given suffixes."""
 

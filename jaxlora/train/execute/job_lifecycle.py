@@ -54,7 +54,8 @@ class JobLifecycle:
         self.untimed_seconds = 0.0
         self._run, self._executor, self._ticks = run, run.executor, ticks
         self._capacity = run.plan.config.limits.capacity
-        self._usable = run.plan.num_slots
+        self._usable, sweep = run.plan.num_slots, run.plan.config.sweep
+        self._is_maximized = sweep is not None and sweep.metric.is_maximized
         self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
 
@@ -312,19 +313,30 @@ class JobLifecycle:
         with self._untimed():
             losses = self._executor.evaluate({job.slot: job for job in jobs})
         sound = [job for job in jobs if math.isfinite(losses[job.slot])]
+        metrics = self._measure_answers(sound)
         for job in jobs:
             loss = losses[job.slot]
             if not math.isfinite(loss):
                 job.update(status="failed", reason="the evaluation loss is not finite")
                 continue
-            is_best = job.note_eval(loss)
+            metric = metrics.get(job.name)
+            is_best = job.note_eval(loss, metric, is_maximized=self._is_maximized)
             if is_best and job.settings.keep_best:
                 with self._untimed():
                     self._run.export(job)
-            self._send_of(job, EvalEvent, eval_loss=loss, is_best=is_best)
+            self._send_of(
+                job, EvalEvent, eval_loss=loss, is_best=is_best, metric=metric
+            )
         if self._run.early_exit.note(self.jobs, sound):
             self._settled = None  # jobs may have to wait, or to end
         self._send_samples(sound)
+
+    def _measure_answers(self, jobs: Sequence[JobState]) -> dict[str, float]:
+        """Returns the sweep's metric of the answers of each job, if it has one."""
+        if self._run.measure is None or not jobs:
+            return {}
+        with self._untimed():
+            return self._run.measure(jobs)
 
     def _send_samples(self, jobs: Sequence[JobState]) -> None:
         """Generates texts with the adapters of jobs that were evaluated."""

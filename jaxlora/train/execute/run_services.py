@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.events import Event
 from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.execute.answers import Measure
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.samples import MakeSamples
 from jaxlora.train.job_state import JobState
@@ -28,6 +29,7 @@ class RunServices:
         export: Writes a job's adapter.
         send: Sends an event to the callbacks.
         make_samples: Generates texts with the adapters in slots, for evaluations.
+        measure: Measures the answers of jobs that are evaluated.
     """
 
     plan: RunPlan
@@ -39,3 +41,4 @@ class RunServices:
     export: Callable[[JobState], None]
     send: Callable[[Event], None]
     make_samples: MakeSamples | None = None
+    measure: Measure | None = None

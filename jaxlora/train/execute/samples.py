@@ -1,19 +1,18 @@
 """Texts that the jobs of a run generate at their evaluations, from their own slots."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.generate.batch import LoadedDecoder
 from jaxlora.generate.generator import TextDecoder, end_ids, prompt_ids
 from jaxlora.generate.prompt import Generation, Prompt
 from jaxlora.generate.write import prompt_text
 from jaxlora.hf.load import FrozenModel
-from jaxlora.models.spec import DecoderSpec
+from jaxlora.train.execute.slot_decoder import SlotDecoder
 
 # Given the slots of some jobs, generates with their adapters. Returns, by job, what a
 # `SampleEvent` has of each text.
@@ -51,37 +50,32 @@ class Sampler:
         self,
         config: SamplesConfig,
         model: FrozenModel,
-        spec: DecoderSpec,
         tokenizer: Tokenizer,
+        decoder: SlotDecoder,
     ):
         """Makes the object; nothing is compiled yet.
 
         Args:
             config: Prompts and settings.
-            model: The base model of the run, on one device.
-            spec: The decoder of the run with its slots.
+            model: The base model of the run.
             tokenizer: The model's tokenizer.
+            decoder: The run's decoder with its slots.
 
         Raises:
             JaxloraError: As for `sample_prompts`.
         """
-        self._config, self._model, self._tokenizer = config, model, tokenizer
-        # A few rows of tokens are bound by reading weights, whatever the kernels.
-        options = dataclasses.replace(
-            spec.options, implementation="xla", attention="xla", remat="none"
-        )
-        self._spec = dataclasses.replace(spec, options=options)
+        self._config, self._tokenizer, self._decoder = config, tokenizer, decoder
         self._end_ids = end_ids(model, tokenizer)
-        self._prompts = sample_prompts(config, spec.config, tokenizer)
+        self._prompts = sample_prompts(config, model.config, tokenizer)
 
     def generate(
-        self, slots: Mapping[str, int], table: SlotTable
+        self, slots: Mapping[str, int], tables: Sequence[SlotTable]
     ) -> dict[str, list[dict[str, Any]]]:
         """Generates a text for each prompt with each of some adapters.
 
         Args:
             slots: Slots of the adapters, by job.
-            table: The slots of the run, between two optimizer steps of these jobs.
+            tables: The slots of the run, between two optimizer steps of these jobs.
 
         Returns:
             What a `SampleEvent` has of each text, in the order of the prompts, by job.
@@ -91,27 +85,18 @@ class Sampler:
             for job in slots
             for prompt in self._prompts
         ]
-        made = self._decoder(slots, table).generate(prompts, self._config, _BATCH_SIZE)
+        decoder = TextDecoder(
+            decoder=self._decoder.loaded(tables),
+            tokenizer=self._tokenizer,
+            slots=slots,
+            end_ids=self._end_ids,
+        )
+        made = decoder.generate(prompts, self._config, _BATCH_SIZE)
         texts: dict[str, list[dict[str, Any]]] = {job: [] for job in slots}
         for generation in made:
             mine = texts[str(generation.prompt.adapter)]
             mine.append(_values(len(mine), generation))
         return texts
-
-    def _decoder(self, slots: Mapping[str, int], table: SlotTable) -> TextDecoder:
-        """Returns a decoder of the present weights, which a step would invalidate."""
-        decoder = LoadedDecoder(
-            spec=self._spec,
-            base=self._model.params,
-            adapters=table.state.params,
-            settings=table.settings,
-        )
-        return TextDecoder(
-            decoder=decoder,
-            tokenizer=self._tokenizer,
-            slots=slots,
-            end_ids=self._end_ids,
-        )
 
 
 def _values(number: int, generation: Generation) -> dict[str, Any]:

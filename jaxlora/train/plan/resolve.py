@@ -83,8 +83,6 @@ def _with_mesh(
     spec, _ = decoder_spec(alone, model, jobs, _bounds(alone, jobs).max_tokens)
     demand = _demand(jobs, lambda config: _bounds(config, jobs))
     choice = choose_mesh(config, spec, demand, machine)
-    if config.samples is not None:
-        config.samples.check_mesh(choice.sizes)
     config = config.replace(mesh=str(choice.sizes), remat=choice.remat)
     return config, Note(choice.reason)
 

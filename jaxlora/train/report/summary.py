@@ -136,7 +136,8 @@ def sweep_report(
         for job, result in zip(jobs, results, strict=True)
     ]
     events = read_events(pathlib.Path(config.output_dir) / METRICS_FILE)
-    return SweepReport.of(config.sweep, trials, events)
+    num_devices = config.mesh_sizes.num_devices
+    return SweepReport.of(config.sweep, trials, events, num_devices)
 
 
 def _is_exported(job: JobState) -> bool:

@@ -96,6 +96,7 @@ def saved_run(
     requests: SavedRequests,
     stream: SavedStream,
     sweep: SavedSweep | None,
+    suggested: Mapping[str, dict[str, float]],
 ) -> SavedRun:
     """Returns what a checkpoint keeps besides the tensors of the jobs.
 
@@ -106,6 +107,7 @@ def saved_run(
         requests: Requests to stop and to pause jobs.
         stream: The microbatches that follow.
         sweep: Decisions of the sweep; None if there is none.
+        suggested: The place on each axis of configurations that were suggested.
     """
     return SavedRun(
         identity=identity,
@@ -117,6 +119,7 @@ def saved_run(
         requests=requests,
         stream=stream,
         sweep=sweep,
+        suggested=dict(suggested),
     )
 
 

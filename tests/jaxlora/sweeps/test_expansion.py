@@ -9,6 +9,7 @@ from jaxlora import LoraJob, RunConfig, Sweep, load_run
 from jaxlora.cli.main import main
 from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError
+from tests import tiny
 
 DEFAULTS = {"data": {"path": "a.jsonl"}, "eval_fraction": 0.2}
 
@@ -202,7 +203,7 @@ def test_all_mistakes_are_named_at_once(tmp_path):
     text = str(found.value)
     for words in (
         "line 2: defaults.eval_fraction: must be less than 1",
-        "line 6: sweep.method: must be 'grid' or 'random'",
+        "line 6: sweep.method: must be 'grid', 'random' or 'optuna'",
         "line 7: sweep.keep: ",
         "line 8: sweep.early_exit.0.eta: eta is a setting of halving and asha",
         "line 9: sweep.early_terminate: 'early_terminate' is not a setting here",
@@ -248,8 +249,8 @@ def test_configurations_need_held_out_records():
 
 
 def test_the_command_lists_the_configurations(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "model").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 4)
+    tiny.write_model(tmp_path / "model")
     text = f"""model: {tmp_path / "model"}
 defaults: {{data: {{path: {tmp_path / "a.jsonl"}}}, eval_fraction: 0.5}}
 sweep: {{parameters: {{rank: [4, 8], learning_rate: [1e-4, 3e-4]}}}}

@@ -83,7 +83,7 @@ def window_seconds(
         seconds = found.makespan
         if is_part and schedule.microbatches:
             seconds = max(0.0, seconds - _ramp_seconds(cost, schedule))
-    return seconds + len(batches) * _step_seconds(stages, rates)
+    return seconds + len(batches) * step_seconds(stages, rates)
 
 
 def _ramp_seconds(cost: CostModel, schedule: Schedule) -> float:
@@ -165,7 +165,7 @@ def _gathered_bytes(spec: DecoderSpec, fsdp: int) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _step_seconds(stages: MeshStages, rates: Rates) -> float:
+def step_seconds(stages: MeshStages, rates: Rates) -> float:
     """Time of an optimizer step, and before it, until all devices have the gradients.
 
     A device receives a chunk from each of the others, and then their sums of chunks.

@@ -63,7 +63,7 @@ def test_without_stages_the_time_is_that_of_a_simulation(mesh, shapes):
     cost = predict.shape_seconds(stages, LIMITS.capacity, rates, shapes, **own)
     found = simulate(schedule, cost, lanes.pipeline, num_lanes=lanes.num_lanes)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
-    steps = len(batches) * predict._step_seconds(stages, rates)
+    steps = len(batches) * predict.step_seconds(stages, rates)
     expected = found.makespan + steps
     predicted = window_seconds(stages, lanes, schedule, rates, shapes)
     assert predicted == pytest.approx(expected)

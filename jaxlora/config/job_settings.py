@@ -1,0 +1,221 @@
+"""Settings of a job by name: which there are, their values, and those of a sweep."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from jaxlora.config.space_values import Axis, value_at
+from jaxlora.config.strict import StrictModel
+from jaxlora.config.sweep_config import Space
+from jaxlora.problems import RULE, UNKNOWN, Path, Problem
+
+
+def path_of(parameter: str) -> Path:
+    return "sweep", "parameters", parameter
+
+
+def axes_of(
+    parameters: Mapping[str, Space], kind: type[StrictModel], problems: list[Problem]
+) -> list[Axis]:
+    """Returns the axes of a space, and adds its problems."""
+    axes = []
+    for key, space in parameters.items():
+        path = path_of(key)
+        found = check_axis(key, space, kind, path)
+        if found:
+            problems += found
+            continue
+        name = key if key.startswith("_") else our_name(key, kind)[0]
+        is_whole = not key.startswith("_") and is_integer(field_of(name, kind))
+        axes.append(Axis(name=name, path=path, space=space, is_integer=is_whole))
+    seen: dict[str, Axis] = {}
+    for axis in axes:
+        other = seen.setdefault(axis.name, axis)
+        if other is not axis:
+            text = f"{other.path[-1]!r} and {axis.path[-1]!r} are two names of one."
+            problems.append(make_problem(axis.path, RULE, text + " Keep one."))
+    return axes
+
+
+def check_axis(
+    key: str, space: Space, kind: type[StrictModel], path: Path
+) -> list[Problem]:
+    found = []
+    names: list[tuple[Path, str]] = [] if key.startswith("_") else [(path, key)]
+    if key.startswith("_"):
+        for number, value in enumerate(space.values or ()):
+            where = *path, number
+            if not isinstance(value, dict):
+                text = "expected a mapping of settings, such as {rank: 8}"
+                found.append(make_problem(where, "dict_type", text, value))
+                continue
+            names += [((*where, name), name) for name in value]
+        if space.values is None:
+            text = "settings that belong together have a list of values."
+            found.append(make_problem(path, RULE, text))
+    names += [((*path, "when", name), name) for name in space.when]
+    if space.times is not None:
+        names.append(((*path, "times"), space.times))
+    for where, name in names:
+        if reason := our_name(name, kind)[1]:
+            found.append(make_problem(where, UNKNOWN, reason, ()))
+    return found
+
+
+def make_problem(path: Path, kind: str, text: str, given: Any = ()) -> Problem:
+    return Problem(path=path, kind=kind, text=text, given=given)
+
+
+def our_name(key: str, kind: type[StrictModel]) -> tuple[str, str]:
+    """Returns our name of a setting of a job, or else why it cannot be used."""
+    head, *rest = key.split(".")
+    if head == "name":
+        return "", "names are made from the values. Leave it out."
+    ours, refused = kind.known({head: 1})
+    if refused:
+        return "", refused[head]
+    if not rest:
+        return ours[head], ""
+    part = part_of(ours[head], kind)
+    if part is None and dict not in types_of(kind.model_fields[ours[head]].annotation):
+        return "", f"{head!r} has no settings within it."
+    if part is not None:
+        inner, refused = part.known({rest[0]: 1})
+        if refused:
+            return "", refused[rest[0]]
+        rest[0] = inner[rest[0]]
+    return ".".join([ours[head], *rest]), ""
+
+
+def types_of(annotation: Any) -> set[Any]:
+    """Returns the types in an annotation, without their parameters."""
+    origin = get_origin(annotation)
+    if origin in (tuple, list, dict):
+        return {origin}
+    if hasattr(annotation, "__metadata__"):
+        return types_of(get_args(annotation)[0])
+    if arguments := get_args(annotation):
+        return set().union(*map(types_of, arguments))
+    return {annotation}
+
+
+def part_of(name: str, kind: type[StrictModel]) -> type[StrictModel] | None:
+    """Returns the configuration that a setting holds; None if it holds none."""
+    types = types_of(kind.model_fields[name].annotation)
+    parts = [t for t in types if isinstance(t, type) and issubclass(t, StrictModel)]
+    return parts[0] if parts else None
+
+
+def field_of(name: str, kind: type[StrictModel]) -> FieldInfo | None:
+    head, _, inner = name.partition(".")
+    if not inner:
+        return kind.model_fields[head]
+    part = part_of(head, kind)
+    return None if part is None else part.model_fields.get(inner)
+
+
+def is_integer(field: FieldInfo | None) -> bool:
+    types = set() if field is None else types_of(field.annotation)
+    return int in types and float not in types
+
+
+# ---- values ------------------------------------------------------------------------
+
+
+def values_at(axes: Sequence[Axis], places: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the values at places on axes, by name."""
+    return {axis.name: value_at(axis, places[axis.name]) for axis in axes}
+
+
+def resolve_point(
+    point: Mapping[str, Any],
+    axes: Sequence[Axis],
+    template: Mapping[str, Any],
+    kind: type[StrictModel],
+) -> dict[str, Any]:
+    """Returns the settings at a point, after conditions and products."""
+    settings: dict[str, Any] = {}
+
+    def value_of(key: str) -> Any:
+        name = our_name(key, kind)[0]
+        if name in settings:
+            return settings[name]
+        return setting_of(template, name, kind)
+
+    # Products come last, as they may be of a setting that has a condition.
+    for axis in sorted(
+        axes, key=lambda a: (a.space.times is not None, bool(a.space.when))
+    ):
+        if not all(_is_met(value_of(k), v) for k, v in axis.space.when.items()):
+            continue
+        value = point[axis.name]
+        if axis.name.startswith("_"):
+            settings |= {our_name(key, kind)[0]: v for key, v in value.items()}
+            continue
+        if axis.space.times is not None:
+            value = _product(value, value_of(axis.space.times), axis.is_integer)
+        settings[axis.name] = value
+    order = {axis.name: number for number, axis in enumerate(axes)}
+    last = len(order)
+    return dict(sorted(settings.items(), key=lambda s: order.get(s[0], last)))
+
+
+def _product(value: Any, factor: Any, is_integer: bool) -> Any:
+    """Multiplies two numbers; what is none is left to the checks that follow."""
+    for number in (value, factor):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            return number
+    return round(value * factor) if is_integer else value * factor
+
+
+def axis_of(setting: str, axes: Sequence[Axis]) -> Axis:
+    """Returns the axis that gives a setting, by itself or with others."""
+    own = [axis for axis in axes if axis.name == setting]
+    return (own or [axis for axis in axes if axis.name.startswith("_")])[0]
+
+
+def _is_met(value: Any, wanted: Any) -> bool:
+    return value in wanted if isinstance(wanted, list | tuple) else value == wanted
+
+
+def setting_of(job: Mapping[str, Any], name: str, kind: type[StrictModel]) -> Any:
+    """Returns a setting of a job, or its default."""
+    head, _, inner = name.partition(".")
+    ours, _ = kind.known(job)
+    keys = {our: key for key, our in ours.items()}
+    value = job[keys[head]] if head in keys else kind.model_fields[head].default
+    if not inner:
+        return value
+    part = part_of(head, kind)
+    if isinstance(value, StrictModel):
+        return getattr(value, inner)
+    if isinstance(value, dict) and inner in value:
+        return value[inner]
+    return None if part is None else part.model_fields[inner].default
+
+
+def with_settings(
+    job: Mapping[str, Any], settings: Mapping[str, Any], kind: type[StrictModel]
+) -> dict[str, Any]:
+    """Returns a job with other settings, whatever it calls them."""
+    heads = {name.partition(".")[0] for name in settings}
+    ours, _ = kind.known(job)
+    out = {key: v for key, v in job.items() if ours.get(key) not in heads}
+    for name, value in settings.items():
+        head, _, inner = name.partition(".")
+        if not inner:
+            out[head] = value
+            continue
+        before = out.get(head, setting_of(job, head, kind))
+        if isinstance(before, StrictModel):
+            before = {n: getattr(before, n) for n in before.model_fields_set}
+        out[head] = (before if isinstance(before, dict) else {}) | {inner: value}
+    return out
+
+
+def settings_key(job: Mapping[str, Any]) -> str:
+    """Returns a text that two jobs share if their settings are equal."""
+    plain = {key: value for key, value in job.items() if key != "name"}
+    return json.dumps(plain, sort_keys=True, default=repr)

@@ -1,0 +1,292 @@
+"""Plans the configurations of a sweep on groups of GPUs: which, where, and when.
+
+A group holds the base once. Its slots are refilled as configurations end. `scheduler`
+has the planner; here are the costs of groups, by what was measured or by estimate.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+
+from jaxlora.common.console import show
+from jaxlora.config import RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.scheduler.sweep import (
+    AnalyticCosts,
+    Configuration,
+    GroupCosts,
+    PlannedSweep,
+    StepLine,
+    Sweep,
+    SweepPlan,
+    fewest_gpus,
+    one_at_a_time,
+    plan_sweep,
+)
+from jaxlora.scheduler.sweep.picture import draw_sweep
+from jaxlora.scheduler.sweep.report import comparison_table, group_table
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE
+from jaxlora.train.execute.layout import base_specs_of
+from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.auto_mesh.predict import Rates, shape_seconds, step_seconds
+from jaxlora.train.plan.prepared_job import PreparedJob, longest_group
+from jaxlora.train.plan.run_plan import RunPlan
+
+NO_TIME = (
+    "groups of GPUs: not planned, as the rates of this device are not known. `jaxlora "
+    "profile` measures them, and `jaxlora plan --gpu h100x4` and the like plan for "
+    "GPUs that are not here."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedGroups:
+    """The plan of a sweep on groups of GPUs, if no configuration ends early.
+
+    Attributes:
+        planned: The plan, with lower bounds of the makespan.
+        alone: One configuration at a time on groups of the fewest GPUs, side by side.
+        meshes: The mesh of groups, by their number of GPUs.
+        notes: Lines that say what the figures follow from.
+    """
+
+    planned: PlannedSweep
+    alone: SweepPlan
+    meshes: dict[int, str]
+    notes: tuple[str, ...]
+
+
+def plan_groups(
+    plan: RunPlan, jobs: Sequence[PreparedJob], machine: Machine
+) -> PlannedGroups | None:
+    """Plans a sweep on all GPUs of a machine.
+
+    Args:
+        plan: The plan of the run. Its mesh and its number of slots do not matter.
+        jobs: The configurations.
+        machine: The GPUs.
+
+    Returns:
+        The plan; None if the rates of the device are not known.
+
+    Raises:
+        ConfigError: A configuration fits into no group.
+    """
+    if not plan.rates.are_known:
+        return None
+    configurations = tuple(map(_configuration, jobs))
+    ranks = sorted({c.rank for c in configurations})
+    per_host = max(1, machine.num_devices // machine.num_hosts)
+    sweep = Sweep(
+        configurations=configurations,
+        num_gpus=machine.num_devices,
+        max_degree=per_host,
+    )
+    longest = max(map(longest_group, jobs))
+    found = {
+        degree: best
+        for degree in sweep.degrees
+        if (best := _cheapest(plan, machine, degree, ranks, longest)) is not None
+    }
+    costs = AnalyticCosts(
+        by_degree={d: costs for d, (_, costs) in found.items()}, pads_ranks=True
+    )
+    try:
+        alone = one_at_a_time(sweep, costs, fewest_gpus(sweep, costs))
+        planned = plan_sweep(sweep, costs)
+    except ValueError as error:
+        raise ConfigError(
+            f"the sweep fits into no group of GPUs: {error} Lower rank or max_length, "
+            "set remat: layer or quantize_base, or plan for larger GPUs."
+        ) from error
+    return PlannedGroups(
+        planned=planned,
+        alone=alone,
+        meshes={d: mesh for d, (mesh, _) in found.items()},
+        notes=tuple(_notes(plan, machine)),
+    )
+
+
+def _configuration(job: PreparedJob) -> Configuration:
+    batch_size = job.settings.batch_size
+    return Configuration(
+        name=job.name,
+        rank=max(job.ranks.values()),
+        batch_size=batch_size,
+        num_steps=job.num_steps,
+        sample_tokens=max(1, round(job.batch_tokens / batch_size)),
+    )
+
+
+# ---- the costs of groups -------------------------------------------------------------
+
+
+def _cheapest(
+    plan: RunPlan, machine: Machine, degree: int, ranks: Sequence[int], longest: int
+) -> tuple[str, GroupCosts] | None:
+    """Returns the faster mesh of so many GPUs, and its costs; None if none can run."""
+    meshes = [f"{axis}={degree}" for axis in ("fsdp", "stage")]
+    found = [
+        (mesh, costs)
+        for mesh in (meshes if degree > 1 else [ONE_DEVICE])
+        if (costs := _costs(plan, machine, mesh, ranks, longest)) is not None
+    ]
+    return min(found, key=lambda one: one[1].step[1].per_token, default=None)
+
+
+def _costs(
+    plan: RunPlan, machine: Machine, mesh: str, ranks: Sequence[int], longest: int
+) -> GroupCosts | None:
+    """Returns the costs of groups with a mesh; None if the base does not fit."""
+    config, low, high = plan.config.replace(mesh=mesh), ranks[0], ranks[-1]
+    sizes = config.mesh_sizes
+    try:
+        base_specs_of(plan.model.config, plan.model.dtype, sizes.fsdp)
+        narrow, wide = (
+            MeshStages.of(config, _with_slot(plan.spec, rank)) for rank in (low, high)
+        )
+    except (ValueError, ConfigError):  # the model does not divide into so many parts
+        return None
+    room = _room(plan, machine, config, wide, longest)
+    if room is None:
+        return None
+    capacity, free_bytes, slot_bytes = room
+    rates = machine.rates(plan.spec, config.network_gbits)
+    base, each, full = _tick_seconds(narrow, capacity, rates)
+    *_, widest = _tick_seconds(wide, capacity, rates)
+    tokens = capacity * sizes.fsdp  # of a tick: each device of a stage has its own
+    steps = max(1, high - low)
+    rank_token = max(0.0, widest - full) / steps / tokens
+    of_low = rank_token * low
+    return GroupCosts(
+        step=(
+            StepLine(
+                fixed=base,
+                per_token=max(0.0, each / sizes.fsdp - of_low),
+                per_rank_token=rank_token,
+                per_rank=step_seconds(wide, rates) / high,
+            ),
+            StepLine(
+                fixed=0.0,
+                per_token=max(0.0, full / tokens - of_low),
+                per_rank_token=rank_token,
+                per_rank=step_seconds(wide, rates) / high,
+            ),
+        ),
+        free_bytes=sizes.num_devices * free_bytes,
+        bytes_per_rank=sizes.num_devices * slot_bytes / high,
+    )
+
+
+def _with_slot(spec: DecoderSpec, rank: int) -> DecoderSpec:
+    """Returns the decoder with one slot of a rank."""
+    assert spec.slots is not None
+    slots = dataclasses.replace(spec.slots, num_slots=1, rank=rank)
+    return dataclasses.replace(spec, slots=slots)
+
+
+def _tick_seconds(
+    stages: MeshStages, capacity: int, rates: Rates
+) -> tuple[float, float, float]:
+    """Returns base, time of a token and time of a full microbatch, both passes.
+
+    In the steady state of a pipeline, the slowest stage sets the pace.
+    """
+    cost = shape_seconds(stages, capacity, rates)
+    both = [
+        (s.forward.base + s.backward.base, s.forward.per_token + s.backward.per_token)
+        for s in cost.stages
+    ]
+    base, each = max(both, key=lambda one: one[0] + one[1] * capacity)
+    return max(0.0, base), each, base + each * capacity
+
+
+def _room(
+    plan: RunPlan, machine: Machine, config: RunConfig, stages: MeshStages, longest: int
+) -> tuple[int, float, float] | None:
+    """Returns the capacity, and bytes of a device that are left for slots.
+
+    The capacity is that of the run, or the largest half of it, and so on, with which a
+    slot fits.
+
+    Returns:
+        Capacity in tokens, bytes for slots, and bytes of a slot; None: no slot fits.
+    """
+    capacity = config.limits.capacity
+    available = machine.memory_of(stages.sizes.num_devices)
+    slot = _most(estimated_footprint(stages, config.block_tokens, capacity))
+    if available is None:
+        return capacity, float(plan.num_slots * slot), float(slot)
+    while capacity >= longest:
+        found = estimated_footprint(stages, config.block_tokens, capacity)
+        used = max(s.total_bytes(capacity) - s.adapter_bytes for s in found.stages)
+        if (free := available.num_bytes - used) >= slot:
+            return capacity, float(free), float(slot)
+        capacity = capacity // 2 // config.block_tokens * config.block_tokens
+    return None
+
+
+def _most(found: MeshFootprint) -> int:
+    return max(stage.adapter_bytes for stage in found.stages)
+
+
+# ---- showing -------------------------------------------------------------------------
+
+
+def _notes(plan: RunPlan, machine: Machine) -> Iterator[str]:
+    profile = plan.rates.profile
+    if profile is not None:
+        day = profile.measured[:10]
+        yield f"Times follow what `jaxlora profile` measured here on {day}."
+    else:
+        yield (
+            "Times are estimates from the GPU's data sheet; `jaxlora profile` measures "
+            "them on the GPU."
+        )
+    if machine.memory is None:
+        yield (
+            "The memory of the device is not known: a group has as many slots as the "
+            "run."
+        )
+    yield (
+        "All configurations go to their last step here; early exit takes less. "
+        "Evaluations and checkpoints come on top."
+    )
+
+
+def print_groups(
+    groups: PlannedGroups, console: Console, *, price_per_hour: float | None = None
+) -> None:
+    """Prints the makespan beside its bounds, and the groups with slots and ranks.
+
+    Args:
+        groups: The plan.
+        console: Console to print to.
+        price_per_hour: Price of one GPU for an hour, in any currency.
+    """
+    planned, degree = groups.planned, len(groups.alone.groups[0].gpus)
+    gpus = "a GPU" if degree == 1 else f"{degree} GPUs"
+    others = {f"one at a time, on {gpus} each": groups.alone}
+    table = comparison_table(planned, others, per_gpu_hour=price_per_hour)
+    num_gpus = planned.plan.sweep.num_gpus
+    title = f"groups of GPUs, {num_gpus} in all" if num_gpus > 1 else "as a sweep"
+    for text in (
+        "",
+        title,
+        table,
+        "",
+        group_table(planned.plan),
+        *(f"{d} GPUs: mesh {m}" for d, m in groups.meshes.items() if d > 1),
+        *groups.notes,
+    ):
+        show(console, text, soft_wrap=True)
+
+
+def draw_groups(groups: PlannedGroups, path: str | os.PathLike) -> None:
+    """Draws the plan, and one configuration at a time, as Gantt charts."""
+    plans = {"plan": groups.planned.plan, "one at a time": groups.alone}
+    draw_sweep(plans, path)

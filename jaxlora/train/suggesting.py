@@ -1,0 +1,131 @@
+"""Suggests further configurations of a sweep as others end."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pydantic
+
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.search import SuggestedSettings
+from jaxlora.config.sweep_config import Metric, Search
+from jaxlora.distributed import processes
+from jaxlora.errors import JaxloraError
+from jaxlora.problems import format_errors
+from jaxlora.sweeps.optuna_search import Tried, check_installed, suggestions
+from jaxlora.train.job_state import JobState
+
+logger = logging.getLogger(__name__)
+
+_MOST_ASKED = 30  # suggestions for one configuration, until the space counts as empty
+
+
+class Suggestions:
+    """The search of a sweep that goes on while the run trains.
+
+    A suggestion is made when a configuration has ended, from what all have shown so
+    far. It depends on nothing else, so a resumed run makes the same ones.
+
+    Attributes:
+        points: The place on each axis of the configurations that were drawn or
+            suggested, by name.
+    """
+
+    def __init__(self, config: RunConfig):
+        """Makes the object.
+
+        Args:
+            config: The run.
+
+        Raises:
+            ConfigError: Optuna is not installed, and the run needs it.
+        """
+        sweep = config.sweep
+        self._search: Search | None = None if sweep is None else sweep.search
+        self._metric = Metric() if sweep is None else sweep.metric
+        self.points: dict[str, dict[str, float]] = {}
+        self._is_exhausted = False
+        if self._search is not None:
+            check_installed()
+        self.restore({})
+
+    def restore(self, suggested: dict[str, dict[str, float]]) -> None:
+        """Takes over what was suggested before; the drawn ones come first."""
+        drawn = {} if self._search is None else self._search.points
+        self.points, self._is_exhausted = {**drawn, **suggested}, False
+
+    def saved(self) -> dict[str, dict[str, float]]:
+        """Returns the points of the configurations that were suggested."""
+        drawn = {} if self._search is None else self._search.points
+        return {name: p for name, p in self.points.items() if name not in drawn}
+
+    def add_due(
+        self, jobs: Sequence[JobState], num_slots: int, add: Callable[[LoraJob], None]
+    ) -> bool:
+        """Adds the configurations that are due now; returns whether there are any.
+
+        One that does not fit the run is left out, with a warning.
+
+        Args:
+            jobs: All jobs of the run, to which `add` adds one.
+            num_slots: Number of jobs that may run at the same time.
+            add: Adds a job.
+        """
+        before = len(jobs)
+        while (found := self.next(jobs, num_slots)) is not None:
+            try:
+                add(found)
+            except JaxloraError as error:
+                logger.warning("sweep: %s is left out: %s", found.name, error)
+        return len(jobs) > before
+
+    def next(self, jobs: Sequence[JobState], num_slots: int) -> LoraJob | None:
+        """Returns a configuration to add now; None if none is due.
+
+        Args:
+            jobs: All jobs of the run.
+            num_slots: Number of jobs that may run at the same time.
+        """
+        search = self._search
+        if search is None or self._is_exhausted or len(self.points) >= search.count:
+            return None
+        mine = [job for job in jobs if job.name in self.points]
+        if sum(not job.progress.is_over for job in mine) >= num_slots:
+            return None
+        found = self._suggest(search, jobs, [self._tried(job) for job in mine])
+        if found is None:
+            self._is_exhausted = True
+            logger.info("sweep: Optuna finds no other configuration in this space")
+        return found
+
+    def _tried(self, job: JobState) -> Tried:
+        progress, place = job.progress, self.points[job.name]
+        best = progress.best_eval if self._metric.is_loss else progress.best_metric
+        if not progress.is_over:
+            return Tried(place=place, state="running")
+        cost = None if best is None else self._metric.cost(best)
+        is_whole = progress.status == "finished" or (
+            progress.status == "stopped early" and progress.stopped_by is None
+        )
+        state = "complete" if is_whole and cost is not None else "pruned"
+        return Tried(place=place, state=state, step=progress.step, cost=cost)
+
+    def _suggest(
+        self, search: Search, jobs: Sequence[JobState], tried: Sequence[Tried]
+    ) -> LoraJob | None:
+        made = SuggestedSettings(search, LoraJob, [job.settings for job in jobs])
+        number = len(self.points)
+        found = suggestions(made.axes, search.seed, number, tried)
+        for _ in range(_MOST_ASKED):
+            place = next(found)
+            try:
+                job = LoraJob.model_validate(made.at(place))
+            except pydantic.ValidationError as error:
+                logger.warning("%s", format_errors(error, "a suggestion of Optuna"))
+                continue
+            if made.is_there(job):
+                continue
+            self.points[job.name] = place
+            if processes.is_first():
+                logger.info("sweep: Optuna suggests %s", job.name)
+            return job
+        return None

@@ -1,0 +1,82 @@
+"""Generation on meshes from the slots of a run: what one device generates."""
+
+import pytest
+
+from jaxlora import LoraJob, RunConfig
+from jaxlora.config.generation_settings import GenerationSettings
+from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.generate.generator import TextDecoder
+from jaxlora.generate.prompt import Prompt
+from jaxlora.generate.staged import StagedDecoder
+from jaxlora.hf.names import linear_path
+from jaxlora.memory.mesh import MeshStages
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.slot_decoder import SlotDecoder
+
+pytestmark = pytest.mark.needs_devices(8)
+SETTINGS = GenerationSettings(max_new_tokens=9, temperature=1.3, seed=7)
+SLOTS = {"a": 0, "b": 3}
+
+
+@pytest.fixture(scope="module")
+def made(model, make_adapter):
+    """Returns a function that generates with two adapters on a mesh."""
+    adapters = [make_adapter(seed=i, rank=r) for i, r in ((1, 4), (2, 2))]
+    adapted = {linear_path(name) for one in adapters for name in one.modules}
+    spec = DecoderSpec(
+        config=model.config,
+        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=64),
+        slots=SlotShape(num_slots=4, rank=4, use_dropout=False),
+        adapted=tuple(sorted(adapted)),
+    )
+    prompts = [
+        Prompt(text, adapter=name)
+        for text in ("abc", "a somewhat longer prompt", "x")
+        for name in SLOTS
+    ]
+
+    def generate(mesh: str, *, is_pinned: bool = False):
+        job = LoraJob(name="a", data={"path": "nowhere.jsonl"})
+        config = RunConfig(model=str(model.folder), jobs=[job], mesh=mesh)
+        stages = MeshStages.of(config, spec, is_pinned=is_pinned)
+        layout = Layout.of(stages, model.params)
+        slots = layout.empty_slots()
+        for slot, adapter in zip(SLOTS.values(), adapters, strict=True):
+            slots.load(slot, adapter, "adamw")
+        decoder = SlotDecoder(layout, model.params).loaded(slots.tables)
+        assert isinstance(decoder, StagedDecoder) == (mesh != "data=1")
+        texts = TextDecoder(
+            decoder=decoder,
+            tokenizer=load_tokenizer(model.folder),
+            slots=SLOTS,
+            end_ids=(2,),
+        )
+        return texts.generate(prompts, SETTINGS, batch_size=8)
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def alone(made):
+    return made("data=1")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "is_pinned"),
+    [
+        ("data=2", True),
+        ("fsdp=2", False),
+        ("stage=2,fsdp=2", False),
+        pytest.param("data=2,stage=2,fsdp=2", True, marks=pytest.mark.grid),
+    ],
+)
+def test_a_mesh_generates_what_one_device_generates(made, alone, mesh, is_pinned):
+    found = made(mesh, is_pinned=is_pinned)
+    assert len({out.token_ids for out in alone}) == len(alone)
+    for ours, theirs in zip(found, alone, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.finish_reason == theirs.finish_reason
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)

@@ -1,0 +1,89 @@
+"""The plan of a sweep on groups of GPUs that are not here."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from jaxlora import LoraJob, RunConfig, Sweep
+from jaxlora.bench.shapes import config_json
+from jaxlora.costs.gpus import parse_machine
+from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan import plan_run_groups
+from jaxlora.plan.forecast import _resolve
+from jaxlora.plan.sweep_groups import draw_groups, plan_groups, print_groups
+from jaxlora.train.plan.auto_mesh.machine import this_machine
+from tests import tiny
+
+TOKENS = 512  # of each sample
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Returns a function that makes a sweep of a job whose samples are equally long."""
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "config.json").write_text(json.dumps(config_json("llama-3.2-1b", 2)))
+    tiny.write_tokenizer(folder)
+    data = folder / "data.jsonl"
+    text = json.dumps({"text": "a" * (TOKENS - 1)})
+    data.write_text("\n".join([text] * 40))
+
+    def make(**parameters) -> RunConfig:
+        job = LoraJob(
+            name="c",
+            data={"path": str(data)},
+            eval_fraction=0.2,
+            max_length=TOKENS,
+            steps=40,
+        )
+        return RunConfig(
+            model=str(folder),
+            jobs=[job],
+            max_concurrent_jobs=2,
+            microbatch_tokens=8 * TOKENS,
+            sweep=Sweep(parameters=parameters),
+        )
+
+    return make
+
+
+def planned(config: RunConfig, gpus: str):
+    with planned_for(parse_machine(gpus).planned(0.75)):
+        plan, jobs = _resolve(config, "2026-01-01T00:00:00")
+        return plan, jobs, plan_groups(plan, jobs, this_machine())
+
+
+def test_groups_of_a_sweep(run, tmp_path):
+    """Each configuration has a place, and together they take less time."""
+    rates = [i * 1e-4 for i in range(1, 4)]
+    swept = run(rank=[8, 128], learning_rate=rates, batch_size=[1])
+    _, jobs, groups = planned(swept, "h100x2")
+    plan, bound = groups.planned.plan, groups.planned.bound
+    runs = [run for group in plan.groups for run in group.runs]
+    assert sorted(r.configuration.name for r in runs) == sorted(j.name for j in jobs)
+    assert {r.configuration.step_tokens for r in runs} == {TOKENS}
+    assert 0 < bound.fixed_groups <= plan.makespan < groups.alone.makespan
+    assert groups.meshes == {1: "fsdp=1", 2: "fsdp=2"}
+    out = io.StringIO()
+    print_groups(groups, Console(file=out, width=120), price_per_hour=3.0)
+    text = out.getvalue()
+    assert "groups of GPUs, 2 in all" in text and "lower bound" in text
+    assert "price" in text and "data sheet" in text
+    draw_groups(groups, tmp_path / "groups.png")
+    assert (tmp_path / "groups.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_configuration_alone_takes_the_time_of_its_microbatches(run):
+    """As the trainer's own prediction for one microbatch a step."""
+    plan, (job,), groups = planned(run(rank=[16]), "h100")
+    assert len(job.lengths(0)) * TOKENS == plan.config.microbatch_tokens
+    from jaxlora.plan.foretell import foretell
+
+    with planned_for(parse_machine("h100").planned(0.75)):
+        seconds = plan.seconds(foretell(plan, [job]).schedule)
+    assert groups.planned.plan.makespan == pytest.approx(seconds, rel=0.02)
+
+
+def test_without_rates_nothing_is_planned(run):
+    assert plan_run_groups(run(rank=[8, 16])) is None

@@ -1,0 +1,164 @@
+"""A sweep that is ranked by a metric of generated answers."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxlora import Generator, LoraJob, Prompt, RunConfig, Sweep, Trainer
+from jaxlora.config.generation_settings import GenerationSettings
+from jaxlora.config.sweep_config import ExitRule
+from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.run.log import read_events
+from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.outcome import Outcome
+
+RATES = 3e-2, 1e-3, 1e-4
+
+
+def share_of_places(answers: list[str], references: list[str]) -> float:
+    """Returns the share of characters that are in their places."""
+    pairs = list(zip(answers, references, strict=True))
+    hits = sum(a == r for one, other in pairs for a, r in zip(one, other, strict=False))
+    return hits / sum(len(other) for _, other in pairs)
+
+
+@pytest.fixture(scope="module")
+def make(model, tmp_path_factory):
+    """Returns a function that makes a sweep over rates; jobs never share a batch."""
+    folder = tmp_path_factory.mktemp("metric")
+    data = folder / "data.jsonl"
+    records = [{"prompt": "q" * 6, "completion": "abab" * 2} for _ in range(31)]
+    records += [{"prompt": "q" * (3 + i), "completion": "abab"} for i in range(9)]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    number = iter(range(100))
+
+    def run(rates=RATES, **settings) -> RunConfig:
+        job = LoraJob(
+            name="c",
+            data={"path": str(data)},
+            eval_fraction=0.2,
+            rank=4,
+            target_modules=["q_proj", "v_proj", "down_proj"],
+            batch_size=8,
+            steps=6,
+            eval_every=2,
+            keep_best=True,
+            lr_schedule="constant",
+            max_length=15,
+        )
+        sweep = Sweep(
+            parameters={"learning_rate": list(rates)},
+            metric={"name": share_of_places, "max_new_tokens": 8},
+            early_exit=ExitRule(type="halving", first=0.5),
+            merge_best=True,
+        )
+        return RunConfig(
+            model=str(model.folder),
+            output_dir=str(folder / f"run{next(number)}"),
+            jobs=[job],
+            sweep=sweep,
+            max_concurrent_jobs=2,
+            microbatch_tokens=128,
+            block_tokens=16,
+            window_steps=2,
+            checkpoint_every=None,
+            **settings,
+        )
+
+    return run
+
+
+def outcome(config: RunConfig, model, **options) -> Outcome:
+    trainer = Trainer(config, model)
+    return Outcome(trainer, trainer.train(**options), model)
+
+
+def measured(config: RunConfig) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for event in read_events(pathlib.Path(config.output_dir) / "metrics.jsonl"):
+        if event["event"] == "eval":
+            point = event["step"], event["metric"]
+            found.setdefault(event["job"], []).append(point)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(make, model):
+    config = make()
+    return config, outcome(config, model)
+
+
+def test_ranking_exits_and_weights_follow_the_metric(whole):
+    config, found = whole
+    metrics, report = measured(config), found.result.sweep
+    assert config.sweep.metric.name == f"{__name__}:share_of_places"
+    best = {name: max(v for _, v in points) for name, points in metrics.items()}
+    ranked = [trial.progress.best_metric for trial in report.trials]
+    assert ranked == sorted(best.values(), reverse=True)
+    assert len(set(best.values())) > 1, "the rates make a difference"
+    for name, progress in found.progress.items():
+        assert progress.best_metric == best[name]
+        first = next(step for step, value in metrics[name] if value == best[name])
+        assert progress.best_step == first  # and its weights are those of the folder
+    stopped = [p for p in found.progress.values() if p.stopped_by]
+    assert stopped and all("share_of_places" in p.reason for p in stopped)
+    kept = {t.settings.name: at(metrics, t, 3) for t in report.trials}
+    lost = [kept[n] for n, p in found.progress.items() if p.stopped_by]
+    assert max(lost) <= max(kept.values())
+    assert f"{__name__}:share_of_places" in report.csv().splitlines()[0]
+
+
+def at(metrics, trial, step: int) -> float:
+    return dict(metrics[trial.settings.name]).get(step, 0.0)
+
+
+def test_the_metric_is_that_of_the_exported_weights(whole, model):
+    """Of each configuration, by the generator that users call on its folder."""
+    _, found = whole
+    tokenizer = load_tokenizer(model.folder)
+    adapters = {t.settings.name: t.folder for t in found.result.sweep.trials}
+    generator = Generator(model, adapters)
+    for job in found.trainer.jobs:
+        prompts, references = [], []
+        for sample in job.prepared.eval_data.samples:
+            start = int(np.argmax(sample.is_target))
+            ids = sample.token_ids.tolist()
+            text = tokenizer.decode(ids[:start], skip_special_tokens=True)
+            prompts.append(Prompt(text, adapter=job.name))
+            references.append(tokenizer.decode(ids[start:], skip_special_tokens=True))
+        made = generator.generate(prompts, GenerationSettings(max_new_tokens=8))
+        value = share_of_places([out.text for out in made], references)
+        assert value == pytest.approx(job.progress.best_metric)
+
+
+def test_the_best_is_merged(whole, model):
+    config, found = whole
+    best = found.result.sweep.best.settings.name
+    folder = pathlib.Path(config.output_dir) / "merged" / best
+    merged = safetensors.numpy.load_file(next(folder.glob("*.safetensors")))
+    assert (
+        merged.keys()
+        == safetensors.numpy.load_file(model.folder / "model.safetensors").keys()
+    )
+
+
+def test_a_configuration_has_the_metric_that_it_has_alone(whole, make, model):
+    config, _ = whole
+    alone = make(rates=RATES[:1])
+    trainer = Trainer(alone, model)
+    trainer.train()
+    (points,) = measured(alone).values()
+    assert points == measured(config)[config.jobs[0].name]
+    assert [step for step, _ in points] == [0, 2, 3, 4, 6]
+
+
+def test_an_interrupted_sweep_decides_the_same(make, model, whole):
+    config = make()
+    Trainer(config, model).train(callbacks=[InterruptAt(2)])
+    resumed = outcome(config, model, resume=True)
+    assert resumed.progress == whole[1].progress
+    assert resumed.bytes == whole[1].bytes
+    assert measured(config) == measured(whole[0])

@@ -1,0 +1,112 @@
+"""A sweep whose configurations are suggested while it trains, and stops on the way."""
+
+import json
+import pathlib
+import random
+
+import pytest
+
+from jaxlora import LoraJob, RunConfig, Sweep, Trainer
+from jaxlora.run.log import read_events
+from jaxlora.train import suggesting
+from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.outcome import Outcome
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch):
+    """Suggests by a function of all that was tried; Optuna is an extra."""
+
+    def suggest(axes, seed, number, tried):
+        seen = [(t.state, t.step, t.cost, sorted(t.place.items())) for t in tried]
+        rng = random.Random(repr((seed, number, seen)))
+        while True:
+            yield {axis.name: rng.random() for axis in axes}
+
+    monkeypatch.setattr(suggesting, "suggestions", suggest)
+    monkeypatch.setattr(suggesting, "check_installed", lambda: None)
+
+
+@pytest.fixture
+def make(model, tmp_path):
+    """Returns a function that makes a search; jobs never share a microbatch."""
+    data, number = tmp_path / "records.jsonl", iter(range(100))
+    texts = ["".join(random.Random(i).choices("ab ", k=15)) for i in range(32)]
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    space = {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-1}
+
+    def run() -> RunConfig:
+        job = LoraJob(
+            name="c",
+            data={"path": str(data)},
+            eval_fraction=0.25,
+            rank=4,
+            target_modules=["q_proj", "v_proj"],
+            batch_size=8,
+            steps=4,
+            lr_schedule="constant",
+            dropout=0.1,
+            max_length=48,
+        )
+        sweep = Sweep(
+            method="optuna",
+            count=5,
+            initial=2,
+            parameters={"learning_rate": space},
+            early_exit={"type": "asha", "first": 0.5},
+        )
+        return RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / f"run{next(number)}"),
+            jobs=[job],
+            sweep=sweep,
+            max_concurrent_jobs=2,
+            microbatch_tokens=128,
+            block_tokens=16,
+            window_steps=2,
+            checkpoint_every=2,
+            keep_checkpoints=9,
+        )
+
+    return run
+
+
+class Killed(Trainer):
+    """Dies behind the second suggestion, which no checkpoint has."""
+
+    def _at_border(self, *args) -> None:
+        if len(self.jobs) > 3:
+            raise KeyboardInterrupt
+        super()._at_border(*args)
+
+
+def outcome(config: RunConfig, model, **options) -> Outcome:
+    trainer = Trainer(config, model)
+    return Outcome(trainer, trainer.train(**options), model)
+
+
+def test_a_search_that_stops_suggests_the_same(make, model):
+    whole = outcome(make(), model)
+    assert len(whole.progress) == 5
+    rates = {j.name: j.settings.learning_rate for j in whole.trainer.jobs}
+    assert len(set(rates.values())) == 5
+    assert {p.status for p in whole.progress.values()} <= {"finished", "stopped early"}
+    assert len(whole.result.sweep.trials) == 5
+
+    config = make()
+    Trainer(config, model).train(callbacks=[InterruptAt(4)])
+    resumed = outcome(config, model, resume=True)
+
+    killed = make()
+    with pytest.raises(KeyboardInterrupt):
+        Killed(killed, model).train()
+    record = json.loads((pathlib.Path(killed.output_dir) / "run.json").read_text())
+    assert len(record["suggested"]) == 2
+    after = outcome(killed, model, resume=True)
+
+    for other in (resumed, after):
+        assert {j.name: j.settings.learning_rate for j in other.trainer.jobs} == rates
+        assert other.progress == whole.progress
+        assert other.bytes == whole.bytes
+    events = read_events(pathlib.Path(killed.output_dir) / "metrics.jsonl")
+    assert {e["job"] for e in events if e["event"] == "eval"} == set(rates)
