@@ -1,6 +1,7 @@
 """The trainer: many jobs on one base, from their first step to exported adapters."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -13,7 +14,7 @@ from jaxlora.common.note import log_notes
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.run_memory import RunMemory, read_devices
@@ -27,7 +28,7 @@ from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.cloning import check_copy, fix_start, settings_of_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.early_exit import EarlyExit, SweepControl
 from jaxlora.train.ending import StopRequest, explained
 from jaxlora.train.execute.run_programs import FurtherPrograms, RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
@@ -77,7 +78,12 @@ class Trainer:
         output_dir: Folder of the run.
     """
 
-    def __init__(self, config: RunConfig, model: FrozenModel | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        model: FrozenModel | None = None,
+        control: SweepControl | None = None,
+    ):
         """Loads the base model and every job's data; trains nothing yet.
 
         The programs of the run are loaded or compiled meanwhile. They are kept in
@@ -86,11 +92,13 @@ class Trainer:
         Args:
             config: The run.
             model: The base model, if it is loaded already.
+            control: Decides about the jobs; None: the rules of the run's sweep do.
 
         Raises:
-            JaxloraError: A setting, the model or a job's data cannot be used, or a GPU
-                is visible and JAX does not use it.
+            JaxloraError: A setting, the model or a job's data cannot be used, a GPU is
+                visible and JAX does not use it, or the sweep has several groups.
         """
+        _check_one_group(config)
         check_device()
         keep_compiled_programs()
         opened = open_run(config, model)
@@ -101,7 +109,8 @@ class Trainer:
         self.layout, self.slots = opened.layout, opened.slots
         self._num_compiled = opened.num_compiled
         self.round, self._requests = 0, Requests()
-        self._early_exit = EarlyExit(config, self._is_asked_to_pause)
+        own = EarlyExit(config, self._is_asked_to_pause)
+        self._early_exit: SweepControl = own if control is None else control
         self._joining = Joining([job.name for job in self.jobs], self._open_job)
         self._added = list(opened.joined)
         self._has_begun = False
@@ -305,7 +314,9 @@ class Trainer:
             with self._open_stream(store) as stream:
                 while not (stops := self._must_end(stop.requested)):
                     if not stream.start():
-                        if not self._take_requests(store, waits=True):
+                        if self._take_requests(store, waits=True):
+                            continue
+                        if not self._wait(store, stream, stop):
                             break
                         continue
                     if self.config.checkpoint_every:
@@ -336,6 +347,7 @@ class Trainer:
                 self._take_requests(store)
         found = border.snapshot
         is_due = self._num_due(stream.round) > self._num_saved
+        is_due |= border.ends_round and self._early_exit.wants_checkpoint()
         if found is None and border.ends_round and is_due:
             found = stream.snapshot()
         if found is not None:
@@ -343,6 +355,17 @@ class Trainer:
             self._num_saved = self._num_due(stream.round)
             self._save(store, stream, found)
         self.round = stream.round
+
+    def _wait(self, store: RunStore, stream: Stream, stop: StopRequest) -> bool:
+        """Waits for a sweep that others decide about; whether jobs may train again.
+
+        A checkpoint is written before, as the jobs may go on in another process.
+        """
+        self.round = stream.round
+        if self._early_exit.wants_checkpoint() and store.latest() != self.round:
+            self._save(store, stream, stream.snapshot())
+        self._send_written(store, waits=True)
+        return self._early_exit.wait(lambda: self._must_end(stop.requested))
 
     def _is_time_to_look(self) -> bool:
         """Whether to look for requests before the window ends."""
@@ -488,6 +511,27 @@ class Trainer:
         for job in self.jobs:
             job.progress, job.parked = JobProgress(), None
 
+    def continue_job_from(self, name: str, folder: pathlib.Path) -> JobProgress:
+        """Gives a job that has not begun the state that it has in another run.
+
+        The thread that trains calls this, between two microbatches.
+
+        Args:
+            name: The job.
+            folder: Folder of the other run; see `LoraJob.continue_from`.
+
+        Returns:
+            Its progress there.
+
+        Raises:
+            CheckpointError: The other run has no such state, or another job's.
+        """
+        (job,) = (job for job in self.jobs if job.name == name)
+        settings = job.settings.replace(continue_from=str(folder))
+        job.prepared = dataclasses.replace(job.prepared, settings=settings)
+        self._continue([job])
+        return job.progress
+
     def _continue(self, jobs: Sequence[JobState]) -> None:
         """Gives jobs that come from another run, and are new here, their states."""
         for job in jobs:
@@ -518,3 +562,17 @@ class Trainer:
         """Sends events for the checkpoints and adapters that are on the disk."""
         for event in store.written(waits=waits):
             self._send(event)
+
+
+def _check_one_group(config: RunConfig) -> None:
+    """Refuses a sweep over several groups of devices.
+
+    Raises:
+        ConfigError: It has several groups, and each is a process of its own.
+    """
+    if config.sweep is not None and config.sweep.has_groups:
+        raise ConfigError(
+            f"sweep.groups is {config.sweep.groups_text}, and a Trainer trains one "
+            "group. Call jaxlora.sweeps.engine.run.run_groups(config), or run jaxlora "
+            "sweep."
+        )

@@ -22,7 +22,7 @@ from jaxlora.run.events import (
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.stream import Position
 from jaxlora.train.cloning import end_orphans, start_copies
-from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.execute.samples import MakeSamples
 from jaxlora.train.job_state import JobState
@@ -56,7 +56,7 @@ class JobLifecycle:
         first_round: int,
         memory: RunMemory,
         requests: Requests,
-        early_exit: EarlyExit,
+        early_exit: SweepControl,
         export: Callable[[JobState], None],
         send: Callable[[Event], None],
         make_samples: MakeSamples | None = None,
@@ -167,7 +167,11 @@ class JobLifecycle:
 
     def is_settled(self) -> bool:
         """Whether nothing has come up since the last `change`."""
-        return self._settled == (len(self.jobs), self._requests.version)
+        return self._settled == self._seen()
+
+    def _seen(self) -> tuple[int, ...]:
+        """Returns numbers that change when something may have come up."""
+        return len(self.jobs), self._requests.version, self._early_exit.version
 
     def change(self, at_border: Collection[JobState]) -> None:
         """Ends, pauses and starts jobs.
@@ -175,7 +179,7 @@ class JobLifecycle:
         Args:
             at_border: The jobs with a slot that are between two global batches.
         """
-        seen = len(self.jobs), self._requests.version
+        seen = self._seen()
         num_left = self._end_stopped(at_border)
         here = [job for job in at_border if job.has_slot]
         num_left += self._pause_held(here)

@@ -14,7 +14,7 @@ from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.events import Event, WindowEvent
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule
-from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.samples import MakeSamples
@@ -75,7 +75,7 @@ class Stream:
         first_round: int,
         memory: RunMemory,
         requests: Requests,
-        early_exit: EarlyExit,
+        early_exit: SweepControl,
         export: Callable[[JobState], None],
         send: Callable[[Event], None],
         make_samples: MakeSamples | None = None,

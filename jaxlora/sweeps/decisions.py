@@ -1,0 +1,147 @@
+"""Which configurations of a sweep end early, and which wait: what was seen and decided.
+
+A decision is made once, at the evaluation or the end that it follows from, and kept as
+a record. It is never computed again: the order in which evaluations arrive from several
+groups of devices differs from one run to the next.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from jaxlora.config.sweep_config import ExitRule
+from jaxlora.sweeps.rules import Curve, Stop, cut, is_late, judge, rungs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """A configuration as the rules need it, besides its evaluations.
+
+    Attributes:
+        num_steps: Its optimizer steps in all.
+        step: Its optimizer steps done.
+        is_over: Whether it has ended, for any reason.
+        is_held: Whether the user has paused it, so that nobody waits for it.
+        has_failed: Whether it ended by an error.
+    """
+
+    num_steps: int
+    step: int
+    is_over: bool = False
+    is_held: bool = False
+    has_failed: bool = False
+
+
+Standings = Callable[[], Mapping[str, Standing]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Decided:
+    """What follows from an evaluation or an end.
+
+    Attributes:
+        cutoffs: Highest loss that goes on, for each rung that was decided.
+        stops: The configurations that end, with the reasons.
+    """
+
+    cutoffs: tuple[float, ...] = ()
+    stops: Mapping[str, Stop] = dataclasses.field(default_factory=dict)
+
+
+class Decisions:
+    """The evaluations and decisions of a sweep.
+
+    Attributes:
+        points: (steps done, held-out loss) of each evaluation, by configuration.
+        cutoffs: Highest loss that went on at each rung of halving that is decided.
+        stops: The configurations that end early.
+    """
+
+    def __init__(self, rules: Sequence[ExitRule]):
+        """Makes the object; nothing was evaluated.
+
+        Args:
+            rules: The rules. Without any, nothing is decided.
+        """
+        self.rules = tuple(rules)
+        halving = [rule for rule in rules if rule.type == "halving"]
+        self._halving: ExitRule | None = halving[0] if halving else None
+        self.points: dict[str, list[tuple[int, float]]] = {}
+        self.cutoffs: list[float] = []
+        self.stops: dict[str, Stop] = {}
+
+    def note(
+        self, evaluated: Iterable[tuple[str, int, float]], standings: Standings
+    ) -> Decided:
+        """Decides after evaluations, and keeps both.
+
+        Args:
+            evaluated: (configuration, steps done, held-out loss), in order.
+            standings: Returns the configurations, in the order in which they are given.
+        """
+        stops = {}
+        if not self.rules:
+            return Decided()
+        names = []
+        for name, step, loss in evaluated:
+            self.points.setdefault(name, []).append((step, loss))
+            names.append(name)
+        curves = self._curves(standings())
+        for name in names:
+            stop = judge(name, curves, self.rules)
+            if stop is None and self._halving is not None:
+                stop = is_late(curves[name], self._halving, self.cutoffs)
+            if stop is not None:
+                stops[name] = stop
+        self.stops |= stops
+        found = self.review(standings)
+        return Decided(cutoffs=found.cutoffs, stops={**stops, **found.stops})
+
+    def review(self, standings: Standings) -> Decided:
+        """Decides about the rungs to which all configurations have come."""
+        rule, cutoffs, stops = self._halving, [], {}
+        while rule is not None and len(self.cutoffs) < len(rungs(rule, 1)):
+            found = cut(self._curves(standings()), rule, len(self.cutoffs))
+            if found is None:
+                break
+            cutoffs.append(found.cutoff)
+            stops |= found.stops
+            self.repeat(Decided(cutoffs=(found.cutoff,), stops=found.stops))
+        return Decided(cutoffs=tuple(cutoffs), stops=stops)
+
+    def repeat(self, decided: Decided) -> None:
+        """Takes over a decision that was made before."""
+        self.cutoffs += decided.cutoffs
+        self.stops |= decided.stops
+
+    def has(self, name: str, step: int) -> bool:
+        """Whether a configuration was evaluated after so many steps."""
+        return any(at == step for at, _ in self.points.get(name, ()))
+
+    def waits(self, name: str, step: int, num_steps: int) -> bool:
+        """Whether a configuration is to wait at a rung for the others."""
+        rule = self._halving
+        if rule is None or name in self.stops or not self.points.get(name):
+            return False
+        is_here = self.points[name][-1][0] == step
+        return is_here and step in rungs(rule, num_steps)[len(self.cutoffs) :]
+
+    def _curves(self, standings: Mapping[str, Standing]) -> dict[str, Curve]:
+        return {name: self._curve(name, found) for name, found in standings.items()}
+
+    def _curve(self, name: str, standing: Standing) -> Curve:
+        stop = self.stops.get(name)
+        is_stopped = stop is not None
+        return Curve(
+            num_steps=standing.num_steps,
+            step=standing.step,
+            points=self.points.get(name, ()),
+            is_over=standing.is_over or is_stopped,
+            is_held=standing.is_held,
+            has_failed=standing.has_failed or (is_stopped and stop.rule != "halving"),
+        )
+
+
+def compared_steps(rules: Sequence[ExitRule], num_steps: int) -> set[int]:
+    """Returns the optimizer steps at which a rule compares a configuration."""
+    compares = [rule for rule in rules if rule.type in ("halving", "asha")]
+    return {step for rule in compares for step in rungs(rule, num_steps)}
