@@ -6,10 +6,10 @@ groups of devices differs from one run to the next.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxlora.config.sweep_config import ExitRule
-from jaxlora.sweeps.rules import Curve, Stop, cut, is_late, judge, rungs
+from jaxlora.sweeps.rules import Curve, Stop, cut, is_awaited, is_late, judge, rungs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,9 @@ class Standing:
     has_failed: bool = False
 
 
-Standings = Callable[[], Mapping[str, Standing]]
+# The configurations, in the order in which they are given. Each is looked at only when
+# a rule needs it.
+Standings = Mapping[str, Standing]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,8 @@ class Decisions:
         self.rules = tuple(rules)
         halving = [rule for rule in rules if rule.type == "halving"]
         self._halving: ExitRule | None = halving[0] if halving else None
+        self._awaited: list[str] = []  # these had to come to a rung when last looked
+        self._rungs: dict[int, list[int]] = {}  # of halving, by the number of steps
         self.points: dict[str, list[tuple[int, float]]] = {}
         self.cutoffs: list[float] = []
         self.stops: dict[str, Stop] = {}
@@ -76,7 +80,7 @@ class Decisions:
 
         Args:
             evaluated: (configuration, steps done, held-out loss), in order.
-            standings: Returns the configurations, in the order in which they are given.
+            standings: All configurations.
         """
         stops = {}
         if not self.rules:
@@ -85,7 +89,7 @@ class Decisions:
         for name, step, loss in evaluated:
             self.points.setdefault(name, []).append((step, loss))
             names.append(name)
-        curves = self._curves(standings())
+        curves = _Curves(self, standings)
         for name in names:
             stop = judge(name, curves, self.rules)
             if stop is None and self._halving is not None:
@@ -100,13 +104,29 @@ class Decisions:
         """Decides about the rungs to which all configurations have come."""
         rule, cutoffs, stops = self._halving, [], {}
         while rule is not None and len(self.cutoffs) < len(rungs(rule, 1)):
-            found = cut(self._curves(standings()), rule, len(self.cutoffs))
+            curves = _Curves(self, standings)
+            if self._awaits(curves, rule):
+                break
+            found = cut(curves, rule, len(self.cutoffs))
             if found is None:
                 break
             cutoffs.append(found.cutoff)
             stops |= found.stops
             self.repeat(Decided(cutoffs=(found.cutoff,), stops=found.stops))
         return Decided(cutoffs=tuple(cutoffs), stops=stops)
+
+    def _awaits(self, curves: Mapping[str, Curve], rule: ExitRule) -> bool:
+        """Whether a configuration has still to come to the next rung."""
+        number = len(self.cutoffs)
+
+        def awaits(name: str) -> bool:
+            return name in curves and is_awaited(curves[name], rule, number)
+
+        while self._awaited and not awaits(self._awaited[-1]):
+            self._awaited.pop()
+        if not self._awaited:
+            self._awaited = [name for name in curves if awaits(name)]
+        return bool(self._awaited)
 
     def repeat(self, decided: Decided) -> None:
         """Takes over a decision that was made before."""
@@ -123,12 +143,12 @@ class Decisions:
         if rule is None or name in self.stops or not self.points.get(name):
             return False
         is_here = self.points[name][-1][0] == step
-        return is_here and step in rungs(rule, num_steps)[len(self.cutoffs) :]
+        if num_steps not in self._rungs:
+            self._rungs[num_steps] = rungs(rule, num_steps)
+        return is_here and step in self._rungs[num_steps][len(self.cutoffs) :]
 
-    def _curves(self, standings: Mapping[str, Standing]) -> dict[str, Curve]:
-        return {name: self._curve(name, found) for name, found in standings.items()}
-
-    def _curve(self, name: str, standing: Standing) -> Curve:
+    def curve(self, name: str, standing: Standing) -> Curve:
+        """Returns what a configuration has shown so far."""
         stop = self.stops.get(name)
         is_stopped = stop is not None
         return Curve(
@@ -139,6 +159,25 @@ class Decisions:
             is_held=standing.is_held,
             has_failed=standing.has_failed or (is_stopped and stop.rule != "halving"),
         )
+
+
+class _Curves(Mapping[str, Curve]):
+    """The curves of configurations, each made when it is looked at."""
+
+    def __init__(self, found: Decisions, standings: Standings):
+        self._found, self._standings = found, standings
+
+    def __getitem__(self, name: str) -> Curve:
+        return self._found.curve(name, self._standings[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._standings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._standings)
+
+    def __len__(self) -> int:
+        return len(self._standings)
 
 
 def compared_steps(rules: Sequence[ExitRule], num_steps: int) -> set[int]:

@@ -117,12 +117,12 @@ class EarlyExit(SweepControl):
         for job in evaluated:
             assert job.progress.last_eval is not None
             points.append((job.name, job.progress.step, job.progress.last_eval))
-        self._found.note(points, lambda: self._standings(jobs))
+        self._found.note(points, self._standings(jobs))
         return bool(evaluated)
 
     def review(self, jobs: Sequence[JobState]) -> None:
         """Decides about the rungs to which all jobs have come."""
-        self._found.review(lambda: self._standings(jobs))
+        self._found.review(self._standings(jobs))
 
     def stop_of(self, job: JobState) -> Stop | None:
         """Returns the decision that a job ends; None if it goes on."""
