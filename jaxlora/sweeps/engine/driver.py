@@ -258,10 +258,12 @@ class Driver:
             for number, group in enumerate(self.groups)
             if group.is_live
         }
-        while free:
-            number = max(free, key=lambda n: (free[n], -n))
-            if free[number] <= 0 or (found := self._next()) is None:
+        while any(count > 0 for count in free.values()):
+            if (found := self._next()) is None:
                 return
+            # One that has moved goes to another group, if that has room.
+            left = found.left
+            number = max(free, key=lambda n: (free[n] > 0, n != left, free[n], -n))
             self._give(found, number)
             free[number] -= 1
 

@@ -29,6 +29,7 @@ class Configuration:
         held: Why the user has paused it; None if it may train.
         stop: Why the user wants it to end; None if it goes on.
         is_moving: Whether its group is to release it.
+        left: The group that has released it last; None if none has.
         is_closed: Whether it has ended, and its files are on the disk.
         folder: Its PEFT folder, in the sweep's folder; None if there is none.
     """
@@ -44,6 +45,7 @@ class Configuration:
     held: str | None = None
     stop: str | None = None
     is_moving: bool = False
+    left: int | None = None
     is_closed: bool = False
     folder: str | None = None
 
@@ -135,7 +137,9 @@ class SweepState(Mapping[str, Standing]):
         self.configurations[name].is_moving = True
 
     def _on_released(self, name: str) -> None:
-        self._leave(self.configurations[name])
+        found = self.configurations[name]
+        found.left = found.group
+        self._leave(found)
         self._queue = None
 
     def _on_saved(self, name: str, folder: str) -> None:

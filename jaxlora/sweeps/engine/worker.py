@@ -32,22 +32,22 @@ class _Driver:
 
     def __init__(self):
         self.waiting: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
-        self._control = None
+        self.control = None
         self._lock = threading.Lock()
 
     def receive(self, message: m.Message) -> None:
         with self._lock:
-            if self._control is None:
+            if self.control is None:
                 self.waiting.put(message)
             else:
-                self._control.receive(message)
+                self.control.receive(message)
 
     def ended(self) -> None:
         """Lets the run write a checkpoint; a process that hangs is ended."""
         with self._lock:
-            if self._control is None:
+            if self.control is None:
                 os._exit(1)  # nothing was trained
-            self._control.end()
+            self.control.end()
         threading.Timer(_END_SECONDS, os._exit, (1,)).start()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -56,7 +56,7 @@ class _Driver:
         with self._lock:
             while not self.waiting.empty():
                 control.receive(self.waiting.get())
-            self._control = control
+            self.control = control
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def main() -> int:
     begin = driver.waiting.get()
     assert isinstance(begin, m.Begin)
     try:
-        return _train(begin, link, driver)
+        return train(begin, link, driver)
     except JaxloraError as error:
         logger.error("%s", error)
         is_final = isinstance(error, _FINAL)
@@ -80,7 +80,8 @@ def main() -> int:
     return 1
 
 
-def _train(begin: m.Begin, link: Link, driver: _Driver) -> int:
+def train(begin: m.Begin, link: Link, driver: _Driver) -> int:
+    """Trains what the driver gives, until nothing is left or it ends."""
     from jaxlora.config import RunConfig
     from jaxlora.memory.gpu_share import take_free_gpus
 
