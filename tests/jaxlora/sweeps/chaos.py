@@ -16,10 +16,12 @@ import sys
 
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.run.lock import RunLock
+from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.driver import Driver, Group, check_same_sweep
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.local_workers import LocalWorkers
+from jaxlora.sweeps.engine.ray_workers import joined_cluster
 from jaxlora.sweeps.engine.state import SweepState
 
 FAKE = pathlib.Path(__file__).with_name("fake_worker.py")
@@ -53,13 +55,19 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
         Group(num_slots=options["slots"], run={"jobs": jobs})
         for _ in range(options["groups"])
     ]
-    workers = LocalWorkers(COMMAND, [environ] * len(groups))
     run.Ledger = DyingLedger
     with RunLock(folder), contextlib.closing(run._open(folder, resume=number > 0)) as l:
         left = rng.randrange(5, 60) if number < options["driver_kills"] else 0
         l.dies(left, rng.random() < 0.5)
         check_same_sweep(state, l)
-        Driver(folder, state, l, workers, groups).run()
+        if "ray" not in options:
+            workers = LocalWorkers(COMMAND, [environ] * len(groups))
+            Driver(folder, state, l, workers, groups).run()
+            return
+        os.environ |= environ
+        meshes = [MeshSizes()] * len(groups)
+        with joined_cluster(options["ray"], COMMAND, meshes) as found:
+            Driver(folder, state, l, found, groups).run()
 
 
 def main() -> None:

@@ -25,18 +25,22 @@ def hash_at(name: str, step: int) -> str:
     return state
 
 
-def sweep(folder: pathlib.Path, **options) -> int:
-    """Runs a sweep to its end; returns the largest memory of a driver in bytes."""
+def options_of(folder: pathlib.Path, *, worker_kills: int, **options) -> dict:
+    """Returns the options of a sweep whose workers kill themselves."""
     kills = folder / "kills"
     kills.mkdir(parents=True)
-    num_worker_kills = options.pop("worker_kills")
-    options = {
+    return {
         "slots": SLOTS,
         "steps": STEPS,
         "every": EVERY,
         "halving": True,
-        "kills": [str(kills), num_worker_kills, options["seed"]],
+        "kills": [str(kills), worker_kills, options["seed"]],
     } | options
+
+
+def sweep(folder: pathlib.Path, **given) -> int:
+    """Runs a sweep to its end; returns the largest memory of a driver in bytes."""
+    options = options_of(folder, **given)
     command = [sys.executable, "-m", "tests.jaxlora.sweeps.chaos"]
     done = subprocess.run(
         [*command, str(folder / "run"), json.dumps(options)],
@@ -45,7 +49,7 @@ def sweep(folder: pathlib.Path, **options) -> int:
         timeout=60,
     )
     assert not done.returncode, done.stderr.decode()[-3000:]
-    assert len(os.listdir(kills)) == num_worker_kills
+    assert len(os.listdir(folder / "kills")) == given["worker_kills"]
     return 1024 * max(map(int, done.stdout.split()))
 
 
