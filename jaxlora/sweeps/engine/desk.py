@@ -116,8 +116,8 @@ def _do(driver: Driver, request: ControlRequest) -> None:
         case "clone":
             raise ConfigError(
                 "clone copies a state within one process, and this sweep has "
-                f"{len(driver.groups)} groups. Add the job with jaxlora add, or clone in "
-                "a sweep without groups."
+                "groups of devices. Add a job with jaxlora add, or sweep without "
+                "sweep.groups."
             )
 
 
@@ -141,7 +141,9 @@ def run_status(driver: Driver) -> RunStatus:
             status = progress.status if is_given else "waiting"
             if found.held is not None and slot is None:
                 status = "paused"
-            where = None if slot is None else first[found.group] + slot
+            where = None
+            if slot is not None and found.group is not None:
+                where = first[found.group] + slot
             progress = dataclasses.replace(progress, status=status, slot=where)
         facts = found.facts
         jobs.append(

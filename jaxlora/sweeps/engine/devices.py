@@ -32,8 +32,8 @@ def divide(
     if sum(sizes) > len(gpus):
         raise ConfigError(
             f"sweep.groups needs {' + '.join(map(str, sizes))} = {sum(sizes)} GPUs, "
-            f"and this host has {len(gpus)} ({', '.join(gpus) or 'none visible'}). Give "
-            f"fewer or smaller groups, or free GPUs in {VISIBLE}."
+            f"and this host has {len(gpus)}: {', '.join(gpus) or 'none is visible'}. "
+            f"Give fewer or smaller groups, or more GPUs in {VISIBLE}."
         )
     given, first = [], 0
     for size in sizes:

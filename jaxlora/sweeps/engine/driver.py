@@ -523,14 +523,14 @@ def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
         other = now.get(job["name"])
         if other is None:
             raise CheckpointError(
-                f"configuration {job['name']!r} is in the sweep that has begun, and not "
-                "in this one. Restore the settings, or choose another output_dir."
+                f"configuration {job['name']!r} is in the sweep that has begun, and "
+                "not in this one. Restore it, or choose another output_dir."
             )
         differ = [key for key in job if job[key] != other.get(key)]
         if differ:
             key = differ[0]
             raise CheckpointError(
-                f"configuration {job['name']!r}: {key} is {json.dumps(job[key])} in the "
-                f"sweep that has begun, and {json.dumps(other.get(key))} now. Restore "
-                "it, or choose another output_dir."
+                f"configuration {job['name']!r}: {key} is {json.dumps(job[key])} in "
+                f"the sweep that has begun, and {json.dumps(other.get(key))} now. "
+                "Restore it, or choose another output_dir."
             )

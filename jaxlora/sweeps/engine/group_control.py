@@ -70,7 +70,8 @@ class GroupControl(Callback):
         self._num_asked, self._undecided = 0, set[str]()
         self._reviewed = 0
         self._progress: dict[str, dict[str, Any]] = {}
-        self._sent, self._speed = 0.0, None
+        self._sent = 0.0
+        self._speed: float | None = None
 
     @property
     def _trainer(self) -> Trainer:

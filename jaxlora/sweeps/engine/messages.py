@@ -6,7 +6,7 @@ through pipes on one host, and through an actor of Ray to others.
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, get_args
 
 # ---- to a worker -----------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Failed:
 ToWorker = Begin | Give | Verdict | Judged | Ask | Release | Drop | Finish
 FromWorker = Ready | Refused | Evaluated | Progress | Ended | Saved | Failed
 Message = ToWorker | FromWorker
-_KINDS = {kind.__name__: kind for kind in Message.__args__}
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
@@ -239,7 +239,7 @@ def encode(message: Message) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
-def decode(line: bytes) -> Message:
+def decode(line: bytes) -> Any:
     """Reads a line that `encode` has made.
 
     Raises:

@@ -1,8 +1,8 @@
 """Workers on the hosts of a Ray cluster: an actor for each group, which has a process.
 
-The actor is not detached, so it ends with the driver. It passes lines between the driver
-and the same process that a group on one host has; states and results are files. A group
-whose host is gone waits until Ray has a place for it again.
+The actor is not detached, so it ends with the driver. It passes lines between the
+driver and the same process that a group on one host has; states and results are files.
+A group whose host is gone waits until Ray has a place for it again.
 """
 
 import contextlib
@@ -23,16 +23,15 @@ from jaxlora.sweeps.engine.workers import Lost, Workers
 logger = logging.getLogger(__name__)
 
 _AUTH_MODE = "RAY_AUTH_MODE"
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.2
 _PLACE_SECONDS = 2.0  # to wait for a place, while other groups train
 _SILENT_SECONDS = 60.0  # without an answer of an actor, whose host is then gone
-_CALLS = 3  # to an actor at once: to send, to receive and to end
 # What the process of a group needs to know of the driver's settings.
 _PREFIXES = ("JAX_", "JAXLORA_", "XLA_", "HF_", "TF_", "NCCL_", "XDG_CACHE_HOME")
 
 
 class Relay:
-    """Has the process of a group on a host; Ray calls its methods in threads."""
+    """Has the process of a group on a host; one call of Ray at a time."""
 
     def __init__(self, command: Sequence[str], folder: str, environ: dict[str, str]):
         """Starts the process.
@@ -44,36 +43,36 @@ class Relay:
                 group's devices in CUDA_VISIBLE_DEVICES.
         """
         self._worker = Worker(command, pathlib.Path(folder), environ)
-        self._is_over = False
 
-    def send(self, lines: bytes) -> None:
-        """Sends lines to the process."""
-        self._worker.send(lines)
+    def exchange(self, lines: bytes, ends: bool) -> tuple[list[bytes], str | None]:
+        """Sends lines to the process, and returns what comes soon.
 
-    def receive(self) -> tuple[list[bytes], str | None]:
-        """Returns the lines that have come, and how the process ended if it has."""
+        Args:
+            lines: The lines.
+            ends: Whether the process is to write a checkpoint and end.
+
+        Returns:
+            Its lines, and how it has ended; None if it has not.
+        """
+        if lines:
+            self._worker.send(lines)
+        if ends:
+            self._worker.interrupt()
         select.select([self._worker.stdout], [], [], _POLL_SECONDS)
-        lines, is_open = self._worker.read()
-        return lines, None if is_open else self._worker.wait()
-
-    def interrupt(self) -> None:
-        """Lets the process write a checkpoint and end."""
-        self._worker.interrupt()
-
-    def kill(self) -> None:
-        """Ends the process at once."""
-        self._worker.process.kill()
+        found, is_open = self._worker.read()
+        return found, None if is_open else self._worker.wait()
 
 
 class _Group:
-    """The place of a group in the cluster, and its actor."""
+    """The place of a group in the cluster, its actor, and what is to be sent to it."""
 
     def __init__(self, bundle: dict[str, float]):
         self.bundle = bundle
         self.place: Any = None
         self.actor: Any = None
-        self.receiving: Any = None
+        self.exchange: Any = None
         self.heard = 0.0
+        self.lines, self.ends = b"", False
 
 
 class RayWorkers(Workers):
@@ -118,25 +117,26 @@ class RayWorkers(Workers):
             "num_gpus": found.bundle.get("GPU", 0.0),
             "max_restarts": 0,
             "max_task_retries": 0,
-            "max_concurrency": _CALLS,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(found.place, 0),
         }
         actor = self._ray.remote(Relay).options(**options)
         environ = given | self._environs[group]
         found.actor = actor.remote(self._command, str(folder.absolute()), environ)
-        found.receiving = found.actor.receive.remote()
-        found.heard = time.monotonic()
+        found.heard, found.lines, found.ends = time.monotonic(), b"", False
         self._note_hosts()
         return True
 
     def send(self, group: int, messages: Sequence[ToWorker]) -> None:
         """Sends messages; see `Workers.send`."""
-        if messages and (actor := self._groups[group].actor) is not None:
-            actor.send.remote(b"".join(map(encode, messages)))
+        self._groups[group].lines += b"".join(map(encode, messages))
 
     def receive(self, timeout: float) -> list[tuple[int, FromWorker | Lost]]:
         """Returns what has come; see `Workers.receive`."""
-        waiting = {g.receiving: n for n, g in enumerate(self._groups) if g.receiving}
+        for group in self._groups:
+            if group.actor is not None and group.exchange is None:
+                group.exchange = group.actor.exchange.remote(group.lines, group.ends)
+                group.lines = b""
+        waiting = {g.exchange: n for n, g in enumerate(self._groups) if g.exchange}
         if not waiting:
             time.sleep(timeout)
             return []
@@ -150,7 +150,7 @@ class RayWorkers(Workers):
             found += self._answer(waiting[reference], reference)
         now = time.monotonic()
         for number, group in enumerate(self._groups):
-            if group.receiving and now - group.heard > _SILENT_SECONDS:
+            if group.exchange and now - group.heard > _SILENT_SECONDS:
                 reason = f"its actor has not answered for {_SILENT_SECONDS:g} s"
                 found.append((number, self._lose(number, reason)))
         return found
@@ -159,6 +159,7 @@ class RayWorkers(Workers):
         self, number: int, reference: Any
     ) -> Iterator[tuple[int, FromWorker | Lost]]:
         group = self._groups[number]
+        group.exchange = None
         try:
             lines, ending = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
@@ -168,9 +169,7 @@ class RayWorkers(Workers):
         group.heard = time.monotonic()
         for line in lines:
             yield number, decode(line)
-        if ending is None:
-            group.receiving = group.actor.receive.remote()
-        else:
+        if ending is not None:
             yield number, self._lose(number, ending)
 
     def _lose(self, number: int, reason: str) -> Lost:
@@ -180,7 +179,7 @@ class RayWorkers(Workers):
         group = self._groups[number]
         self._ray.kill(group.actor)
         remove_placement_group(group.place)
-        group.actor = group.receiving = group.place = None
+        group.actor = group.exchange = group.place = None
         self._note_hosts()
         return Lost(reason=reason)
 
@@ -195,13 +194,12 @@ class RayWorkers(Workers):
 
     def interrupt(self, group: int) -> None:
         """Lets a worker end; see `Workers.interrupt`."""
-        if (actor := self._groups[group].actor) is not None:
-            actor.interrupt.remote()
+        self._groups[group].ends = True
 
     def kill(self, group: int) -> None:
         """Kills a worker; see `Workers.kill`."""
         if (actor := self._groups[group].actor) is not None:
-            actor.kill.remote()
+            self._ray.kill(actor)
 
     def close(self) -> None:
         """Ends all actors, and their processes with them."""

@@ -56,18 +56,25 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
         for _ in range(options["groups"])
     ]
     run.Ledger = DyingLedger
-    with RunLock(folder), contextlib.closing(run._open(folder, resume=number > 0)) as l:
-        left = rng.randrange(5, 60) if number < options["driver_kills"] else 0
-        l.dies(left, rng.random() < 0.5)
-        check_same_sweep(state, l)
+    with (
+        RunLock(folder),
+        contextlib.closing(run._open(folder, resume=number > 0)) as ledger,
+    ):
+        left = (
+            rng.randrange(4, 5 + options["jobs"] // 20)
+            if number < options["driver_kills"]
+            else 0
+        )
+        ledger.dies(left, rng.random() < 0.5)
+        check_same_sweep(state, ledger)
         if "ray" not in options:
             workers = LocalWorkers(COMMAND, [environ] * len(groups))
-            Driver(folder, state, l, workers, groups).run()
+            Driver(folder, state, ledger, workers, groups).run()
             return
         os.environ |= environ
         meshes = [MeshSizes()] * len(groups)
         with joined_cluster(options["ray"], COMMAND, meshes) as found:
-            Driver(folder, state, l, found, groups).run()
+            Driver(folder, state, ledger, found, groups).run()
 
 
 def main() -> None:

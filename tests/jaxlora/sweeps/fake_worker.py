@@ -62,7 +62,7 @@ class Worker:
     def on_begin(self, run):
         self.folder = pathlib.Path(run["output_dir"])
         (self.folder / "checkpoints").mkdir()
-        self.lock = open(self.folder / "run.lock", "w")
+        self.lock = os.open(self.folder / "run.lock", os.O_WRONLY | os.O_CREAT)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.steps = os.open(self.folder / "steps.txt", os.O_WRONLY | os.O_CREAT)
         self.rng = random.Random(f"{self.options['kills'][2]} {self.folder.name}")
@@ -162,9 +162,9 @@ class Worker:
         if due:
             self.evaluate(due)
         for name in active:
-            if name in self.run and self.run[name][0] == self.options["steps"]:
-                if self.is_open:
-                    self.end(name, "finished", "all steps are done")
+            is_done = name in self.run and self.run[name][0] == self.options["steps"]
+            if is_done and self.is_open:
+                self.end(name, "finished", "all steps are done")
         if not self.ticks:
             self.tell()
         self.ticks += 1

@@ -85,16 +85,18 @@ def test_a_sweep_survives_kills(tmp_path, monkeypatch, had_local_session):
     environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-this-test" * 4}
     options = options_of(tmp_path, jobs=100, groups=2, seed=0, worker_kills=6)
     # The paths of Ray's sockets must be short.
-    with tempfile.TemporaryDirectory(prefix="ry") as folder:
-        with cluster(environ, folder) as address:
-            options |= {"driver_kills": 2, "ray": address}
-            command = [sys.executable, "-m", "tests.jaxlora.sweeps.chaos"]
-            done = subprocess.run(
-                [*command, str(tmp_path / "run"), json.dumps(options)],
-                capture_output=True,
-                cwd=ROOT,
-                env=environ,
-                timeout=300,
-            )
+    with (
+        tempfile.TemporaryDirectory(prefix="ry") as folder,
+        cluster(environ, folder) as address,
+    ):
+        options |= {"driver_kills": 2, "ray": address}
+        command = [sys.executable, "-m", "tests.jaxlora.sweeps.chaos"]
+        done = subprocess.run(
+            [*command, str(tmp_path / "run"), json.dumps(options)],
+            capture_output=True,
+            cwd=ROOT,
+            env=environ,
+            timeout=300,
+        )
     assert not done.returncode, done.stderr.decode()[-3000:]
     check_accounted(tmp_path / "run", 100, 6)
