@@ -135,7 +135,7 @@ class Driver:
             JaxloraError: A worker cannot train, or no group is left.
         """
         try:
-            while not self.state.is_over() and not is_asked_to_end():
+            while not is_asked_to_end() and not self._is_over():
                 each_round(self)
                 self._start_groups()
                 self._assign()
@@ -269,13 +269,19 @@ class Driver:
 
     def _next(self) -> Configuration | None:
         """Returns the configuration to train next: the only place that takes one."""
-        if queue := self.state.queue():
-            return queue[0]
+        if self.state.queue() or self._suggest():
+            return self.state.queue()[0]
+        return None
+
+    def _suggest(self) -> bool:
+        """Adds a configuration of the source; whether there was one."""
         job = None if self._source is None else self._source.suggest()
-        if job is None:
-            return None
-        self.add(job, is_suggested=True)
-        return self.state.configurations[job.name]
+        if job is not None:
+            self.add(job, is_suggested=True)
+        return job is not None
+
+    def _is_over(self) -> bool:
+        return self.state.is_over() and not self._suggest()
 
     def _give(self, found: Configuration, number: int) -> None:
         sources = [str(self._folder / name) for name in found.sources]
