@@ -135,13 +135,14 @@ class Driver:
             JaxloraError: A worker cannot train, or no group is left.
         """
         try:
+            each_round(self)  # it may resume what was paused
             while not is_asked_to_end() and not self._is_over():
-                each_round(self)
                 self._start_groups()
                 self._assign()
                 self._balance()
                 self._flush()
                 self._take(self._workers.receive(_ROUND_SECONDS))
+                each_round(self)
             self._flush()
             self._end_workers(is_finished=self.state.is_over())
             self._remove_unused()

@@ -7,6 +7,7 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import CheckpointError, ConfigError, ProcessError
+from jaxlora.run.live.client import send
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import RunLock
@@ -188,8 +189,8 @@ def test_requests(make, tmp_path):
     second = make()
     with pytest.raises(ConfigError, match="has ended: all steps are done"):
         second.stop("late", "")
-    second.resume("c1")
-    second.run()
+    assert send(tmp_path, "resume", "c1").is_accepted
+    second.run(each_round=Desk(tmp_path))
     assert statuses(second)["c1"] == "finished"
 
 
@@ -218,7 +219,7 @@ def test_a_source_suggests_configurations(make):
 
     def is_asked_to_end():
         num_rounds.append(None)
-        return len(num_rounds) > 12
+        return len(num_rounds) > 6
 
     assert make(jobs=1, source=source).run(is_asked_to_end)
     given = 5 - source.left
