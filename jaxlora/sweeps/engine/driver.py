@@ -6,64 +6,32 @@ worker was told is missing in the ledger, and a second start continues from it.
 """
 
 import dataclasses
-import json
 import logging
 import pathlib
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxlora.common.atomic import make_folder
 from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob
-from jaxlora.errors import CheckpointError, ConfigError, ProcessError
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
+from jaxlora.errors import ConfigError, ProcessError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.ledger import Ledger, Record
+from jaxlora.sweeps.engine.placement import Group, choose_group, free_slots, moves
+from jaxlora.sweeps.engine.pool import GROUPS, keep_adapter, remove_unused
 from jaxlora.sweeps.engine.state import Configuration, SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
 from jaxlora.sweeps.source import Source
 
 logger = logging.getLogger(__name__)
 
-GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
 _ROUND_SECONDS = 0.5
 _RETRY_SECONDS = 5.0  # between two attempts to start a group whose devices are gone
 _MOST_FAILURES = 3  # losses in a row, without a step between them
 _SILENT_SECONDS = 1800.0  # the longest compilation, after which a worker has hung
 _END_SECONDS = 120.0
 _REMOVE_SECONDS = 10.0  # between two looks for checkpoints that nobody needs
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Group:
-    """A group of devices as the driver sees it.
-
-    Attributes:
-        num_slots: Configurations that it trains at once.
-        run: Settings of its run, without `output_dir`, as JSON values.
-        is_live: Whether it has a worker.
-        is_given_up: Whether it gets no further worker.
-        failures: Losses of its workers in a row.
-        heard: Time of the last message.
-        next_start: Time before which no worker is started.
-        unanswered: Numbers of its messages `Evaluated` that wait for `Judged`.
-        tokens_per_second: Speed of its latest window.
-        resources: What its host reports.
-    """
-
-    num_slots: int
-    run: Mapping[str, Any]
-    is_live: bool = False
-    is_given_up: bool = False
-    failures: int = 0
-    heard: float = 0.0
-    next_start: float = 0.0
-    unanswered: list[int] = dataclasses.field(default_factory=list)
-    tokens_per_second: float | None = None
-    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Driver:
@@ -139,13 +107,12 @@ class Driver:
             while not is_asked_to_end() and not self._is_over():
                 self._start_groups()
                 self._assign()
-                self._balance()
                 self._flush()
                 self._take(self._workers.receive(_ROUND_SECONDS))
                 each_round(self)
             self._flush()
             self._end_workers(is_finished=self.state.is_over())
-            self._remove_unused()
+            remove_unused(self._folder, self.state)
             each_round(self)
         finally:
             self._workers.close()
@@ -224,7 +191,7 @@ class Driver:
             self._record("lost", group=number, reason="its devices are not there")
             group.next_start = time.monotonic() + _RETRY_SECONDS
             return
-        group.is_live, group.heard, group.unanswered = True, time.monotonic(), []
+        group.is_live, group.heard = True, time.monotonic()
         run = {**group.run, "output_dir": str(folder)}
         self._send(number, m.Begin(run=run))
         logger.info("group %d: started in %s", number, folder)
@@ -252,21 +219,20 @@ class Driver:
 
     def _assign(self) -> None:
         """Gives configurations to groups that have free slots, in the queue's order."""
-        if self.is_ending:
-            return
-        free = {
-            number: group.num_slots - self.state.num_active(number)
-            for number, group in enumerate(self.groups)
-            if group.is_live
-        }
+        free = free_slots(self.state, self.groups)
         while any(count > 0 for count in free.values()):
             if (found := self._next()) is None:
-                return
-            # One that has moved goes to another group, if that has room.
-            left = found.left
-            number = max(free, key=lambda n: (free[n] > 0, n != left, free[n], -n))
+                break
+            number = choose_group(found, free)
             self._give(found, number)
             free[number] -= 1
+        if self.state.queue():
+            return
+        for found in list(moves(self.state, self.groups)):
+            assert found.group is not None
+            logger.info("%s leaves group %d", found.name, found.group)
+            self._send(found.group, m.Release(name=found.name))
+            self._record("moving", name=found.name)
 
     def _next(self) -> Configuration | None:
         """Returns the configuration to train next: the only place that takes one."""
@@ -295,30 +261,6 @@ class Driver:
             self._ask(found, "stop", found.stop)
         elif found.held is not None:
             self._ask(found, "pause", found.held)
-
-    def _balance(self) -> None:
-        """Moves configurations that wait for a slot to groups that have a free one."""
-        if self.is_ending or self.state.queue():
-            return
-        live = [n for n, group in enumerate(self.groups) if group.is_live]
-        spare = {n: self.groups[n].num_slots - self.state.num_active(n) for n in live}
-        num_moving = sum(c.is_moving for n in live for c in self.state.of_group(n))
-        num_free = sum(max(0, s) for s in spare.values()) - num_moving
-        for number in live:
-            for found in self.state.of_group(number):
-                if spare[number] >= 0 or num_free <= 0:
-                    break
-                if self._may_move(found):
-                    self._record("moving", name=found.name)
-                    self._send(number, m.Release(name=found.name))
-                    logger.info("%s leaves group %d", found.name, number)
-                    spare[number] += 1
-                    num_free -= 1
-
-    def _may_move(self, found: Configuration) -> bool:
-        is_idle = found.progress.status in ("waiting", "paused")
-        is_free = found.held is None and found.stop is None and not found.is_moving
-        return is_idle and is_free and not self.state.waits(found)
 
     # ---- messages from workers -----------------------------------------------------
 
@@ -413,7 +355,9 @@ class Driver:
         found = self.state.configurations[name]
         if found.is_closed or found.group != number:
             return
-        kept = None if folder is None else self._keep_adapter(name, folder)
+        kept = None
+        if folder is not None:
+            kept = keep_adapter(self._folder, name, pathlib.Path(folder))
         self._record("ended", name=name, progress=dict(progress), folder=kept)
         logger.info(
             "%s: %s (%s); %d left",
@@ -425,16 +369,6 @@ class Driver:
         if self._source is not None:
             self._source.tell(name, progress.get("best_eval"))
         self._review()
-
-    def _keep_adapter(self, name: str, folder: str) -> str:
-        """Moves a PEFT folder to its place, where an earlier attempt may have been."""
-        source, kept = pathlib.Path(folder), f"{ADAPTERS}/{name}"
-        if source.is_dir():
-            make_folder(self._folder / ADAPTERS)
-            if (self._folder / kept).exists():
-                shutil.rmtree(self._folder / kept)
-            source.rename(self._folder / kept)
-        return kept
 
     def _saved(self, number: int, name: str, *, is_released: bool) -> None:
         found = self.state.configurations[name]
@@ -448,16 +382,8 @@ class Driver:
         for other in left - {number}:
             self._send(other, m.Drop(name=name))
         if time.monotonic() - self._removed > _REMOVE_SECONDS:
-            self._remove_unused()
-
-    def _remove_unused(self) -> None:
-        """Removes checkpoints of ended workers that no configuration needs."""
-        self._removed = time.monotonic()
-        runs = self._folder / GROUPS
-        names = [f"{GROUPS}/{path.name}" for path in runs.glob("*")]
-        with_states = [n for n in names if (self._folder / n / CHECKPOINTS).is_dir()]
-        for name in self.state.unused_folders(with_states):
-            shutil.rmtree(self._folder / name / CHECKPOINTS, ignore_errors=True)
+            self._removed = time.monotonic()
+            remove_unused(self._folder, self.state)
 
     # ---- requests ------------------------------------------------------------------
 
@@ -508,36 +434,3 @@ class Driver:
         if found.is_closed:
             raise ConfigError(f"job {name!r} has ended: {found.progress.reason}.")
         return found
-
-
-def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
-    """Refuses a ledger whose sweep had other configurations, and keeps those of a new.
-
-    Args:
-        state: The sweep as it is before the records of the ledger.
-        ledger: The ledger, whose first record has the settings.
-
-    Raises:
-        CheckpointError: A configuration is missing, or its settings differ.
-    """
-    now = {c.name: dict(c.settings) for c in state.configurations.values()}
-    if not ledger.records:
-        record = {"kind": "sweep", "jobs": list(now.values())}
-        ledger.append([record])
-        ledger.records.append(record)
-        return
-    for job in ledger.records[0]["jobs"]:
-        other = now.get(job["name"])
-        if other is None:
-            raise CheckpointError(
-                f"configuration {job['name']!r} is in the sweep that has begun, and "
-                "not in this one. Restore it, or choose another output_dir."
-            )
-        differ = [key for key in job if job[key] != other.get(key)]
-        if differ:
-            key = differ[0]
-            raise CheckpointError(
-                f"configuration {job['name']!r}: {key} is {json.dumps(job[key])} in "
-                f"the sweep that has begun, and {json.dumps(other.get(key))} now. "
-                "Restore it, or choose another output_dir."
-            )

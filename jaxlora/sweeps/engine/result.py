@@ -8,7 +8,7 @@ from typing import Any
 from jaxlora.common.atomic import write_text
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.run.log import METRICS_FILE, read_events
-from jaxlora.sweeps.engine.driver import GROUPS
+from jaxlora.sweeps.engine.pool import GROUPS
 from jaxlora.sweeps.engine.state import Configuration, SweepState
 from jaxlora.sweeps.ranking import SweepReport, Trial
 from jaxlora.train.report.summary import JobResult, RunResult, write_report

@@ -1,6 +1,7 @@
 """Runs a sweep over several groups of devices: the place where its parts are joined."""
 
 import contextlib
+import json
 import logging
 import math
 import pathlib
@@ -17,9 +18,11 @@ from jaxlora.run.folder import ADAPTERS, RUN_FILE, check_folder, check_writable
 from jaxlora.run.lock import RunLock, find_owner
 from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.devices import divide
-from jaxlora.sweeps.engine.driver import Driver, Group, check_same_sweep
+from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.ledger import LEDGER_FILE, Ledger, has_ledger
 from jaxlora.sweeps.engine.local_workers import LocalWorkers
+from jaxlora.sweeps.engine.placement import Group
+from jaxlora.sweeps.engine.pool import GROUPS
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Workers
 from jaxlora.sweeps.source import Source
@@ -93,6 +96,39 @@ def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:
     return Ledger(folder)
 
 
+def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
+    """Refuses a ledger whose sweep had other configurations, and keeps those of a new.
+
+    Args:
+        state: The sweep as it is before the records of the ledger.
+        ledger: The ledger, whose first record has the settings.
+
+    Raises:
+        CheckpointError: A configuration is missing, or its settings differ.
+    """
+    now = {c.name: dict(c.settings) for c in state.configurations.values()}
+    if not ledger.records:
+        record = {"kind": "sweep", "jobs": list(now.values())}
+        ledger.append([record])
+        ledger.records.append(record)
+        return
+    for job in ledger.records[0]["jobs"]:
+        other = now.get(job["name"])
+        if other is None:
+            raise CheckpointError(
+                f"configuration {job['name']!r} is in the sweep that has begun, and "
+                "not in this one. Restore it, or choose another output_dir."
+            )
+        differ = [key for key in job if job[key] != other.get(key)]
+        if differ:
+            key = differ[0]
+            raise CheckpointError(
+                f"configuration {job['name']!r}: {key} is {json.dumps(job[key])} in "
+                f"the sweep that has begun, and {json.dumps(other.get(key))} now. "
+                "Restore it, or choose another output_dir."
+            )
+
+
 def _await_workers(folder: pathlib.Path) -> None:
     """Waits until the workers of an earlier driver have ended.
 
@@ -100,7 +136,7 @@ def _await_workers(folder: pathlib.Path) -> None:
         CheckpointError: One does not end.
     """
     end = time.monotonic() + _END_SECONDS
-    for run in sorted((folder / "groups").glob("*")):
+    for run in sorted((folder / GROUPS).glob("*")):
         while (owner := find_owner(run)) is not None:
             if time.monotonic() > end:
                 raise CheckpointError(

@@ -218,7 +218,8 @@ class SweepState(Mapping[str, Standing]):
         points = self.decisions.points.get(name)
         return Standing(
             num_steps=1 if found.facts is None else found.facts.num_steps,
-            step=max(found.progress.step, points[-1][0] if points else 0),
+            # Not `progress.step`, which may come before the evaluation at that step.
+            step=points[-1][0] if points else 0,
             is_over=found.is_closed,
             is_held=found.held is not None,
             has_failed=found.is_closed and found.progress.status == "failed",

@@ -18,10 +18,12 @@ from jaxlora.config.sweep_config import ExitRule
 from jaxlora.run.lock import RunLock
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.sweeps.engine import run
-from jaxlora.sweeps.engine.driver import Driver, Group, check_same_sweep
+from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.local_workers import LocalWorkers
+from jaxlora.sweeps.engine.placement import Group
 from jaxlora.sweeps.engine.ray_workers import joined_cluster
+from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
 
 FAKE = pathlib.Path(__file__).with_name("fake_worker.py")

@@ -15,8 +15,10 @@ from jaxlora.run.message import ControlRequest
 from jaxlora.sweeps.engine import driver as driver_module
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.desk import Desk
-from jaxlora.sweeps.engine.driver import Driver, Group, check_same_sweep
+from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.ledger import LEDGER_FILE, Ledger
+from jaxlora.sweeps.engine.placement import Group
+from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
 from tests.jaxlora.sweeps.fake_worker import loss_of

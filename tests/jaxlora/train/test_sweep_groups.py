@@ -2,14 +2,20 @@
 
 import contextlib
 import json
+import os
 import pathlib
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Sweep, Trainer
+from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.live.status_file import read_status
+from jaxlora.run.lock import read_owner
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.devices import divide
 from jaxlora.sweeps.engine.ledger import LEDGER_FILE
@@ -153,3 +159,32 @@ def test_settings_of_groups_are_checked(make):
         divide(meshes, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
     found = divide(meshes[:1] * 2, {"CUDA_VISIBLE_DEVICES": "3,5,6,7"})
     assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == ["3,5", "6,7"]
+
+
+@pytest.mark.grid
+def test_processes_that_are_killed(make, model, job, tmp_path):
+    """A sweep whose worker and then driver are killed ends as if undisturbed."""
+    config = make(early_exit="none")
+    values = config.model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "run.yaml").write_text(dump_yaml(values))
+    command = [sys.executable, "-m", "jaxlora", "sweep", "--device=cpu"]
+    command.append(str(tmp_path / "run.yaml"))
+    folder, environ = tmp_path / "run", os.environ | {"PYTHONPATH": os.getcwd()}
+
+    def until(has_come, driver) -> None:
+        while not has_come():
+            assert driver.poll() is None, "the driver has ended"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                driver.wait(0.05)
+
+    with subprocess.Popen(command, env=environ, cwd=tmp_path) as driver:
+        until(lambda: len(metrics(config, "step")) > 5, driver)
+        os.kill(read_owner(folder / "groups" / "0-1" / "run.lock").pid, signal.SIGKILL)
+        until(lambda: list(folder.glob("groups/0-2/worker.log")), driver)
+        driver.kill()
+    done = subprocess.run([*command, "--resume"], env=environ, cwd=tmp_path)
+    assert not done.returncode
+    for name in (config.jobs[0].name, config.jobs[-1].name):
+        weights = folder / "adapters" / name / "adapter_model.safetensors"
+        assert weights.read_bytes() == alone(config, model, name, tmp_path / "alone")
+    assert len(list((folder / "adapters").iterdir())) == len(RATES)
