@@ -206,7 +206,8 @@ class Worker:
             self.receive(waits=not has_trained)
             while self.waiting:
                 self.follow(self.waiting.pop(0))
-            has_trained = hasattr(self, "folder") and self.tick()
+            # Without the driver, nobody decides about what was evaluated last.
+            has_trained = hasattr(self, "folder") and self.is_open and self.tick()
         if hasattr(self, "folder"):
             self.save()
 

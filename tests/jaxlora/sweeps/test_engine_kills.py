@@ -15,7 +15,7 @@ from jaxlora.sweeps.engine.state import SweepState
 from tests.jaxlora.sweeps.fake_worker import loss_of, next_hash
 
 ROOT = pathlib.Path(__file__).parents[3]
-SLOTS, STEPS, EVERY = 8, 12, 4
+SLOTS, STEPS, EVERY = 16, 8, 4
 
 
 def hash_at(name: str, step: int) -> str:
@@ -69,13 +69,13 @@ def check_accounted(folder: pathlib.Path, num_jobs: int, num_worker_kills: int) 
     assert len(evaluated) == len(set(evaluated))
 
     # Who goes on does not depend on who was killed.
-    half = sorted(names, key=lambda name: loss_of(name, 3))[: num_jobs // 2]
-    quarter = sorted(half, key=lambda name: loss_of(name, 6))[: num_jobs // 4]
+    half = sorted(names, key=lambda name: loss_of(name, 2))[: num_jobs // 2]
+    quarter = sorted(half, key=lambda name: loss_of(name, 4))[: num_jobs // 4]
     for name, found in state.configurations.items():
         assert found.is_closed
-        step = 12 if name in quarter else 6 if name in half else 3
+        step = 8 if name in quarter else 4 if name in half else 2
         assert (name, found.progress.step) == (name, step)
-        status = "finished" if step == 12 else "stopped early"
+        status = "finished" if step == 8 else "stopped early"
         assert found.progress.status == status
         assert (folder / found.folder / "hash").read_text() == hash_at(name, step)
 
