@@ -16,6 +16,7 @@ from jaxlora.cli.options import (
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
     from jaxlora.config.run_file import RunFile
+    from jaxlora.train.report.summary import RunResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +72,9 @@ def train(arguments: argparse.Namespace) -> int:
         arguments.coordinator, arguments.num_processes, arguments.process_id
     )
     file, given, config = read_run(arguments)
+    if config.sweep is not None and config.sweep.has_groups:
+        with file.rewords(given):
+            return _train_groups(config, arguments, is_member=member is not None)
     local_ids = None if member is None else member.local_device_ids
     take_free_gpus(local_ids, gathers=config.may_gather)
     with file.rewords(given):
@@ -82,6 +86,39 @@ def train(arguments: argparse.Namespace) -> int:
             return _train_in_process(config, arguments)
 
 
+def _train_groups(
+    config: "RunConfig", arguments: argparse.Namespace, *, is_member: bool
+) -> int:
+    """Trains a sweep in several groups of devices; returns the exit status."""
+    from jaxlora.errors import ConfigError
+    from jaxlora.sweeps.engine.run import run_groups
+
+    assert config.sweep is not None
+    if is_member:
+        raise ConfigError(
+            f"sweep.groups is {config.sweep.groups_text}, and this process is one of "
+            "several of a run. Start jaxlora sweep once, on one host; for groups on "
+            "several hosts, set sweep.ray."
+        )
+    if arguments.drop_state:
+        raise ConfigError(
+            "--drop-state changes the jobs of one process, and sweep.groups is "
+            f"{config.sweep.groups_text}. Leave it out."
+        )
+    result = run_groups(config, resume=arguments.resume)
+    return _report(result)
+
+
+def _report(result: "RunResult") -> int:
+    """Prints the result of a run; returns the exit status."""
+    from jaxlora.train.report.summary import print_summary
+
+    print_summary(result)
+    if result.interrupted:
+        return 130
+    return int(any(job.progress.status == "failed" for job in result.jobs))
+
+
 def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int:
     from jaxlora.device_check import start_backend
 
@@ -90,7 +127,6 @@ def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int
     from jaxlora.run.folder import check_folder
     from jaxlora.run.lock import check_not_in_use
     from jaxlora.train.report.run_callbacks import KeepRunFile
-    from jaxlora.train.report.summary import print_summary
     from jaxlora.train.trainer import Trainer
 
     folder = pathlib.Path(config.output_dir)
@@ -101,10 +137,8 @@ def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int
         resume=arguments.resume, drop_state=arguments.drop_state, callbacks=callbacks
     )
     if processes.is_first():
-        print_summary(result)
-    if result.interrupted:
-        return 130
-    return int(any(job.progress.status == "failed" for job in result.jobs))
+        return _report(result)
+    return 130 if result.interrupted else 0
 
 
 COMMAND = Command(

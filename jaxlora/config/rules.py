@@ -128,6 +128,18 @@ def _configurations_are_evaluated(run: Any) -> tuple[str, str] | None:
     return None
 
 
+def _groups_have_sizes(run: Any) -> tuple[str, str] | None:
+    if run.sweep is None or not run.sweep.has_groups or run.mesh != "auto":
+        return None
+    if not isinstance(run.sweep.groups, int):
+        return None
+    return "mesh", (
+        "mesh is auto, which one process chooses for all devices, and sweep.groups is "
+        f"{run.sweep.groups}. Give the mesh of a group, such as fsdp=2, or list the "
+        "groups, such as `groups: [2, 2]`."
+    )
+
+
 def mesh_text(mesh: Any) -> Any:
     """Returns the sizes of a mesh as text, if they are given as a mapping."""
     if isinstance(mesh, dict):
@@ -152,5 +164,6 @@ OF_A_RUN: tuple[Rule, ...] = (
     _samples_have_evaluations,
     _first_stage_can_fill_the_pipeline,
     _configurations_are_evaluated,
+    _groups_have_sizes,
     copies_follow_their_jobs,
 )

@@ -9,6 +9,7 @@ import pydantic
 from pydantic import Field
 
 from jaxlora.config.aliases import OtherNames
+from jaxlora.config.rules import mesh_text
 from jaxlora.config.strict import (
     Bool,
     Int,
@@ -18,6 +19,7 @@ from jaxlora.config.strict import (
     PositiveInt,
     StrictModel,
 )
+from jaxlora.sharding.mesh_sizes import MeshSizes
 
 Distribution = Literal[
     "constant",
@@ -334,6 +336,22 @@ class Search(StrictModel):
     points: dict[str, dict[str, float]]
 
 
+_GROUPS = (
+    "Give a number of groups such as 4, or the number of devices or the mesh of each "
+    "one, such as [2, 2, 4]."
+)
+
+
+def _group_mesh(given: object) -> str:
+    """Returns the mesh of a group, which is given by it or by a number of devices."""
+    words = mesh_text(given)
+    if isinstance(given, int) and not isinstance(given, bool):
+        words = f"fsdp={given}"
+    if not isinstance(words, str):
+        raise ValueError(f"groups has {given!r}. {_GROUPS}")
+    return str(MeshSizes.parse(words))
+
+
 class Sweep(StrictModel):
     """Many configurations of a job: the space, the search, and when to give up.
 
@@ -359,6 +377,12 @@ class Sweep(StrictModel):
         merge_best: Whether the best one is merged into its base when the sweep ends, as
             by `jaxlora merge`; into `merged/NAME` of the output folder.
         search: What Optuna suggests from; it is made when the sweep is expanded.
+        groups: Groups of devices that train at the same time, each in a process of its
+            own with its own copy of the base: their number, if each has the run's
+            `mesh`; or a list with the mesh, or number of devices, of each one.
+            `max_concurrent_jobs` is that of each group.
+        ray: Address of the Ray cluster whose hosts have the groups, such as `auto`;
+            None: this host has them.
     """
 
     rules = (_searches_have_a_count, _grid_has_no_count, _there_is_a_grid)
@@ -386,12 +410,46 @@ class Sweep(StrictModel):
     keep_others: Bool = True
     merge_best: Bool = False
     search: Search | None = None
+    groups: PositiveInt | tuple[str, ...] = 1
+    ray: str | None = None
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether groups of devices train in processes of their own."""
+        return self.groups != 1 or self.ray is not None
+
+    @property
+    def groups_text(self) -> str:
+        """The groups as a user writes them."""
+        if isinstance(self.groups, int):
+            return str(self.groups)
+        return f"[{'; '.join(self.groups)}]"
+
+    def meshes(self, mesh: str) -> list[MeshSizes]:
+        """Returns the mesh of each group.
+
+        Args:
+            mesh: That of groups which are given by their number.
+        """
+        own = [mesh] * self.groups if isinstance(self.groups, int) else self.groups
+        return [MeshSizes.parse(words) for words in own]
 
     @property
     def is_random(self) -> bool:
         """Whether configurations are drawn."""
         is_search = self.method in ("random", "optuna")
         return is_search or (self.method is None and self.count is not None)
+
+    @pydantic.field_validator("groups", mode="before")
+    @classmethod
+    def _groups_have_meshes(cls, given: object) -> object:
+        if isinstance(given, bool):
+            raise ValueError(f"groups is {given}. {_GROUPS}")
+        if not isinstance(given, list | tuple):
+            return given
+        if not given:
+            raise ValueError(f"groups is empty. {_GROUPS}")
+        return tuple(_group_mesh(one) for one in given)
 
     @pydantic.field_validator("metric", mode="before")
     @classmethod

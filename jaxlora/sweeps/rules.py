@@ -271,6 +271,19 @@ class Cut:
     stops: Mapping[str, Stop]
 
 
+def is_awaited(curve: Curve, rule: ExitRule, number: int) -> bool:
+    """Whether a rung of halving cannot be decided before a configuration comes to it.
+
+    Args:
+        curve: Its curve.
+        rule: The rule.
+        number: Number of the rung, from 0.
+    """
+    step = rungs(rule, curve.num_steps)[number]
+    is_there = curve.at(step) is not None or curve.step >= step
+    return not (is_there or curve.is_over or curve.is_held)
+
+
 def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Cut | None:
     """Decides about a rung when all configurations have come as far.
 
@@ -295,7 +308,7 @@ def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Cut | None:
         loss = curve.at(step)
         if loss is not None:
             losses[name] = loss
-        elif not (curve.is_over or curve.is_held) and curve.step < step:
+        elif is_awaited(curve, rule, number):
             return None
         elif curve.has_failed and curve.step <= step:
             before = places[name][number - 1] if number else None

@@ -16,7 +16,7 @@ from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import ADAPTERS, clean_up
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
-from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.ending import StopRequest
 from jaxlora.train.execute.run_programs import FurtherPrograms
 from jaxlora.train.execute.run_services import RunServices
@@ -53,7 +53,7 @@ class Session:
         self,
         run: OpenedRun,
         live: LiveJobs,
-        early_exit: EarlyExit,
+        early_exit: SweepControl,
         suggestions: Suggestions,
         store: RunStore,
         found: ReadCheckpoint | None,
@@ -108,7 +108,9 @@ class Session:
                 while not (stops := self._must_end(stop.requested)):
                     if not stream.start():
                         more = self._suggest()
-                        if not (self._take_requests(waits=True) or more):
+                        if self._take_requests(waits=True) or more:
+                            continue
+                        if not self._wait(stream, stop):
                             break
                         continue
                     if self._config.checkpoint_every:
@@ -139,6 +141,7 @@ class Session:
                 self._take_requests()
         found = border.snapshot
         is_due = self._num_due(stream.round) > self._num_saved
+        is_due |= border.ends_round and self._early_exit.wants_checkpoint()
         if found is None and border.ends_round and is_due:
             found = stream.snapshot()
         if found is not None:
@@ -146,6 +149,17 @@ class Session:
             self._num_saved = self._num_due(stream.round)
             self._save(stream, found)
         self.round = stream.round
+
+    def _wait(self, stream: Stream, stop: StopRequest) -> bool:
+        """Waits for a sweep that others decide about; whether jobs may train again.
+
+        A checkpoint is written before, as the jobs may go on in another process.
+        """
+        self.round = stream.round
+        if self._early_exit.wants_checkpoint() and self._store.latest() != self.round:
+            self._save(stream, stream.snapshot())
+        self._send_written(waits=True)
+        return self._early_exit.wait(lambda: self._must_end(stop.requested))
 
     def _is_time_to_look(self) -> bool:
         """Whether to look for requests before the window ends."""

@@ -11,6 +11,7 @@ from jaxlora.common.note import log_notes
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
+from jaxlora.errors import ConfigError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.run.callback import Callback
@@ -20,7 +21,7 @@ from jaxlora.run.lock import RunLock
 from jaxlora.sweeps.files import merge_best
 from jaxlora.train.cloning import check_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.early_exit import EarlyExit, SweepControl
 from jaxlora.train.ending import explained
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
@@ -57,7 +58,12 @@ class Trainer:
         output_dir: Folder of the run.
     """
 
-    def __init__(self, config: RunConfig, model: FrozenModel | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        model: FrozenModel | None = None,
+        control: SweepControl | None = None,
+    ):
         """Loads the base model and every job's data; trains nothing yet.
 
         The programs of the run are loaded or compiled meanwhile. They are kept in
@@ -66,11 +72,13 @@ class Trainer:
         Args:
             config: The run.
             model: The base model, if it is loaded already.
+            control: Decides about the jobs; None: the rules of the run's sweep do.
 
         Raises:
-            JaxloraError: A setting, the model or a job's data cannot be used, or a GPU
-                is visible and JAX does not use it.
+            JaxloraError: A setting, the model or a job's data cannot be used, a GPU is
+                visible and JAX does not use it, or the sweep has several groups.
         """
+        _check_one_group(config)
         check_device()
         keep_compiled_programs()
         self._opened = opened = open_run(config, model)
@@ -80,7 +88,8 @@ class Trainer:
         self.output_dir = pathlib.Path(config.output_dir)
         self._num_compiled = opened.num_compiled
         self._live = LiveJobs(self.jobs, opened.joined, self._open_job)
-        self._early_exit = EarlyExit(config, self._live.is_asked_to_pause)
+        own = EarlyExit(config, self._live.is_asked_to_pause)
+        self._early_exit: SweepControl = own if control is None else control
         self._suggestions = Suggestions(config)
         self._has_begun = False
         self._session: Session | None = None  # the last one
@@ -280,6 +289,27 @@ class Trainer:
         for job in self.jobs:
             job.progress, job.parked = JobProgress(), None
 
+    def continue_job_from(self, name: str, folder: pathlib.Path) -> JobProgress:
+        """Gives a job that has not begun the state that it has in another run.
+
+        The thread that trains calls this, between two microbatches.
+
+        Args:
+            name: The job.
+            folder: Folder of the other run; see `LoraJob.continue_from`.
+
+        Returns:
+            Its progress there.
+
+        Raises:
+            CheckpointError: The other run has no such state, or another job's.
+        """
+        (job,) = (job for job in self.jobs if job.name == name)
+        settings = job.settings.replace(continue_from=str(folder))
+        job.prepared = dataclasses.replace(job.prepared, settings=settings)
+        self._continue([job])
+        return job.progress
+
     def _continue(self, jobs: Sequence[JobState]) -> None:
         """Gives jobs that come from another run, and are new here, their states."""
         for job in jobs:
@@ -309,3 +339,17 @@ class Trainer:
             base = self.config.model, self.config.revision
             merge_best(report, self.output_dir, *base)
         return result
+
+
+def _check_one_group(config: RunConfig) -> None:
+    """Refuses a sweep over several groups of devices.
+
+    Raises:
+        ConfigError: It has several groups, and each is a process of its own.
+    """
+    if config.sweep is not None and config.sweep.has_groups:
+        raise ConfigError(
+            f"sweep.groups is {config.sweep.groups_text}, and a Trainer trains one "
+            "group. Call jaxlora.sweeps.engine.run.run_groups(config), or run jaxlora "
+            "sweep."
+        )

@@ -75,7 +75,11 @@ def _post_for_later(
 ) -> Answer:
     """Leaves a request for the process that continues the run."""
     record = read_run_record(folder)
-    jobs = [] if record is None else list(record.identity.jobs)
+    if record is None:  # a sweep over several groups, or one that has not begun
+        mailbox.post(request)
+        text = f"the request for job {request.job!r} waits for --resume."
+        return Answer(is_accepted=True, text=text)
+    jobs = list(record.identity.jobs)
     if request.job not in jobs:
         text = f"there is no job {request.job!r}; there are: {', '.join(jobs)}."
         return Answer(is_accepted=False, text=text)

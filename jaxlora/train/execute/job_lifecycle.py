@@ -142,8 +142,9 @@ class JobLifecycle:
 
     def _seen(self) -> tuple[int, ...]:
         """Returns what changes when a job may have to start, to pause or to end."""
-        memory, requests = self._run.memory, self._run.requests
-        return len(self.jobs), requests.version, memory.num_readings
+        run = self._run
+        versions = run.requests.version, run.early_exit.version
+        return len(self.jobs), *versions, run.memory.num_readings
 
     def change(self, at_border: Collection[JobState]) -> None:
         """Ends, pauses and starts jobs.

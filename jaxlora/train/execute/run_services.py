@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.events import Event
-from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.execute.answers import Measure
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.samples import MakeSamples
@@ -37,7 +37,7 @@ class RunServices:
     executor: Executor
     memory: RunMemory
     requests: Requests
-    early_exit: EarlyExit
+    early_exit: SweepControl
     export: Callable[[JobState], None]
     send: Callable[[Event], None]
     make_samples: MakeSamples | None = None

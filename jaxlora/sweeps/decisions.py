@@ -1,0 +1,202 @@
+"""Which configurations of a sweep end early, and which wait: what was seen and decided.
+
+A decision is made once, at the evaluation or the end that it follows from, and kept as
+a record. It is never computed again: the order in which evaluations arrive from several
+groups of devices differs from one run to the next.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from jaxlora.config.sweep_config import ExitRule, Metric
+from jaxlora.sweeps.rules import Curve, Stop, cut, is_awaited, is_late, judge, rungs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """A configuration as the rules need it, besides its evaluations.
+
+    Attributes:
+        num_steps: Its optimizer steps in all.
+        step: Its optimizer steps done.
+        is_over: Whether it has ended, for any reason.
+        is_held: Whether the user has paused it, so that nobody waits for it.
+        has_failed: Whether it ended by an error.
+    """
+
+    num_steps: int
+    step: int
+    is_over: bool = False
+    is_held: bool = False
+    has_failed: bool = False
+
+
+# The configurations, in the order in which they are given. Each is looked at only when
+# a rule needs it.
+Standings = Mapping[str, Standing]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Decided:
+    """What follows from an evaluation or an end.
+
+    Attributes:
+        cutoffs: Highest loss that goes on, for each rung that was decided.
+        stops: The configurations that end, with the reasons.
+    """
+
+    cutoffs: tuple[float, ...] = ()
+    stops: Mapping[str, Stop] = dataclasses.field(default_factory=dict)
+
+
+class Decisions:
+    """The evaluations and decisions of a sweep.
+
+    Attributes:
+        points: (steps done, held-out loss) of each evaluation, by configuration.
+        metrics: (steps done, value) of the sweep's metric of answers, if it has one.
+        cutoffs: Highest loss that went on at each rung of halving that is decided.
+        stops: The configurations that end early.
+    """
+
+    def __init__(self, rules: Sequence[ExitRule], metric: Metric | None = None):
+        """Makes the object; nothing was evaluated.
+
+        Args:
+            rules: The rules. Without any, nothing is decided.
+            metric: What configurations are compared by; None: the held-out loss.
+        """
+        self.rules, self.metric = tuple(rules), metric or Metric()
+        halving = [rule for rule in rules if rule.type == "halving"]
+        self._halving: ExitRule | None = halving[0] if halving else None
+        self._awaited: list[str] = []  # these had to come to a rung when last looked
+        self._rungs: dict[int, list[int]] = {}  # of halving, by the number of steps
+        self.points: dict[str, list[tuple[int, float]]] = {}
+        self.metrics: dict[str, list[tuple[int, float]]] = {}
+        self.cutoffs: list[float] = []
+        self.stops: dict[str, Stop] = {}
+
+    def note(
+        self,
+        evaluated: Iterable[tuple[str, int, float]],
+        standings: Standings,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Decided:
+        """Decides after evaluations, and keeps both.
+
+        Args:
+            evaluated: (configuration, steps done, held-out loss), in order.
+            standings: All configurations.
+            metrics: By configuration, its value of the sweep's metric of answers.
+        """
+        stops = {}
+        if not self.rules:
+            return Decided()
+        names = []
+        for name, step, loss in evaluated:
+            self.points.setdefault(name, []).append((step, loss))
+            if metrics and name in metrics:
+                self.metrics.setdefault(name, []).append((step, metrics[name]))
+            names.append(name)
+        curves = _Curves(self, standings)
+        for name in names:
+            stop = judge(name, curves, self.rules)
+            if stop is None and self._halving is not None:
+                stop = is_late(curves[name], self._halving, self.cutoffs)
+            if stop is not None:
+                stops[name] = stop
+        self.stops |= stops
+        found = self.review(standings)
+        return Decided(cutoffs=found.cutoffs, stops={**stops, **found.stops})
+
+    def review(self, standings: Standings) -> Decided:
+        """Decides about the rungs to which all configurations have come."""
+        rule, cutoffs, stops = self._halving, [], {}
+        while rule is not None and len(self.cutoffs) < len(rungs(rule, 1)):
+            curves = _Curves(self, standings)
+            if self._awaits(curves, rule):
+                break
+            found = cut(curves, rule, len(self.cutoffs))
+            if found is None:
+                break
+            cutoffs.append(found.cutoff)
+            stops |= found.stops
+            self.repeat(Decided(cutoffs=(found.cutoff,), stops=found.stops))
+        return Decided(cutoffs=tuple(cutoffs), stops=stops)
+
+    def _awaits(self, curves: Mapping[str, Curve], rule: ExitRule) -> bool:
+        """Whether a configuration has still to come to the next rung."""
+        number = len(self.cutoffs)
+
+        def awaits(name: str) -> bool:
+            return name in curves and is_awaited(curves[name], rule, number)
+
+        while self._awaited and not awaits(self._awaited[-1]):
+            self._awaited.pop()
+        if not self._awaited:
+            self._awaited = [name for name in curves if awaits(name)]
+        return bool(self._awaited)
+
+    def repeat(self, decided: Decided) -> None:
+        """Takes over a decision that was made before."""
+        self.cutoffs += decided.cutoffs
+        self.stops |= decided.stops
+
+    def has(self, name: str, step: int) -> bool:
+        """Whether a configuration was evaluated after so many steps."""
+        return any(at == step for at, _ in self.points.get(name, ()))
+
+    def waits(self, name: str, step: int, num_steps: int) -> bool:
+        """Whether a configuration is to wait at a rung for the others."""
+        rule = self._halving
+        if rule is None or name in self.stops or not self.points.get(name):
+            return False
+        is_here = self.points[name][-1][0] == step
+        if num_steps not in self._rungs:
+            self._rungs[num_steps] = rungs(rule, num_steps)
+        return is_here and step in self._rungs[num_steps][len(self.cutoffs) :]
+
+    def curve(self, name: str, standing: Standing) -> Curve:
+        """Returns what a configuration has shown so far."""
+        stop = self.stops.get(name)
+        is_stopped = stop is not None
+        points: Sequence[tuple[int, float]] = self.points.get(name, ())
+        losses = None
+        if not self.metric.is_loss:
+            values = self.metrics.get(name, ())
+            points, losses = [(s, self.metric.cost(v)) for s, v in values], points
+        return Curve(
+            num_steps=standing.num_steps,
+            step=standing.step,
+            points=points,
+            losses=losses,
+            metric=self.metric,
+            is_over=standing.is_over or is_stopped,
+            is_held=standing.is_held,
+            has_failed=standing.has_failed or (is_stopped and stop.rule != "halving"),
+        )
+
+
+class _Curves(Mapping[str, Curve]):
+    """The curves of configurations, each made when it is looked at."""
+
+    def __init__(self, found: Decisions, standings: Standings):
+        self._found, self._standings = found, standings
+
+    def __getitem__(self, name: str) -> Curve:
+        return self._found.curve(name, self._standings[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._standings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._standings)
+
+    def __len__(self) -> int:
+        return len(self._standings)
+
+
+def compared_steps(rules: Sequence[ExitRule], num_steps: int) -> set[int]:
+    """Returns the optimizer steps at which a rule compares a configuration."""
+    compares = [rule for rule in rules if rule.type in ("halving", "asha")]
+    return {step for rule in compares for step in rungs(rule, num_steps)}

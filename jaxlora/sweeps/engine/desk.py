@@ -1,0 +1,165 @@
+"""What users see and ask of a sweep over several groups: its status, their requests."""
+
+import dataclasses
+import datetime
+import json
+import logging
+import pathlib
+import time
+
+import pydantic
+
+from jaxlora.common.atomic import write_text
+from jaxlora.config import LoraJob
+from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.problems import format_errors
+from jaxlora.run.folder import STATUS_FILE
+from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.status_file import SavedStatus
+from jaxlora.run.message import Answer, ControlRequest
+from jaxlora.run.status import JobStatus, RunStatus
+from jaxlora.sweeps.engine.driver import Driver
+
+logger = logging.getLogger(__name__)
+
+_STATUS_SECONDS = 2.0
+_FULL = 0.95  # share of a host's memory, above which the log warns
+_DONE = {
+    "stop": "stops after its current global batch",
+    "pause": "leaves its slot after its current global batch",
+    "resume": "continues when a slot is free",
+    "add": "is in the queue; it starts when a group has a free slot",
+}
+
+
+class Desk:
+    """Takes requests and writes status.json, once in each round of the driver."""
+
+    def __init__(self, folder: pathlib.Path):
+        """Opens the folder of the requests.
+
+        Args:
+            folder: Folder of the sweep, which is locked.
+
+        Raises:
+            ConfigError: Other users may write to the folder of the requests.
+        """
+        self._folder, self._mailbox = folder, Mailbox(folder)
+        self._mailbox.create()
+        self._written = -_STATUS_SECONDS
+        self._answers: dict[str, Answer] = {}
+        self._warned: set[int] = set()
+
+    def __call__(self, driver: Driver) -> None:
+        """Does what is due."""
+        # The records of the requests before are on the disk now.
+        for name, answer in self._answers.items():
+            self._mailbox.answer(name, answer)
+        self._answers = {
+            name: self._answer(driver, name) for name in self._mailbox.names()
+        }
+        if time.monotonic() - self._written > _STATUS_SECONDS or driver.is_ending:
+            self._written = time.monotonic()
+            self._write_status(driver)
+            self._warn(driver)
+
+    # ---- requests ------------------------------------------------------------------
+
+    def _answer(self, driver: Driver, name: str) -> Answer:
+        try:
+            request = self._mailbox.read(name)
+            _do(driver, request)
+        except FileNotFoundError:
+            return Answer(is_accepted=False, text="it was withdrawn.")
+        except JaxloraError as error:
+            logger.warning("a request was refused: %s", error)
+            return Answer(is_accepted=False, text=str(error))
+        logger.info("request: %s %s", request.action, request.job)
+        text = f"job {request.job!r} {_DONE[request.action]}."
+        return Answer(is_accepted=True, text=text)
+
+    # ---- status --------------------------------------------------------------------
+
+    def _write_status(self, driver: Driver) -> None:
+        saved = SavedStatus(
+            written=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            run=run_status(driver),
+        )
+        text = json.dumps(dataclasses.asdict(saved)) + "\n"
+        write_text(self._folder / STATUS_FILE, text)
+
+    def _warn(self, driver: Driver) -> None:
+        """Warns of hosts whose memory is almost full."""
+        for number, group in enumerate(driver.groups):
+            used = group.resources.get("memory", 0.0)
+            if used > _FULL and number not in self._warned:
+                logger.warning(
+                    "group %d: its host uses %.0f%% of its memory. Waiting "
+                    "configurations are kept there: lower max_concurrent_jobs, or use "
+                    "early_exit: asha.",
+                    number,
+                    100 * used,
+                )
+                self._warned.add(number)
+
+
+def _do(driver: Driver, request: ControlRequest) -> None:
+    match request.action:
+        case "stop":
+            driver.stop(request.job, request.reason or "stopped by request")
+        case "pause":
+            driver.pause(request.job, request.reason or "paused by request")
+        case "resume":
+            driver.resume(request.job)
+        case "add":
+            driver.add(_job(request))
+        case "clone":
+            raise ConfigError(
+                "clone copies a state within one process, and this sweep has "
+                "groups of devices. Add a job with jaxlora add, or sweep without "
+                "sweep.groups."
+            )
+
+
+def _job(request: ControlRequest) -> LoraJob:
+    try:
+        return LoraJob.model_validate(request.settings)
+    except pydantic.ValidationError as error:
+        raise ConfigError(format_errors(error, "the job to add")) from None
+
+
+def run_status(driver: Driver) -> RunStatus:
+    """Returns the state of a sweep, with the slots of all groups numbered on."""
+    first, jobs = [0], []
+    for group in driver.groups:
+        first.append(first[-1] + group.num_slots)
+    for found in driver.state.configurations.values():
+        progress = found.progress
+        if not found.is_closed:
+            is_given = found.group is not None
+            slot = progress.slot if is_given else None
+            status = progress.status if is_given else "waiting"
+            if found.held is not None and slot is None:
+                status = "paused"
+            where = None
+            if slot is not None and found.group is not None:
+                where = first[found.group] + slot
+            progress = dataclasses.replace(progress, status=status, slot=where)
+        facts = found.facts
+        jobs.append(
+            JobStatus(
+                name=found.name,
+                rank=found.settings["rank"] if facts is None else facts.rank,
+                num_steps=1 if facts is None else facts.num_steps,
+                batch_tokens=1.0 if facts is None else facts.batch_tokens,
+                progress=progress,
+            )
+        )
+    speeds = [g.tokens_per_second for g in driver.groups if g.tokens_per_second]
+    return RunStatus(
+        jobs=tuple(jobs),
+        round=max((job.progress.step for job in jobs), default=0),
+        num_slots=first[-1],
+        tokens_per_second=sum(speeds) if speeds else None,
+        is_live=not driver.is_ending,
+    )

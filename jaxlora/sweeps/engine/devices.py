@@ -1,0 +1,51 @@
+"""The devices of this host, divided among the groups of a sweep."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from jaxlora.errors import ConfigError
+from jaxlora.memory.gpu_share import query_gpus
+from jaxlora.sharding.mesh_sizes import MeshSizes
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def divide(
+    meshes: Sequence[MeshSizes], environ: Mapping[str, str] = os.environ
+) -> list[dict[str, str]]:
+    """Returns the environment variables that give each group its devices.
+
+    Without GPUs, or if JAX_PLATFORMS is `cpu`, each group has as many simulated devices
+    as it needs.
+
+    Args:
+        meshes: Mesh of each group.
+        environ: Environment variables of this process.
+
+    Raises:
+        ConfigError: There are fewer GPUs than the groups need.
+    """
+    sizes = [mesh.num_devices for mesh in meshes]
+    gpus = None if environ.get("JAX_PLATFORMS") == "cpu" else _gpus(environ)
+    if gpus is None:
+        return [{"JAX_NUM_CPU_DEVICES": str(size)} for size in sizes]
+    if sum(sizes) > len(gpus):
+        raise ConfigError(
+            f"sweep.groups needs {' + '.join(map(str, sizes))} = {sum(sizes)} GPUs, "
+            f"and this host has {len(gpus)}: {', '.join(gpus) or 'none is visible'}. "
+            f"Give fewer or smaller groups, or more GPUs in {VISIBLE}."
+        )
+    given, first = [], 0
+    for size in sizes:
+        given.append({VISIBLE: ",".join(gpus[first : first + size])})
+        first += size
+    return given
+
+
+def _gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Returns the GPUs that this process may use; None if there are none at all."""
+    visible = environ.get(VISIBLE)
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    found = query_gpus()
+    return None if found is None else [gpu.uuid for gpu in found]

@@ -1,0 +1,365 @@
+"""A group's part of a sweep: it trains what it is given, and asks how to go on."""
+
+import dataclasses
+import logging
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from jaxlora.config import LoraJob
+from jaxlora.config.sweep_config import ExitRule
+from jaxlora.errors import JaxloraError
+from jaxlora.run import events
+from jaxlora.run.callback import Callback
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_sweep import SavedSweep
+from jaxlora.sweeps.decisions import compared_steps
+from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine.link import Link
+from jaxlora.sweeps.engine.resources import host_resources
+from jaxlora.sweeps.rules import Stop
+from jaxlora.train.job_state import JobState
+from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
+from jaxlora.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 2.0
+_LOOK_SECONDS = 0.2
+MOVED = "moved"  # the rule by which a job ends here because another group has it
+
+
+class GroupControl(Callback):
+    """Decides about the jobs of a group's run as the driver of the sweep says.
+
+    It is the run's `SweepControl` and one of its callbacks. The thread that listens to
+    the driver calls `receive` and `end`; the thread that trains calls the others.
+    """
+
+    def __init__(self, link: Link, rules: Sequence[ExitRule]):
+        """Makes the object.
+
+        Args:
+            link: Sends to the driver.
+            rules: The rules of early exit, which say where jobs are compared.
+        """
+        self._link, self._rules = link, tuple(rules)
+        self.version = 0
+        self._changed = threading.Condition()
+        # What the thread that listens has received:
+        self._inbox: list[m.ToWorker] = []
+        self._verdicts: dict[str, m.Verdict] = {}
+        self._num_judged, self._is_finishing, self._is_over = 0, False, False
+        # What the thread that trains knows:
+        self._jobs: dict[str, JobState] = {}
+        self._gives: dict[str, m.Give] = {}
+        self._adding: dict[str, Future[None]] = {}
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="add")
+        self._given: set[str] = set()
+        self._moving: set[str] = set()
+        self._saves: set[str] = set()  # of those, a checkpoint was asked for
+        self._dropped: set[str] = set()
+        self._continued: dict[str, pathlib.Path] = {}  # from which folder
+        self._unsaved: set[str] = set()  # no checkpoint here has them yet
+        self._exported: dict[str, int] = {}  # steps of the adapter on the disk
+        self._ending: dict[str, JobProgress] = {}
+        self._num_asked, self._undecided = 0, set[str]()
+        self._reviewed = 0
+        self._progress: dict[str, dict[str, Any]] = {}
+        self._sent = 0.0
+        self._speed: float | None = None
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert isinstance(self.trainer, Trainer)
+        return self.trainer
+
+    # ---- the thread that listens ---------------------------------------------------
+
+    def receive(self, message: m.Message) -> None:
+        """Takes a message of the driver."""
+        with self._changed:
+            match message:
+                case m.Verdict(name=name):
+                    self._verdicts[name] = message
+                case m.Judged(number=number):
+                    self._num_judged = number
+                case m.Finish():
+                    self._is_finishing = True
+                case m.Give() | m.Ask() | m.Release() | m.Drop():
+                    self._inbox.append(message)
+            self.version += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Notes that the driver has ended."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    # ---- decisions -----------------------------------------------------------------
+
+    def saved(self) -> SavedSweep | None:
+        """The driver's ledger has all decisions."""
+        return None
+
+    def restore(self, saved: SavedSweep | None) -> None:
+        """The driver's ledger has all decisions."""
+
+    def wants_eval(self, job: JobState) -> bool:
+        """Whether a job is to be evaluated here because a rule compares it here."""
+        if job.prepared.eval_data is None:
+            return False
+        return job.progress.step in compared_steps(self._rules, job.num_steps)
+
+    def note(self, jobs: Sequence[JobState], evaluated: Sequence[JobState]) -> bool:
+        """Asks the driver to decide; see `SweepControl.note`."""
+        if evaluated:
+            self._ask_about(evaluated)
+        return bool(evaluated)
+
+    def _ask_about(self, jobs: Sequence[JobState]) -> None:
+        """Sends evaluations, and waits for what is decided about them."""
+        points = [[j.name, j.progress.step, j.progress.last_eval] for j in jobs]
+        self._undecided |= {job.name for job in jobs}
+        self._num_asked += 1
+        self._link.send(m.Evaluated(number=self._num_asked, points=points))
+        with self._changed:
+            is_judged = self._changed.wait_for(
+                lambda: self._num_judged >= self._num_asked or self._is_over
+            )
+            if is_judged and not self._is_over:
+                self._undecided.clear()
+
+    def stop_of(self, job: JobState) -> Stop | None:
+        """Returns the decision that a job ends; None if it goes on."""
+        if job.name in self._dropped and not job.has_slot:
+            return Stop(rule=MOVED, reason="another group trains it")
+        verdict = self._verdicts.get(job.name)
+        if verdict is None or not verdict.stop or job.progress.step < verdict.step:
+            return None
+        rule, reason = verdict.stop
+        return Stop(rule=rule, reason=reason)
+
+    def waiting_reason(self, job: JobState) -> str | None:
+        """Returns why a job is not to train now; None if it may."""
+        name, step = job.name, job.progress.step
+        if name not in self._given:
+            return "it waits for its turn, or another group trains it"
+        if name in self._moving:
+            return "it moves to another group"
+        if name in self._undecided:
+            return f"it waits at step {step} for a decision"
+        verdict = self._verdicts.get(name)
+        if verdict is not None and verdict.waits and verdict.step == step:
+            return f"it waits at step {step} until all configurations have come as far"
+        return None
+
+    def wants_checkpoint(self) -> bool:
+        """Whether jobs are ready to move to another group."""
+        parked = {n for n in self._moving if self._jobs[n].parked is not None}
+        new = parked - self._saves
+        self._saves |= new
+        return bool(new)
+
+    def wait(self, is_asked_to_end: Callable[[], bool]) -> bool:
+        """Waits for the driver, and tells it that this process is alive."""
+        self._tell()
+        while not is_asked_to_end():
+            with self._changed:
+                if self._is_over or self._is_finishing:
+                    return False
+                if self.version != self._reviewed:
+                    return True
+                self._changed.wait(_LOOK_SECONDS)
+            if any(future.done() for future in self._adding.values()):
+                return True
+            if time.monotonic() - self._sent > _PROGRESS_SECONDS:
+                self._tell()
+        return False
+
+    # ---- jobs come and go ----------------------------------------------------------
+
+    def review(self, jobs: Sequence[JobState]) -> None:
+        """Does what the driver has asked for since the last call."""
+        for job in jobs[len(self._jobs) :]:
+            self._jobs[job.name] = job
+        with self._changed:
+            self._reviewed = self.version
+            inbox, self._inbox = self._inbox, []
+        for message in inbox:
+            match message:
+                case m.Give(name=name):
+                    self._gives[name] = message
+                case m.Release(name=name):
+                    self._moving.add(name)
+                case m.Drop(name=name):
+                    self._dropped.add(name)
+                case m.Ask():
+                    self._ask(message)
+        for name, give in list(self._gives.items()):
+            if name in self._jobs:
+                del self._gives[name]
+                self._take(give)
+            elif name not in self._adding:
+                self._adding[name] = self._opener.submit(self._add, give)
+        for name, future in list(self._adding.items()):
+            if future.done():
+                del self._adding[name]
+                future.result()
+
+    def _ask(self, ask: m.Ask) -> None:
+        if ask.action == "stop":
+            self._trainer.stop_job(ask.name, ask.reason)
+        elif ask.action == "pause":
+            self._trainer.pause_job(ask.name, ask.reason)
+        else:
+            self._trainer.resume_job(ask.name)
+
+    def _add(self, give: m.Give) -> None:
+        """Reads the data of a job that this run does not know; in another thread."""
+        try:
+            self._trainer.add_job(LoraJob.model_validate(give.settings))
+        except JaxloraError as error:
+            self._gives.pop(give.name, None)
+            self._link.send(m.Refused(name=give.name, reason=str(error)))
+
+    def _take(self, give: m.Give) -> None:
+        """Lets a job train from its newest state, or anew if it has none."""
+        name, job = give.name, self._jobs[give.name]
+        if name in self._moving | self._dropped:  # it comes back from another group
+            job.progress, job.parked = JobProgress(), None
+            for names in (self._moving, self._saves, self._dropped):
+                names.discard(name)
+        for source in map(pathlib.Path, give.sources):
+            if self._finds(name, source):
+                break
+        if name in self._ending:
+            return
+        self._given.add(name)
+        progress = job.progress
+        if progress.step and progress.last_eval_step == progress.step:
+            self._ask_about([job])  # the driver may have ended before it was told
+
+    def _finds(self, name: str, source: pathlib.Path) -> bool:
+        """Whether a run has the state of a job, or its end, which are taken over."""
+        if newest_checkpoint(source / CHECKPOINTS) is None:
+            return False
+        found = read_newest(source / CHECKPOINTS)
+        if name in found.tensors:
+            progress = self._trainer.continue_job_from(name, source)
+            logger.info("%s: goes on from step %d of %s", name, progress.step, source)
+            self._continued[name] = source
+            self._unsaved.add(name)
+            return True
+        progress = found.run.progress.get(name, JobProgress())
+        if not progress.is_over or progress.stopped_by == MOVED:
+            return False
+        self._ending[name] = progress
+        folder = source / ADAPTERS / name
+        self._send_end(name, folder if folder.is_dir() else None)
+        return True
+
+    # ---- events --------------------------------------------------------------------
+
+    def on_event(self, event: events.Event) -> None:
+        """Tells the driver what it needs to know."""
+        if isinstance(event, events.JobEvent):
+            self._progress[event.job] = dataclasses.asdict(event.progress)
+            is_step = isinstance(event, events.StepEvent)
+            if not is_step or time.monotonic() - self._sent > _PROGRESS_SECONDS:
+                self._tell()
+        super().on_event(event)
+
+    def on_run_start(self, event: events.RunStartEvent) -> None:
+        """The data of all jobs were read."""
+        self._link.send(m.Ready(jobs=[_facts(job) for job in self._trainer.jobs]))
+
+    def on_job_add(self, event: events.JobAddEvent) -> None:
+        """A job that the driver gave has joined."""
+        job = self._trainer.jobs[-1]
+        self._link.send(m.Ready(jobs=[_facts(job)]))
+        with self._changed:
+            self.version += 1  # it can be given now
+
+    def on_window(self, event: events.WindowEvent) -> None:
+        """Takes note of the speed."""
+        self._speed = event.tokens_per_second
+
+    def on_job_end(self, event: events.JobEndEvent) -> None:
+        """Reports the end when the adapter is on the disk."""
+        if event.progress.stopped_by == MOVED:
+            return
+        self._ending[event.job] = event.progress
+        self._report_end(event.job)
+
+    def on_export(self, event: events.ExportEvent) -> None:
+        """Takes note of an adapter on the disk."""
+        self._exported[event.job] = event.step
+        if event.job in self._ending:
+            self._report_end(event.job)
+
+    def _report_end(self, name: str) -> None:
+        progress, job = self._ending[name], self._jobs[name]
+        step: int | None = progress.step
+        if job.settings.keep_best:
+            step = progress.best_step
+        elif progress.status == "failed" or not (
+            progress.step or progress.first_eval is not None
+        ):
+            step = None
+        folder = self._trainer.output_dir / ADAPTERS / name
+        if step is None:
+            self._send_end(name, None)
+        elif self._exported.get(name, -1) >= step:
+            self._send_end(name, folder)
+        elif job.settings.keep_best and name in self._continued:
+            # The best weights are those that it came with.
+            other = self._continued[name] / ADAPTERS / name
+            if folder.is_dir() or other.is_dir():
+                self._send_end(name, folder if folder.is_dir() else other)
+
+    def _send_end(self, name: str, folder: pathlib.Path | None) -> None:
+        progress = dataclasses.asdict(self._ending[name])
+        text = None if folder is None else str(folder.absolute())
+        self._link.send(m.Ended(name=name, progress=progress, folder=text))
+
+    def on_checkpoint(self, event: events.CheckpointEvent) -> None:
+        """Reports which states are safe here."""
+        awaited = self._unsaved | self._moving
+        if not awaited:
+            return
+        found = read_newest(event.folder.parent)
+        for name in awaited & found.tensors.keys():
+            is_released = name in self._moving
+            if is_released and found.run.progress[name].status != "paused":
+                continue
+            self._unsaved.discard(name)
+            self._link.send(m.Saved(name=name, is_released=is_released))
+
+    def _tell(self) -> None:
+        """Sends the progress of jobs, which also shows that this process is alive."""
+        jobs, self._progress = self._progress, {}
+        self._sent = time.monotonic()
+        self._link.send(
+            m.Progress(
+                jobs=jobs, tokens_per_second=self._speed, resources=host_resources()
+            )
+        )
+
+
+def _facts(job: JobState) -> dict[str, Any]:
+    return dataclasses.asdict(
+        m.JobFacts(
+            name=job.name,
+            num_steps=job.num_steps,
+            rank=job.largest_rank,
+            num_modules=len(job.like.modules),
+            batch_tokens=job.batch_tokens,
+            is_evaluated=job.prepared.eval_data is not None,
+        )
+    )

@@ -1,0 +1,252 @@
+"""Messages between the driver of a sweep and the worker of a group of devices.
+
+Each is one line of JSON: the name of its class as `kind`, and its fields. They pass
+through pipes on one host, and through an actor of Ray to others.
+"""
+
+import dataclasses
+import json
+from typing import Any, get_args
+
+# ---- to a worker -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Begin:
+    """The first message: what to train.
+
+    Attributes:
+        run: Settings of the group's run, with all configurations, as JSON values. None
+            of them trains before it is given.
+    """
+
+    run: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Give:
+    """A configuration to train.
+
+    Attributes:
+        name: Its name.
+        sources: Folders of runs that may have its state, the newest first. It starts
+            anew if none has.
+        settings: Its settings, if it is not among those of `Begin`.
+    """
+
+    name: str
+    sources: list[str] = dataclasses.field(default_factory=list)
+    settings: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The decision about a configuration that was evaluated.
+
+    Attributes:
+        name: The configuration.
+        step: Optimizer steps that it had done.
+        waits: Whether it waits there for others.
+        stop: (rule, reason) by which it ends there; None if it does not.
+    """
+
+    name: str
+    step: int
+    waits: bool = False
+    stop: list[str] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """All verdicts that follow from a message `Evaluated` were sent.
+
+    Attributes:
+        number: Number of that message.
+    """
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """A user's request.
+
+    Attributes:
+        action: `stop`, `pause` or `resume`.
+        name: The configuration.
+        reason: Text that says why.
+    """
+
+    action: str
+    name: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """A configuration is to leave with its state, for another group.
+
+    Attributes:
+        name: The configuration.
+    """
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Drop:
+    """Another group has the state of a released configuration.
+
+    Attributes:
+        name: The configuration.
+    """
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """Nothing more will come: the run ends when nothing is left to train."""
+
+
+# ---- from a worker ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobFacts:
+    """A configuration, as a worker has read it.
+
+    Attributes:
+        name: Its name.
+        num_steps: Its optimizer steps in all.
+        rank: Largest LoRA rank of its modules.
+        num_modules: Number of modules that it adapts.
+        batch_tokens: Mean number of tokens of a global batch.
+        is_evaluated: Whether it has held-out samples.
+    """
+
+    name: str
+    num_steps: int
+    rank: int = 1
+    num_modules: int = 1
+    batch_tokens: float = 1.0
+    is_evaluated: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """Configurations were read and can be trained.
+
+    Attributes:
+        jobs: The fields of their `JobFacts`.
+    """
+
+    jobs: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A configuration of `Give` cannot be trained.
+
+    Attributes:
+        name: The configuration.
+        reason: Text that says why.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """Configurations were evaluated; training waits for `Judged`.
+
+    Attributes:
+        number: Counts these messages of a worker.
+        points: (name, steps done, held-out loss) of each.
+    """
+
+    number: int
+    points: list[list[Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """The thread that trains is alive; sent every few seconds.
+
+    Attributes:
+        jobs: The fields of `JobProgress` of configurations that have changed, by name.
+        tokens_per_second: Speed of the latest window; None before the first.
+        resources: What the host reports, by name.
+    """
+
+    jobs: dict[str, dict[str, Any]]
+    tokens_per_second: float | None = None
+    resources: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A configuration has ended, and its files are on the disk.
+
+    Attributes:
+        name: The configuration.
+        progress: The fields of its `JobProgress`.
+        folder: Its PEFT folder; None if there is none.
+    """
+
+    name: str
+    progress: dict[str, Any]
+    folder: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint of this group has the state of a configuration.
+
+    Attributes:
+        name: The configuration.
+        is_released: Whether it has left its slot for another group.
+    """
+
+    name: str
+    is_released: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """The worker ends by an error.
+
+    Attributes:
+        reason: The error.
+        is_final: Whether it would fail in the same way again.
+    """
+
+    reason: str
+    is_final: bool
+
+
+ToWorker = Begin | Give | Verdict | Judged | Ask | Release | Drop | Finish
+FromWorker = Ready | Refused | Evaluated | Progress | Ended | Saved | Failed
+Message = ToWorker | FromWorker
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """Returns a message as a line."""
+    fields = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
+    values = {"kind": type(message).__name__, **fields}
+    return json.dumps(values).encode() + b"\n"
+
+
+def decode(line: bytes) -> Any:
+    """Reads a line that `encode` has made.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        values = json.loads(line)
+        return _KINDS[values.pop("kind")](**values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{line[:200]!r} is no message of a sweep: {error}") from None

@@ -1,0 +1,94 @@
+"""The report of a sweep over several groups."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from jaxlora.common.atomic import write_text
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.run.log import METRICS_FILE, read_events
+from jaxlora.sweeps.engine.pool import GROUPS
+from jaxlora.sweeps.engine.state import Configuration, SweepState
+from jaxlora.sweeps.ranking import SweepReport, Trial
+from jaxlora.train.report.summary import JobResult, RunResult, write_report
+
+
+def write_result(
+    config: RunConfig, state: SweepState, *, interrupted: bool
+) -> RunResult:
+    """Writes the report of all groups into the folder of the sweep.
+
+    Args:
+        config: The run.
+        state: The configurations.
+        interrupted: Whether some are left that `--resume` continues.
+
+    Raises:
+        CheckpointError: The log of a group is damaged.
+        StorageError: A file cannot be written.
+    """
+    folder = pathlib.Path(config.output_dir)
+    found = list(state.configurations.values())
+    events = sorted(_events(folder), key=lambda event: event.get("time", 0.0))
+    lines = "".join(json.dumps(event) + "\n" for event in events)
+    write_text(folder / METRICS_FILE, lines)
+    assert config.sweep is not None
+    trials = [_trial(folder, c) for c in found]
+    report = SweepReport.of(
+        config.sweep, trials, [*_work(folder), *_evaluations(state)]
+    )
+    jobs = tuple(map(_result, found, trials))
+    result = RunResult(
+        jobs=jobs,
+        output_dir=folder,
+        interrupted=interrupted,
+        num_compilations=0,
+        sweep=report,
+    )
+    write_report(result, keep_others=config.sweep.keep_others)
+    return result
+
+
+def _trial(folder: pathlib.Path, found: Configuration) -> Trial:
+    adapter = None if found.folder is None else folder / found.folder
+    return Trial(
+        settings=LoraJob.model_validate(found.settings),
+        num_steps=0 if found.facts is None else found.facts.num_steps,
+        progress=found.progress,
+        folder=adapter if adapter is not None and adapter.is_dir() else None,
+    )
+
+
+def _result(found: Configuration, trial: Trial) -> JobResult:
+    facts = found.facts
+    return JobResult(
+        name=found.name,
+        rank=trial.settings.rank if facts is None else facts.rank,
+        num_modules=0 if facts is None else facts.num_modules,
+        num_steps=trial.num_steps,
+        progress=found.progress,
+        folder=trial.folder,
+    )
+
+
+def _events(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields what all workers have logged."""
+    for run in sorted((folder / GROUPS).glob("*")):
+        yield from read_events(run / METRICS_FILE)
+
+
+def _work(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the steps and windows of one worker after the other."""
+    for run in sorted((folder / GROUPS).glob("*")):
+        for event in read_events(run / METRICS_FILE):
+            if event["event"] in ("step", "window"):
+                yield event
+        yield {"event": "window", "seconds": 0.0}  # steps whose window was not reported
+
+
+def _evaluations(state: SweepState) -> Iterator[dict[str, Any]]:
+    """Yields each evaluation once, as the decisions have seen it."""
+    for name, points in state.decisions.points.items():
+        for step, loss in points:
+            yield {"event": "eval", "job": name, "step": step, "eval_loss": loss}

@@ -1,0 +1,203 @@
+"""Runs a sweep over several groups of devices: the place where its parts are joined."""
+
+import contextlib
+import json
+import logging
+import math
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from jaxlora.common.atomic import remove_leftovers
+from jaxlora.config import RunConfig
+from jaxlora.errors import CheckpointError
+from jaxlora.run.folder import ADAPTERS, RUN_FILE, check_folder, check_writable
+from jaxlora.run.lock import RunLock, find_owner
+from jaxlora.sweeps.engine.desk import Desk
+from jaxlora.sweeps.engine.devices import divide
+from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.ledger import LEDGER_FILE, Ledger, has_ledger
+from jaxlora.sweeps.engine.local_workers import LocalWorkers
+from jaxlora.sweeps.engine.placement import Group
+from jaxlora.sweeps.engine.pool import GROUPS
+from jaxlora.sweeps.engine.state import SweepState
+from jaxlora.sweeps.engine.workers import Workers
+from jaxlora.sweeps.source import Source
+
+if TYPE_CHECKING:
+    from jaxlora.train.report.summary import RunResult
+
+logger = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "jaxlora.sweeps.engine.worker")
+_END_SECONDS = 150.0  # in which the workers of a driver that was killed end themselves
+
+
+def run_groups(
+    config: RunConfig, *, resume: bool = False, source: Source | None = None
+) -> "RunResult":
+    """Trains the configurations of a sweep in several groups of devices.
+
+    Each group is a process with a copy of the base. This process decides what each of
+    them trains and what ends early; it does not start JAX's devices. On Ctrl-C (or
+    SIGTERM) the groups write their checkpoints and end.
+
+    Args:
+        config: The run; `sweep.groups` or `sweep.ray` names the groups.
+        resume: Continue the sweep that has begun in `output_dir`.
+        source: Suggests configurations beyond those of the run.
+
+    Raises:
+        CheckpointError: `output_dir` holds another run or nothing to resume, or is in
+            use.
+        ConfigError: There are too few devices, or a worker refuses a setting.
+        ProcessError: The workers of all groups have ended again and again.
+        StorageError: A file cannot be written.
+    """
+    folder = pathlib.Path(config.output_dir)
+    check_writable(folder)
+    with RunLock(folder), contextlib.closing(_open(folder, resume=resume)) as ledger:
+        assert config.sweep is not None
+        jobs = [job.model_dump(mode="json") for job in config.jobs]
+        state = SweepState(jobs, config.sweep.early_exit)
+        check_same_sweep(state, ledger)
+        groups = _groups(config)
+        with _open_workers(config) as workers:
+            driver = Driver(folder, state, ledger, workers, groups, source)
+            with _StopRequest() as stop:
+                interrupted = driver.run(stop.is_requested, Desk(folder))
+        from jaxlora.sweeps.engine.result import write_result
+
+        return write_result(config, driver.state, interrupted=interrupted)
+
+
+def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:
+    """Opens the ledger, when no worker of an earlier driver trains any more."""
+    has_begun = has_ledger(folder)
+    if not has_begun and (folder / RUN_FILE).exists():
+        raise CheckpointError(
+            f"{folder} holds a run of one process. Resume it without groups in sweep, "
+            "or choose another output_dir."
+        )
+    if not (has_begun and resume):
+        check_folder(folder, resume=resume)
+        if has_begun:
+            raise CheckpointError(
+                f"{folder} already holds a sweep: there is {LEDGER_FILE}. Resume it "
+                "(--resume), or choose another output_dir."
+            )
+    remove_leftovers(folder / ADAPTERS, alone=True)
+    # The locks come first: what older workers still report must be in the ledger, or in
+    # their checkpoints, before it is read.
+    _await_workers(folder)
+    return Ledger(folder)
+
+
+def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
+    """Refuses a ledger whose sweep had other configurations, and keeps those of a new.
+
+    Args:
+        state: The sweep as it is before the records of the ledger.
+        ledger: The ledger, whose first record has the settings.
+
+    Raises:
+        CheckpointError: A configuration is missing, or its settings differ.
+    """
+    now = {c.name: dict(c.settings) for c in state.configurations.values()}
+    if not ledger.records:
+        record = {"kind": "sweep", "jobs": list(now.values())}
+        ledger.append([record])
+        ledger.records.append(record)
+        return
+    for job in ledger.records[0]["jobs"]:
+        other = now.get(job["name"])
+        if other is None:
+            raise CheckpointError(
+                f"configuration {job['name']!r} is in the sweep that has begun, and "
+                "not in this one. Restore it, or choose another output_dir."
+            )
+        differ = [key for key in job if job[key] != other.get(key)]
+        if differ:
+            key = differ[0]
+            raise CheckpointError(
+                f"configuration {job['name']!r}: {key} is {json.dumps(job[key])} in "
+                f"the sweep that has begun, and {json.dumps(other.get(key))} now. "
+                "Restore it, or choose another output_dir."
+            )
+
+
+def _await_workers(folder: pathlib.Path) -> None:
+    """Waits until the workers of an earlier driver have ended.
+
+    Raises:
+        CheckpointError: One does not end.
+    """
+    end = time.monotonic() + _END_SECONDS
+    for run in sorted((folder / GROUPS).glob("*")):
+        while (owner := find_owner(run)) is not None:
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"{run} is still in use by {owner}, although the driver of the "
+                    "sweep has ended. End that process, then continue with --resume."
+                )
+            time.sleep(0.1)
+
+
+def _groups(config: RunConfig) -> list[Group]:
+    """Returns the groups, each with the settings of its run."""
+    assert config.sweep is not None
+    meshes = config.sweep.meshes(config.mesh)
+    num_slots = config.max_concurrent_jobs or math.ceil(len(config.jobs) / len(meshes))
+    sweep = config.sweep.replace(groups=1, ray=None, keep_others=True)
+    groups = []
+    for mesh in meshes:
+        run = config.replace(
+            mesh=str(mesh), sweep=sweep, max_concurrent_jobs=num_slots
+        ).model_dump(mode="json")
+        groups.append(Group(num_slots=num_slots, run=run))
+    return groups
+
+
+@contextlib.contextmanager
+def _open_workers(config: RunConfig) -> Iterator[Workers]:
+    assert config.sweep is not None
+    meshes = config.sweep.meshes(config.mesh)
+    if config.sweep.ray is None:
+        yield LocalWorkers(COMMAND, divide(meshes))
+        return
+    from jaxlora.sweeps.engine.ray_workers import joined_cluster
+
+    with joined_cluster(config.sweep.ray, COMMAND, meshes) as workers:
+        yield workers
+
+
+class _StopRequest:
+    """Context manager in which the first SIGINT or SIGTERM only asks for the end."""
+
+    def __init__(self):
+        self._requested, self._before = False, {}
+
+    def is_requested(self) -> bool:
+        return self._requested
+
+    def __enter__(self) -> "_StopRequest":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._requested = True
+        self.__exit__()
+        logger.warning(
+            "%s: the groups write their checkpoints and end. Send it again to quit "
+            "immediately.",
+            signal.Signals(number).name,
+        )
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,0 +1,290 @@
+"""The state of a sweep over several groups, which follows from its ledger alone."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxlora.config.sweep_config import ExitRule
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.sweeps.decisions import Decided, Decisions, Standing
+from jaxlora.sweeps.engine.ledger import Record
+from jaxlora.sweeps.engine.messages import JobFacts, Verdict
+from jaxlora.sweeps.rules import Stop
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class Configuration:
+    """A configuration of a sweep.
+
+    Attributes:
+        name: Its name.
+        number: Its place in the order in which configurations are given.
+        settings: Its settings, as JSON values.
+        is_late: Whether it came after the sweep had begun, so that workers learn its
+            settings when it is given.
+        group: Group that trains it; None if none does.
+        sources: Folders of runs that may have its state, the newest first.
+        facts: What a worker has read; None before the first has.
+        progress: What is known of its progress.
+        held: Why the user has paused it; None if it may train.
+        stop: Why the user wants it to end; None if it goes on.
+        is_moving: Whether its group is to release it.
+        left: The group that has released it last; None if none has.
+        is_closed: Whether it has ended, and its files are on the disk.
+        folder: Its PEFT folder, in the sweep's folder; None if there is none.
+    """
+
+    name: str
+    number: int
+    settings: Mapping[str, Any]
+    is_late: bool = False
+    group: int | None = None
+    sources: list[str] = dataclasses.field(default_factory=list)
+    facts: JobFacts | None = None
+    progress: JobProgress = dataclasses.field(default_factory=JobProgress)
+    held: str | None = None
+    stop: str | None = None
+    is_moving: bool = False
+    left: int | None = None
+    is_closed: bool = False
+    folder: str | None = None
+
+    @property
+    def priority(self) -> int:
+        """Those of higher priority train first."""
+        return self.settings.get("priority", 0)
+
+
+class SweepState(Mapping[str, Standing]):
+    """The configurations of a sweep, where each is, and what was decided.
+
+    As a mapping, it has what the rules of early exit need to know of each.
+
+    Attributes:
+        configurations: The configurations, by name, in the order of their numbers.
+        decisions: The evaluations and decisions.
+        folders: Folder of each worker that may still live, by group.
+        starts: Workers that were started for each group so far.
+        num_drivers: Drivers that have begun.
+    """
+
+    def __init__(self, jobs: Iterable[Mapping[str, Any]], rules: Sequence[ExitRule]):
+        """Makes the state of a sweep that has not begun.
+
+        Args:
+            jobs: Settings of the configurations, as JSON values, with their names.
+            rules: The rules of early exit.
+        """
+        self.configurations: dict[str, Configuration] = {}
+        self.decisions = Decisions(rules)
+        self.folders: dict[int, str] = {}
+        self.starts: dict[int, int] = {}
+        self.num_drivers = 0
+        self._queue: list[Configuration] | None = None
+        self._held_by: dict[int, dict[str, Configuration]] = {}
+        for job in jobs:
+            self._add(job, is_late=False)
+
+    # ---- records -------------------------------------------------------------------
+
+    def apply(self, record: Record) -> None:
+        """Follows a record, which the ledger has or is about to get."""
+        values = dict(record)
+        getattr(self, f"_on_{values.pop('kind')}")(**values)
+
+    def _add(self, settings: Mapping[str, Any], *, is_late: bool) -> None:
+        name, number = settings["name"], len(self.configurations)
+        self.configurations[name] = Configuration(
+            name=name, number=number, settings=settings, is_late=is_late
+        )
+        self._queue = None
+
+    def _on_sweep(self, jobs: Sequence[Mapping[str, Any]]) -> None:
+        """The configurations that the sweep began with are known already."""
+
+    def _on_begin(self) -> None:
+        self.num_drivers += 1
+        for group in list(self.folders):
+            self._on_lost(group=group, reason="")
+
+    def _on_job(self, settings: Mapping[str, Any], is_suggested: bool) -> None:
+        if settings["name"] not in self.configurations:  # else, the run file has it now
+            self._add(settings, is_late=True)
+
+    def _on_facts(self, jobs: Sequence[Mapping[str, Any]]) -> None:
+        for job in jobs:
+            self.configurations[job["name"]].facts = JobFacts(**job)
+
+    def _on_start(self, group: int, folder: str) -> None:
+        self.folders[group] = folder
+        self.starts[group] = self.starts.get(group, 0) + 1
+
+    def _on_lost(self, group: int, reason: str) -> None:
+        self.folders.pop(group, None)
+        self._queue = None
+        for found in self._held_by.pop(group, {}).values():
+            found.group, found.is_moving = None, False
+
+    def _on_given(self, name: str, group: int) -> None:
+        found, folder = self.configurations[name], self.folders[group]
+        found.group = group
+        if self._queue is not None and found in self._queue:
+            self._queue.remove(found)
+        self._held_by.setdefault(group, {})[name] = found
+        found.sources = [folder, *(old for old in found.sources if old != folder)]
+
+    def _on_moving(self, name: str) -> None:
+        self.configurations[name].is_moving = True
+
+    def _on_released(self, name: str) -> None:
+        found = self.configurations[name]
+        found.left = found.group
+        self._leave(found)
+        self._queue = None
+
+    def _on_saved(self, name: str, folder: str) -> None:
+        self.configurations[name].sources = [folder]
+
+    def _on_eval(
+        self,
+        points: Sequence[Sequence[Any]],
+        cutoffs: Sequence[float],
+        stops: Mapping[str, Sequence[str]],
+    ) -> None:
+        for name, step, loss in points:
+            self.decisions.points.setdefault(name, []).append((step, loss))
+        self._on_decided(cutoffs=cutoffs, stops=stops)
+
+    def _on_decided(
+        self, cutoffs: Sequence[float], stops: Mapping[str, Sequence[str]]
+    ) -> None:
+        found = {name: Stop(rule=r, reason=why) for name, (r, why) in stops.items()}
+        self.decisions.repeat(Decided(cutoffs=tuple(cutoffs), stops=found))
+        if cutoffs or stops:
+            self._queue = None
+
+    def _on_ended(
+        self, name: str, progress: Mapping[str, Any], folder: str | None
+    ) -> None:
+        found = self.configurations[name]
+        found.progress, found.folder = JobProgress(**progress), folder
+        found.is_closed, found.sources = True, []
+        self._leave(found)
+
+    def _on_held(self, name: str, reason: str | None) -> None:
+        self.configurations[name].held = reason
+        self._queue = None
+
+    def _on_asked_to_stop(self, name: str, reason: str) -> None:
+        self.configurations[name].stop = reason
+        self._queue = None
+
+    def _leave(self, found: Configuration) -> None:
+        if found.group is not None:
+            del self._held_by[found.group][found.name]
+        found.group, found.is_moving = None, False
+
+    # ---- decisions: these make records, which must not be applied ------------------
+
+    def note(self, points: Sequence[Sequence[Any]]) -> Record:
+        """Decides after evaluations; returns the record of both."""
+        found = self.decisions.note(((n, s, loss) for n, s, loss in points), self)
+        if found.cutoffs or found.stops:
+            self._queue = None
+        return {"kind": "eval", "points": list(points), **_values(found)}
+
+    def review(self) -> Record | None:
+        """Decides what follows from ends and pauses; returns the record, if any."""
+        found = self.decisions.review(self)
+        if not (found.cutoffs or found.stops):
+            return None
+        self._queue = None
+        return {"kind": "decided", **_values(found)}
+
+    def verdict(self, name: str) -> Verdict | None:
+        """Returns the decision about a configuration; None if it was not evaluated."""
+        points = self.decisions.points.get(name)
+        if not points:
+            return None
+        step, stop = points[-1][0], self.decisions.stops.get(name)
+        why = None if stop is None else [stop.rule, stop.reason]
+        waits = self.waits(self.configurations[name])
+        return Verdict(name=name, step=step, waits=waits, stop=why)
+
+    # ---- what the rules see --------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Standing:
+        found = self.configurations[name]
+        points = self.decisions.points.get(name)
+        return Standing(
+            num_steps=1 if found.facts is None else found.facts.num_steps,
+            # Not `progress.step`, which may come before the evaluation at that step.
+            step=points[-1][0] if points else 0,
+            is_over=found.is_closed,
+            is_held=found.held is not None,
+            has_failed=found.is_closed and found.progress.status == "failed",
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        found = self.configurations.values()
+        return (c.name for c in found if c.facts is None or c.facts.is_evaluated)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    # ---- who trains what -----------------------------------------------------------
+
+    def waits(self, found: Configuration) -> bool:
+        """Whether a configuration waits at a rung until the others have come as far."""
+        points = self.decisions.points.get(found.name)
+        if not points or found.facts is None:
+            return False
+        step = points[-1][0]
+        return self.decisions.waits(found.name, step, found.facts.num_steps)
+
+    def queue(self) -> list[Configuration]:
+        """Returns the configurations that a group may take, the next one first."""
+        if self._queue is None:
+            self._queue = [
+                found
+                for found in self.configurations.values()
+                if found.group is None
+                and not found.is_closed
+                and self._may_train(found)
+            ]
+            self._queue.sort(key=lambda found: (-found.priority, found.number))
+        return self._queue
+
+    def _may_train(self, found: Configuration) -> bool:
+        if found.stop is not None:
+            return True  # it is given to be evaluated and exported
+        return found.held is None and not self.waits(found)
+
+    def of_group(self, group: int) -> list[Configuration]:
+        """Returns the configurations that a group has, in their order."""
+        found = self._held_by.get(group, {}).values()
+        return sorted(found, key=lambda c: c.number)
+
+    def num_active(self, group: int) -> int:
+        """Returns how many configurations of a group train or may train now."""
+        found = self._held_by.get(group, {}).values()
+        return sum(self._may_train(c) and not c.is_moving for c in found)
+
+    def open(self) -> list[Configuration]:
+        """Returns the configurations that have not ended."""
+        return [c for c in self.configurations.values() if not c.is_closed]
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to train, but what the user has paused."""
+        return all(c.held is not None and c.stop is None for c in self.open())
+
+    def unused_folders(self, folders: Iterable[str]) -> list[str]:
+        """Returns those of the folders whose checkpoints nobody needs any more."""
+        used = set(self.folders.values())
+        used.update(source for found in self.open() for source in found.sources)
+        return [folder for folder in folders if folder not in used]
+
+
+def _values(decided: Decided) -> dict[str, Any]:
+    stops = {name: [stop.rule, stop.reason] for name, stop in decided.stops.items()}
+    return {"cutoffs": list(decided.cutoffs), "stops": stops}

@@ -1,0 +1,108 @@
+"""The process that trains the configurations of one group of a sweep.
+
+The driver starts it with `python -m jaxlora.sweeps.engine.worker`; messages come and go
+through its standard input and output. JAX is imported when the group's devices are set.
+"""
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+
+from jaxlora.errors import (
+    AdapterError,
+    ConfigError,
+    DataError,
+    JaxloraError,
+    ModelError,
+)
+from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine.link import Link
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 120.0  # to write a checkpoint, after which the process is ended
+_FINAL = ConfigError, ModelError, DataError, AdapterError
+
+
+class _Driver:
+    """What the driver sends: kept until the run can take it."""
+
+    def __init__(self):
+        self.waiting: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
+        self.control = None
+        self._lock = threading.Lock()
+
+    def receive(self, message: m.Message) -> None:
+        with self._lock:
+            if self.control is None:
+                self.waiting.put(message)
+            else:
+                self.control.receive(message)
+
+    def ended(self) -> None:
+        """Lets the run write a checkpoint; a process that hangs is ended."""
+        with self._lock:
+            if self.control is None:
+                os._exit(1)  # nothing was trained
+            self.control.end()
+        threading.Timer(_END_SECONDS, os._exit, (1,)).start()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def attach(self, control) -> None:
+        """Lets a `GroupControl` have all messages from now on."""
+        with self._lock:
+            while not self.waiting.empty():
+                control.receive(self.waiting.get())
+            self.control = control
+
+
+def main() -> int:
+    """Trains; returns the exit status."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    link, driver = Link.of_this_process(), _Driver()
+    link.listen(driver.receive, driver.ended)
+    begin = driver.waiting.get()
+    assert isinstance(begin, m.Begin)
+    try:
+        return train(begin, link, driver)
+    except JaxloraError as error:
+        logger.error("%s", error)
+        is_final = isinstance(error, _FINAL)
+        link.send(m.Failed(reason=str(error), is_final=is_final))
+    except Exception as error:
+        logger.exception("the worker has failed")
+        link.send(m.Failed(reason=f"{type(error).__name__}: {error}", is_final=False))
+    return 1
+
+
+def train(begin: m.Begin, link: Link, driver: _Driver) -> int:
+    """Trains what the driver gives, until nothing is left or it ends."""
+    from jaxlora.config import RunConfig
+    from jaxlora.memory.gpu_share import take_free_gpus
+
+    config = RunConfig.model_validate(begin.run)
+    take_free_gpus(gathers=config.may_gather)
+    from jaxlora.device_check import start_backend
+
+    start_backend()
+    from jaxlora.sweeps.engine.group_control import GroupControl
+    from jaxlora.train.trainer import Trainer
+
+    assert config.sweep is not None
+    control = GroupControl(link, config.sweep.early_exit)
+    trainer = Trainer(config, control=control)
+    driver.attach(control)
+    trainer.train(callbacks=[control])
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)  # threads that read data and the driver's pipe may still wait

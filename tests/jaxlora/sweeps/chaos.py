@@ -1,0 +1,96 @@
+"""Runs a sweep of fake workers whose driver kills itself again and again.
+
+    python -m tests.jaxlora.sweeps.chaos FOLDER OPTIONS
+
+It prints the largest memory of the drivers, in KiB, when a driver has ended by itself.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import resource
+import signal
+import sys
+
+from jaxlora.config.sweep_config import ExitRule
+from jaxlora.run.lock import RunLock
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.sweeps.engine import run
+from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.ledger import Ledger
+from jaxlora.sweeps.engine.local_workers import LocalWorkers
+from jaxlora.sweeps.engine.placement import Group
+from jaxlora.sweeps.engine.ray_workers import joined_cluster
+from jaxlora.sweeps.engine.run import check_same_sweep
+from jaxlora.sweeps.engine.state import SweepState
+
+FAKE = pathlib.Path(__file__).with_name("fake_worker.py")
+COMMAND = (sys.executable, "-I", "-S", str(FAKE))
+
+
+class DyingLedger(Ledger):
+    """Kills the process before or after some records are written."""
+
+    def dies(self, left: int, is_before: bool) -> None:
+        self.left, self.is_before = left, is_before
+
+    def append(self, records):
+        self.left -= bool(records)
+        if not self.left and self.is_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().append(records)
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def drive(folder: pathlib.Path, options: dict, number: int) -> None:
+    """Drives the sweep; the first drivers die after a random number of records."""
+    rng = random.Random(f"{options['seed']} driver {number}")
+    jobs = [{"name": f"c{i}"} for i in range(options["jobs"])]
+    rules = [ExitRule(type="halving")] if options["halving"] else []
+    state = SweepState(jobs, rules)
+    fake = {k: options[k] for k in ("slots", "steps", "every", "kills")}
+    environ = {"JAXLORA_FAKE": json.dumps(fake)}
+    groups = [
+        Group(num_slots=options["slots"], run={"jobs": jobs})
+        for _ in range(options["groups"])
+    ]
+    run.Ledger = DyingLedger
+    with (
+        RunLock(folder),
+        contextlib.closing(run._open(folder, resume=number > 0)) as ledger,
+    ):
+        left = (
+            rng.randrange(4, 5 + options["jobs"] // 20)
+            if number < options["driver_kills"]
+            else 0
+        )
+        ledger.dies(left, rng.random() < 0.5)
+        check_same_sweep(state, ledger)
+        if "ray" not in options:
+            workers = LocalWorkers(COMMAND, [environ] * len(groups))
+            Driver(folder, state, ledger, workers, groups).run()
+            return
+        os.environ |= environ
+        meshes = [MeshSizes()] * len(groups)
+        with joined_cluster(options["ray"], COMMAND, meshes) as found:
+            Driver(folder, state, ledger, found, groups).run()
+
+
+def main() -> None:
+    folder, options = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+    for number in range(options["driver_kills"] + 1):
+        pid = os.fork()
+        if not pid:
+            drive(folder, options, number)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        expected = signal.SIGKILL if number < options["driver_kills"] else 0
+        assert status == expected, f"driver {number} ended with {status}"
+
+
+if __name__ == "__main__":
+    main()

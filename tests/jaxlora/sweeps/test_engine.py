@@ -1,0 +1,285 @@
+"""The driver of a sweep over groups: requests, refusals, and what a worker may do."""
+
+import json
+
+import pytest
+
+from jaxlora import LoraJob
+from jaxlora.config.sweep_config import ExitRule
+from jaxlora.errors import CheckpointError, ConfigError, ProcessError
+from jaxlora.run.live.client import send
+from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.status_file import read_status
+from jaxlora.run.lock import RunLock
+from jaxlora.run.message import ControlRequest
+from jaxlora.sweeps.engine import driver as driver_module
+from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine.desk import Desk
+from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.ledger import LEDGER_FILE, Ledger
+from jaxlora.sweeps.engine.placement import Group
+from jaxlora.sweeps.engine.run import check_same_sweep
+from jaxlora.sweeps.engine.state import SweepState
+from jaxlora.sweeps.engine.workers import Lost, Workers
+from tests.jaxlora.sweeps.fake_worker import loss_of
+
+STEPS = 4
+
+
+class InstantWorkers(Workers):
+    """Trains one configuration of each group, to its next rung or end, per call."""
+
+    def __init__(self, dies: int = 0):
+        self.held, self.moving, self.verdicts, self.steps = {}, set(), {}, {}
+        self.paused, self.stopped, self.ready = set(), {}, []
+        self.finished, self.dies, self.killed = set(), dies, []
+
+    def start(self, group, folder):
+        self.held[group] = []
+        self.ready.append(group)
+        return True
+
+    def send(self, group, messages):
+        for message in map(m.decode, map(m.encode, messages)):
+            match message:
+                case m.Begin(run=run):
+                    self.names = [job["name"] for job in run["jobs"]]
+                case m.Give(name=name, settings=settings):
+                    self.held[group].append(name)
+                    if settings is not None:
+                        self.names.append(name)
+                        self.ready.append(group)
+                case m.Verdict(name=name):
+                    self.verdicts[name] = message
+                case m.Ask(action="stop", name=name, reason=reason):
+                    self.stopped[name] = reason
+                case m.Ask(action="pause", name=name):
+                    self.paused.add(name)
+                case m.Ask(action="resume", name=name):
+                    self.paused.discard(name)
+                case m.Release(name=name):
+                    self.moving.add(name)
+                case m.Finish():
+                    self.finished.add(group)
+
+    def receive(self, timeout):
+        out = []
+        for group in self.ready:
+            facts = [{"name": name, "num_steps": STEPS} for name in self.names]
+            out.append((group, m.Ready(jobs=facts)))
+        self.ready = []
+        for group, held in list(self.held.items()):
+            if self.dies or group in self.finished:
+                self.dies -= bool(self.dies)
+                del self.held[group]
+                out.append((group, Lost(reason="it died")))
+                continue
+            out += [(group, message) for message in self.train(held)]
+        return out
+
+    def train(self, held):
+        for name in list(held):
+            step = self.steps.setdefault(name, 0)
+            verdict = self.verdicts.get(name)
+            if name in self.moving:
+                self.moving.discard(name)
+                held.remove(name)
+                yield m.Saved(name=name, is_released=True)
+            elif name in self.stopped:
+                held.remove(name)
+                yield self.end(name, "stopped", self.stopped[name])
+            elif verdict and verdict.stop and verdict.step == step:
+                held.remove(name)
+                yield self.end(name, "stopped early", verdict.stop[1])
+            elif "bad" in name:
+                held.remove(name)
+                yield m.Refused(name=name, reason="it is bad")
+            elif not (name in self.paused or (verdict and verdict.waits)):
+                if step == STEPS:
+                    held.remove(name)
+                    yield self.end(name, "finished", "all steps are done")
+                    return
+                self.steps[name] = step + 1
+                point = [name, step + 1, loss_of(name, step + 1)]
+                yield m.Evaluated(number=1, points=[point])
+                return
+
+    def end(self, name, status, reason):
+        progress = {"status": status, "reason": reason, "step": self.steps[name]}
+        progress |= {"best_eval": loss_of(name, self.steps[name])}
+        return m.Ended(name=name, progress=progress, folder=None)
+
+    def interrupt(self, group):
+        self.finished.add(group)
+
+    def kill(self, group):
+        self.killed.append(group)
+        self.finished.add(group)
+
+    def close(self):
+        self.held.clear()
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Returns a function that makes a driver of a sweep in a folder."""
+
+    def driver(jobs=4, workers=None, rules=(), source=None, slots=1, groups=2):
+        settings = [{"name": f"c{i}", "rank": 2} for i in range(jobs)]
+        state, ledger = SweepState(settings, rules), Ledger(tmp_path)
+        check_same_sweep(state, ledger)
+        made = [Group(num_slots=slots, run={"jobs": settings}) for _ in range(groups)]
+        workers = workers or InstantWorkers()
+        return Driver(tmp_path, state, ledger, workers, made, source)
+
+    return driver
+
+
+def statuses(driver) -> dict[str, str]:
+    found = driver.state.configurations.values()
+    return {c.name: c.progress.status for c in found}
+
+
+def test_halving_over_groups(make):
+    driver = make(jobs=9, rules=[ExitRule(type="halving")])
+    assert not driver.run()
+    names = sorted(driver.state.configurations, key=lambda name: loss_of(name, 1))
+    steps = [driver.state.configurations[name].progress.step for name in names]
+    assert steps == [4, 4, 4, 2, 2, 1, 1, 1, 1]
+
+
+def test_requests(make, tmp_path):
+    """Each is answered when the ledger has its effect, and repeats change nothing."""
+    mailbox, asked, answers = Mailbox(tmp_path), [], {}
+    job = {"name": "late", "data": {"path": "x"}}
+    requests = [
+        ControlRequest(action="pause", job="c1"),
+        ControlRequest(action="stop", job="c3", reason="enough"),
+        ControlRequest(action="stop", job="nobody"),
+        ControlRequest(action="clone", job="c0", settings={"learning_rate": 1e-3}),
+        ControlRequest(action="add", job="late", settings=job),
+        ControlRequest(action="add", job="c0", settings=job | {"name": "c0"}),
+        ControlRequest(action="add", job="bad", settings=job | {"name": "bad"}),
+        ControlRequest(action="add", job="x", settings={"name": "x"}),
+    ]
+    driver, desk = make(), Desk(tmp_path)
+
+    def each_round(driver):
+        if not asked:
+            asked.extend(map(mailbox.post, requests))
+        desk(driver)
+        for name in asked:
+            if (found := mailbox.take_answer(name)) is not None:
+                answers[name] = found
+
+    assert not driver.run(each_round=each_round)
+    found = [answers[name] for name in asked]
+    accepted = [answer.is_accepted for answer in found]
+    assert accepted == [True, True, False, False, True, False, True, False]
+    assert "there is no job 'nobody'" in found[2].text
+    assert "sweep without sweep.groups" in found[3].text
+    assert "is in this run already" in found[5].text
+    assert "data" in found[7].text
+    ends = statuses(driver)
+    assert ends.pop("c1") == "waiting"  # it stays paused, and nobody waits for it
+    assert ends.pop("c3") == "stopped"
+    assert ends.pop("bad") == "failed"
+    assert set(ends) == {"c0", "c2", "late"} and set(ends.values()) == {"finished"}
+    shown = {j.name: j.progress.status for j in read_status(tmp_path).run.jobs}
+    assert shown["c1"] == "paused" and shown["late"] == "finished"
+    # The next start continues the paused one, and has the job that was added.
+    second = make()
+    with pytest.raises(ConfigError, match="has ended: all steps are done"):
+        second.stop("late", "")
+    assert send(tmp_path, "resume", "c1").is_accepted
+    second.run(each_round=Desk(tmp_path))
+    assert statuses(second)["c1"] == "finished"
+
+
+class Countdown:
+    """Suggests configurations, and remembers what it was told."""
+
+    def __init__(self, count):
+        self.left, self.told, self.repeated = count, {}, []
+
+    def suggest(self):
+        if not self.left:
+            return None
+        self.left -= 1
+        return LoraJob(name=f"s{self.left}", data={"path": "x"}, eval_fraction=0.1)
+
+    def repeat(self, job):
+        self.left -= 1
+        self.repeated.append(job.name)
+
+    def tell(self, name, loss):
+        self.told[name] = loss
+
+
+def test_a_source_suggests_configurations(make):
+    source, num_rounds = Countdown(5), []
+
+    def is_asked_to_end():
+        num_rounds.append(None)
+        return len(num_rounds) > 6
+
+    assert make(jobs=1, source=source).run(is_asked_to_end)
+    given = 5 - source.left
+    assert 0 < given < 5
+    again = Countdown(5)
+    driver = make(jobs=1, source=again)
+    assert again.repeated == [f"s{4 - i}" for i in range(given)]
+    driver.run()
+    assert set(again.told) == {"c0", *(f"s{i}" for i in range(5))}
+    assert again.told["s0"] == loss_of("s0", STEPS)
+
+
+def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch):
+    driver = make(workers=InstantWorkers(dies=5))
+    assert not driver.run() and set(statuses(driver).values()) == {"finished"}
+    assert [group.is_given_up for group in driver.groups] == [True, False]
+    monkeypatch.setattr(driver_module, "_MOST_FAILURES", 2)
+    with pytest.raises(ProcessError, match=r"all 2 groups .* 2 times.*--resume"):
+        make(jobs=5, workers=InstantWorkers(dies=99)).run()
+
+
+def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
+    make, monkeypatch
+):
+    monkeypatch.setattr(driver_module, "_SILENT_SECONDS", -1.0)
+    workers = InstantWorkers()
+    with pytest.raises(ProcessError):
+        make(workers=workers).run()
+    assert set(workers.killed) == {0, 1}
+
+    class Refusing(InstantWorkers):
+        def train(self, held):
+            yield m.Failed(reason="rank is 9", is_final=True)
+
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="group 0 cannot train: rank is 9"):
+        make(workers=Refusing()).run()
+
+
+def test_the_ledger_drops_a_record_that_was_cut_short(make, tmp_path):
+    make().run()
+    path = tmp_path / LEDGER_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "given", "na')
+    ledger = Ledger(tmp_path)
+    assert path.read_bytes() == whole
+    ledger.append([{"kind": "begin"}])
+    ledger.close()
+    assert json.loads(path.read_text().splitlines()[-1]) == {"kind": "begin"}
+    path.write_bytes(b"{}\n" + whole)
+    with pytest.raises(CheckpointError, match="line 1 is not a record"):
+        Ledger(tmp_path)
+
+
+def test_two_drivers_on_one_folder_are_refused(tmp_path):
+    with (
+        RunLock(tmp_path),
+        pytest.raises(CheckpointError, match="is in use by"),
+        RunLock(tmp_path),
+    ):
+        raise AssertionError("two drivers have the folder")

@@ -1,0 +1,190 @@
+"""A sweep over two groups: each configuration trains as if it were alone."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxlora import LoraJob, RunConfig, Sweep, Trainer
+from jaxlora.common.yaml_file import dump_yaml
+from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.run.live.status_file import read_status
+from jaxlora.run.lock import read_owner
+from jaxlora.sweeps.engine import run
+from jaxlora.sweeps.engine.devices import divide
+from jaxlora.sweeps.engine.ledger import LEDGER_FILE
+from tests.jaxlora.train.thread_workers import ThreadWorkers
+
+RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> LoraJob:
+    """Eight steps of one whole microbatch each, so that jobs never share one."""
+    path = tmp_path_factory.mktemp("data") / "records.jsonl"
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("ab "), 15)) for _ in range(32)]  # and an end
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return LoraJob(
+        name="c",
+        data={"path": str(path)},
+        eval_fraction=0.25,
+        rank=4,
+        target_modules=["q_proj", "v_proj"],
+        batch_size=8,
+        steps=8,
+        lr_schedule="constant",
+        dropout=0.1,
+        max_length=48,
+    )
+
+
+@pytest.fixture
+def make(model, job, tmp_path):
+    """Returns a function that makes a sweep over five learning rates in two groups."""
+
+    def config(**settings) -> RunConfig:
+        swept = {"parameters": {"learning_rate": list(RATES)}, "groups": 2}
+        return RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / "run"),
+            jobs=[job],
+            sweep=Sweep(**swept | settings),
+            max_concurrent_jobs=2,
+            microbatch_tokens=128,
+            block_tokens=16,
+            window_steps=2,
+            checkpoint_every=2,
+            report_to="none",
+        )
+
+    return config
+
+
+@pytest.fixture
+def workers(monkeypatch) -> list[ThreadWorkers]:
+    """Lets workers be threads; the list gets those of each sweep."""
+    made = []
+
+    @contextlib.contextmanager
+    def opened(config):
+        made.append(ThreadWorkers())
+        yield made[-1]
+
+    monkeypatch.setattr(run, "_open_workers", opened)
+    return made
+
+
+def alone(config: RunConfig, model, name: str, folder) -> bytes:
+    """Trains one configuration to its end by itself; returns its weights."""
+    (job,) = (job for job in config.jobs if job.name == name)
+    single = config.replace(jobs=(job,), sweep=None, output_dir=str(folder / name))
+    (result,) = Trainer(single, model).train().jobs
+    return (result.folder / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_configuration_equals_the_same_job_alone(make, model, workers, tmp_path):
+    config = make()
+    result = run.run_groups(config)
+    assert not result.interrupted and result.sweep is not None
+    found = {job.name: job for job in result.jobs}
+    finished = [n for n, job in found.items() if job.progress.status == "finished"]
+    assert len(finished) == 2  # of five, three go on at a quarter, and two at a half
+    stopped = [n for n in found if n not in finished]
+    assert all(found[n].progress.stopped_by == "halving" for n in stopped)
+    for name in finished:
+        weights = found[name].folder / "adapter_model.safetensors"
+        assert weights.read_bytes() == alone(config, model, name, tmp_path / "alone")
+    # Both groups have trained, and the report is over both.
+    records = (tmp_path / "run" / LEDGER_FILE).read_text().splitlines()
+    given = [r for r in map(json.loads, records) if r["kind"] == "given"]
+    assert {record["group"] for record in given} == {0, 1}
+    assert set(result.sweep.curves) == set(found)
+    assert all(seconds > 0 for seconds in result.sweep.seconds.values())
+    assert result.sweep.best.folder == tmp_path / "run" / "adapters" / finished[0]
+    status = read_status(tmp_path / "run").run
+    assert status.num_slots == 4 and all(j.progress.is_over for j in status.jobs)
+
+
+def metrics(config: RunConfig, kind: str) -> list[dict]:
+    """Returns the events of one kind, of all workers."""
+    paths = pathlib.Path(config.output_dir).glob("groups/*/metrics*.jsonl")
+    lines = [line for path in paths for line in path.read_text().splitlines()]
+    return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+
+def test_a_sweep_that_was_killed_goes_on(make, model, workers, monkeypatch):
+    config = make(early_exit="none")
+
+    class StopsAtSteps(run._StopRequest):
+        def is_requested(self):
+            return len(metrics(config, "step")) > 8
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_StopRequest", StopsAtSteps)
+        assert run.run_groups(config).interrupted
+    with pytest.raises(CheckpointError, match="already holds a"):
+        run.run_groups(config)
+    with pytest.raises(CheckpointError, match=r"rank is 4 in the .* and 8 now"):
+        other = [job.replace(rank=8) for job in config.jobs]
+        run.run_groups(config.replace(jobs=tuple(other)), resume=True)
+    with pytest.raises(ConfigError, match=r"sweep.groups is 2.*run jaxlora sweep"):
+        Trainer(config)
+    result = run.run_groups(config, resume=True)
+    assert [job.progress.step for job in result.jobs] == [8] * len(RATES)
+    steps = [(event["job"], event["step"]) for event in metrics(config, "step")]
+    assert set(steps) == {(job.name, s) for job in config.jobs for s in range(1, 9)}
+    # Each of four slots repeats at most what it did since its checkpoint.
+    assert len(steps) - len(set(steps)) <= 4 * (config.checkpoint_every + 1)
+
+
+def test_settings_of_groups_are_checked(make):
+    with pytest.raises(ConfigError, match=r"mesh is auto.*list the\s+groups"):
+        make().replace(mesh="auto")
+    assert [str(mesh) for mesh in make(groups=[2, 1]).sweep.meshes("")] == [
+        "fsdp=2",
+        "fsdp=1",
+    ]
+    for wrong in ([], True, ["x"], [0]):
+        with pytest.raises(ConfigError, match=r"Give|fsdp=4"):
+            Sweep(groups=wrong)
+    with pytest.raises(ConfigError, match=r"2 \+ 2 = 4 GPUs, and this host has 3"):
+        meshes = Sweep(groups=[2, 2]).meshes("")
+        divide(meshes, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    found = divide(meshes[:1] * 2, {"CUDA_VISIBLE_DEVICES": "3,5,6,7"})
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == ["3,5", "6,7"]
+
+
+@pytest.mark.grid
+def test_processes_that_are_killed(make, model, job, tmp_path):
+    """A sweep whose worker and then driver are killed ends as if undisturbed."""
+    config = make(early_exit="none")
+    values = config.model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "run.yaml").write_text(dump_yaml(values))
+    command = [sys.executable, "-m", "jaxlora", "sweep", "--device=cpu"]
+    command.append(str(tmp_path / "run.yaml"))
+    folder, environ = tmp_path / "run", os.environ | {"PYTHONPATH": os.getcwd()}
+
+    def until(has_come, driver) -> None:
+        while not has_come():
+            assert driver.poll() is None, "the driver has ended"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                driver.wait(0.05)
+
+    with subprocess.Popen(command, env=environ, cwd=tmp_path) as driver:
+        until(lambda: len(metrics(config, "step")) > 5, driver)
+        os.kill(read_owner(folder / "groups" / "0-1" / "run.lock").pid, signal.SIGKILL)
+        until(lambda: list(folder.glob("groups/0-2/worker.log")), driver)
+        driver.kill()
+    done = subprocess.run([*command, "--resume"], env=environ, cwd=tmp_path)
+    assert not done.returncode
+    for name in (config.jobs[0].name, config.jobs[-1].name):
+        weights = folder / "adapters" / name / "adapter_model.safetensors"
+        assert weights.read_bytes() == alone(config, model, name, tmp_path / "alone")
+    assert len(list((folder / "adapters").iterdir())) == len(RATES)

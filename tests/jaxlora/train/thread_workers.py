@@ -1,0 +1,79 @@
+"""Workers of a sweep that are threads of the test's process, and share its programs."""
+
+import pathlib
+import queue
+import threading
+
+from jaxlora.sweeps.engine import worker
+from jaxlora.sweeps.engine.link import Link
+from jaxlora.sweeps.engine.messages import decode, encode
+from jaxlora.sweeps.engine.workers import Lost, Workers
+
+
+class Killed(BaseException):
+    """Ends a worker at once: no checkpoint is written on the way."""
+
+
+class ThreadLink(Link):
+    """Passes the messages of one worker on to the driver, as lines."""
+
+    def __init__(self, group: int, sent: queue.Queue):
+        self._group, self._sent, self.is_killed = group, sent, False
+
+    def send(self, message) -> None:
+        if self.is_killed:
+            raise Killed
+        self._sent.put((self._group, decode(encode(message))))
+
+
+class ThreadWorkers(Workers):
+    """Starts workers in threads, which are killed when they send something next."""
+
+    def __init__(self):
+        self.sent: queue.Queue = queue.Queue()
+        self.threads: list[threading.Thread] = []
+        self.drivers: dict[int, worker._Driver] = {}
+        self.links: dict[int, ThreadLink] = {}
+
+    def start(self, group: int, folder: pathlib.Path) -> bool:
+        driver, link = worker._Driver(), ThreadLink(group, self.sent)
+        self.drivers[group], self.links[group] = driver, link
+
+        def train() -> None:
+            reason = "ended"
+            try:
+                worker.train(driver.waiting.get(), link, driver)
+            except (Exception, Killed) as error:
+                reason = repr(error)
+            self.sent.put((group, Lost(reason=reason)))
+
+        thread = threading.Thread(target=train)
+        self.threads.append(thread)
+        thread.start()
+        return True
+
+    def send(self, group: int, messages) -> None:
+        for message in messages:
+            self.drivers[group].receive(decode(encode(message)))
+
+    def receive(self, timeout: float):
+        try:
+            found = [self.sent.get(timeout=timeout)]
+        except queue.Empty:
+            return []
+        while not self.sent.empty():
+            found.append(self.sent.get())
+        return found
+
+    def kill(self, group: int) -> None:
+        self.links[group].is_killed = True
+        self.drivers[group].control.end()
+
+    interrupt = kill
+
+    def close(self) -> None:
+        for group, driver in self.drivers.items():
+            if driver.control is not None:
+                self.kill(group)
+        for thread in self.threads:
+            thread.join()
