@@ -53,6 +53,7 @@ class Trainer:
         plan: What was decided about the run.
         model: The frozen base.
         jobs: The jobs, in the order in which they were given.
+        reader: Reads the data of jobs, with the tokenizer of the base.
         layout: The decoder on its devices.
         slots: The slots, with the adapters of running jobs.
         output_dir: Folder of the run.
@@ -84,7 +85,7 @@ class Trainer:
         self._opened = opened = open_run(config, model)
         self.plan, self.model = opened.plan, opened.model
         self.layout, self.slots = opened.layout, opened.slots
-        self.jobs = opened.jobs
+        self.jobs, self.reader = opened.jobs, opened.reader
         self.output_dir = pathlib.Path(config.output_dir)
         self._num_compiled = opened.num_compiled
         self._live = LiveJobs(self.jobs, opened.joined, self._open_job)
@@ -128,7 +129,7 @@ class Trainer:
         self._live.add(job)
 
     def _open_job(self, settings: LoraJob) -> JobState:
-        prepared = prepare_job(settings, self.model.config, self._opened.reader)
+        prepared = prepare_job(settings, self.model.config, self.reader)
         log_notes(prepared.notes)
         check_comparable(
             self.config.sweep, [*(job.prepared for job in self.jobs), prepared]
