@@ -134,6 +134,23 @@ def test_the_metric_is_that_of_the_exported_weights(whole, model):
         assert value == pytest.approx(job.progress.best_metric)
 
 
+def test_jobs_are_asked_together_as_each_alone(
+    make, model, make_adapter, compiled_when_called
+):
+    trainer = Trainer(make(), model)
+    jobs = trainer.jobs[:2]
+    for slot, job in enumerate(jobs):
+        suffixes = job.settings.target_modules
+        trainer.slots.load(slot, make_adapter(suffixes, seed=slot), "adamw")
+        job.update(status="running", slot=slot)
+    meter, tables = trainer._opened.meter, trainer.slots.tables
+    together = meter.answers(jobs, tables)
+    for job in jobs:
+        assert meter.answers([job], tables) == {job.name: together[job.name]}
+    one, other = together.values()
+    assert all(a != b for a, b in zip(one, other, strict=True))
+
+
 def test_the_best_is_merged(whole, model):
     config, found = whole
     best = found.result.sweep.best.settings.name
