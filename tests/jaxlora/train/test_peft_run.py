@@ -80,6 +80,8 @@ def train_together(names):
     config = RunConfig(
         model="golden",
         jobs=[run.settings for run in runs],
+        # One shape for the jobs alone and together, which is compiled once.
+        **{"max_concurrent_jobs": 2, "slot_rank": 8, "slot_targets": "all-linear"},
         # Less than a global batch: gradients accumulate over microbatches.
         microbatch_tokens=64,
         block_tokens=8,

@@ -90,7 +90,7 @@ def test_early_stopping(train, jobs):
 
 def test_a_round_ends_when_all_jobs_have_stepped(train, jobs):
     """Events come in the order of their rounds; jobs take as many steps as fit."""
-    outcome = train(jobs[:4], window_steps=2)
+    outcome = train(jobs[:3], window_steps=2)
     events = read_events(folder_of(outcome) / "metrics.jsonl")
     rounds = [e["round"] for e in events]
     assert rounds == sorted(rounds)
