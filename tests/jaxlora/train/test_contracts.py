@@ -377,6 +377,17 @@ def test_a_batch_that_is_not_finite_leaves_its_slot_as_it_is(bench):
     assert state.pending.is_finite.all()
 
 
+def test_a_later_microbatch_hides_none_that_was_not_finite(bench):
+    model, stage, table, packed = bench
+    slots = table()
+    healthy = [False, True, True]
+    pending = dataclasses.replace(slots.state.pending, is_finite=jnp.array(healthy))
+    state = dataclasses.replace(slots.state, pending=pending)
+    state, out = accumulated(model, stage, state, slots.settings, packed)
+    assert out.is_finite.all()
+    assert state.pending.is_finite.tolist() == healthy
+
+
 def test_a_slot_without_a_whole_batch_stays_as_it_is(bench):
     model, stage, table, packed = bench
     slots = table()
