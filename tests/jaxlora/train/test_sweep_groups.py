@@ -165,6 +165,8 @@ def test_settings_of_groups_are_checked(make):
 def test_processes_that_are_killed(make, model, job, tmp_path):
     """A sweep whose worker and then driver are killed ends as if undisturbed."""
     config = make(early_exit="none")
+    longer = [job.replace(steps=150) for job in config.jobs]
+    config = config.replace(jobs=tuple(longer), checkpoint_every=10)
     values = config.model_dump(mode="json", exclude_unset=True)
     (tmp_path / "run.yaml").write_text(dump_yaml(values))
     command = [sys.executable, "-m", "jaxlora", "sweep", "--device=cpu"]
