@@ -291,14 +291,14 @@ def test_plain_linears_take_words_too():
 
 
 def test_alone_equals_together_to_the_bit(fused):
-    p, rank = fused.problem((1, 0, 1))
+    p, rank = fused.problem((1, 0, 1, 2, 1))
     y, dx, da, db = fused.run(p, rank)
     alone = np.flatnonzero(np.asarray(p["block_adapter"]) == 1)
     rows = (alone[:, None] * 64 + np.arange(64)).ravel()
     drop = p["dropout"]
     q = p | {
         "x": p["x"][rows],
-        "block_adapter": jnp.array([1, 1], jnp.int32),
+        "block_adapter": jnp.array([1, 1, 1], jnp.int32),
         "dropout": Dropout(drop.key, drop.rate, drop.token_index[rows]),
     }
     weight = weight_of(p)[rows]
