@@ -57,11 +57,15 @@ def suggestions(
         tried: Those that were suggested or drawn so far, in their order.
     """
     import optuna
-    from optuna.distributions import CategoricalDistribution, FloatDistribution
+    from optuna.distributions import (
+        BaseDistribution,
+        CategoricalDistribution,
+        FloatDistribution,
+    )
     from optuna.trial import TrialState, create_trial
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    space = {
+    space: dict[str, BaseDistribution] = {
         axis.name: FloatDistribution(0.0, 1.0)
         if axis.space.values is None
         else CategoricalDistribution(list(range(len(axis.space.values))))
