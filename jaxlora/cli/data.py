@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 # Options that are settings of the data, by their names in a run file.
 _SETTINGS = {
-    "kind": "prompt_completion, messages, text or alpaca",
+    "kind": "prompt_completion, messages, text, alpaca or preference",
     "prompt": "field of the prompt, or a template over fields",
     "completion": "field of the completion, or a template over fields",
     "messages": "field of the messages",
     "text": "field of the plain text",
+    "chosen": "field of the chosen answer, with --kind preference",
+    "rejected": "field of the rejected answer, with --kind preference",
     "system": "system message before the prompt, with --chat",
     "loss_on": "completion or all",
     "split": "split of a Hugging Face dataset",
@@ -55,6 +57,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from jaxlora.data.tokenizer import load_tokenizer
     from jaxlora.data.tokens.show import Shown, show_data
+    from jaxlora.data.tokens.tokenize import with_kind
     from jaxlora.hf.files import tokenizer_folder
 
     model, revision, jobs = _jobs(arguments)
@@ -64,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> None:
     console = Console()
     for job in jobs:
         shown = Shown(
-            data=job.data,
+            data=with_kind(job.data, job),
             max_length=job.max_length,
             num_samples=arguments.samples,
             reads_all=arguments.all,
@@ -120,6 +123,8 @@ def _job(path: str, settings: dict[str, Any]) -> "LoraJob":
     if "max_length" in settings:
         job["max_length"] = settings["max_length"]
     job["data"] |= {k: v for k, v in settings.items() if k != "max_length"}
+    if settings.get("kind") == "preference":
+        job["objective"] = "simpo"  # any that learns from pairs
     return run_config({"model": "none", "jobs": [job]}, where="jaxlora data").jobs[0]
 
 

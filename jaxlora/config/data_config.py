@@ -22,13 +22,16 @@ class DataConfig(StrictModel):
         revision: Branch, tag or commit of a dataset on the hub.
         kind: Which fields to read; `auto` decides by the first record's fields, and
             refuses records that can be read in two ways. `alpaca` reads `instruction`,
-            `input` and `output`.
+            `input` and `output`; `preference` a chosen and a rejected answer, which
+            `auto` does for objectives that learn from pairs.
         prompt: Field of the prompt, or a Jinja template over the record's fields
             (anything that contains `{{`).
         completion: Field of the completion, or a Jinja template.
         messages: Field of the list of messages, {role, content} or {from, value}; with
             its default, also `conversations`.
         text: Field of the plain text.
+        chosen: Field of the better answer of a preference: text or a list of messages.
+        rejected: Field of the worse answer of a preference.
         chat: Wrap prompt and completion as a user's and an assistant's message in
             the tokenizer's own chat template.
         system: System message put before the prompt (with `chat`).
@@ -47,11 +50,15 @@ class DataConfig(StrictModel):
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
-    kind: Literal["auto", "prompt_completion", "messages", "text", "alpaca"] = "auto"
+    kind: Literal[
+        "auto", "prompt_completion", "messages", "text", "alpaca", "preference"
+    ] = "auto"
     prompt: str = "prompt"
     completion: str = "completion"
     messages: str = "messages"
     text: str = "text"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
     chat: Bool = False
     system: str | None = None
     loss_on: Literal["completion", "all"] = "completion"

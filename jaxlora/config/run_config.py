@@ -84,7 +84,9 @@ class LoraJob(StrictModel):
         clone_of: Another job of the run, and the optimizer steps that it has done when
             this job starts as a copy of its whole state. What may differ is
             `jaxlora.config.clone.CHANGEABLE`.
-        objective: What the loss is; see `jaxlora.data.objectives`.
+        objective: What the loss is: `next_token`, or of preferences `simpo`, `cpo` or
+            `orpo`; see `jaxlora.data.objectives`.
+        objective_args: Settings of the objective, by name, such as `{beta: 0.5}`.
         batch_size: Samples (groups of them, if the objective has groups) in a global
             batch: one optimizer step.
         epochs: Passes over the data; may be a fraction. Used when `steps` is None.
@@ -141,6 +143,7 @@ class LoraJob(StrictModel):
     clone_of: CloneOf | None = None
 
     objective: str = "next_token"
+    objective_args: dict[str, Annotated[float, Number] | str] = {}
     batch_size: PositiveInt = 8
     epochs: PositiveFloat = 1.0
     steps: PositiveInt | None = None

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES, Objective
+from jaxlora.data.objective import Objective, Terms
+from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.scheduler import Limits, Microbatch, Sample
 
@@ -57,6 +58,7 @@ class JobBatch:
         weight: Weight of each term of the loss: the reciprocal of their number for
             training, 1 for a sum.
         objective: What the loss is.
+        settings: Values of the objective's settings.
     """
 
     slot: int
@@ -64,6 +66,17 @@ class JobBatch:
     samples: Sequence[TokenizedSample]
     weight: float
     objective: Objective = NEXT_TOKEN
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def terms(self) -> Terms:
+        """How the batch weighs the terms of its loss."""
+        num_tokens = self.objective.num_mean_tokens(self.samples)
+        return Terms(
+            weight=self.weight,
+            token_weight=self.weight * self.num_terms / max(1, num_tokens),
+            settings=self.settings,
+        )
 
     @property
     def num_terms(self) -> int:
@@ -267,7 +280,7 @@ def _loss_inputs(
         first, *others = parts
         group = [first.sample, *(part.sample for part in others)]
         batch = first.batch
-        values = batch.objective.row_inputs(group, batch.weight)
+        values = batch.objective.row_inputs(group, batch.terms)
         end = first.row + sum(len(sample.token_ids) for sample in group)
         for key, of_rows in values.items():
             inputs[batch.objective.name][key][first.row : end] = of_rows

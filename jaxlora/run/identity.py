@@ -36,6 +36,7 @@ FIXED_IN_JOB: dict[str, str] = {
     "init_from_fingerprint": "the job has started from it",
     "clone_of": "the job has started as that copy",
     "objective": "the saved optimizer state was made with its gradients",
+    "objective_args": "the saved optimizer state was made with its gradients",
     "optimizer": "the saved optimizer state is its own",
     "optimizer_args": _MOMENTS,
     "dropout": "an exported adapter states one dropout for all of its steps",
@@ -50,6 +51,7 @@ FIXED_IN_JOB |= dict.fromkeys(tensor_settings(), _SHAPE)
 # Values of settings that older checkpoints do not name.
 OLDER_JOBS: dict[str, Any] = {
     "objective": "next_token",
+    "objective_args": {},
     "optimizer": "adamw",
     "optimizer_args": {},
     "clone_of": None,

@@ -135,6 +135,7 @@ class JobState:
             samples=samples,
             weight=1.0 / objective.num_terms(samples),
             objective=objective,
+            settings=self.prepared.objective_settings,
         )
 
     def eval_batch(self, slot: int) -> JobBatch:
@@ -147,6 +148,7 @@ class JobState:
             samples=held_out.samples,
             weight=1.0,
             objective=self.prepared.objective,
+            settings=self.prepared.objective_settings,
         )
 
     def learning_rate(self, step: int) -> float:

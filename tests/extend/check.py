@@ -46,7 +46,7 @@ def make_jobs(folder: pathlib.Path) -> list[LoraJob]:
         "plain": {},
         "dora": {"use_dora": True},
         "sgd": {"optimizer": "sgd", "optimizer_args": {"momentum": 0.8}},
-        "pairs": {"objective": "simpo"},
+        "means": {"objective": "sample_mean"},
     }
     return [
         LoraJob(

@@ -1,7 +1,9 @@
-"""Recognizes records of preferences, which next-token training cannot learn from."""
+"""Records of preferences: recognizes them, and splits answers that hold the prompt."""
 
 from collections.abc import Mapping
 from typing import Any
+
+from jaxlora.errors import DataError
 
 # Parts of the names of the two answers of a pair: TRL, LLaMA-Factory and Axolotl;
 # OpenAI; others.
@@ -14,7 +16,48 @@ _PAIRS = (
 # Whether an answer is a good one, as KTO has it: TRL, LLaMA-Factory.
 _LABELS = ("label", "kto_tag")
 _ANSWERS = ("completion", "messages", "conversations", "output")
-_ONLY = "only next-token training is supported"
+_PAIRS_CURE = (
+    "which objective: next_token does not learn from. Set the job's objective to one "
+    "that does, such as simpo"
+)
+_ONLY = "which no objective learns from"
+
+# A field that holds a text, or a list of messages.
+Answer = str | list[Any]
+
+
+def split_prompt(chosen: Any, rejected: Any) -> tuple[Answer, ...] | DataError:
+    """Splits two answers that begin with their prompt: what both begin with.
+
+    As in TRL, a space at the end of a text's prompt is part of the answers.
+
+    Args:
+        chosen: The chosen answer: a text, or a list of messages.
+        rejected: The rejected answer.
+
+    Returns:
+        The prompt and the rest of both answers, or what is wrong.
+    """
+    is_text = isinstance(chosen, str) and isinstance(rejected, str)
+    if not is_text and not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return DataError(
+            f"the chosen answer is {chosen!r:.80} and the rejected one "
+            f"{rejected!r:.80}. Write two texts, or two lists of messages."
+        )
+    pairs = zip(chosen, rejected, strict=False)
+    length = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if length is None:
+        length = min(len(chosen), len(rejected))
+        if len(chosen) == len(rejected):
+            return DataError("both answers are the same. Remove the record.")
+    if is_text and chosen[:length].endswith(" "):
+        length -= 1
+    if not length:
+        return DataError(
+            "the answers do not begin with the same prompt, and the record has no "
+            "field for it. Name the field of the prompt in data.prompt."
+        )
+    return chosen[:length], chosen[length:], rejected[length:]
 
 
 def describe_preference(record: Mapping[str, Any]) -> str | None:
@@ -29,21 +72,21 @@ def describe_preference(record: Mapping[str, Any]) -> str | None:
         if better and worse:
             return (
                 f"this is a preference record ({better[0]!r} and {worse[0]!r}, as for "
-                f"DPO), and {_ONLY}. {_cure(record, better[0])}"
+                f"DPO), {_PAIRS_CURE}. {_cure(record, better[0])}"
             )
     if any(name in record for name in _ANSWERS):
         for name in _LABELS:
             if _is_label(record.get(name)):
                 return (
                     f"this is a preference record ({name!r} says whether the answer is "
-                    f"a good one, as for KTO), and {_ONLY}. Keep the good answers and "
+                    f"a good one, as for KTO), {_ONLY}. Keep the good answers and "
                     f"remove {name!r}, or set data.kind to train on all of them."
                 )
     for names in (("completions", "labels"), ("output",)):
         if all(isinstance(record.get(name), list) for name in names):
             return (
                 f"this is a preference record ({names[0]!r} holds several answers or "
-                f"steps to compare), and {_ONLY}. Keep one answer in each record."
+                f"steps to compare), {_ONLY}. Keep one answer in each record."
             )
     return None
 

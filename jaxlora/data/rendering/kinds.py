@@ -10,7 +10,7 @@ from jaxlora.data.records.read import Record
 from jaxlora.data.rendering.fields import is_template
 from jaxlora.errors import DataError
 
-Kind = Literal["prompt_completion", "messages", "text", "alpaca"]
+Kind = Literal["prompt_completion", "messages", "text", "alpaca", "preference"]
 
 # The settings that name the fields of each kind.
 _SETTINGS: Mapping[Kind, tuple[str, ...]] = {
@@ -18,9 +18,12 @@ _SETTINGS: Mapping[Kind, tuple[str, ...]] = {
     "messages": ("messages",),
     "text": ("text",),
     "alpaca": (),
+    "preference": ("prompt", "chosen", "rejected"),
 }
 # The name that ShareGPT gives to the messages.
 _SHAREGPT = "conversations"
+# Samples of a record: a chosen and a rejected completion.
+SAMPLES_PER_RECORD: Mapping[str, int] = {"preference": 2}
 ALPACA = ("instruction", "input", "output")
 
 
@@ -33,20 +36,27 @@ class Reading:
         fields: Names of the fields, or templates over fields, in the order of the
             settings that name them.
         has_messages: Whether prompts and completions are lists of messages, not texts.
+        has_prompt: Whether the first of the fields of a preference is the prompt;
+            otherwise both completions begin with it.
     """
 
     kind: Kind
     fields: tuple[str, ...]
     has_messages: bool = False
+    has_prompt: bool = True
 
     def __str__(self) -> str:
         names = ", ".join("a template" if is_template(f) else f for f in self.fields)
         what = ": lists of messages" if self.has_messages else ""
+        if self.kind == "preference" and not self.has_prompt:
+            what += "; the prompt is what both begin with"
         return f"{self.kind} ({names}{what})"
 
 
 def has_kind(data: DataConfig, record: Record) -> bool:
     """Whether a record can be read as at least one kind, with the user's settings."""
+    if data.kind == "preference":
+        return all(is_template(f) or f in record for f in (data.chosen, data.rejected))
     readings = _readings_that_fit(data, record)
     return any(not _settings_of_other_kinds(data, r.kind) for r in readings)
 
@@ -61,6 +71,8 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
             kind, or the prompt is a list of messages and the completion is not, or the
             record holds a preference and the user chose no kind.
     """
+    if data.kind == "preference":
+        return _preference(data, first)
     fits = _readings_that_fit(data, first)
     if data.kind != "auto":
         fits = [r for r in fits if r.kind == data.kind]
@@ -96,6 +108,56 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
     )
 
 
+def _preference(data: DataConfig, first: Record) -> Reading:
+    """Returns how pairs are read: with a prompt, or by what their answers begin with.
+
+    An answer may be text, a list of messages, or one message, which follows a list.
+    """
+    reading = Reading(kind="preference", fields=(data.chosen, data.rejected))
+    found = ", ".join(map(str, first)) or "none"
+    _check_settings(data, reading, found)
+    if data.loss_on != "completion":
+        raise DataError(
+            f"loss_on={data.loss_on} trains on prompts, which a preference has in "
+            "common. Remove data.loss_on."
+        )
+    for key in ("chosen", "rejected"):
+        field = getattr(data, key)
+        if not is_template(field) and field not in first:
+            raise DataError(
+                f"field {field!r} is missing (fields found: {found}). Name the field "
+                f"of the {key} answer in data.{key}."
+            )
+    answer, field = first.get(data.chosen), data.prompt
+    has_messages = isinstance(answer, list | dict)
+    if isinstance(answer, dict) and not _is_changed(data, "prompt"):
+        # LLaMA-Factory has the conversation before an answer in these.
+        others = (name for name in (_SHAREGPT, "messages") if name in first)
+        field = field if field in first else next(others, field)
+    is_given = is_template(field) or field in first
+    if has_messages:
+        # Some sets repeat the prompt as text beside whole conversations.
+        is_given = isinstance(first.get(field), list)
+    if not is_given and (isinstance(answer, dict) or _is_changed(data, "prompt")):
+        what = "a list of messages" if has_messages else "text"
+        raise DataError(
+            f"the field of the prompt, {field!r}, is missing or not {what} as the "
+            f"answers are (fields found: {found}). Name it in data.prompt."
+        )
+    if data.chat and not is_given:
+        raise DataError(
+            "chat=true wraps prompt and answers, but the records have no field "
+            f"{field!r} (fields found: {found}). Name the prompt in data.prompt, or "
+            "remove data.chat."
+        )
+    return dataclasses.replace(
+        reading,
+        fields=(field, *reading.fields) if is_given else reading.fields,
+        has_messages=has_messages,
+        has_prompt=is_given,
+    )
+
+
 def _check_settings(data: DataConfig, reading: Reading, found: str) -> None:
     """Checks that the user named no field that would be ignored."""
     for kind, key in _settings_of_other_kinds(data, reading.kind):
@@ -114,7 +176,7 @@ def _settings_of_other_kinds(data: DataConfig, kind: Kind) -> list[tuple[Kind, s
         (other, key)
         for other, keys in _SETTINGS.items()
         for key in keys
-        if other != kind and _is_changed(data, key)
+        if key not in _SETTINGS[kind] and _is_changed(data, key)
     ]
 
 
@@ -128,6 +190,8 @@ def _asked_reading(data: DataConfig) -> Reading:
 def _readings_that_fit(data: DataConfig, record: Record) -> list[Reading]:
     readings = []
     for kind, keys in _SETTINGS.items():
+        if kind == "preference":  # only on request: its fields fit other kinds, too
+            continue
         fields = tuple(getattr(data, key) for key in keys)
         if fields and all(is_template(f) or f in record for f in fields):
             readings.append(Reading(kind=kind, fields=fields))

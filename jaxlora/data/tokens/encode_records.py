@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -14,7 +15,11 @@ from jaxlora.config import DataConfig
 from jaxlora.data.records.files import Record
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Records
-from jaxlora.data.rendering.kinds import choose_reading, has_kind
+from jaxlora.data.rendering.kinds import (
+    SAMPLES_PER_RECORD,
+    choose_reading,
+    has_kind,
+)
 from jaxlora.data.rendering.render import Rendered, Renderer, make_renderer
 from jaxlora.data.templates.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
@@ -61,16 +66,21 @@ def encode_records(
     except DataError as error:
         raise DataError(f"{data.path}: {error}") from error
     bad, writer = _BadRecords(data, notes), RecordWriter(data.path, max_length)
+    size = SAMPLES_PER_RECORD.get(reading.kind, 1)
     progress = _Progress(writer, data.path)
     first: TokenizedSample | None = None
     with contextlib.closing(_render_ahead(render, _chunks(records))) as chunks:
         for rendered in chunks:
             wholes = map(encode.is_whole, rendered)
-            for sample, is_whole in zip(encode(rendered), wholes, strict=True):
-                if isinstance(sample, DataError):
-                    bad.add(len(writer) + 1, sample)
-                    writer.add_bad()
-                else:
+            samples = zip(encode(rendered), wholes, strict=True)
+            for record in itertools.batched(samples, size):
+                errors = [one for one, _ in record if isinstance(one, DataError)]
+                if errors:
+                    bad.add(len(writer) // size + 1, errors[0])
+                for sample, is_whole in record:
+                    if errors or isinstance(sample, DataError):
+                        writer.add_bad()
+                        continue
                     if first is None and sample.is_target.any():
                         first = TokenizedSample(*sample)
                     writer.add(TokenizedSample(*sample), is_whole=is_whole)
@@ -80,9 +90,10 @@ def encode_records(
         shown = "the first, with what is trained on in [[ ]]: " + describe_sample(
             tokenizer, first.token_ids, first.is_target
         )
-    verb = "is" if len(writer) == 1 else "are"
+    num_records = len(writer) // size
+    verb = "is" if num_records == 1 else "are"
     notes.add(
-        f"{counted(len(writer), 'record')} {verb} read as {reading}; {shown}",
+        f"{counted(num_records, 'record')} {verb} read as {reading}; {shown}",
         logging.INFO,
     )
     return writer.finish(first_bad=bad.first, notes=notes.lines)

@@ -17,6 +17,7 @@ from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import open_records
+from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode_records import encode_records
 from jaxlora.data.tokens.marked_text import mark, marked_parts
@@ -73,18 +74,21 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
     used = tokenizer or _stand_in()
     with _less_log():
         records = encode_records(data, open_records(data), used, max_length)
+    size = SAMPLES_PER_RECORD.get(data.kind, 1)
     lines = [text for level, text in records.notes if level == logging.INFO]
     line = f"{data.path}: {lines[-1].partition(';')[0]}"
     consoles.show(console, line, soft_wrap=True)
-    numbers = np.flatnonzero(~records.is_bad)[: shown.num_samples]
+    numbers = np.flatnonzero(~records.is_bad)[: shown.num_samples * size]
     for number in numbers.tolist():
-        title = f"\nrecord {number + 1}"
+        title = f"\nrecord {number // size + 1}"
+        if size == 2:
+            title += ", rejected" if number % size else ", chosen"
         if tokenizer:
             title += f": {_counts(records, number, max_length)}"
         consoles.show(console, title, style="bold", soft_wrap=True)
         _print_sample(Samples(records, np.array([number])), used, console)
     if shown.reads_all and tokenizer:
-        totals = _totals(records, max_length)
+        totals = _totals(records, max_length, size)
         consoles.show(console, f"\n{totals}", soft_wrap=True)
     if tokenizer is None:
         text = "Give --model for the tokens and the chat template of a model."
@@ -112,11 +116,14 @@ def _counts(records: EncodedRecords, number: int, max_length: int) -> str:
     return text + ("" if num_targets else "; such a sample is dropped")
 
 
-def _totals(records: EncodedRecords, max_length: int) -> str:
-    num_long = int((records.lengths > max_length).sum())
-    num_targets, num_bad = int(records.num_targets.sum()), int(records.is_bad.sum())
+def _totals(records: EncodedRecords, max_length: int, size: int) -> str:
+    """Counts records, each of so many samples."""
+    is_long = (records.lengths > max_length).reshape(-1, size)
+    num_long, num_records = int(is_long.any(axis=1).sum()), len(is_long)
+    num_targets = int(records.num_targets.sum())
+    num_bad = int(records.is_bad.sum()) // size
     return (
-        f"{counted(len(records.lengths), 'record')}: "
+        f"{counted(num_records, 'record')}: "
         f"{counted(len(records.tokens), 'token')}, {num_targets:,} of them trained on; "
         f"longer than max_length={max_length}: {counted(num_long, 'record')}; "
         f"{num_bad:,} cannot be used."

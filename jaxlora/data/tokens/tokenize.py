@@ -13,9 +13,11 @@ from jaxtyping import Bool, Int
 
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
 from jaxlora.data.records.read import open_records
+from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode_records import encode_records
 from jaxlora.data.tokens.samples import EncodedRecords, Samples, TokenizedSample
@@ -39,8 +41,9 @@ class TokenizedData:
         samples: The samples, in the order of the records. `DataReader` returns
             `Samples`, which hold millions of samples in little memory.
         max_length: Longest allowed sample, in tokens.
-        num_records: Number of records, each of which became a sample or was dropped.
-        num_truncated: Samples that were truncated to `max_length`.
+        num_records: Number of records, each of which became a sample or was dropped;
+            or the samples of a group.
+        num_truncated: Records of which a sample was truncated to `max_length`.
         num_dropped: Records that were dropped because they exceed `max_length`.
         num_without_target: Records that were dropped because they have no target token
             within `max_length`.
@@ -102,10 +105,14 @@ class TokenizedData:
             digest.update(sample.is_target.tobytes())
         return digest.hexdigest()
 
+    @property
+    def _noun(self) -> str:
+        return "pair" if self.group_size == 2 else "sample"
+
     def summary(self) -> str:
         """Describes the size of the data and the dropped records in one line."""
         line = (
-            f"{self.source}: {counted(len(self.samples), 'sample')}, "
+            f"{self.source}: {counted(len(self.group_lengths), self._noun)}, "
             f"{counted(self.num_tokens, 'token')}, {self.num_target_tokens:,} of them "
             "to predict"
         )
@@ -118,7 +125,7 @@ class TokenizedData:
         ):
             if number:
                 were = "was" if number == 1 else "were"
-                records = counted(self.num_records, "sample")
+                records = counted(self.num_records, self._noun)
                 line += f"; {number:,} of {records} {were} {what}"
         return line + "."
 
@@ -171,16 +178,18 @@ class DataReader:
                 f"job {job.name!r} has no held-out records. Set eval_data or "
                 "eval_fraction."
             )
+        data = with_kind(data, job)
         key, records = self._encode(data, job.max_length)
         split = (which, fraction, job.eval_seed) if fraction else ()
         choice = (key, data.path, split, job.too_long)
         if choice not in self._tokenized:
-            num_records = len(records.lengths)
+            size = SAMPLES_PER_RECORD.get(data.kind, 1)
+            num_records = len(records.lengths) // size
             is_included = np.ones(num_records, bool)
             if split:
                 is_held_out = _choose_held_out(job, num_records)
                 is_included = is_held_out == (which == "eval")
-            chosen = _choose_samples(records, is_included, job, data.path)
+            chosen = _choose_samples(records, is_included, job, data.path, size)
             self._tokenized[choice] = chosen
         return self._tokenized[choice]
 
@@ -209,6 +218,26 @@ class DataReader:
         return key, found
 
 
+def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
+    """Returns the settings with the kind of records that the job's objective needs.
+
+    Raises:
+        DataError: The objective does not learn from the kind that is set.
+    """
+    objective = find_objective(job.objective)
+    if objective.kind is not None and data.kind == "auto":
+        return data.replace(kind=objective.kind)
+    if (objective.kind or "auto") == data.kind or (
+        objective.kind is None and data.kind != "preference"
+    ):
+        return data
+    raise DataError(
+        f"job {job.name!r} has objective {job.objective}, which does not learn from "
+        f"records of the kind {data.kind}. Leave data.kind out, or set another "
+        "objective."
+    )
+
+
 def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
     """Chooses, for each record, whether it is held out."""
     # The number is rounded up, but 0.07 * 100, slightly above 7, must give 7.
@@ -226,7 +255,11 @@ def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
 
 
 def _choose_samples(
-    records: EncodedRecords, is_included: _Flags, job: LoraJob, path: str
+    records: EncodedRecords,
+    is_included: _Flags,
+    job: LoraJob,
+    path: str,
+    size: int,
 ) -> TokenizedData:
     """Applies `too_long` to the records of a split, and counts the affected ones.
 
@@ -235,20 +268,25 @@ def _choose_samples(
         is_included: Whether each record belongs to the split.
         job: The job.
         path: Path of the records, for errors.
+        size: Samples of a record, which are used together or not at all.
 
     Raises:
         DataError: A sample is too long, and `too_long` is `error`, or none is left.
     """
-    is_bad = is_included & records.is_bad
-    is_usable = is_included & ~records.is_bad
-    is_long = is_usable & (records.lengths > job.max_length)
+    is_bad = is_included & records.is_bad.reshape(-1, size).any(axis=1)
+    is_usable = is_included & ~is_bad
+    is_long_sample = records.lengths > job.max_length
+    is_long = is_usable & is_long_sample.reshape(-1, size).any(axis=1)
     if job.too_long == "error" and is_long.any():
-        raise _too_long(records, int(is_long.argmax()), job, path)
+        is_first = is_long_sample & np.repeat(is_long, size)
+        raise _too_long(records, int(is_first.argmax()), job, path, size)
     is_dropped = is_long if job.too_long == "drop" else np.zeros_like(is_long)
-    is_sample = is_usable & ~is_dropped & (records.num_targets > 0)
+    has_targets = (records.num_targets > 0).reshape(-1, size).all(axis=1)
+    is_sample = is_usable & ~is_dropped & has_targets
     out = TokenizedData(
         source=path,
-        samples=Samples(records, np.flatnonzero(is_sample)),
+        samples=Samples(records, np.flatnonzero(np.repeat(is_sample, size))),
+        group_size=size,
         max_length=job.max_length,
         num_records=int(is_included.sum()),
         num_truncated=int((is_sample & is_long).sum()),
@@ -269,13 +307,13 @@ def _choose_samples(
 
 
 def _too_long(
-    records: EncodedRecords, index: int, job: LoraJob, path: str
+    records: EncodedRecords, index: int, job: LoraJob, path: str, size: int
 ) -> DataError:
     count = "more tokens"
     if records.is_whole[index]:
         count = f"{records.lengths[index]} tokens, more"
     return DataError(
-        f"{path}: record {index + 1} has {count} than max_length={job.max_length} of "
-        f"job {job.name!r}. Raise max_length, shorten the record, or set too_long to "
-        "truncate or drop."
+        f"{path}: record {index // size + 1} has {count} than max_length="
+        f"{job.max_length} of job {job.name!r}. Raise max_length, shorten the record, "
+        "or set too_long to truncate or drop."
     )

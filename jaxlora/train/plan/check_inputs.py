@@ -90,7 +90,7 @@ def _check_jobs(
             if (data := getattr(job, key)) is not None:
                 _check_data(data, inputs, ("jobs", number, key), problems)
         with problems.at("jobs", number, "objective"):
-            find_objective(job.objective)
+            find_objective(job.objective).settings_of(job.objective_args)
         with problems.at("jobs", number, "optimizer"):
             find_optimizer(job)
         if inputs is not None and not problems.has("jobs", number, "init_from"):

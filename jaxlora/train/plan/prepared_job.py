@@ -19,7 +19,8 @@ from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.sweep_config import Sweep
-from jaxlora.data.objectives import Objective, find_objective
+from jaxlora.data.objective import Objective
+from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.token_cache import user_token_cache
@@ -118,6 +119,11 @@ class PreparedJob:
         """The job's objective, which defines its loss."""
         return find_objective(self.settings.objective)
 
+    @functools.cached_property
+    def objective_settings(self) -> dict[str, float | str]:
+        """Values of the settings of the job's objective."""
+        return self.objective.settings_of(self.settings.objective_args)
+
     def sample_numbers(self, step: int) -> Int[np.ndarray, " B"]:
         """Returns the indices of the samples of an optimizer step's global batch."""
         size = self.train_data.group_size
@@ -155,10 +161,11 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
     """Selects the modules that a job adapts, and reads its samples.
 
     Raises:
-        JaxloraError: The optimizer, the targets, the adapter to start from or the data
-            cannot be used.
+        JaxloraError: The optimizer, the objective, the targets, the adapter to start
+            from or the data cannot be used.
     """
     find_optimizer(job)
+    find_objective(job.objective).settings_of(job.objective_args)
     return _read_job(job, choose_modules(job, model), model, reader)
 
 

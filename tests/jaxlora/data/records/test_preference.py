@@ -51,7 +51,7 @@ RECORDS = {
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
 def test_a_preference_record_is_named(run, record):
-    match = r"this is a preference record .*only next-token training is supported"
+    match = r"this is a preference record .*objective"
     with pytest.raises(DataError, match=match):
         run([record] * 2)
 

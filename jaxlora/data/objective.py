@@ -1,0 +1,138 @@
+"""What an objective is: the definition of a job's loss.
+
+The table of objectives is `OBJECTIVES` in `jaxlora.data.objectives`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.errors import ConfigError
+
+# Inputs of the rows of a microbatch, by name; 0 in rows of other objectives.
+RowInputs = dict[str, Float[Array, " T"]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveSetting:
+    """A setting of an objective: a number, or one of several words.
+
+    Attributes:
+        default: Its value where a job does not give it.
+        above: Numbers are greater than this; None: at least 0.
+        below: Numbers are less than this.
+        choices: The words; empty: it is a number.
+    """
+
+    default: float | str
+    above: float | None = None
+    below: float = math.inf
+    choices: tuple[str, ...] = ()
+
+    def check(self, name: str, value: float | str) -> None:
+        """Checks a value.
+
+        Raises:
+            ConfigError: The setting has no such value.
+        """
+        if self.choices:
+            if value not in self.choices:
+                raise ConfigError(
+                    f"objective_args: {name}={value!r} must be one of "
+                    f"{', '.join(self.choices)}."
+                )
+            return
+        lowest = "at least 0" if self.above is None else f"above {self.above:g}"
+        is_number = not isinstance(value, str) and math.isfinite(value)
+        fits = is_number and (value >= 0 if self.above is None else value > self.above)
+        if not fits or value >= self.below:
+            bound = "" if math.isinf(self.below) else f" and below {self.below:g}"
+            raise ConfigError(
+                f"objective_args: {name}={value!r} must be a number {lowest}{bound}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """How a global batch weighs the terms of its loss.
+
+    Attributes:
+        weight: Weight of a term: the reciprocal of the number of terms of the global
+            batch, or 1 for a sum.
+        token_weight: Weight of a token in a part of the loss that is a mean over
+            tokens: 1 divided by their number, or by their mean number in a term for a
+            sum.
+        settings: Values of the objective's settings.
+    """
+
+    weight: float
+    token_weight: float
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The definition of a job's loss.
+
+    The loss of a global batch is the mean of its terms, for instance of its target
+    tokens. Every term is in one microbatch, and which one does not change it.
+
+    Attributes:
+        name: Value of the setting `objective` of a job.
+        settings: Its settings, by name; a job gives them in `objective_args`.
+        kind: Kind of the records that it learns from; None: any other than preferences.
+        group_size: Number of consecutive samples that a term may depend on. They make a
+            group, such as a chosen and a rejected answer: the unit of a job's batch
+            size, of its order, and of packing.
+        input_names: Names of the inputs of a row.
+        num_terms: Number of terms of the loss of samples, which are whole groups.
+        num_mean_tokens: Number of tokens of samples over which a second part of the
+            loss is a mean; 1 if there is none.
+        row_inputs: Makes the inputs of the rows of a group, float32, one sample after
+            another.
+        is_target: Which rows need the likelihood of their next token.
+        losses: The loss of each row, of which the sum is taken: from the negative log
+            likelihoods in nats (0 in rows that are no targets), the inputs, and the
+            number of each row's group in the microbatch (less than the number of rows;
+            -1 in padding), which is None if no objective of the run has groups of
+            several samples. It is differentiated.
+    """
+
+    name: str
+    settings: Mapping[str, ObjectiveSetting] = dataclasses.field(default_factory=dict)
+    kind: Literal["preference"] | None = None
+    group_size: int = 1
+    input_names: tuple[str, ...]
+    num_terms: Callable[[Sequence[TokenizedSample]], int]
+    num_mean_tokens: Callable[[Sequence[TokenizedSample]], int] = lambda samples: 1
+    row_inputs: Callable[[Sequence[TokenizedSample], Terms], dict[str, np.ndarray]]
+    is_target: Callable[[RowInputs], Bool[Array, " T"]]
+    losses: Callable[
+        [Float[Array, " T"], RowInputs, Int[Array, " T"] | None], Float[Array, " T"]
+    ]
+
+    def settings_of(self, args: Mapping[str, float | str]) -> dict[str, float | str]:
+        """Returns the values of all settings, of which a job gives some.
+
+        Raises:
+            ConfigError: There is no such setting, or it has no such value.
+        """
+        for name, value in args.items():
+            if name not in self.settings:
+                known = ", ".join(self.settings)
+                has = f"which has {known}" if known else "which has none"
+                raise ConfigError(
+                    f"objective_args: {name!r} is no setting of {self.name}, {has}."
+                )
+            self.settings[name].check(name, value)
+        return {name: one.default for name, one in self.settings.items()} | dict(args)
+
+
+def next_token_targets(sample: TokenizedSample) -> Bool[np.ndarray, " T"]:
+    """Whether the token after each token is a target; false for the last one."""
+    return np.append(sample.is_target[1:], False)

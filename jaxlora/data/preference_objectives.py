@@ -1,0 +1,254 @@
+"""Objectives over pairs of a chosen and a rejected completion of one prompt.
+
+With the log-probabilities of the chosen and of the rejected completion, each has a
+score v: their sum, or their mean over the completion's tokens. The loss of a pair is
+
+    win softplus(-x) + lose softplus(x) + hinge max(0, 1 - x) + square x^2,
+    x = beta (f(v_chosen) - f(v_rejected)) - shift,
+
+where f is the identity, or the log odds in ORPO. The factors are data, so jobs with
+other settings run the same program. CPO, SimPO and ORPO add the mean negative log
+likelihood of tokens of the chosen sequences. All means are over the job's global batch.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlora.data.objective import (
+    Objective,
+    ObjectiveSetting,
+    RowInputs,
+    Terms,
+    next_token_targets,
+)
+from jaxlora.data.tokens.samples import TokenizedSample
+
+# Inputs of all rows: 1 and -1 in those that predict the chosen and the rejected
+# completion, and the weight of the negative log likelihood. The others are in the first
+# row of a pair; 0 in other rows.
+_OF_ROWS = ("side", "nll")
+_OF_PAIRS = (
+    *("weight", "chosen_scale", "rejected_scale", "beta", "shift"),
+    *("win", "lose", "hinge", "square"),
+)
+
+
+class PairLoss(NamedTuple):
+    """The factors of a pair's loss; see the module.
+
+    Attributes:
+        beta: Scale of the rewards.
+        shift: What is subtracted from their difference.
+        win: Factor of softplus(-x).
+        lose: Factor of softplus(x).
+        hinge: Factor of max(0, 1 - x).
+        square: Factor of x^2.
+        is_mean: Whether scores are means over tokens, not sums.
+    """
+
+    beta: float
+    shift: float = 0.0
+    win: float = 0.0
+    lose: float = 0.0
+    hinge: float = 0.0
+    square: float = 0.0
+    is_mean: bool = False
+
+
+def group_sums(
+    values: Float[Array, " T"], groups: Int[Array, " T"]
+) -> Float[Array, " T"]:
+    """Sums over each row and the later rows of its group; the first row has them all.
+
+    The rows of a group are adjacent. The order of the additions depends only on the
+    position in the group, so that the sum has the same bits anywhere in a microbatch,
+    and each time: a scatter on a GPU would add in any order.
+    """
+    step = 1
+    while step < len(values):
+        is_same = groups[step:] == groups[:-step]
+        later = jnp.where(is_same, values[step:], 0.0)
+        values = values + jnp.concatenate([later, jnp.zeros(step, values.dtype)])
+        step *= 2
+    return values
+
+
+def _num_pairs(samples: Sequence[TokenizedSample]) -> int:
+    return len(samples) // 2
+
+
+def _num_chosen_targets(samples: Sequence[TokenizedSample]) -> int:
+    return sum(int(sample.is_target.sum()) for sample in samples[::2])
+
+
+def _num_chosen_tokens(samples: Sequence[TokenizedSample]) -> int:
+    """Tokens of the chosen sequences, prompts included, that have one before them."""
+    return sum(len(sample.token_ids) - 1 for sample in samples[::2])
+
+
+def _is_target(inputs: RowInputs) -> Bool[Array, " T"]:
+    return (inputs["side"] != 0) | (inputs["nll"] > 0)
+
+
+def _pair_inputs(
+    pair: Sequence[TokenizedSample],
+    terms: Terms,
+    factors: Callable[[Mapping[str, Any]], PairLoss],
+    nll_weight: Callable[[Mapping[str, Any]], float],
+    *,
+    trains_prompt: bool = False,
+) -> dict[str, np.ndarray]:
+    chosen, rejected = map(next_token_targets, pair)
+    loss = factors(terms.settings)
+    num_rows = len(chosen) + len(rejected)
+    out = {name: np.zeros(num_rows) for name in (*_OF_ROWS, *_OF_PAIRS)}
+    out["side"][:] = np.concatenate([chosen * 1.0, rejected * -1.0])
+    likely = chosen
+    if trains_prompt:
+        likely = np.arange(len(chosen)) < len(chosen) - 1
+    weight = terms.token_weight * nll_weight(terms.settings)
+    out["nll"][: len(chosen)] = likely * weight
+    scales = [1 / one.sum() if loss.is_mean else 1.0 for one in (chosen, rejected)]
+    of_pair = {
+        "weight": terms.weight,
+        "chosen_scale": scales[0],
+        "rejected_scale": scales[1],
+    }
+    for name in ("beta", "shift", "win", "lose", "hinge", "square"):
+        of_pair[name] = getattr(loss, name)
+    for name, value in of_pair.items():
+        out[name][0] = value
+    return out
+
+
+class _Scores(NamedTuple):
+    """Scores of the completions of the pair that begins in each row; else 0."""
+
+    chosen: Float[Array, " T"]
+    rejected: Float[Array, " T"]
+
+
+def _scores(
+    nll: Float[Array, " T"], inputs: RowInputs, groups: Int[Array, " T"] | None
+) -> _Scores:
+    assert groups is not None, "an objective of the run has groups"
+    side = inputs["side"]
+    sums = (group_sums(jnp.where(side == s, -nll, 0.0), groups) for s in (1, -1))
+    is_pair = inputs["weight"] > 0
+    chosen, rejected = (jnp.where(is_pair, one, 0.0) for one in sums)
+    return _Scores(chosen * inputs["chosen_scale"], rejected * inputs["rejected_scale"])
+
+
+def _losses(
+    nll: Float[Array, " T"],
+    inputs: RowInputs,
+    groups: Int[Array, " T"] | None,
+    *,
+    f: Callable[[Float[Array, " T"]], Float[Array, " T"]] = lambda score: score,
+) -> Float[Array, " T"]:
+    scores = _scores(nll, inputs, groups)
+    x = inputs["beta"] * (f(scores.chosen) - f(scores.rejected)) - inputs["shift"]
+    loss = (
+        inputs["win"] * jax.nn.softplus(-x)
+        + inputs["lose"] * jax.nn.softplus(x)
+        + inputs["hinge"] * jax.nn.relu(1 - x)
+        + inputs["square"] * x * x
+    )
+    of_pairs = jnp.where(inputs["weight"] > 0, inputs["weight"] * loss, 0.0)
+    return of_pairs + jnp.where(inputs["nll"] > 0, inputs["nll"] * nll, 0.0)
+
+
+def _log_odds(mean: Float[Array, " T"]) -> Float[Array, " T"]:
+    """log(p / (1 - p)) of p = exp(mean); rows without a score have mean 0."""
+    is_score = mean < 0
+    mean = jnp.where(is_score, mean, -1.0)  # 1 - p is 0 at mean 0, also in a gradient
+    return jnp.where(is_score, mean - jnp.log(-jnp.expm1(mean)), 0.0)
+
+
+def _smoothed(settings: Mapping[str, Any], **others: Any) -> PairLoss:
+    e = settings["label_smoothing"]
+    return PairLoss(settings["beta"], win=1 - e, lose=e, **others)
+
+
+def _simpo(settings: Mapping[str, Any]) -> PairLoss:
+    return _smoothed(settings, shift=settings["simpo_gamma"], is_mean=True)
+
+
+def _by_loss_type(settings: Mapping[str, Any]) -> PairLoss:
+    beta, loss_type = settings["beta"], settings["loss_type"]
+    if loss_type == "hinge":
+        return PairLoss(beta, hinge=1.0)
+    if loss_type == "ipo":
+        # (d - 1 / (2 beta))^2, with the difference of the scores d.
+        return PairLoss(beta, shift=0.5, square=1 / beta**2, is_mean=True)
+    return _smoothed(settings)
+
+
+def _orpo(settings: Mapping[str, Any]) -> PairLoss:
+    # The odds have no factor beta; it is the weight of their loss.
+    return PairLoss(1.0, win=settings["beta"], is_mean=True)
+
+
+def _beta(default: float) -> ObjectiveSetting:
+    return ObjectiveSetting(default=default, above=0.0)
+
+
+def _cpo_alpha(settings: Mapping[str, Any]) -> float:
+    return settings["cpo_alpha"]
+
+
+_SMOOTHING = ObjectiveSetting(default=0.0, below=0.5)
+_of_pairs = functools.partial(
+    Objective,
+    kind="preference",
+    group_size=2,
+    input_names=(*_OF_ROWS, *_OF_PAIRS),
+    num_terms=_num_pairs,
+    is_target=_is_target,
+)
+SIMPO = _of_pairs(  # arXiv 2405.14734
+    name="simpo",
+    settings={
+        "beta": _beta(2.0),
+        "simpo_gamma": ObjectiveSetting(default=0.5),
+        "label_smoothing": _SMOOTHING,
+        "cpo_alpha": ObjectiveSetting(default=0.0),
+    },
+    num_mean_tokens=_num_chosen_targets,
+    row_inputs=functools.partial(_pair_inputs, factors=_simpo, nll_weight=_cpo_alpha),
+    losses=_losses,
+)
+CPO = _of_pairs(  # arXiv 2401.08417
+    name="cpo",
+    settings={
+        "beta": _beta(0.1),
+        "loss_type": ObjectiveSetting(
+            default="sigmoid", choices=("sigmoid", "hinge", "ipo")
+        ),
+        "label_smoothing": _SMOOTHING,
+        "cpo_alpha": ObjectiveSetting(default=1.0),
+    },
+    num_mean_tokens=_num_chosen_targets,
+    row_inputs=functools.partial(
+        _pair_inputs, factors=_by_loss_type, nll_weight=_cpo_alpha
+    ),
+    losses=_losses,
+)
+ORPO = _of_pairs(  # arXiv 2403.07691
+    name="orpo",
+    settings={"beta": _beta(0.1)},
+    num_mean_tokens=_num_chosen_tokens,
+    row_inputs=functools.partial(
+        _pair_inputs,
+        factors=_orpo,
+        nll_weight=lambda settings: 1.0,
+        trains_prompt=True,
+    ),
+    losses=functools.partial(_losses, f=_log_odds),
+)

@@ -1,0 +1,168 @@
+"""Records of preferences become pairs: TRL's formats, and those of other tools."""
+
+import numpy as np
+import pytest
+
+from jaxlora.data.tokens.marked_text import mark, marked_parts
+from jaxlora.errors import DataError
+from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.records.test_preference import (
+    ALPACA,
+    ASKED,
+    BAD,
+    GOOD,
+    RECORDS,
+    SPOKEN,
+)
+
+CHAT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[{}<|im_end|>]]\n"
+CHATS = [CHAT.format("Hello!"), CHAT.format("Go away.")]
+TEXTS = ["Hi[[Hello!</s>]]", "Hi[[Go away.</s>]]"]
+
+
+@pytest.fixture
+def pairs(run, make_tokenizer):
+    """The texts of pairs, with [[ ]] around what is trained on, and their data."""
+
+    def pairs(records, **options):
+        tokenizer = make_tokenizer(chat_templates.CHATML)
+        options = {"objective": "simpo"} | options
+        data = run(records, tokenizer, **options)
+        texts = [
+            mark(list(marked_parts(tokenizer, s.token_ids, s.is_target)))
+            for s in data.samples
+        ]
+        return texts, data
+
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("record", "data", "wanted"),
+    [
+        (RECORDS["TRL"], {}, TEXTS),
+        (RECORDS["TRL"], {"chat": True}, CHATS),
+        (RECORDS["TRL, messages"], {}, CHATS),
+        (RECORDS["TRL, no prompt"], {}, CHATS),
+        # As in TRL, the space before an answer is the answer's.
+        (
+            RECORDS["TRL, no prompt, text"],
+            {},
+            ["Hi[[ Hello!</s>]]", "Hi[[ Go away.</s>]]"],
+        ),
+        (RECORDS["with messages too"], {}, CHATS),
+        (RECORDS["LLaMA-Factory, ShareGPT"], {}, CHATS),
+        (
+            RECORDS["LLaMA-Factory"],
+            {"prompt": "{{ instruction }}{{ input }}"},
+            ["Greet.[[Hello!</s>]]", "Greet.[[Go away.</s>]]"],
+        ),
+        (
+            RECORDS["Axolotl"],
+            {
+                "prompt": "question",
+                "chosen": "chosen_response",
+                "rejected": "rejected_response",
+            },
+            ["Hi[[a</s>]]", "Hi[[b</s>]]"],
+        ),
+        (
+            RECORDS["OpenAI"],
+            {
+                "kind": "preference",
+                "prompt": "{{ input.messages[0].content }}",
+                "chosen": "{{ preferred_output[0].content }}",
+                "rejected": "{{ non_preferred_output[0].content }}",
+            },
+            TEXTS,
+        ),
+    ],
+)
+def test_a_record_becomes_a_pair(pairs, record, data, wanted):
+    texts, found = pairs([record], data=data)
+    assert texts == wanted
+    assert found.group_size == 2
+    assert found.num_records == 1
+
+
+def test_conversations_before_the_answers_are_not_trained_on(pairs):
+    asked = [*ASKED, *GOOD, {"role": "user", "content": "Bye"}]
+    record = {"chosen": asked + GOOD, "rejected": asked + BAD}
+    texts, _ = pairs([record])
+    assert all(text.count("[[") == 1 for text in texts)
+    explicit, _ = pairs([{"prompt": asked, "chosen": GOOD, "rejected": BAD}])
+    assert texts == explicit
+
+
+def test_pairs_are_dropped_and_held_out_whole(pairs):
+    rng = np.random.default_rng(5)
+
+    def text() -> str:
+        return "".join(rng.choice(list("abc "), rng.integers(1, 30)))
+
+    records = [
+        {"prompt": f"{i}: ", "chosen": f"{text()}.", "rejected": f"{text()}!"}
+        for i in range(20)
+    ]
+    whole, data = pairs(records)
+    assert len(whole) == 40
+    assert data.num_records == 20
+    held = {"eval_fraction": 0.25, "eval_seed": 3}
+    train, _ = pairs(records, **held)
+    evaluated, _ = pairs(records, which="eval", **held)
+    assert (len(train), len(evaluated)) == (30, 10)
+    assert sorted(train + evaluated) == sorted(whole)
+    for texts in (train, evaluated):
+        for chosen, rejected in zip(texts[::2], texts[1::2], strict=True):
+            assert chosen.partition("[[")[0] == rejected.partition("[[")[0]
+    lengths = data.lengths
+    limit = int(np.sort(lengths)[30])
+    fit = int((data.lengths.reshape(-1, 2).max(axis=1) <= limit).sum())
+    few, dropped = pairs(records, max_length=limit, too_long="drop")
+    assert len(few) == 2 * fit
+    assert dropped.num_dropped == 20 - fit
+    with pytest.raises(DataError, match=r"record [0-9]+ has .* than max_length"):
+        pairs(records, max_length=limit, too_long="error")
+    # Nothing is left of an answer that begins beyond the end.
+    none = {"prompt": "a" * 99, "chosen": "b", "rejected": "c"}
+    few, data = pairs([*records, none], max_length=60)
+    assert len(few) == 40
+    assert data.num_without_target == 1
+
+
+def test_a_bad_record_is_named_and_dropped_whole(pairs):
+    bad = RECORDS["TRL"] | {"rejected": None}
+    with pytest.raises(DataError, match="record 2: field 'rejected' is None"):
+        pairs([RECORDS["TRL"], bad])
+    records = [RECORDS["TRL"], bad, RECORDS["TRL"]]
+    texts, data = pairs(records, data={"bad_records": "drop"})
+    assert texts == TEXTS * 2
+    assert data.num_bad == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "data", "match"),
+    [
+        ({"prompt": "a", "completion": "b"}, {}, "'chosen' is missing"),
+        ({"prompt": "a", "chosen": "b"}, {}, "'rejected' is missing"),
+        ({"chosen": "a", "rejected": "b"}, {}, "do not begin with the same prompt"),
+        ({"chosen": "a", "rejected": "a"}, {}, "both answers are the same"),
+        ({"chosen": "ab", "rejected": "a"}, {}, "completion 'rejected' is empty"),
+        ({"chosen": "a", "rejected": GOOD}, {}, "two texts, or two lists"),
+        ({"chosen": "ab", "rejected": "ac"}, {"chat": True}, "no field 'prompt'"),
+        (RECORDS["TRL"], {"loss_on": "all"}, "trains on prompts"),
+        (RECORDS["TRL"], {"prompt": "question"}, "'question', is missing"),
+        (RECORDS["TRL"], {"completion": "chosen"}, "which does not use it"),
+        (RECORDS["TRL"], {"kind": "text"}, "not learn from records of the kind text"),
+        (ALPACA | {"chosen": SPOKEN[0], "rejected": 1}, {}, "field of the prompt"),
+    ],
+)
+def test_what_is_no_pair_is_refused(pairs, record, data, match):
+    with pytest.raises(DataError, match=match):
+        pairs([record], data=data)
+
+
+def test_other_objectives_do_not_take_pairs(pairs):
+    data = {"kind": "preference"}
+    with pytest.raises(DataError, match="next_token, which does not learn from"):
+        pairs([RECORDS["TRL"]], data=data, objective="next_token")

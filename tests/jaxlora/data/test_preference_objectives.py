@@ -1,0 +1,149 @@
+"""Losses of preferences are TRL's, which golden files hold."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlora.data.objectives import OBJECTIVES, find_objective
+from jaxlora.data.pack import JobBatch
+from jaxlora.data.preference_objectives import group_sums
+from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.errors import ConfigError
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "preferences.json"
+CASES = [
+    pytest.param(name.partition("_")[0], case, id=f"{name}-{number}")
+    for name, cases in json.loads(GOLDEN.read_text())["cases"].items()
+    for number, case in enumerate(cases)
+    if name.partition("_")[0] in OBJECTIVES
+]
+
+
+class Batch:
+    """The rows of a golden case, with pairs one after another."""
+
+    def __init__(self, name: str, case: dict):
+        half = len(case["lengths"]) // 2
+        order = [i for pair in range(half) for i in (pair, pair + half)]
+        logps = [np.array(case["policy"][i]) for i in order]
+        references = case.get("reference")
+        samples = []
+        for i in order:
+            length, prompt = case["lengths"][i], case["prompt"]
+            is_target = np.arange(prompt + length) >= prompt
+            ids = np.arange(prompt + length, dtype=np.int32)
+            reference = sum(references[i]) if references else None
+            more = {} if reference is None else {"reference_logp": reference}
+            samples.append(TokenizedSample(ids, is_target, **more))
+        self.objective = find_objective(name)
+        batch = JobBatch(
+            slot=0,
+            step=0,
+            samples=samples,
+            weight=1 / half,
+            objective=self.objective,
+            settings=self.objective.settings_of(case["args"]),
+        )
+        parts = [
+            self.objective.row_inputs(batch.group(i), batch.terms) for i in range(half)
+        ]
+        self.inputs = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+        assert set(self.inputs) == set(self.objective.input_names)
+        # The last row of a sample predicts nothing.
+        self.nll = np.concatenate([np.append(-one, 0.0) for one in logps])
+        pairs = zip(logps[::2], logps[1::2], strict=True)
+        sizes = [len(chosen) + len(rejected) + 2 for chosen, rejected in pairs]
+        self.groups = np.repeat(np.arange(half, dtype=np.int32), sizes)
+
+    def arrays(self, dtype) -> tuple:
+        inputs = {k: jnp.asarray(v, dtype) for k, v in self.inputs.items()}
+        return jnp.asarray(self.nll, dtype), inputs, jnp.asarray(self.groups)
+
+    def loss(self, nll, inputs, groups):
+        is_target = self.objective.is_target(inputs)
+        nll = jnp.where(is_target, nll, 0.0)
+        return self.objective.losses(nll, inputs, groups).sum()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name, case", CASES)
+def test_losses_are_those_of_trl(name, case, dtype):
+    batch, tolerance = Batch(name, case), 1e-10 if dtype == "float64" else 2e-6
+    with jax.enable_x64(dtype == "float64"):
+        nll, inputs, groups = batch.arrays(dtype)
+        loss, gradient = jax.value_and_grad(batch.loss)(nll, inputs, groups)
+    assert float(loss) == pytest.approx(case["loss"], rel=tolerance)
+    if "gradient" in case:
+        half = len(case["lengths"]) // 2
+        golden = [
+            row
+            for pair in range(half)
+            for i in (pair, pair + half)
+            for row in [0.0] * (case["prompt"] - 1)
+            + case["gradient"][i][case["prompt"] - 1 :]
+            + [0.0]
+        ]
+        np.testing.assert_allclose(-gradient, golden, rtol=tolerance * 10, atol=1e-9)
+
+
+def test_sums_of_groups_have_the_same_bits_anywhere():
+    rng = np.random.default_rng(7)
+    values = rng.normal(size=50).astype(np.float32)
+    found = []
+    for first, rows in ((0, 64), (13, 128), (70, 120)):
+        at = np.zeros(rows, np.float32)
+        at[first : first + 50] = values
+        at[first + 50 :] = rng.normal(size=rows - first - 50)  # another job's rows
+        groups = np.full(rows, -1, np.int32)
+        groups[first : first + 50] = np.repeat([3, 4], [17, 33])
+        groups[first + 50 :] = 5
+        sums = group_sums(jnp.asarray(at), jnp.asarray(groups))
+        found.append(np.asarray(sums)[[first, first + 17]])
+    exact = np.add.reduceat(values.astype(np.float64), [0, 17])
+    np.testing.assert_allclose(found[0], exact, rtol=1e-5)
+    for one in found[1:]:
+        assert one.tobytes() == found[0].tobytes()
+
+
+def test_values_that_are_not_finite_stay_in_their_pair():
+    case = next(c.values[1] for c in CASES if c.values[0] == "orpo")
+    batch = Batch("orpo", case)
+    nll, inputs, groups = batch.arrays("float32")
+    bad = jnp.where(groups == 1, jnp.nan, nll)
+    loss = lambda nll: jnp.where(
+        groups != 1, batch.objective.losses(nll, inputs, groups), 0.0
+    ).sum()
+    gradient = jax.grad(loss)
+    np.testing.assert_array_equal(
+        jnp.where(groups == 1, 0.0, gradient(bad)),
+        jnp.where(groups == 1, 0.0, gradient(nll)),
+    )
+
+
+def test_a_likely_completion_has_a_finite_gradient():
+    """At a probability of 1, the odds are infinite."""
+    case = next(c.values[1] for c in CASES if c.values[0] == "orpo")
+    batch = Batch("orpo", case)
+    _, inputs, groups = batch.arrays("float32")
+    gradient = jax.grad(batch.loss)(jnp.zeros(len(groups)), inputs, groups)
+    assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    "name, args, message",
+    [
+        ("simpo", {"gamma": 1.0}, "'gamma' is no setting of simpo, which has beta"),
+        ("next_token", {"beta": 1.0}, "no setting of next_token, which has none"),
+        ("cpo", {"beta": 0.0}, "beta=0.0 must be a number above 0"),
+        ("cpo", {"label_smoothing": 0.5}, "at least 0 and below 0.5"),
+        ("cpo", {"loss_type": "kto"}, "one of sigmoid, hinge, ipo"),
+        ("orpo", {"beta": "high"}, "beta='high' must be a number"),
+    ],
+)
+def test_settings_that_do_not_exist_are_refused(name, args, message):
+    with pytest.raises(ConfigError, match=message):
+        find_objective(name).settings_of(args)
