@@ -85,7 +85,9 @@ class Objective:
     Attributes:
         name: Value of the setting `objective` of a job.
         settings: Its settings, by name; a job gives them in `objective_args`.
+        check: Raises a ConfigError if the values of all settings do not go together.
         kind: Kind of the records that it learns from; None: any other than preferences.
+        needs_reference: Whether samples need their `reference_logp`.
         group_size: Number of consecutive samples that a term may depend on. They make a
             group, such as a chosen and a rejected answer: the unit of a job's batch
             size, of its order, and of packing.
@@ -105,7 +107,9 @@ class Objective:
 
     name: str
     settings: Mapping[str, ObjectiveSetting] = dataclasses.field(default_factory=dict)
+    check: Callable[[Mapping[str, Any]], None] = lambda settings: None
     kind: Literal["preference"] | None = None
+    needs_reference: bool = False
     group_size: int = 1
     input_names: tuple[str, ...]
     num_terms: Callable[[Sequence[TokenizedSample]], int]
@@ -120,7 +124,8 @@ class Objective:
         """Returns the values of all settings, of which a job gives some.
 
         Raises:
-            ConfigError: There is no such setting, or it has no such value.
+            ConfigError: There is no such setting, it has no such value, or two do not
+                go together.
         """
         for name, value in args.items():
             if name not in self.settings:
@@ -130,7 +135,9 @@ class Objective:
                     f"objective_args: {name!r} is no setting of {self.name}, {has}."
                 )
             self.settings[name].check(name, value)
-        return {name: one.default for name, one in self.settings.items()} | dict(args)
+        defaults = {name: one.default for name, one in self.settings.items()}
+        self.check(defaults | dict(args))
+        return defaults | dict(args)
 
 
 def next_token_targets(sample: TokenizedSample) -> Bool[np.ndarray, " T"]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.data.objective import Objective, RowInputs, Terms, next_token_targets
-from jaxlora.data.preference_objectives import CPO, ORPO, SIMPO
+from jaxlora.data.preference_objectives import CPO, DPO, ORPO, SIMPO
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 
@@ -46,7 +46,7 @@ NEXT_TOKEN = Objective(
     losses=_weighted_nll,
 )
 OBJECTIVES: dict[str, Objective] = {
-    one.name: one for one in (NEXT_TOKEN, SIMPO, CPO, ORPO)
+    one.name: one for one in (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO)
 }
 
 

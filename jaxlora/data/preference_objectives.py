@@ -1,7 +1,8 @@
 """Objectives over pairs of a chosen and a rejected completion of one prompt.
 
-With the log-probabilities of the chosen and of the rejected completion, each has a
-score v: their sum, or their mean over the completion's tokens. The loss of a pair is
+Each completion has a score v: the sum of the log-probabilities of its tokens, or their
+mean. In DPO, those by the base without the adapter, the reference, are subtracted from
+the sum. The loss of a pair is
 
     win softplus(-x) + lose softplus(x) + hinge max(0, 1 - x) + square x^2,
     x = beta (f(v_chosen) - f(v_rejected)) - shift,
@@ -28,6 +29,7 @@ from jaxlora.data.objective import (
     next_token_targets,
 )
 from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.errors import ConfigError
 
 # Inputs of all rows: 1 and -1 in those that predict the chosen and the rejected
 # completion, and the weight of the negative log likelihood. The others are in the first
@@ -37,6 +39,7 @@ _OF_PAIRS = (
     *("weight", "chosen_scale", "rejected_scale", "beta", "shift"),
     *("win", "lose", "hinge", "square"),
 )
+_OF_REFERENCE = ("chosen_reference", "rejected_reference")
 
 
 class PairLoss(NamedTuple):
@@ -103,6 +106,7 @@ def _pair_inputs(
     nll_weight: Callable[[Mapping[str, Any]], float],
     *,
     trains_prompt: bool = False,
+    has_reference: bool = False,
 ) -> dict[str, np.ndarray]:
     chosen, rejected = map(next_token_targets, pair)
     loss = factors(terms.settings)
@@ -122,6 +126,11 @@ def _pair_inputs(
     }
     for name in ("beta", "shift", "win", "lose", "hinge", "square"):
         of_pair[name] = getattr(loss, name)
+    if has_reference:
+        for name, sample in zip(_OF_REFERENCE, pair, strict=True):
+            assert sample.reference_logp is not None, "it is computed before"
+            out[name] = np.zeros(num_rows)
+            of_pair[name] = sample.reference_logp
     for name, value in of_pair.items():
         out[name][0] = value
     return out
@@ -142,6 +151,9 @@ def _scores(
     sums = (group_sums(jnp.where(side == s, -nll, 0.0), groups) for s in (1, -1))
     is_pair = inputs["weight"] > 0
     chosen, rejected = (jnp.where(is_pair, one, 0.0) for one in sums)
+    if "chosen_reference" in inputs:
+        chosen = chosen - inputs["chosen_reference"]
+        rejected = rejected - inputs["rejected_reference"]
     return _Scores(chosen * inputs["chosen_scale"], rejected * inputs["rejected_scale"])
 
 
@@ -184,10 +196,13 @@ def _by_loss_type(settings: Mapping[str, Any]) -> PairLoss:
     beta, loss_type = settings["beta"], settings["loss_type"]
     if loss_type == "hinge":
         return PairLoss(beta, hinge=1.0)
+    if loss_type == "robust":  # arXiv 2403.00409
+        e = settings["label_smoothing"]
+        return PairLoss(beta, win=(1 - e) / (1 - 2 * e), lose=-e / (1 - 2 * e))
     if loss_type == "ipo":
         # (d - 1 / (2 beta))^2, with the difference of the scores d.
         return PairLoss(beta, shift=0.5, square=1 / beta**2, is_mean=True)
-    return _smoothed(settings)
+    return _smoothed(settings, is_mean=loss_type == "sigmoid_norm")
 
 
 def _orpo(settings: Mapping[str, Any]) -> PairLoss:
@@ -201,6 +216,15 @@ def _beta(default: float) -> ObjectiveSetting:
 
 def _cpo_alpha(settings: Mapping[str, Any]) -> float:
     return settings["cpo_alpha"]
+
+
+def _check_smoothing(settings: Mapping[str, Any]) -> None:
+    loss_type = settings["loss_type"]
+    if settings["label_smoothing"] and loss_type in ("hinge", "ipo"):
+        raise ConfigError(
+            f"objective_args: label_smoothing={settings['label_smoothing']:g} has no "
+            f"effect with loss_type {loss_type}. Leave one of them out."
+        )
 
 
 _SMOOTHING = ObjectiveSetting(default=0.0, below=0.5)
@@ -234,9 +258,31 @@ CPO = _of_pairs(  # arXiv 2401.08417
         "label_smoothing": _SMOOTHING,
         "cpo_alpha": ObjectiveSetting(default=1.0),
     },
+    check=_check_smoothing,
     num_mean_tokens=_num_chosen_targets,
     row_inputs=functools.partial(
         _pair_inputs, factors=_by_loss_type, nll_weight=_cpo_alpha
+    ),
+    losses=_losses,
+)
+DPO = _of_pairs(  # arXiv 2305.18290; the other losses are 2305.10425 and 2310.12036
+    name="dpo",
+    needs_reference=True,
+    input_names=(*_OF_ROWS, *_OF_PAIRS, *_OF_REFERENCE),
+    settings={
+        "beta": _beta(0.1),
+        "loss_type": ObjectiveSetting(
+            default="sigmoid",
+            choices=("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"),
+        ),
+        "label_smoothing": _SMOOTHING,
+    },
+    check=_check_smoothing,
+    row_inputs=functools.partial(
+        _pair_inputs,
+        factors=_by_loss_type,
+        nll_weight=lambda settings: 0.0,
+        has_reference=True,
     ),
     losses=_losses,
 )

@@ -47,10 +47,13 @@ class JobLosses:
     Attributes:
         loss: Sum of the losses of the slot's rows.
         is_finite: Whether all of the slot's hidden states are finite.
+        nll: Negative log likelihood of each row's label; 0 in rows that are no targets.
+            None in training.
     """
 
     loss: Float[Array, " G"]
     is_finite: Bool[Array, " G"]
+    nll: Float[Array, " T"] | None
 
 
 def embed(decoder: Decoder, batch: PackedBatch) -> Float[Array, "T D"]:
@@ -151,6 +154,7 @@ def losses(
     return JobLosses(
         loss=jnp.where(mine, loss_B, 0.0).sum(axis=1),
         is_finite=(finite_B | ~mine).all(axis=1),
+        nll=nll,
     )
 
 

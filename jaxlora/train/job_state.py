@@ -2,13 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.fresh import blank_adapter, fresh_adapter
 from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.data.pack import JobBatch
+from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
@@ -26,6 +30,9 @@ class JobState:
             may be zeros.
         progress: Progress of the job.
         parked: State of the slot that the job left, while it is paused.
+        references: Log-probabilities of its samples by the base without the adapter,
+            if its objective needs them: of `train`, and of `eval` if there are any.
+            None: they have not been computed.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class JobState:
         self.prepared, self.like, self._draw = prepared, like, draw
         self.progress = JobProgress()
         self.parked: ParkedSlot | None = None
+        self.references: Mapping[str, np.ndarray] | None = None
 
     @property
     def start(self) -> Adapter:
@@ -91,6 +99,16 @@ class JobState:
         return max(weights.rank for weights in self.like.modules.values())
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the job has a state, and has not ended."""
+        return self.has_slot or self.parked is not None
+
+    @property
+    def lacks_references(self) -> bool:
+        """Whether log-probabilities of the base have to be computed."""
+        return self.prepared.objective.needs_reference and self.references is None
+
+    @property
     def awaits_parent(self) -> bool:
         """Whether the job will start as a copy of another one, and has not yet."""
         is_new = self.progress.status == "waiting" and self.parked is None
@@ -103,7 +121,7 @@ class JobState:
             parent: The other job, between two of its global batches.
             state: Its state.
         """
-        self.parked = state
+        self.parked, self.references = state, parent.references
         self.progress = dataclasses.replace(
             parent.progress,
             status="paused",
@@ -128,7 +146,8 @@ class JobState:
     def batch(self, slot: int, step: int) -> JobBatch:
         """Returns the global batch of an optimizer step, for the job in a slot."""
         objective, data = self.prepared.objective, self.prepared.train_data
-        samples = tuple(data.samples[i] for i in self.prepared.sample_numbers(step))
+        numbers = self.prepared.sample_numbers(step)
+        samples = self._referred([data.samples[i] for i in numbers], "train", numbers)
         return JobBatch(
             slot=slot,
             step=step,
@@ -145,11 +164,49 @@ class JobState:
         return JobBatch(
             slot=slot,
             step=0,
-            samples=held_out.samples,
+            samples=self._referred(held_out.samples, "eval", slice(None)),
             weight=1.0,
             objective=self.prepared.objective,
             settings=self.prepared.objective_settings,
         )
+
+    def _referred(
+        self, samples: Sequence[TokenizedSample], which: str, numbers: Any
+    ) -> Sequence[TokenizedSample]:
+        """Returns samples with the log-probabilities of the base, if they are used.
+
+        Args:
+            samples: The samples.
+            which: `train` or `eval`.
+            numbers: Their numbers.
+        """
+        if not self.prepared.objective.needs_reference:
+            return samples
+        assert self.references is not None, f"{self.name} has no references"
+        values = self.references[which][numbers]
+        return tuple(
+            dataclasses.replace(sample, reference_logp=float(value))
+            for sample, value in zip(samples, values, strict=True)
+        )
+
+    def plain_batches(self, slot: int) -> dict[str, JobBatch]:
+        """Returns all samples without references: those of `train`, and of `eval`."""
+        found = {"train": self.prepared.train_data, "eval": self.prepared.eval_data}
+        return {
+            which: JobBatch(
+                slot=slot,
+                step=0,
+                samples=tuple(
+                    dataclasses.replace(sample, reference_logp=0.0)
+                    for sample in data.samples
+                ),
+                weight=1.0,
+                objective=self.prepared.objective,
+                settings=self.prepared.objective_settings,
+            )
+            for which, data in found.items()
+            if data is not None
+        }
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of an optimizer step, counted from 0."""

@@ -32,6 +32,7 @@ from jaxlora.train.saved.continue_job import copy_best_export
 from jaxlora.train.saved.describe_run import resolved_settings, saved_run
 from jaxlora.train.saved.job_states import JobStates
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
+from jaxlora.train.saved.references import write_references
 from jaxlora.train.saved.run_store import RunStore
 from jaxlora.train.suggesting import Suggestions
 
@@ -191,6 +192,7 @@ class Session:
             requests=self._live.requests,
             early_exit=self._early_exit,
             export=self._export,
+            keep_references=self._keep_references,
             send=self._send,
             make_samples=None if run.sampler is None else self._make_samples,
             measure=None if run.meter is None else self._measure,
@@ -313,6 +315,11 @@ class Session:
         """Sends events for the checkpoints and adapters that are on the disk."""
         for event in self._store.written(waits=waits):
             self._send(event)
+
+    def _keep_references(self, job: JobState) -> None:
+        self._lock.check_folder()
+        if processes.is_first():
+            write_references(self._folder, job, self._run.model.fingerprint)
 
     def _export(self, job: JobState) -> None:
         if job.parked is not None:

@@ -39,6 +39,7 @@ from jaxlora.train.saved.continue_job import continue_job
 from jaxlora.train.saved.describe_run import check_resumes
 from jaxlora.train.saved.job_states import restore_jobs
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
+from jaxlora.train.saved.references import read_references
 from jaxlora.train.saved.run_store import RunStore
 from jaxlora.train.session import Session
 from jaxlora.train.suggesting import Suggestions
@@ -268,6 +269,9 @@ class Trainer:
         self._suggestions.restore({} if found is None else found.run.suggested)
         if found is not None:
             restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
+            for job in self.jobs:
+                if job.lacks_references and job.has_begun:
+                    read_references(self.output_dir, job, self.model.fingerprint)
             logger.info("resumed after round %d", found.number)
         self._live.requests.restore(store.saved_requests(found))
         self._continue(self.jobs)

@@ -30,10 +30,13 @@ class TokenizedSample:
         token_ids: The sample's tokens.
         is_target: Whether each token is a target of the loss. The first token is never
             one, because there is no token before it to predict it.
+        reference_logp: Log-probability of the targets, in nats, by the base without an
+            adapter, for objectives that need it.
     """
 
     token_ids: Int32[np.ndarray, " T"]
     is_target: Bool[np.ndarray, " T"]
+    reference_logp: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

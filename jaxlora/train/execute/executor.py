@@ -9,8 +9,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import ParkedSlot, ReadSlot
+from jaxlora.data.pack import JobBatch
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.stream_plan import StreamTick
 
@@ -161,6 +164,18 @@ class Executor(Protocol):
         Returns:
             By slot, the mean loss over the job's held-out target tokens, in nats; NaN
             if a hidden state is not finite.
+        """
+        ...
+
+    def log_likelihoods(self, slot: int, batch: JobBatch) -> np.ndarray:
+        """Returns the log likelihood of the targets of each sample, without dropout.
+
+        Args:
+            slot: The slot whose weights are used; with a free one, those of the base.
+            batch: The samples, for the slot.
+
+        Returns:
+            Sums over the targets of each sample, in nats, float64.
         """
         ...
 

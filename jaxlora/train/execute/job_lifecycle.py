@@ -248,6 +248,8 @@ class JobLifecycle:
 
     def _start(self, job: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""
+        if job.lacks_references:
+            self._refer(job, slot)
         parked, job.parked = job.parked, None
         job.update(status="running", reason="", slot=slot)
         self.by_slot[slot] = job
@@ -260,6 +262,25 @@ class JobLifecycle:
         self._executor.restore(slot, parked, job.like)
         logger.info("%s continues in slot %d", job.name, slot)
         self._send_of(job, JobResumeEvent, slot=slot)
+
+    def _refer(self, job: JobState, slot: int) -> None:
+        """Computes and keeps the log-probabilities of a job's samples by the base.
+
+        The slot is free, so its adapter is zero.
+        """
+        with self._untimed():
+            job.references = {
+                which: self._executor.log_likelihoods(slot, batch)
+                for which, batch in job.plain_batches(slot).items()
+            }
+            self._run.keep_references(job)
+        count = counted(sum(map(len, job.references.values())), "sample")
+        logger.info(
+            "%s: the log-probabilities of %s by the base were computed once, and are "
+            "kept for all steps",
+            job.name,
+            count,
+        )
 
     def _send_of(self, job: JobState, kind: type[JobEvent], **values) -> None:
         """Sends an event of a job at the step that it has reached."""

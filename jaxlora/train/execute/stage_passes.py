@@ -105,7 +105,7 @@ class StagePasses:
             out = run(tables, h)
             assert isinstance(out, JobLosses)
             # Slots share no parameters, so this gives each slot its own gradient.
-            return out.loss.sum(), out
+            return out.loss.sum(), dataclasses.replace(out, nll=None)
 
         tables = self._by_path(params)
         if h is None:

@@ -168,24 +168,50 @@ class StagedExecutor:
     def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, float]:
         """Returns the mean loss over the terms of held-out samples, by slot."""
         batches = {slot: job.eval_batch(slot) for slot, job in jobs.items()}
-
-        def lengths(group: Sample) -> Sequence[int]:
-            samples = batches[group.owner].group(group.index)
-            return [len(sample.token_ids) for sample in samples]
-
-        losses = [
+        queued = [
             self._evaluate(pack_tick(tick, batches, self._limits, self._objectives))
-            for whole in ticks_of(self._side_by_side(batches), self._layout.num_lanes)
-            for tick in self._split_tick(whole, self._limits.capacity, lengths)
+            for tick in self._evaluation_ticks(batches)
         ]
-        host = jax.device_get(everywhere(losses))
-        total = total_losses([out.loss for out in host])
-        flags = [out.is_finite.reshape(-1, self._num_slots) for out in host]
+        host = jax.device_get(everywhere([(o.loss, o.is_finite) for o in queued]))
+        total = total_losses([loss for loss, _ in host])
+        flags = [is_finite.reshape(-1, self._num_slots) for _, is_finite in host]
         is_finite = np.concatenate(flags).all(axis=0)
         return {
             slot: float(total[slot]) / batch.num_terms if is_finite[slot] else math.nan
             for slot, batch in batches.items()
         }
+
+    def log_likelihoods(self, slot: int, batch: JobBatch) -> np.ndarray:
+        """Returns the log likelihood of the targets of each sample, in nats."""
+        batches, size = {slot: batch}, batch.objective.group_size
+        out, queued = np.zeros(len(batch.samples)), []
+        for tick in self._evaluation_ticks(batches):
+            packed = pack_tick(tick, batches, self._limits, self._objectives)
+            queued.append((tick, packed.segment_ids, self._evaluate(packed).nll))
+        found = jax.device_get(everywhere([nll for *_, nll in queued]))
+        for (tick, segments, _), nll in zip(queued, found, strict=True):
+            lanes = len(tick), -1
+            rows = zip(segments.reshape(lanes), nll.reshape(lanes), strict=True)
+            for microbatch, (segment, of_row) in zip(tick, rows, strict=True):
+                is_row = segment >= 0
+                numbers = [g.index * size + i for g in microbatch for i in range(size)]
+                sums = np.bincount(
+                    segment[is_row],
+                    of_row[is_row].astype(np.float64),
+                    minlength=len(numbers),
+                )
+                out[numbers] = -sums
+        return out
+
+    def _evaluation_ticks(self, batches: Mapping[int, JobBatch]) -> Iterator[Tick]:
+        """Yields ticks with all samples of some batches."""
+
+        def lengths(group: Sample) -> Sequence[int]:
+            samples = batches[group.owner].group(group.index)
+            return [len(sample.token_ids) for sample in samples]
+
+        for whole in ticks_of(self._side_by_side(batches), self._layout.num_lanes):
+            yield from self._split_tick(whole, self._limits.capacity, lengths)
 
     def _side_by_side(self, batches: Mapping[int, JobBatch]) -> list[Microbatch]:
         """Packs samples that may run in any order, on all devices at the same time."""

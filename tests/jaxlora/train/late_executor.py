@@ -4,8 +4,11 @@ import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
+
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.data.pack import JobBatch
 from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickSource
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.stream_plan import StreamTick
@@ -107,6 +110,9 @@ class LateExecutor:
 
     def snapshot(self) -> None:
         raise AssertionError("no checkpoint is due")
+
+    def log_likelihoods(self, slot: int, batch: JobBatch) -> np.ndarray:
+        return np.zeros(len(batch.samples))
 
     def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
         return {s: self.eval_loss(r.name, self.steps[s]) for s, r in runs.items()}

@@ -118,6 +118,7 @@ def drive(tmp_path):
                 requests=requests,
                 early_exit=EarlyExit(config, lambda name: False),
                 export=export,
+                keep_references=lambda job: None,
                 send=log.on_event,
             )
             stream = Stream(services, first_round=0)

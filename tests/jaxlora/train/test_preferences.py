@@ -6,13 +6,17 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxlora import LoraJob
+from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.errors import CheckpointError
+from jaxlora.train.execute.staged_executor import StagedExecutor
+from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 SETTINGS = {
     "simpo": {"beta": 2.5, "simpo_gamma": 1.0, "cpo_alpha": 0.3},
     "cpo": {"loss_type": "hinge", "beta": 0.3},
     "orpo": {"beta": 0.5},
+    "dpo": {"loss_type": "robust", "label_smoothing": 0.1},
 }
 
 
@@ -59,8 +63,8 @@ def together(train, jobs, preference_jobs, done):
 
 
 def test_each_job_trains_as_if_it_were_alone(train, jobs, preference_jobs, together):
-    for job in (preference_jobs["simpo"], preference_jobs["orpo"], jobs[3]):
-        alone = train([job], max_concurrent_jobs=4)
+    for job in (*map(preference_jobs.get, ("simpo", "orpo", "dpo")), jobs[3]):
+        alone = train([job], max_concurrent_jobs=5)
         assert_same_training(together, alone, [job.name])
 
 
@@ -69,3 +73,64 @@ def test_layout_does_not_matter(train, jobs, preference_jobs, together):
     both = [jobs[3], *preference_jobs.values()]
     small = train(both, microbatch_tokens=192)
     assert_same_training(together, small, [job.name for job in both])
+
+
+def test_the_reference_is_the_base_without_the_adapter(train, preference_jobs):
+    """At a learning rate of 0, a fresh adapter changes nothing: all rewards are 0.
+
+    Log-probabilities of about 100 nats in float32 differ by 1e-5 in another packing.
+    """
+    still = {"learning_rate": 0.0, "dropout": 0.0, "objective": "dpo"}
+    job = preference_jobs["simpo"].replace(name="still", objective_args={}, **still)
+    found = train([job, job.replace(name="twin", objective_args={"beta": 1.0})])
+    for losses in (*found.losses.values(), *found.evals.values()):
+        assert losses == pytest.approx([np.log(2)] * len(losses), abs=1e-4)
+    # An adapter that is not fresh is not a part of the reference.
+    taught = train([job.replace(learning_rate=2e-2, name="taught")])
+    folder = taught.trainer.output_dir / "adapters" / "taught"
+    start = {"init_from": str(folder), "name": "again"}
+    again = train([job.replace(**start)])
+    assert again.losses["again"][0] != pytest.approx(np.log(2), rel=1e-3)
+    last = taught.evals["taught"][-1]
+    assert again.evals["again"][0] == pytest.approx(last, rel=1e-4)
+
+
+def test_a_resumed_run_ends_in_the_same_bits(
+    model, jobs, preference_jobs, tmp_path, monkeypatch
+):
+    """With the kept log-probabilities of the base, which are not computed again."""
+
+    def trainer(name: str) -> Trainer:
+        config = RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / name),
+            jobs=[jobs[3], *preference_jobs.values()],
+            microbatch_tokens=512,
+            block_tokens=16,
+            slot_rank=8,
+            slot_targets="all-linear",
+            slot_dropout=True,
+            checkpoint_every=1,
+            window_steps=1,
+        )
+        return Trainer(config, model)
+
+    trainer("whole").train()
+    assert trainer("cut").train(callbacks=[InterruptAt(1)]).interrupted
+    kept = tmp_path / "cut" / "references" / "dpo.safetensors"
+    monkeypatch.setattr(StagedExecutor, "log_likelihoods", None)
+    data, moved = kept.read_bytes(), kept.with_suffix(".moved")
+    kept.rename(moved)
+    with pytest.raises(CheckpointError, match="by the base cannot be read"):
+        trainer("cut").train(resume=True)
+    other = data.replace(model.fingerprint.encode(), b"0" * len(model.fingerprint))
+    assert other != data
+    kept.write_bytes(other)
+    with pytest.raises(CheckpointError, match="of other data or of another base"):
+        trainer("cut").train(resume=True)
+    moved.rename(kept)
+    assert not trainer("cut").train(resume=True).interrupted
+    for name in (jobs[3].name, *preference_jobs):
+        file = pathlib.Path("adapters") / name / "adapter_model.safetensors"
+        whole, cut = (tmp_path / run / file for run in ("whole", "cut"))
+        assert whole.read_bytes() == cut.read_bytes()

@@ -1,0 +1,81 @@
+"""Keeps the log-probabilities of a job's samples by the base, as a run resumes.
+
+Recomputed with another layout they would differ in their last bits, and so would all
+further steps.
+"""
+
+import pathlib
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from jaxlora.common.atomic import write_bytes
+from jaxlora.errors import CheckpointError
+from jaxlora.train.job_state import JobState
+
+FOLDER = "references"
+
+
+def write_references(folder: pathlib.Path, job: JobState, base: str) -> None:
+    """Writes the log-probabilities of a job.
+
+    Args:
+        folder: Folder of the run.
+        job: The job.
+        base: Fingerprint of the base.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    assert job.references is not None
+    path = _path(folder, job)
+    path.parent.mkdir(exist_ok=True)
+    arrays = {name: np.asarray(x) for name, x in job.references.items()}
+    write_bytes(path, safetensors.numpy.save(arrays, _key(job, base)))
+
+
+def read_references(folder: pathlib.Path, job: JobState, base: str) -> None:
+    """Reads the log-probabilities of a job that has begun.
+
+    Args:
+        folder: Folder of the run.
+        job: The job.
+        base: Fingerprint of the base.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or is of other data or of
+            another base.
+    """
+    path = _path(folder, job)
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            key = file.metadata()
+            names = list(file.keys())
+            found = {name: file.get_tensor(name) for name in names}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: the log-probabilities of job {job.name!r} by the base cannot be "
+            f"read ({error}). Without them the job cannot go on as it began: restore "
+            "the file, or train into another output_dir."
+        ) from error
+    wanted = {
+        which: len(batch.samples) for which, batch in job.plain_batches(0).items()
+    }
+    sizes = {name: x.size for name, x in found.items()}
+    if key != _key(job, base) or sizes != wanted:
+        raise CheckpointError(
+            f"{path} is of other data or of another base than job {job.name!r} has. "
+            "Restore the file, or train into another output_dir."
+        )
+    job.references = found
+
+
+def _path(folder: pathlib.Path, job: JobState) -> pathlib.Path:
+    return folder / FOLDER / f"{job.name}.safetensors"
+
+
+def _key(job: JobState, base: str) -> dict[str, str]:
+    """Returns what the values were computed from."""
+    data = {k: v or "" for k, v in job.prepared.fingerprints.items() if "data" in k}
+    return {"base": base} | data
