@@ -103,6 +103,9 @@ class Objective:
             number of each row's group in the microbatch (less than the number of rows;
             -1 in padding), which is None if no objective of the run has groups of
             several samples. It is differentiated.
+        metric_names: Names of metrics that are reported beside the loss.
+        metrics: By name, values of each row, of which sums are taken as of the losses;
+            from the same arguments.
     """
 
     name: str
@@ -119,6 +122,11 @@ class Objective:
     losses: Callable[
         [Float[Array, " T"], RowInputs, Int[Array, " T"] | None], Float[Array, " T"]
     ]
+    metric_names: tuple[str, ...] = ()
+    metrics: Callable[
+        [Float[Array, " T"], RowInputs, Int[Array, " T"] | None],
+        dict[str, Float[Array, " T"]],
+    ] = lambda nll, inputs, groups: {}
 
     def settings_of(self, args: Mapping[str, float | str]) -> dict[str, float | str]:
         """Returns the values of all settings, of which a job gives some.

@@ -37,7 +37,12 @@ from jaxlora.errors import ConfigError
 _OF_ROWS = ("side", "nll")
 _OF_PAIRS = (
     *("weight", "chosen_scale", "rejected_scale", "beta", "shift"),
-    *("win", "lose", "hinge", "square"),
+    *("win", "lose", "hinge", "square", "reward"),
+)
+# As TRL names them.
+_METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
 )
 _OF_REFERENCE = ("chosen_reference", "rejected_reference")
 
@@ -46,13 +51,14 @@ class PairLoss(NamedTuple):
     """The factors of a pair's loss; see the module.
 
     Attributes:
-        beta: Scale of the rewards.
-        shift: What is subtracted from their difference.
+        beta: Scale of the difference of the scores.
+        shift: What is subtracted from it.
         win: Factor of softplus(-x).
         lose: Factor of softplus(x).
         hinge: Factor of max(0, 1 - x).
         square: Factor of x^2.
         is_mean: Whether scores are means over tokens, not sums.
+        reward: Reward of a score of 1, which is reported; None: beta.
     """
 
     beta: float
@@ -62,6 +68,7 @@ class PairLoss(NamedTuple):
     hinge: float = 0.0
     square: float = 0.0
     is_mean: bool = False
+    reward: float | None = None
 
 
 def group_sums(
@@ -123,6 +130,7 @@ def _pair_inputs(
         "weight": terms.weight,
         "chosen_scale": scales[0],
         "rejected_scale": scales[1],
+        "reward": loss.beta if loss.reward is None else loss.reward,
     }
     for name in ("beta", "shift", "win", "lose", "hinge", "square"):
         of_pair[name] = getattr(loss, name)
@@ -136,25 +144,62 @@ def _pair_inputs(
     return out
 
 
-class _Scores(NamedTuple):
-    """Scores of the completions of the pair that begins in each row; else 0."""
+class _OfPair(NamedTuple):
+    """Values of both completions of the pair that begins in each row; else 0."""
 
     chosen: Float[Array, " T"]
     rejected: Float[Array, " T"]
 
 
-def _scores(
+def _sums(
     nll: Float[Array, " T"], inputs: RowInputs, groups: Int[Array, " T"] | None
-) -> _Scores:
+) -> _OfPair:
+    """Sums of log-probabilities."""
     assert groups is not None, "an objective of the run has groups"
     side = inputs["side"]
     sums = (group_sums(jnp.where(side == s, -nll, 0.0), groups) for s in (1, -1))
     is_pair = inputs["weight"] > 0
-    chosen, rejected = (jnp.where(is_pair, one, 0.0) for one in sums)
-    if "chosen_reference" in inputs:
-        chosen = chosen - inputs["chosen_reference"]
-        rejected = rejected - inputs["rejected_reference"]
-    return _Scores(chosen * inputs["chosen_scale"], rejected * inputs["rejected_scale"])
+    return _OfPair(*(jnp.where(is_pair, one, 0.0) for one in sums))
+
+
+def _ratios(sums: _OfPair, inputs: RowInputs) -> _OfPair:
+    """Log-ratios to the reference, if there is one."""
+    if "chosen_reference" not in inputs:
+        return sums
+    return _OfPair(
+        sums.chosen - inputs["chosen_reference"],
+        sums.rejected - inputs["rejected_reference"],
+    )
+
+
+def _scaled(sums: _OfPair, inputs: RowInputs) -> _OfPair:
+    return _OfPair(
+        sums.chosen * inputs["chosen_scale"], sums.rejected * inputs["rejected_scale"]
+    )
+
+
+def _metrics(
+    nll: Float[Array, " T"], inputs: RowInputs, groups: Int[Array, " T"] | None
+) -> dict[str, Float[Array, " T"]]:
+    """TRL's metrics, as parts of means over pairs.
+
+    Rewards in DPO are of sums of log-ratios, and otherwise of scores.
+    """
+    logps = _sums(nll, inputs, groups)
+    ratios = _ratios(logps, inputs)
+    if ratios is logps:
+        logps = ratios = _scaled(logps, inputs)
+    chosen, rejected = (inputs["reward"] * one for one in ratios)
+    values = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": jnp.where(chosen > rejected, 1.0, 0.0),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": logps.chosen,
+        "logps/rejected": logps.rejected,
+    }
+    weight = inputs["weight"]
+    return {k: jnp.where(weight > 0, weight * x, 0.0) for k, x in values.items()}
 
 
 def _losses(
@@ -164,7 +209,7 @@ def _losses(
     *,
     f: Callable[[Float[Array, " T"]], Float[Array, " T"]] = lambda score: score,
 ) -> Float[Array, " T"]:
-    scores = _scores(nll, inputs, groups)
+    scores = _scaled(_ratios(_sums(nll, inputs, groups), inputs), inputs)
     x = inputs["beta"] * (f(scores.chosen) - f(scores.rejected)) - inputs["shift"]
     loss = (
         inputs["win"] * jax.nn.softplus(-x)
@@ -207,7 +252,7 @@ def _by_loss_type(settings: Mapping[str, Any]) -> PairLoss:
 
 def _orpo(settings: Mapping[str, Any]) -> PairLoss:
     # The odds have no factor beta; it is the weight of their loss.
-    return PairLoss(1.0, win=settings["beta"], is_mean=True)
+    return PairLoss(1.0, win=settings["beta"], is_mean=True, reward=settings["beta"])
 
 
 def _beta(default: float) -> ObjectiveSetting:
@@ -235,6 +280,8 @@ _of_pairs = functools.partial(
     input_names=(*_OF_ROWS, *_OF_PAIRS),
     num_terms=_num_pairs,
     is_target=_is_target,
+    metric_names=_METRICS,
+    metrics=_metrics,
 )
 SIMPO = _of_pairs(  # arXiv 2405.14734
     name="simpo",

@@ -46,12 +46,15 @@ class JobLosses:
 
     Attributes:
         loss: Sum of the losses of the slot's rows.
+        metrics: Sums of the metrics of the run's objectives, by name; 0 for slots of
+            jobs with another objective.
         is_finite: Whether all of the slot's hidden states are finite.
         nll: Negative log likelihood of each row's label; 0 in rows that are no targets.
             None in training.
     """
 
     loss: Float[Array, " G"]
+    metrics: dict[str, Float[Array, " G"]]
     is_finite: Bool[Array, " G"]
     nll: Float[Array, " T"] | None
 
@@ -145,14 +148,24 @@ def losses(
             for name in decoder.options.objectives
         ],
     )
+    metrics_T: dict[str, Array] = {}
+    for name in decoder.options.objectives:
+        found = OBJECTIVES[name].metrics(nll, batch.loss_inputs[name], batch.group_ids)
+        for key, values in found.items():
+            metrics_T[key] = metrics_T[key] + values if key in metrics_T else values
     num_blocks = batch.block_adapter.shape[0]
     finite_T = jnp.isfinite(hidden).all(axis=-1) | (batch.segment_ids < 0)
     assert decoder.slots is not None
     mine = batch.block_adapter == jnp.arange(decoder.slots.num_slots)[:, None]
-    loss_B = loss_T.reshape(num_blocks, -1).sum(axis=1)
+
+    def by_slot(values_T: Array) -> Array:
+        values_B = values_T.reshape(num_blocks, -1).sum(axis=1)
+        return jnp.where(mine, values_B, 0.0).sum(axis=1)
+
     finite_B = finite_T.reshape(num_blocks, -1).all(axis=1)
     return JobLosses(
-        loss=jnp.where(mine, loss_B, 0.0).sum(axis=1),
+        loss=by_slot(loss_T),
+        metrics={key: by_slot(values) for key, values in metrics_T.items()},
         is_finite=(finite_B | ~mine).all(axis=1),
         nll=nll,
     )

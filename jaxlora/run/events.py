@@ -169,6 +169,7 @@ class StepEvent(JobEvent):
         learning_rate: Learning rate of the step.
         num_tokens: Tokens of the global batch, prompts included.
         num_target_tokens: Tokens whose loss counts.
+        metrics: Metrics of the job's objective, by name.
     """
 
     kind = "step"
@@ -178,6 +179,12 @@ class StepEvent(JobEvent):
     learning_rate: float
     num_tokens: int
     num_target_tokens: int
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def values(self) -> dict[str, Any]:
+        """Returns the JSON values that describe the event in metrics.jsonl."""
+        values = JobEvent.values(self)
+        return values | values.pop("metrics")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +195,7 @@ class EvalEvent(JobEvent):
         eval_loss: Mean over the held-out target tokens, in nats.
         is_best: Whether it is the job's best evaluation so far.
         metric: Value of the sweep's metric of answers; None: there is none.
+        metrics: Metrics of the job's objective, by name.
     """
 
     kind = "eval"
@@ -195,13 +203,15 @@ class EvalEvent(JobEvent):
     eval_loss: float
     is_best: bool
     metric: float | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def values(self) -> dict[str, Any]:
         """Returns the JSON values that describe the event in metrics.jsonl."""
         values = JobEvent.values(self)
         if self.metric is None:
             del values["metric"]
-        return values
+        of_objective = values.pop("metrics")
+        return values | {f"eval_{name}": x for name, x in of_objective.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

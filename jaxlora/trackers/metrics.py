@@ -17,10 +17,12 @@ def job_metrics(event: Event) -> dict[str, float]:
             "train/grad_norm": event.grad_norm,
             "train/learning_rate": event.learning_rate,
             "train/num_tokens": float(event.progress.num_tokens),
+            **{f"train/{name}": value for name, value in event.metrics.items()},
         }
     if isinstance(event, EvalEvent):
         metric = {} if event.metric is None else {EVAL_METRIC: event.metric}
-        return {EVAL_LOSS: event.eval_loss, **metric}
+        more = {f"eval/{name}": value for name, value in event.metrics.items()}
+        return {EVAL_LOSS: event.eval_loss, **metric, **more}
     return {}
 
 

@@ -30,6 +30,7 @@ class StepOutcome:
         num_target_tokens: Tokens whose loss counts.
         is_finite: Whether loss, hidden states and gradient are all finite; if not, the
             adapter was left as it was.
+        metrics: Metrics of the job's objective, by name: means over the global batch.
     """
 
     loss: float
@@ -38,6 +39,7 @@ class StepOutcome:
     num_tokens: int
     num_target_tokens: int
     is_finite: bool
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +155,7 @@ class Executor(Protocol):
         """
         ...
 
-    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, float]:
+    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
         """Evaluates adapters on their held-out samples, without dropout.
 
         Adapters are only read, and pending gradients are kept.
@@ -162,8 +164,9 @@ class Executor(Protocol):
             jobs: Jobs to evaluate, by slot. Their order determines the packing.
 
         Returns:
-            By slot, the mean loss over the job's held-out target tokens, in nats; NaN
-            if a hidden state is not finite.
+            By slot, the job's mean `loss`, for next-token jobs over the held-out target
+            tokens in nats, NaN if a hidden state is not finite; and the metrics of its
+            objective, by name.
         """
         ...
 

@@ -315,6 +315,7 @@ class JobLifecycle:
             learning_rate=outcome.learning_rate,
             num_tokens=outcome.num_tokens,
             num_target_tokens=outcome.num_target_tokens,
+            metrics=outcome.metrics,
         )
 
     @contextlib.contextmanager
@@ -333,11 +334,12 @@ class JobLifecycle:
         if not jobs:
             return
         with self._untimed():
-            losses = self._executor.evaluate({job.slot: job for job in jobs})
-        sound = [job for job in jobs if math.isfinite(losses[job.slot])]
+            values = self._executor.evaluate({job.slot: job for job in jobs})
+        sound = [job for job in jobs if math.isfinite(values[job.slot]["loss"])]
         metrics = self._measure_answers(sound)
         for job in jobs:
-            loss = losses[job.slot]
+            of_objective = values[job.slot]
+            loss = of_objective.pop("loss")
             if not math.isfinite(loss):
                 job.update(status="failed", reason="the evaluation loss is not finite")
                 continue
@@ -347,7 +349,12 @@ class JobLifecycle:
                 with self._untimed():
                     self._run.export(job)
             self._send_of(
-                job, EvalEvent, eval_loss=loss, is_best=is_best, metric=metric
+                job,
+                EvalEvent,
+                eval_loss=loss,
+                is_best=is_best,
+                metric=metric,
+                metrics=of_objective,
             )
         if self._run.early_exit.note(self.jobs, sound):
             self._settled = None  # jobs may have to wait, or to end

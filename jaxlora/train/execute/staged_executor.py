@@ -165,19 +165,27 @@ class StagedExecutor:
 
     # ---- evaluation ----------------------------------------------------------------
 
-    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, float]:
-        """Returns the mean loss over the terms of held-out samples, by slot."""
+    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
+        """Returns the mean loss and metrics over held-out samples, by slot."""
         batches = {slot: job.eval_batch(slot) for slot, job in jobs.items()}
         queued = [
             self._evaluate(pack_tick(tick, batches, self._limits, self._objectives))
             for tick in self._evaluation_ticks(batches)
         ]
-        host = jax.device_get(everywhere([(o.loss, o.is_finite) for o in queued]))
-        total = total_losses([loss for loss, _ in host])
+        wanted = [({"loss": o.loss} | o.metrics, o.is_finite) for o in queued]
+        host = jax.device_get(everywhere(wanted))
+
+        def mean(slot: int, name: str) -> float:
+            total = total_losses([sums[name] for sums, _ in host])
+            return float(total[slot]) / batches[slot].num_terms
+
         flags = [is_finite.reshape(-1, self._num_slots) for _, is_finite in host]
         is_finite = np.concatenate(flags).all(axis=0)
         return {
-            slot: float(total[slot]) / batch.num_terms if is_finite[slot] else math.nan
+            slot: {
+                name: mean(slot, name) if is_finite[slot] else math.nan
+                for name in ("loss", *batch.objective.metric_names)
+            }
             for slot, batch in batches.items()
         }
 

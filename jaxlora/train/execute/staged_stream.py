@@ -33,7 +33,7 @@ class _Steps:
     Attributes:
         batches: The global batches, by slot.
         learning_rates: The learning rates, by slot.
-        losses: By slot, the losses of each tick of the global batch.
+        losses: By slot, the losses and metrics of each tick of the global batch.
         inputs: Settings of the steps.
         measured: For each stage, the measures of all stages, on its devices; empty if
             there is one stage only.
@@ -42,7 +42,7 @@ class _Steps:
 
     batches: dict[int, JobBatch]
     learning_rates: dict[int, float]
-    losses: dict[int, list[jax.Array]]
+    losses: dict[int, list[dict[str, jax.Array]]]
     inputs: OptimizerInputs
     measured: list[tuple[GradientNorms, ...]]
     results: list[StepResult] = dataclasses.field(default_factory=list)
@@ -82,7 +82,8 @@ class StagedStream:
         self._jobs, self._feed = jobs, feed
         self._in_flight = InFlight(layout, bases, slots)
         self._fed: dict[int, FedTick] = {}  # whose steps are not queued yet
-        self._losses: dict[int, list[jax.Array]] = defaultdict(list)  # by slot
+        # By slot.
+        self._losses: dict[int, list[dict[str, jax.Array]]] = defaultdict(list)
         self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
         self._steps: dict[int, _Steps] = {}  # by the tick that they follow
         # Slots that were left, and the last tick in flight that adds gradients to them.
@@ -124,9 +125,9 @@ class StagedStream:
         losses = self._in_flight.run(one)
         if losses is not None:
             self._wait_for_earlier(losses.loss)
-            loss = everywhere(losses.loss)
+            sums = everywhere({"loss": losses.loss} | losses.metrics)
             for slot in {s.owner for s in self._fed[one.tick].samples}:
-                self._losses[slot].append(loss)
+                self._losses[slot].append(sums)
 
     def _wait_for_earlier(self, loss: jax.Array) -> None:
         """Waits if the last stage of a pipeline has too many unfinished ticks."""
@@ -308,9 +309,14 @@ def _step_outcomes(steps: _Steps) -> dict[int, StepOutcome]:
     """Reads the results of steps; waits for the devices to finish them."""
     # All stages have the same result, and the first one has it first.
     losses, result = jax.device_get((steps.losses, steps.results[0]))
+
+    def total(slot: int, name: str) -> float:
+        return float(total_losses([tick[name] for tick in losses[slot]])[slot])
+
     return {
         slot: StepOutcome(
-            loss=float(total_losses(losses[slot])[slot]),
+            loss=total(slot, "loss"),
+            metrics={name: total(slot, name) for name in batch.objective.metric_names},
             grad_norm=float(result.norm[slot]),
             learning_rate=steps.learning_rates[slot],
             num_tokens=batch.num_tokens,

@@ -76,7 +76,12 @@ def test_losses_are_those_of_trl(name, case, dtype):
     with jax.enable_x64(dtype == "float64"):
         nll, inputs, groups = batch.arrays(dtype)
         loss, gradient = jax.value_and_grad(batch.loss)(nll, inputs, groups)
+        metrics = batch.objective.metrics(nll, inputs, groups)
+        found = {name: float(values.sum()) for name, values in metrics.items()}
     assert float(loss) == pytest.approx(case["loss"], rel=tolerance)
+    assert set(found) == set(batch.objective.metric_names)
+    golden = {name: case["metrics"][name] for name in found}
+    assert found == pytest.approx(golden, rel=tolerance, abs=tolerance)
     if "gradient" in case:
         half = len(case["lengths"]) // 2
         golden = [

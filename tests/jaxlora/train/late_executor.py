@@ -114,8 +114,11 @@ class LateExecutor:
     def log_likelihoods(self, slot: int, batch: JobBatch) -> np.ndarray:
         return np.zeros(len(batch.samples))
 
-    def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
-        return {s: self.eval_loss(r.name, self.steps[s]) for s, r in runs.items()}
+    def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
+        return {
+            slot: {"loss": self.eval_loss(run.name, self.steps[slot])}
+            for slot, run in runs.items()
+        }
 
     def wait(self) -> None:
         pass

@@ -8,10 +8,16 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import CheckpointError
+from jaxlora.run.log import read_events
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.outcome import is_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 
+METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
+)
 SETTINGS = {
     "simpo": {"beta": 2.5, "simpo_gamma": 1.0, "cpo_alpha": 0.3},
     "cpo": {"loss_type": "hinge", "beta": 0.3},
@@ -134,3 +140,19 @@ def test_a_resumed_run_ends_in_the_same_bits(
         file = pathlib.Path("adapters") / name / "adapter_model.safetensors"
         whole, cut = (tmp_path / run / file for run in ("whole", "cut"))
         assert whole.read_bytes() == cut.read_bytes()
+
+
+def test_metrics_are_reported_as_trl_names_them(jobs, preference_jobs, together):
+    events = read_events(together.trainer.output_dir / "metrics.jsonl")
+    for job in preference_jobs.values():
+        for kind, prefix in (("step", ""), ("eval", "eval_")):
+            found = [e for e in events if is_of(e, kind, job.name)]
+            assert found
+            for event in found:
+                of = {name: event[f"{prefix}{name}"] for name in METRICS}
+                margin = of["rewards/chosen"] - of["rewards/rejected"]
+                assert of["rewards/margins"] == pytest.approx(margin, abs=1e-4)
+                assert 0 <= of["rewards/accuracies"] <= 1
+                assert of["logps/chosen"] < 0 > of["logps/rejected"]
+    others = [e for e in events if e.get("job") == jobs[3].name]
+    assert not any("rewards" in key for event in others for key in event)
