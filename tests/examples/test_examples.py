@@ -19,6 +19,14 @@ def test_two_jobs(clone):
         assert (clone / job["folder"] / "adapter_config.json").is_file()
 
 
+def test_preferences(clone):
+    assert main(["train", "examples/preferences.yaml"]) == 0
+    summary = json.loads((clone / "runs/preferences/summary.json").read_text())
+    assert len(summary["jobs"]) == 4
+    for job in summary["jobs"].values():
+        assert job["last_eval"] < job["first_eval"] - 0.5
+
+
 def test_sweep(clone, capsys):
     report = run_script("sweep")["result"].sweep
     stopped = [trial.progress.stopped_by for trial in report.trials]
