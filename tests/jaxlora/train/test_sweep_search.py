@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+import shutil
 
 import pytest
 
@@ -114,3 +115,8 @@ def test_a_search_that_stops_suggests_the_same(make, model, monkeypatch):
         assert other.bytes == whole.bytes
     events = read_events(pathlib.Path(killed.output_dir) / "metrics.jsonl")
     assert {e["job"] for e in events if e["event"] == "eval"} == set(rates)
+
+    # A trainer that trains again begins with the draws alone.
+    shutil.rmtree(whole.trainer.output_dir)
+    again = Outcome(whole.trainer, whole.trainer.train(), model)
+    assert again.progress == whole.progress and again.bytes == whole.bytes
