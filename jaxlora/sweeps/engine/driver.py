@@ -259,8 +259,6 @@ class Driver:
         self._send(number, m.Give(name=found.name, sources=sources, settings=settings))
         if found.stop is not None:
             self._ask(found, "stop", found.stop)
-        elif found.held is not None:
-            self._ask(found, "pause", found.held)
 
     # ---- messages from workers -----------------------------------------------------
 

@@ -18,6 +18,7 @@ from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.ledger import LEDGER_FILE, Ledger
 from jaxlora.sweeps.engine.placement import Group
+from jaxlora.sweeps.engine.pool import keep_adapter
 from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
@@ -259,6 +260,18 @@ def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="group 0 cannot train: rank is 9"):
         make(workers=Refusing()).run()
+
+
+def test_an_adapter_that_was_moved_before_a_kill_is_found(tmp_path):
+    """The driver may die between the move and the record of the end."""
+    folder = tmp_path / "groups" / "0-1" / "adapters" / "c0"
+    assert keep_adapter(tmp_path, "c0", folder) is None
+    for text in ("first", "again"):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(text)
+        assert keep_adapter(tmp_path, "c0", folder) == "adapters/c0"
+    assert keep_adapter(tmp_path, "c0", folder) == "adapters/c0"
+    assert (tmp_path / "adapters" / "c0" / "weights").read_text() == "again"
 
 
 def test_the_ledger_drops_a_record_that_was_cut_short(make, tmp_path):
