@@ -38,6 +38,9 @@ class GroupControl(Callback):
 
     It is the run's `SweepControl` and one of its callbacks. The thread that listens to
     the driver calls `receive` and `end`; the thread that trains calls the others.
+
+    Attributes:
+        has_begun: Whether the run has begun, so that it ends by a checkpoint.
     """
 
     def __init__(self, link: Link, rules: Sequence[ExitRule]):
@@ -48,7 +51,7 @@ class GroupControl(Callback):
             rules: The rules of early exit, which say where jobs are compared.
         """
         self._link, self._rules = link, tuple(rules)
-        self.version = 0
+        self.version, self.has_begun = 0, False
         self._changed = threading.Condition()
         # What the thread that listens has received:
         self._inbox: list[m.ToWorker] = []
@@ -298,6 +301,7 @@ class GroupControl(Callback):
 
     def on_run_start(self, event: events.RunStartEvent) -> None:
         """The data of all jobs were read."""
+        self.has_begun = True
         self._link.send(m.Ready(jobs=[_facts(job) for job in self._trainer.jobs]))
 
     def on_job_add(self, event: events.JobAddEvent) -> None:

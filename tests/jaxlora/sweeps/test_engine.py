@@ -149,6 +149,15 @@ def test_halving_over_groups(make):
     assert steps == [4, 4, 4, 2, 2, 1, 1, 1, 1]
 
 
+def test_evaluations_are_known_once_also_without_rules(make, tmp_path):
+    """The report draws them, and a driver that continues finds them in the ledger."""
+    driver = make(jobs=2, workers=InstantWorkers(dies=1))
+    driver.run()
+    points = {f"c{i}": [(s, loss_of(f"c{i}", s)) for s in range(1, 5)] for i in (0, 1)}
+    assert driver.state.decisions.points == points
+    assert make(jobs=2).state.decisions.points == points
+
+
 def test_requests(make, tmp_path):
     """Each is answered when the ledger has its effect, and repeats change nothing."""
     mailbox, asked, answers = Mailbox(tmp_path), [], {}

@@ -1,17 +1,20 @@
 """A worker follows its driver; here without a model."""
 
 import pathlib
+import signal
 import types
 
 import pytest
 
 from jaxlora import LoraJob, Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.run.events import ExportEvent, JobEndEvent
+from jaxlora.run.events import ExportEvent, JobEndEvent, RunStartEvent
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine import worker
 from jaxlora.sweeps.engine.group_control import GroupControl
 from jaxlora.sweeps.engine.link import Link
+from jaxlora.train.ending import StopRequest
 from jaxlora.train.job_state import JobState
 
 
@@ -20,7 +23,11 @@ class Job(JobState):
 
     def __init__(self, name: str):
         settings = LoraJob(name=name, data={"path": "a"}, eval_fraction=0.1)
-        self.prepared = types.SimpleNamespace(settings=settings, num_steps=4)
+        self.prepared = types.SimpleNamespace(
+            settings=settings, num_steps=4, batch_tokens=9.0, eval_data=object()
+        )
+        modules = {"q_proj": types.SimpleNamespace(rank=4)}
+        self.like = types.SimpleNamespace(modules=modules)
         self.progress, self.parked = JobProgress(), None
 
 
@@ -138,6 +145,33 @@ def test_an_end_is_reported_when_the_best_weights_are_there(control):
     control._continued["c1"], control._came_with["c1"] = pathlib.Path("there"), 2
     control.on_job_end(end_of(other))
     assert sent.pop().folder == str(pathlib.Path("there/adapters/c1").absolute())
+
+
+def test_signals_from_a_scheduler_and_the_driver_let_a_run_end(control, monkeypatch):
+    driver, ended = worker._Driver(), []
+    monkeypatch.setattr(worker.os, "_exit", ended.append)
+    before = signal.signal(signal.SIGTERM, driver.on_signal)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert ended.pop() == 1  # nothing was trained
+        driver.attach(control)
+        control.on_run_start(
+            RunStartEvent(
+                round=0,
+                jobs=(),
+                output_dir=control.trainer.output_dir,
+                num_slots=1,
+                is_resumed=False,
+            )
+        )
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert not ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def end_of(job: Job) -> JobEndEvent:
