@@ -7,6 +7,7 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import CheckpointError, ConfigError, ProcessError
+from jaxlora.run.folder import SWEEP_LEDGER, check_folder
 from jaxlora.run.live.client import send
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.status_file import read_status
@@ -16,7 +17,7 @@ from jaxlora.sweeps.engine import driver as driver_module
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.driver import Driver
-from jaxlora.sweeps.engine.ledger import LEDGER_FILE, Ledger
+from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.placement import Group
 from jaxlora.sweeps.engine.pool import keep_adapter
 from jaxlora.sweeps.engine.run import check_same_sweep
@@ -285,7 +286,7 @@ def test_an_adapter_that_was_moved_before_a_kill_is_found(tmp_path):
 
 def test_the_ledger_drops_a_record_that_was_cut_short(make, tmp_path):
     make().run()
-    path = tmp_path / LEDGER_FILE
+    path = tmp_path / SWEEP_LEDGER
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"kind": "given", "na')
     ledger = Ledger(tmp_path)
@@ -296,6 +297,14 @@ def test_the_ledger_drops_a_record_that_was_cut_short(make, tmp_path):
     path.write_bytes(b"{}\n" + whole)
     with pytest.raises(CheckpointError, match="line 1 is not a record"):
         Ledger(tmp_path)
+
+
+def test_a_run_of_one_process_leaves_a_sweep_alone(make, tmp_path):
+    """Without groups, the same run file would begin anew in the same folder."""
+    make()
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match=r"several groups.*with sweep.groups"):
+            check_folder(tmp_path, resume=resume)
 
 
 def test_two_drivers_on_one_folder_are_refused(tmp_path):
