@@ -114,6 +114,10 @@ class Driver:
             self._end_workers(is_finished=self.state.is_over())
             remove_unused(self._folder, self.state)
             each_round(self)
+        except ConfigError:
+            logger.warning("a group cannot train: the others save what they have done")
+            self._end_workers(is_finished=False)
+            raise
         finally:
             self._workers.close()
         return not self.state.is_over()
@@ -162,7 +166,11 @@ class Driver:
         for number, group in enumerate(self.groups):
             if group.is_live:
                 if now - group.heard > _SILENT_SECONDS:
-                    logger.warning("group %d: silent for too long", number)
+                    logger.warning(
+                        "group %d: no message in %g minutes; its worker is killed",
+                        number,
+                        _SILENT_SECONDS / 60,
+                    )
                     group.heard = now
                     self._workers.kill(number)
             elif (
@@ -289,7 +297,7 @@ class Driver:
                     self._end(number, name, progress, folder)
                 case m.Saved(name=name, is_released=is_released):
                     self._saved(number, name, is_released=is_released)
-                case m.Failed(reason=reason, is_final=True):
+                case m.Failed(reason=reason, is_final=True) if not self.is_ending:
                     raise ConfigError(f"group {number} cannot train: {reason}")
                 case m.Failed(reason=reason):
                     logger.warning("group %d: %s", number, reason)

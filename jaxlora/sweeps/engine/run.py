@@ -7,6 +7,7 @@ import math
 import pathlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -181,7 +182,10 @@ def _open_workers(config: RunConfig) -> Iterator[Workers]:
 
 
 class _StopRequest:
-    """Context manager in which the first SIGINT or SIGTERM only asks for the end."""
+    """Context manager in which the first SIGINT or SIGTERM only asks for the end.
+
+    Outside the main thread, where Python cannot install handlers, it does nothing.
+    """
 
     def __init__(self):
         self._requested, self._before = False, {}
@@ -190,6 +194,8 @@ class _StopRequest:
         return self._requested
 
     def __enter__(self) -> "_StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._note)
         return self

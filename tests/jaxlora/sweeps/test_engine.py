@@ -265,11 +265,16 @@ def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
 
     class Refusing(InstantWorkers):
         def train(self, held):
-            yield m.Failed(reason="rank is 9", is_final=True)
+            if held == ["c0"]:
+                yield m.Failed(reason="rank is 9", is_final=True)
+            yield from super().train(held)
 
     monkeypatch.undo()
+    workers = Refusing()
+    driver = make(workers=workers)
     with pytest.raises(ConfigError, match="group 0 cannot train: rank is 9"):
-        make(workers=Refusing()).run()
+        driver.run()
+    assert workers.finished == {0, 1}  # asked to save what they have done
 
 
 def test_an_adapter_that_was_moved_before_a_kill_is_found(tmp_path):
