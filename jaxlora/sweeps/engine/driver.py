@@ -1,4 +1,4 @@
-"""Drives a sweep over several groups: who trains what, and what ends early.
+"""Drives a sweep over several groups: which group trains what, and what ends early.
 
 Each round takes what the workers have sent, decides, writes the records of all that to
 the ledger, and only then sends messages. So after a kill at any time, nothing that a
@@ -223,7 +223,7 @@ class Driver:
             "; the group is given up" if group.is_given_up else "",
         )
 
-    # ---- who trains what -----------------------------------------------------------
+    # ---- which group trains what ---------------------------------------------------
 
     def _assign(self) -> None:
         """Gives configurations to groups that have free slots, in the queue's order."""
