@@ -13,7 +13,7 @@ from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import RunLock
 from jaxlora.run.message import ControlRequest
-from jaxlora.sweeps.engine import driver as driver_module
+from jaxlora.sweeps.engine import fleet
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.driver import Driver
@@ -249,7 +249,7 @@ def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch
     driver = make(workers=InstantWorkers(dies=5))
     assert not driver.run() and set(statuses(driver).values()) == {"finished"}
     assert [group.is_given_up for group in driver.groups] == [True, False]
-    monkeypatch.setattr(driver_module, "_MOST_FAILURES", 2)
+    monkeypatch.setattr(fleet, "_MOST_FAILURES", 2)
     with pytest.raises(ProcessError, match=r"all 2 groups .* 2 times.*--resume"):
         make(jobs=5, workers=InstantWorkers(dies=99)).run()
 
@@ -257,7 +257,7 @@ def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch
 def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
     make, monkeypatch
 ):
-    monkeypatch.setattr(driver_module, "_SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(fleet, "_SILENT_SECONDS", -1.0)
     workers = InstantWorkers()
     with pytest.raises(ProcessError):
         make(workers=workers).run()
