@@ -92,6 +92,7 @@ def _train_groups(
     """Trains a sweep in several groups of devices; returns the exit status."""
     from jaxlora.errors import ConfigError
     from jaxlora.sweeps.engine.run import run_groups
+    from jaxlora.train.report.summary import print_summary
 
     assert config.sweep is not None
     if is_member:
@@ -106,14 +107,12 @@ def _train_groups(
             f"{config.sweep.groups_text}. Leave it out."
         )
     result = run_groups(config, resume=arguments.resume)
-    return _report(result)
-
-
-def _report(result: "RunResult") -> int:
-    """Prints the result of a run; returns the exit status."""
-    from jaxlora.train.report.summary import print_summary
-
     print_summary(result)
+    return _status(result)
+
+
+def _status(result: "RunResult") -> int:
+    """Returns the exit status of a run."""
     if result.interrupted:
         return 130
     return int(any(job.progress.status == "failed" for job in result.jobs))
@@ -127,6 +126,7 @@ def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int
     from jaxlora.run.folder import check_folder
     from jaxlora.run.lock import check_not_in_use
     from jaxlora.train.report.run_callbacks import KeepRunFile
+    from jaxlora.train.report.summary import print_summary
     from jaxlora.train.trainer import Trainer
 
     folder = pathlib.Path(config.output_dir)
@@ -137,8 +137,8 @@ def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int
         resume=arguments.resume, drop_state=arguments.drop_state, callbacks=callbacks
     )
     if processes.is_first():
-        return _report(result)
-    return 130 if result.interrupted else 0
+        print_summary(result)
+    return _status(result)
 
 
 COMMAND = Command(

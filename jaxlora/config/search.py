@@ -105,7 +105,11 @@ class SuggestedSettings:
     """
 
     def __init__(
-        self, search: Search, kind: type[StrictModel], jobs: Sequence[StrictModel]
+        self,
+        search: Search,
+        kind: type[StrictModel],
+        jobs: Sequence[StrictModel],
+        left_out: Mapping[str, Mapping[str, float]] | None = None,
     ):
         """Makes the object.
 
@@ -113,22 +117,38 @@ class SuggestedSettings:
             search: The search.
             kind: The class of a job.
             jobs: The jobs that there are, none of which is made again.
+            left_out: The place on each axis of those that were suggested and did not
+                fit the run, by name. None of them is made again either.
         """
         self.axes = axes_of(search.parameters, kind, [])
         self._search, self._kind, self._namer = search, kind, Namer()
-        self._there = {settings_key(job.model_dump(mode="json")) for job in jobs}
-        for job in jobs:
+        others = [
+            kind.model_validate(self._settings_at(place)[1] | {"name": name})
+            for name, place in (left_out or {}).items()
+        ]
+        self._there = {_key(job) for job in (*jobs, *others)}
+        for job in (*jobs, *others):
             self._namer.reserve(getattr(job, "name", ""))
 
     def at(self, places: Mapping[str, float]) -> dict[str, Any]:
         """Returns the settings of the configuration at places on the axes."""
+        settings, made = self._settings_at(places)
+        prefix = self._search.template.get("name", "")
+        return made | {"name": self._namer.name(prefix, settings, self.axes)}
+
+    def _settings_at(
+        self, places: Mapping[str, float]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the settings that are varied, and all but the name."""
         template, kind = self._search.template, self._kind
         point = values_at(self.axes, places)
         settings = resolve_point(point, self.axes, template, kind)
-        made = with_settings(template, settings, kind)
-        name = self._namer.name(template.get("name", ""), settings, self.axes)
-        return made | {"name": name}
+        return settings, with_settings(template, settings, kind)
 
     def is_there(self, job: StrictModel) -> bool:
         """Whether there is a job of equal settings."""
-        return settings_key(job.model_dump(mode="json")) in self._there
+        return _key(job) in self._there
+
+
+def _key(job: StrictModel) -> str:
+    return settings_key(job.model_dump(mode="json"))

@@ -19,6 +19,7 @@ from jaxlora.plan.cost import PlannedTime, check_fits, memory_need
 from jaxlora.plan.foretell import foretell
 from jaxlora.plan.sweep_groups import PlannedGroups, plan_groups
 from jaxlora.run.folder import (
+    SWEEP_LEDGER,
     as_begun,
     check_folder,
     check_writable,
@@ -134,7 +135,9 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
 
     def check_output_dir() -> None:
         check_writable(output_dir)
-        check_folder(output_dir, resume=read_run_record(output_dir) is not None)
+        has_groups = config.sweep is not None and config.sweep.has_groups
+        if not (has_groups and (output_dir / SWEEP_LEDGER).exists()):
+            check_folder(output_dir, resume=read_run_record(output_dir) is not None)
 
     run = prepare_run(
         as_begun(config),

@@ -141,15 +141,18 @@ def _cheapest(
 def _costs(
     plan: RunPlan, machine: Machine, mesh: str, ranks: Sequence[int], longest: int
 ) -> GroupCosts | None:
-    """Returns the costs of groups with a mesh; None if the base does not fit."""
-    config, low, high = plan.config.replace(mesh=mesh), ranks[0], ranks[-1]
-    sizes = config.mesh_sizes
+    """Returns the costs of groups with a mesh; None if the run cannot have it."""
+    low, high = ranks[0], ranks[-1]
     try:
+        config = plan.config.replace(mesh=mesh)
+        sizes = config.mesh_sizes
         base_specs_of(plan.model.config, plan.model.dtype, sizes.fsdp)
         narrow, wide = (
             MeshStages.of(config, _with_slot(plan.spec, rank)) for rank in (low, high)
         )
-    except (ValueError, ConfigError):  # the model does not divide into so many parts
+    except (ValueError, ConfigError):
+        # The model does not divide into so many parts, or a setting of the run, such
+        # as pipeline_microbatches, is of smaller meshes.
         return None
     room = _room(plan, machine, config, wide, longest)
     if room is None:

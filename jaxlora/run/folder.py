@@ -36,6 +36,7 @@ REPLACED = (
     PICTURE,
     *SWEEP_FILES,
 )
+SWEEP_LEDGER = "sweep.jsonl"  # of a sweep over several groups of devices
 ADAPTERS = "adapters"
 MERGED = "merged"  # the best configuration of a sweep, with its base
 CHECKPOINTS = "checkpoints"
@@ -155,7 +156,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
 
     Raises:
         CheckpointError: A run has begun in the folder and `resume` is false, or none
-            has begun and `resume` is true.
+            has begun and `resume` is true; or it holds a sweep over several groups.
         StorageError: A new run would replace a file in the folder.
     """
     has_begun = os.path.lexists(folder / RUN_FILE)
@@ -167,6 +168,12 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
         raise CheckpointError(
             f"{folder} already holds a run. Resume it (resume=True, or --resume), or "
             "choose another output_dir."
+        )
+    if os.path.lexists(folder / SWEEP_LEDGER):
+        raise CheckpointError(
+            f"{folder} holds a sweep over several groups of devices: there is "
+            f"{SWEEP_LEDGER}. Resume it with sweep.groups (or sweep.ray) in the run "
+            "file, or choose another output_dir."
         )
     if not resume:
         _check_replaces_nothing(folder)

@@ -89,15 +89,14 @@ class Decisions:
             standings: All configurations.
             metrics: By configuration, its value of the sweep's metric of answers.
         """
-        stops = {}
-        if not self.rules:
-            return Decided()
-        names = []
+        stops, names = {}, []
         for name, step, loss in evaluated:
             self.points.setdefault(name, []).append((step, loss))
             if metrics and name in metrics:
                 self.metrics.setdefault(name, []).append((step, metrics[name]))
             names.append(name)
+        if not self.rules:
+            return Decided()
         curves = _Curves(self, standings)
         for name in names:
             stop = judge(name, curves, self.rules)

@@ -178,8 +178,8 @@ def _below_median(name: str, curves: Mapping[str, Curve], rule: ExitRule) -> str
     if min(own) <= middle:
         return ""
     return (
-        f"its best {curve.word} is {curve.text(min(own))}, and the median of the mean "
-        f"ones of {len(others)} others is {curve.text(middle)}"
+        f"its best {curve.word} is {curve.text(min(own))}, and the median of the means "
+        f"of {len(others)} others is {curve.text(middle)}"
     )
 
 
@@ -205,7 +205,7 @@ def _asha(name: str, curves: Mapping[str, Curve], rule: ExitRule) -> str:
             return (
                 f"its {curve.word} is {curve.text(loss)} at step {step} of "
                 f"{curve.num_steps}, and the best 1/{rule.eta} of {len(others)} others "
-                f"begins at {curve.text(cutoff)}"
+                f"reached {curve.text(cutoff)} or better"
             )
     return ""
 

@@ -112,7 +112,10 @@ class Suggestions:
     def _suggest(
         self, search: Search, jobs: Sequence[JobState], tried: Sequence[Tried]
     ) -> LoraJob | None:
-        made = SuggestedSettings(search, LoraJob, [job.settings for job in jobs])
+        names = {job.name for job in jobs}
+        left_out = {n: place for n, place in self.points.items() if n not in names}
+        settings = [job.settings for job in jobs]
+        made = SuggestedSettings(search, LoraJob, settings, left_out)
         number = len(self.points)
         found = suggestions(made.axes, search.seed, number, tried)
         for _ in range(_MOST_ASKED):

@@ -281,11 +281,12 @@ class Trainer:
         """Drops what was suggested after the checkpoint, as it is suggested again."""
         known = {} if found is None else found.run.progress
         record = store.record
-        suggested = processes.from_first(
+        recorded = processes.from_first(
             lambda: [] if record is None else record.suggested
         )
-        for name in suggested:
-            if name not in known:
+        # An earlier call of `train` may have suggested some that are not recorded.
+        for name in {*recorded, *self._suggestions.saved()} - known.keys():
+            if name in self._live.added:
                 self._live.drop(name)
 
     def _reset(self) -> None:

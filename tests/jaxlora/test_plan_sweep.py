@@ -11,9 +11,9 @@ from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan import plan_run_groups
-from jaxlora.plan.forecast import _resolve
 from jaxlora.plan.sweep_groups import draw_groups, plan_groups, print_groups
 from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.prepare_run import prepare_run
 from tests import tiny
 
 TOKENS = 512  # of each sample
@@ -50,8 +50,8 @@ def run(tmp_path_factory):
 
 def planned(config: RunConfig, gpus: str):
     with planned_for(parse_machine(gpus).planned(0.75)):
-        plan, jobs = _resolve(config, "2026-01-01T00:00:00")
-        return plan, jobs, plan_groups(plan, jobs, this_machine())
+        run = prepare_run(config, None, "2026-01-01T00:00:00")
+        return run.plan, run.jobs, plan_groups(run.plan, run.jobs, this_machine())
 
 
 def test_groups_of_a_sweep(run, tmp_path):
@@ -72,6 +72,11 @@ def test_groups_of_a_sweep(run, tmp_path):
     assert "price" in text and "data sheet" in text
     draw_groups(groups, tmp_path / "groups.png")
     assert (tmp_path / "groups.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_setting_of_smaller_meshes_leaves_larger_ones_out(run):
+    config = run(rank=[8]).replace(pipeline_microbatches=1)
+    assert planned(config, "h100x2")[2].meshes == {1: "fsdp=1", 2: "fsdp=2"}
 
 
 def test_a_configuration_alone_takes_the_time_of_its_microbatches(run):

@@ -1,8 +1,7 @@
-"""Drives a sweep over several groups: who trains what, and what ends early.
+"""Drives a sweep over several groups: which group trains what, and what ends early.
 
-Each round takes what the workers have sent, decides, writes the records of all that to
-the ledger, and only then sends messages. So after a kill at any time, nothing that a
-worker was told is missing in the ledger, and a second start continues from it.
+Each round takes what the workers have sent, decides, and lets `Journal` write what has
+happened and send what follows. A second start continues from the ledger.
 """
 
 import dataclasses
@@ -12,25 +11,21 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob
-from jaxlora.errors import ConfigError, ProcessError
+from jaxlora.errors import ConfigError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine.fleet import ROUND_SECONDS, Fleet
+from jaxlora.sweeps.engine.journal import Journal
 from jaxlora.sweeps.engine.ledger import Ledger, Record
 from jaxlora.sweeps.engine.placement import Group, choose_group, free_slots, moves
-from jaxlora.sweeps.engine.pool import GROUPS, keep_adapter, remove_unused
+from jaxlora.sweeps.engine.pool import keep_adapter, remove_unused
 from jaxlora.sweeps.engine.state import Configuration, SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
 from jaxlora.sweeps.source import Source
 
 logger = logging.getLogger(__name__)
 
-_ROUND_SECONDS = 0.5
-_RETRY_SECONDS = 5.0  # between two attempts to start a group whose devices are gone
-_MOST_FAILURES = 3  # losses in a row, without a step between them
-_SILENT_SECONDS = 1800.0  # the longest compilation, after which a worker has hung
-_END_SECONDS = 120.0
 _REMOVE_SECONDS = 10.0  # between two looks for checkpoints that nobody needs
 
 
@@ -40,7 +35,6 @@ class Driver:
     Attributes:
         state: The configurations.
         groups: The groups, by number.
-        is_ending: Whether no further work is given.
     """
 
     def __init__(
@@ -62,16 +56,15 @@ class Driver:
             groups: The groups.
             source: Suggests further configurations; None: there are none.
         """
-        self._folder, self._ledger, self._workers = folder, ledger, workers
-        self.state, self.groups, self._source = state, groups, source
-        self._records: list[Record] = []
-        self._outbox: dict[int, list[m.ToWorker]] = {}
-        self.is_ending, self._removed = False, 0.0
+        self._folder, self._workers, self._source = folder, workers, source
+        self.state, self.groups, self._removed = state, groups, 0.0
+        self._journal = Journal(state, ledger, workers)
+        self._fleet = Fleet(folder, state, groups, workers, self._journal)
         for record in ledger.records:
             state.apply(record)
             self._repeat(record)
         ledger.records.clear()
-        self._record("begin")
+        self._journal.record("begin")
         self._review()
 
     def _repeat(self, record: Record) -> None:
@@ -82,6 +75,11 @@ class Driver:
             self._source.repeat(LoraJob.model_validate(record["settings"]))
         elif record["kind"] == "ended":
             self._source.tell(record["name"], record["progress"]["best_eval"])
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether no further work is given."""
+        return self._fleet.is_ending
 
     # ---- the loop ------------------------------------------------------------------
 
@@ -105,117 +103,24 @@ class Driver:
         try:
             each_round(self)  # it may resume what was paused
             while not is_asked_to_end() and not self._is_over():
-                self._start_groups()
+                self._fleet.start_due()
                 self._assign()
-                self._flush()
-                self._take(self._workers.receive(_ROUND_SECONDS))
+                self._journal.flush()
+                self._take(self._workers.receive(ROUND_SECONDS))
                 each_round(self)
-            self._flush()
-            self._end_workers(is_finished=self.state.is_over())
+            self._journal.flush()
+            self._fleet.end(self._take, is_finished=self.state.is_over())
             remove_unused(self._folder, self.state)
             each_round(self)
+        except ConfigError:
+            logger.warning("a group cannot train: the others save what they have done")
+            self._fleet.end(self._take, is_finished=False)
+            raise
         finally:
             self._workers.close()
         return not self.state.is_over()
 
-    def _record(self, kind: str, **values: Any) -> None:
-        record = {"kind": kind, **values}
-        self.state.apply(record)
-        self._records.append(record)
-
-    def _send(self, group: int, *messages: m.ToWorker) -> None:
-        self._outbox.setdefault(group, []).extend(messages)
-
-    def _flush(self) -> None:
-        """Writes the records, and then lets others know."""
-        self._ledger.append(self._records)
-        self._records = []
-        outbox, self._outbox = self._outbox, {}
-        for group, messages in outbox.items():
-            self._workers.send(group, messages)
-
-    def _end_workers(self, *, is_finished: bool) -> None:
-        """Lets all workers end, and takes what they still send."""
-        self.is_ending = True
-        end = time.monotonic() + _END_SECONDS
-        live = [g for g, group in enumerate(self.groups) if group.is_live]
-        for group in live:
-            if is_finished:
-                self._workers.send(group, [m.Finish()])
-            else:
-                self._workers.interrupt(group)
-        while any(group.is_live for group in self.groups):
-            if time.monotonic() > end:
-                late = [g for g, group in enumerate(self.groups) if group.is_live]
-                logger.warning("groups %s do not end; killing them", late)
-                for group in late:
-                    self._workers.kill(group)
-                    self.groups[group].is_live = False
-            self._take(self._workers.receive(_ROUND_SECONDS))
-            self._flush()
-
-    # ---- groups --------------------------------------------------------------------
-
-    def _start_groups(self) -> None:
-        """Starts workers where there are none, and ends those that hang."""
-        now = time.monotonic()
-        for number, group in enumerate(self.groups):
-            if group.is_live:
-                if now - group.heard > _SILENT_SECONDS:
-                    logger.warning("group %d: silent for too long", number)
-                    group.heard = now
-                    self._workers.kill(number)
-            elif (
-                not group.is_given_up
-                and now >= group.next_start
-                and self._needs(number)
-            ):
-                self._start(number, group)
-        if all(group.is_given_up for group in self.groups):
-            raise ProcessError(
-                f"the workers of all {counted(len(self.groups), 'group')} have ended "
-                f"{_MOST_FAILURES} times in a row without a step. See their logs in "
-                f"{self._folder / GROUPS}; then continue with --resume."
-            )
-
-    def _needs(self, number: int) -> bool:
-        """Whether there is work for another group."""
-        return bool(self.state.queue()) or not self.state.starts.get(number)
-
-    def _start(self, number: int, group: Group) -> None:
-        name = f"{GROUPS}/{number}-{self.state.starts.get(number, 0) + 1}"
-        folder = self._folder / name
-        self._record("start", group=number, folder=name)
-        self._flush()  # so that the next driver knows of the folder
-        if not self._workers.start(number, folder):
-            self._record("lost", group=number, reason="its devices are not there")
-            group.next_start = time.monotonic() + _RETRY_SECONDS
-            return
-        group.is_live, group.heard = True, time.monotonic()
-        run = {**group.run, "output_dir": str(folder)}
-        self._send(number, m.Begin(run=run))
-        logger.info("group %d: started in %s", number, folder)
-
-    def _lose(self, number: int, reason: str) -> None:
-        group = self.groups[number]
-        group.is_live, group.tokens_per_second = False, None
-        self._outbox.pop(number, None)
-        if self.is_ending:
-            return
-        num_held = len(self.state.of_group(number))
-        self._record("lost", group=number, reason=reason)
-        group.failures += 1
-        group.is_given_up = group.failures >= _MOST_FAILURES
-        logger.warning(
-            "group %d is lost: %s. Its %s from the last checkpoint%s",
-            number,
-            reason,
-            counted(num_held, "configuration")
-            + (" go on" if num_held != 1 else " goes on"),
-            "; the group is given up" if group.is_given_up else "",
-        )
-
-    # ---- who trains what -----------------------------------------------------------
+    # ---- which group trains what ---------------------------------------------------
 
     def _assign(self) -> None:
         """Gives configurations to groups that have free slots, in the queue's order."""
@@ -231,8 +136,8 @@ class Driver:
         for found in list(moves(self.state, self.groups)):
             assert found.group is not None
             logger.info("%s leaves group %d", found.name, found.group)
-            self._send(found.group, m.Release(name=found.name))
-            self._record("moving", name=found.name)
+            self._journal.send(found.group, m.Release(name=found.name))
+            self._journal.record("moving", name=found.name)
 
     def _next(self) -> Configuration | None:
         """Returns the configuration to train next: the only place that takes one."""
@@ -254,13 +159,13 @@ class Driver:
         sources = [str(self._folder / name) for name in found.sources]
         settings = dict(found.settings) if found.is_late else None
         if (verdict := self.state.verdict(found.name)) is not None:
-            self._send(number, verdict)
-        self._record("given", name=found.name, group=number)
-        self._send(number, m.Give(name=found.name, sources=sources, settings=settings))
+            self._journal.send(number, verdict)
+        self._journal.record("given", name=found.name, group=number)
+        self._journal.send(
+            number, m.Give(name=found.name, sources=sources, settings=settings)
+        )
         if found.stop is not None:
             self._ask(found, "stop", found.stop)
-        elif found.held is not None:
-            self._ask(found, "pause", found.held)
 
     # ---- messages from workers -----------------------------------------------------
 
@@ -270,12 +175,12 @@ class Driver:
             self.groups[number].heard = time.monotonic()
             match message:
                 case Lost(reason=reason):
-                    self._lose(number, reason)
+                    self._fleet.lose(number, reason)
                 case m.Ready(jobs=jobs):
                     known = self.state.configurations
                     new = [job for job in jobs if known[job["name"]].facts is None]
                     if new:
-                        self._record("facts", jobs=new)
+                        self._journal.record("facts", jobs=new)
                 case m.Refused(name=name, reason=reason):
                     progress = JobProgress(status="failed", reason=reason)
                     self._end(number, name, dataclasses.asdict(progress), None)
@@ -283,7 +188,7 @@ class Driver:
                     self.groups[number].failures = 0
                     self._note(number, points)
                     self._verdicts(number, [name for name, *_ in points])
-                    self._send(number, m.Judged(number=count))
+                    self._journal.send(number, m.Judged(number=count))
                 case m.Progress():
                     self._follow(number, message)
                 case m.Ended(name=name, progress=progress, folder=folder):
@@ -291,7 +196,7 @@ class Driver:
                     self._end(number, name, progress, folder)
                 case m.Saved(name=name, is_released=is_released):
                     self._saved(number, name, is_released=is_released)
-                case m.Failed(reason=reason, is_final=True):
+                case m.Failed(reason=reason, is_final=True) if not self.is_ending:
                     raise ConfigError(f"group {number} cannot train: {reason}")
                 case m.Failed(reason=reason):
                     logger.warning("group %d: %s", number, reason)
@@ -320,14 +225,14 @@ class Driver:
             return
         num_cutoffs = len(known.cutoffs)
         record = self.state.note(new)
-        self._records.append(record)
+        self._journal.keep(record)
         self._tell_decisions(record, has_cut=len(known.cutoffs) > num_cutoffs)
 
     def _review(self) -> None:
         """Decides what follows from an end or a pause."""
         record = self.state.review()
         if record is not None:
-            self._records.append(record)
+            self._journal.keep(record)
             self._tell_decisions(record, has_cut=bool(record["cutoffs"]))
 
     def _tell_decisions(self, record: Record, *, has_cut: bool) -> None:
@@ -342,7 +247,9 @@ class Driver:
 
     def _verdicts(self, number: int, names: list[str]) -> None:
         found = [self.state.verdict(name) for name in names]
-        self._send(number, *(verdict for verdict in found if verdict is not None))
+        self._journal.send(
+            number, *(verdict for verdict in found if verdict is not None)
+        )
 
     def _end(
         self,
@@ -358,7 +265,7 @@ class Driver:
         kept = None
         if folder is not None:
             kept = keep_adapter(self._folder, name, pathlib.Path(folder))
-        self._record("ended", name=name, progress=dict(progress), folder=kept)
+        self._journal.record("ended", name=name, progress=dict(progress), folder=kept)
         logger.info(
             "%s: %s (%s); %d left",
             name,
@@ -375,12 +282,12 @@ class Driver:
         if found.is_closed or found.group != number:
             return
         if is_released and found.is_moving:
-            self._record("released", name=name)
+            self._journal.record("released", name=name)
             return
         left = {n for n, f in self.state.folders.items() if f in found.sources}
-        self._record("saved", name=name, folder=self.state.folders[number])
+        self._journal.record("saved", name=name, folder=self.state.folders[number])
         for other in left - {number}:
-            self._send(other, m.Drop(name=name))
+            self._journal.send(other, m.Drop(name=name))
         if time.monotonic() - self._removed > _REMOVE_SECONDS:
             self._removed = time.monotonic()
             remove_unused(self._folder, self.state)
@@ -396,12 +303,12 @@ class Driver:
         if job.name.lower() in {name.lower() for name in self.state.configurations}:
             raise ConfigError(f"a job named {job.name!r} is in this run already.")
         settings = job.model_dump(mode="json")
-        self._record("job", settings=settings, is_suggested=is_suggested)
+        self._journal.record("job", settings=settings, is_suggested=is_suggested)
 
     def stop(self, name: str, reason: str) -> None:
         """Ends a configuration, after its current global batch."""
         found = self._open(name)
-        self._record("asked_to_stop", name=name, reason=reason)
+        self._journal.record("asked_to_stop", name=name, reason=reason)
         if found.group is not None:
             self._ask(found, "stop", reason)
         elif not found.sources:
@@ -411,20 +318,20 @@ class Driver:
     def pause(self, name: str, reason: str) -> None:
         """Lets a configuration leave its slot."""
         found = self._open(name)
-        self._record("held", name=name, reason=reason)
+        self._journal.record("held", name=name, reason=reason)
         self._ask(found, "pause", reason)
         self._review()
 
     def resume(self, name: str) -> None:
         """Lets a configuration that was paused go on."""
         found = self._open(name)
-        self._record("held", name=name, reason=None)
+        self._journal.record("held", name=name, reason=None)
         self._ask(found, "resume", "")
 
     def _ask(self, found: Configuration, action: str, reason: str) -> None:
         if found.group is not None:
             ask = m.Ask(action=action, name=found.name, reason=reason)
-            self._send(found.group, ask)
+            self._journal.send(found.group, ask)
 
     def _open(self, name: str) -> Configuration:
         found = self.state.configurations.get(name)

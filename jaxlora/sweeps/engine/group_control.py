@@ -38,6 +38,9 @@ class GroupControl(Callback):
 
     It is the run's `SweepControl` and one of its callbacks. The thread that listens to
     the driver calls `receive` and `end`; the thread that trains calls the others.
+
+    Attributes:
+        has_begun: Whether the run has begun, so that it ends by a checkpoint.
     """
 
     def __init__(self, link: Link, rules: Sequence[ExitRule]):
@@ -48,7 +51,7 @@ class GroupControl(Callback):
             rules: The rules of early exit, which say where jobs are compared.
         """
         self._link, self._rules = link, tuple(rules)
-        self.version = 0
+        self.version, self.has_begun = 0, False
         self._changed = threading.Condition()
         # What the thread that listens has received:
         self._inbox: list[m.ToWorker] = []
@@ -57,13 +60,15 @@ class GroupControl(Callback):
         # What the thread that trains knows:
         self._jobs: dict[str, JobState] = {}
         self._gives: dict[str, m.Give] = {}
-        self._adding: dict[str, Future[None]] = {}
+        self._adding: dict[str, Future[bool]] = {}  # until they join or are refused
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="add")
+        self._asks: list[m.Ask] = []
         self._given: set[str] = set()
         self._moving: set[str] = set()
         self._saves: set[str] = set()  # of those, a checkpoint was asked for
         self._dropped: set[str] = set()
         self._continued: dict[str, pathlib.Path] = {}  # from which folder
+        self._came_with: dict[str, int | None] = {}  # the step of their best weights
         self._unsaved: set[str] = set()  # no checkpoint here has them yet
         self._exported: dict[str, int] = {}  # steps of the adapter on the disk
         self._ending: dict[str, JobProgress] = {}
@@ -161,8 +166,8 @@ class GroupControl(Callback):
 
     def wants_checkpoint(self) -> bool:
         """Whether jobs are ready to move to another group."""
-        parked = {n for n in self._moving if self._jobs[n].parked is not None}
-        new = parked - self._saves
+        jobs = [job for name, job in self._jobs.items() if name in self._moving]
+        new = {job.name for job in jobs if job.parked is not None} - self._saves
         self._saves |= new
         return bool(new)
 
@@ -188,6 +193,8 @@ class GroupControl(Callback):
         """Does what the driver has asked for since the last call."""
         for job in jobs[len(self._jobs) :]:
             self._jobs[job.name] = job
+            self._came_with[job.name] = job.progress.best_step
+            self._adding.pop(job.name, None)
         with self._changed:
             self._reviewed = self.version
             inbox, self._inbox = self._inbox, []
@@ -196,11 +203,11 @@ class GroupControl(Callback):
                 case m.Give(name=name):
                     self._gives[name] = message
                 case m.Release(name=name):
-                    self._moving.add(name)
+                    self._release(name)
                 case m.Drop(name=name):
                     self._dropped.add(name)
                 case m.Ask():
-                    self._ask(message)
+                    self._asks.append(message)
         for name, give in list(self._gives.items()):
             if name in self._jobs:
                 del self._gives[name]
@@ -208,9 +215,22 @@ class GroupControl(Callback):
             elif name not in self._adding:
                 self._adding[name] = self._opener.submit(self._add, give)
         for name, future in list(self._adding.items()):
-            if future.done():
+            if future.done() and not future.result():
                 del self._adding[name]
-                future.result()
+        asks, self._asks = self._asks, []
+        for ask in asks:
+            if ask.name in self._jobs:
+                self._ask(ask)
+            elif ask.name in self._gives.keys() | self._adding.keys():
+                self._asks.append(ask)  # its data is being read
+
+    def _release(self, name: str) -> None:
+        """Lets a job leave for another group: at once if there is nothing to save."""
+        self._moving.add(name)
+        self._gives.pop(name, None)
+        job = self._jobs.get(name)
+        if job is None or (job.progress.status == "waiting" and job.parked is None):
+            self._link.send(m.Saved(name=name, is_released=True))
 
     def _ask(self, ask: m.Ask) -> None:
         if ask.action == "stop":
@@ -220,19 +240,23 @@ class GroupControl(Callback):
         else:
             self._trainer.resume_job(ask.name)
 
-    def _add(self, give: m.Give) -> None:
+    def _add(self, give: m.Give) -> bool:
         """Reads the data of a job that this run does not know; in another thread."""
         try:
             self._trainer.add_job(LoraJob.model_validate(give.settings))
         except JaxloraError as error:
             self._gives.pop(give.name, None)
             self._link.send(m.Refused(name=give.name, reason=str(error)))
+            return False
+        return True
 
     def _take(self, give: m.Give) -> None:
         """Lets a job train from its newest state, or anew if it has none."""
         name, job = give.name, self._jobs[give.name]
         if name in self._moving | self._dropped:  # it comes back from another group
             job.progress, job.parked = JobProgress(), None
+            self._came_with[name] = None
+            self._trainer.resume_job(name)  # it may have been paused when it left
             for names in (self._moving, self._saves, self._dropped):
                 names.discard(name)
         for source in map(pathlib.Path, give.sources):
@@ -254,14 +278,14 @@ class GroupControl(Callback):
             progress = self._trainer.continue_job_from(name, source)
             logger.info("%s: goes on from step %d of %s", name, progress.step, source)
             self._continued[name] = source
+            self._came_with[name] = progress.best_step
             self._unsaved.add(name)
             return True
         progress = found.run.progress.get(name, JobProgress())
         if not progress.is_over or progress.stopped_by == MOVED:
             return False
         self._ending[name] = progress
-        folder = source / ADAPTERS / name
-        self._send_end(name, folder if folder.is_dir() else None)
+        self._send_end(name, source / ADAPTERS / name)
         return True
 
     # ---- events --------------------------------------------------------------------
@@ -277,6 +301,7 @@ class GroupControl(Callback):
 
     def on_run_start(self, event: events.RunStartEvent) -> None:
         """The data of all jobs were read."""
+        self.has_begun = True
         self._link.send(m.Ready(jobs=[_facts(job) for job in self._trainer.jobs]))
 
     def on_job_add(self, event: events.JobAddEvent) -> None:
@@ -317,11 +342,11 @@ class GroupControl(Callback):
             self._send_end(name, None)
         elif self._exported.get(name, -1) >= step:
             self._send_end(name, folder)
-        elif job.settings.keep_best and name in self._continued:
-            # The best weights are those that it came with.
-            other = self._continued[name] / ADAPTERS / name
-            if folder.is_dir() or other.is_dir():
-                self._send_end(name, folder if folder.is_dir() else other)
+        elif job.settings.keep_best and step == self._came_with[name]:
+            # Nothing is written here, but a copy of those weights may be.
+            origin = self._continued.get(name)
+            is_here = origin is None or folder.is_dir()
+            self._send_end(name, folder if is_here else origin / ADAPTERS / name)
 
     def _send_end(self, name: str, folder: pathlib.Path | None) -> None:
         progress = dataclasses.asdict(self._ending[name])

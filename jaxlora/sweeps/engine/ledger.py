@@ -13,8 +13,8 @@ from typing import Any
 from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
 from jaxlora.common.json_file import open_regular_file
 from jaxlora.errors import CheckpointError
+from jaxlora.run.folder import SWEEP_LEDGER
 
-LEDGER_FILE = "sweep.jsonl"
 Record = dict[str, Any]
 
 
@@ -31,7 +31,7 @@ class Ledger:
             CheckpointError: A record is damaged.
             StorageError: It cannot be written.
         """
-        self._path = folder / LEDGER_FILE
+        self._path = folder / SWEEP_LEDGER
         with wrap_os_errors(self._path):
             make_folder(folder)
             self.records, num_bytes = _read(self._path)
@@ -67,7 +67,7 @@ class Ledger:
 
 def has_ledger(folder: pathlib.Path) -> bool:
     """Whether a sweep over several groups has begun in a folder."""
-    return os.path.lexists(folder / LEDGER_FILE)
+    return os.path.lexists(folder / SWEEP_LEDGER)
 
 
 def _read(path: pathlib.Path) -> tuple[list[Record], int]:

@@ -192,7 +192,8 @@ class Ended:
     Attributes:
         name: The configuration.
         progress: The fields of its `JobProgress`.
-        folder: Its PEFT folder; None if there is none.
+        folder: Its PEFT folder, which the driver may have moved already; None if there
+            is none.
     """
 
     name: str
@@ -202,7 +203,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A checkpoint of this group has the state of a configuration.
+    """A checkpoint of this group has the state of a configuration, if it has any.
 
     Attributes:
         name: The configuration.

@@ -3,15 +3,17 @@
 import pathlib
 import shutil
 
-from jaxlora.common.atomic import make_folder
+from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
 from jaxlora.sweeps.engine.state import SweepState
 
 GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
 
 
-def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str:
+def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str | None:
     """Moves a PEFT folder to its place, where an earlier attempt may have been.
+
+    The move is on the disk when this returns, so that a record may name the place.
 
     Args:
         sweep: Folder of the sweep.
@@ -19,15 +21,20 @@ def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str:
         folder: Its PEFT folder in the run of a group; missing if it was moved before.
 
     Returns:
-        Its place, within the folder of the sweep.
+        Its place, within the folder of the sweep; None if there is no such folder.
+
+    Raises:
+        StorageError: It cannot be moved.
     """
     kept = f"{ADAPTERS}/{name}"
     if folder.is_dir():
-        make_folder(sweep / ADAPTERS)
-        if (sweep / kept).exists():
-            shutil.rmtree(sweep / kept)
-        folder.rename(sweep / kept)
-    return kept
+        with wrap_os_errors(sweep / kept):
+            make_folder(sweep / ADAPTERS)
+            if (sweep / kept).exists():
+                shutil.rmtree(sweep / kept)
+            folder.rename(sweep / kept)
+            sync_folder(sweep / ADAPTERS)
+    return kept if (sweep / kept).is_dir() else None
 
 
 def remove_unused(sweep: pathlib.Path, state: SweepState) -> None:

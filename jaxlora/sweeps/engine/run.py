@@ -7,6 +7,7 @@ import math
 import pathlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,18 @@ from typing import TYPE_CHECKING, Any
 from jaxlora.common.atomic import remove_leftovers
 from jaxlora.config import RunConfig
 from jaxlora.errors import CheckpointError
-from jaxlora.run.folder import ADAPTERS, RUN_FILE, check_folder, check_writable
+from jaxlora.run.folder import (
+    ADAPTERS,
+    RUN_FILE,
+    SWEEP_LEDGER,
+    check_folder,
+    check_writable,
+)
 from jaxlora.run.lock import RunLock, find_owner
 from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.devices import divide
 from jaxlora.sweeps.engine.driver import Driver
-from jaxlora.sweeps.engine.ledger import LEDGER_FILE, Ledger, has_ledger
+from jaxlora.sweeps.engine.ledger import Ledger, has_ledger
 from jaxlora.sweeps.engine.local_workers import LocalWorkers
 from jaxlora.sweeps.engine.placement import Group
 from jaxlora.sweeps.engine.pool import GROUPS
@@ -82,13 +89,13 @@ def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:
             f"{folder} holds a run of one process. Resume it without groups in sweep, "
             "or choose another output_dir."
         )
-    if not (has_begun and resume):
+    if has_begun and not resume:
+        raise CheckpointError(
+            f"{folder} already holds a sweep: there is {SWEEP_LEDGER}. Resume it "
+            "(resume=True, or --resume), or choose another output_dir."
+        )
+    if not has_begun:
         check_folder(folder, resume=resume)
-        if has_begun:
-            raise CheckpointError(
-                f"{folder} already holds a sweep: there is {LEDGER_FILE}. Resume it "
-                "(--resume), or choose another output_dir."
-            )
     remove_leftovers(folder / ADAPTERS, alone=True)
     # The locks come first: what older workers still report must be in the ledger, or in
     # their checkpoints, before it is read.
@@ -175,7 +182,10 @@ def _open_workers(config: RunConfig) -> Iterator[Workers]:
 
 
 class _StopRequest:
-    """Context manager in which the first SIGINT or SIGTERM only asks for the end."""
+    """Context manager in which the first SIGINT or SIGTERM only asks for the end.
+
+    Outside the main thread, where Python cannot install handlers, it does nothing.
+    """
 
     def __init__(self):
         self._requested, self._before = False, {}
@@ -184,6 +194,8 @@ class _StopRequest:
         return self._requested
 
     def __enter__(self) -> "_StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._note)
         return self

@@ -232,7 +232,7 @@ class SweepState(Mapping[str, Standing]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    # ---- who trains what -----------------------------------------------------------
+    # ---- which group may train what ------------------------------------------------
 
     def waits(self, found: Configuration) -> bool:
         """Whether a configuration waits at a rung until the others have come as far."""

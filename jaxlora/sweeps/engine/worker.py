@@ -51,6 +51,15 @@ class _Driver:
         threading.Timer(_END_SECONDS, os._exit, (1,)).start()
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def on_signal(self, *_) -> None:
+        """Ends a process that does not train yet; lets one that is ending go on.
+
+        A run follows its first signal itself. A second one comes when a scheduler ends
+        all processes of a job: from it, and at the end of the driver's pipe.
+        """
+        if self.control is None or not self.control.has_begun:
+            os._exit(1)
+
     def attach(self, control) -> None:
         """Lets a `GroupControl` have all messages from now on."""
         with self._lock:
@@ -65,6 +74,8 @@ def main() -> int:
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )
     link, driver = Link.of_this_process(), _Driver()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, driver.on_signal)
     link.listen(driver.receive, driver.ended)
     begin = driver.waiting.get()
     assert isinstance(begin, m.Begin)

@@ -7,6 +7,7 @@ the adapter of that job is on the disk. After a failure, nothing more is written
 
 import collections
 import dataclasses
+import importlib
 import logging
 import pathlib
 import threading
@@ -162,6 +163,8 @@ class RunStore:
             self._writer.submit(slots.reserve_snapshot())
 
     def _prepare(self) -> None:
+        # A second, in which the folder may be removed: it must not be made again.
+        importlib.import_module("jaxlora.train.saved.orbax_folder")
         self._lock.check()
         self._checkpoints.prepare()
 

@@ -31,17 +31,21 @@ COMMAND = (sys.executable, "-I", "-S", str(FAKE))
 
 
 class DyingLedger(Ledger):
-    """Kills the process before or after some records are written."""
+    """Kills the process before or after so many evaluations are written; 0: never.
 
-    def dies(self, left: int, is_before: bool) -> None:
-        self.left, self.is_before = left, is_before
+    On a busy machine, several of them share a record.
+    """
+
+    def dies(self, after: int, is_before: bool) -> None:
+        self.after, self.is_before, self.num_seen = after, is_before, 0
 
     def append(self, records):
-        self.left -= bool(records)
-        if not self.left and self.is_before:
+        self.num_seen += sum(len(record.get("points", ())) for record in records)
+        dies = self.after and self.num_seen >= self.after
+        if dies and self.is_before:
             os.kill(os.getpid(), signal.SIGKILL)
         super().append(records)
-        if not self.left:
+        if dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -62,12 +66,10 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
         RunLock(folder),
         contextlib.closing(run._open(folder, resume=number > 0)) as ledger,
     ):
-        left = (
-            rng.randrange(4, 5 + options["jobs"] // 20)
-            if number < options["driver_kills"]
-            else 0
-        )
-        ledger.dies(left, rng.random() < 0.5)
+        after = 0
+        if number < options["driver_kills"]:
+            after = rng.randrange(4, 5 + options["jobs"] // 20)
+        ledger.dies(after, rng.random() < 0.5)
         check_same_sweep(state, ledger)
         if "ray" not in options:
             workers = LocalWorkers(COMMAND, [environ] * len(groups))

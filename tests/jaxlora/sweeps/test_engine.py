@@ -7,17 +7,19 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import CheckpointError, ConfigError, ProcessError
+from jaxlora.run.folder import SWEEP_LEDGER, check_folder
 from jaxlora.run.live.client import send
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import RunLock
 from jaxlora.run.message import ControlRequest
-from jaxlora.sweeps.engine import driver as driver_module
+from jaxlora.sweeps.engine import fleet
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.driver import Driver
-from jaxlora.sweeps.engine.ledger import LEDGER_FILE, Ledger
+from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.placement import Group
+from jaxlora.sweeps.engine.pool import keep_adapter
 from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
@@ -148,6 +150,15 @@ def test_halving_over_groups(make):
     assert steps == [4, 4, 4, 2, 2, 1, 1, 1, 1]
 
 
+def test_evaluations_are_known_once_also_without_rules(make, tmp_path):
+    """The report draws them, and a driver that continues finds them in the ledger."""
+    driver = make(jobs=2, workers=InstantWorkers(dies=1))
+    driver.run()
+    points = {f"c{i}": [(s, loss_of(f"c{i}", s)) for s in range(1, 5)] for i in (0, 1)}
+    assert driver.state.decisions.points == points
+    assert make(jobs=2).state.decisions.points == points
+
+
 def test_requests(make, tmp_path):
     """Each is answered when the ledger has its effect, and repeats change nothing."""
     mailbox, asked, answers = Mailbox(tmp_path), [], {}
@@ -238,7 +249,7 @@ def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch
     driver = make(workers=InstantWorkers(dies=5))
     assert not driver.run() and set(statuses(driver).values()) == {"finished"}
     assert [group.is_given_up for group in driver.groups] == [True, False]
-    monkeypatch.setattr(driver_module, "_MOST_FAILURES", 2)
+    monkeypatch.setattr(fleet, "_MOST_FAILURES", 2)
     with pytest.raises(ProcessError, match=r"all 2 groups .* 2 times.*--resume"):
         make(jobs=5, workers=InstantWorkers(dies=99)).run()
 
@@ -246,7 +257,7 @@ def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch
 def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
     make, monkeypatch
 ):
-    monkeypatch.setattr(driver_module, "_SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(fleet, "_SILENT_SECONDS", -1.0)
     workers = InstantWorkers()
     with pytest.raises(ProcessError):
         make(workers=workers).run()
@@ -254,16 +265,33 @@ def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
 
     class Refusing(InstantWorkers):
         def train(self, held):
-            yield m.Failed(reason="rank is 9", is_final=True)
+            if held == ["c0"]:
+                yield m.Failed(reason="rank is 9", is_final=True)
+            yield from super().train(held)
 
     monkeypatch.undo()
+    workers = Refusing()
+    driver = make(workers=workers)
     with pytest.raises(ConfigError, match="group 0 cannot train: rank is 9"):
-        make(workers=Refusing()).run()
+        driver.run()
+    assert workers.finished == {0, 1}  # asked to save what they have done
+
+
+def test_an_adapter_that_was_moved_before_a_kill_is_found(tmp_path):
+    """The driver may die between the move and the record of the end."""
+    folder = tmp_path / "groups" / "0-1" / "adapters" / "c0"
+    assert keep_adapter(tmp_path, "c0", folder) is None
+    for text in ("first", "again"):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(text)
+        assert keep_adapter(tmp_path, "c0", folder) == "adapters/c0"
+    assert keep_adapter(tmp_path, "c0", folder) == "adapters/c0"
+    assert (tmp_path / "adapters" / "c0" / "weights").read_text() == "again"
 
 
 def test_the_ledger_drops_a_record_that_was_cut_short(make, tmp_path):
     make().run()
-    path = tmp_path / LEDGER_FILE
+    path = tmp_path / SWEEP_LEDGER
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"kind": "given", "na')
     ledger = Ledger(tmp_path)
@@ -274,6 +302,14 @@ def test_the_ledger_drops_a_record_that_was_cut_short(make, tmp_path):
     path.write_bytes(b"{}\n" + whole)
     with pytest.raises(CheckpointError, match="line 1 is not a record"):
         Ledger(tmp_path)
+
+
+def test_a_run_of_one_process_leaves_a_sweep_alone(make, tmp_path):
+    """Without groups, the same run file would begin anew in the same folder."""
+    make()
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match=r"several groups.*with sweep.groups"):
+            check_folder(tmp_path, resume=resume)
 
 
 def test_two_drivers_on_one_folder_are_refused(tmp_path):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from jaxlora.config.sweep_config import ExitRule
-from jaxlora.sweeps.engine.ledger import LEDGER_FILE
+from jaxlora.run.folder import SWEEP_LEDGER
 from jaxlora.sweeps.engine.state import SweepState
 from tests.jaxlora.sweeps.fake_worker import loss_of, next_hash
 
@@ -57,7 +57,7 @@ def check_accounted(folder: pathlib.Path, num_jobs: int, num_worker_kills: int) 
     """Every configuration ended as it would have without a kill, and in the ledger."""
     names = [f"c{i}" for i in range(num_jobs)]
     state = SweepState([{"name": name} for name in names], [ExitRule(type="halving")])
-    with open(folder / LEDGER_FILE) as file:
+    with open(folder / SWEEP_LEDGER) as file:
         records = [json.loads(line) for line in file]
     for record in records:
         state.apply(record)

@@ -164,6 +164,24 @@ def test_one_that_does_not_fit_is_left_out(scripted, caplog):
     assert len(search.points) == 5
 
 
+def test_one_that_does_not_fit_is_not_suggested_again(scripted):
+    config = run(parameters={"rank": [4, 8, 16]}, initial=1, count=9)
+    jobs, asked = [Job(settings) for settings in config.jobs], []
+    (first,) = (job.settings.rank for job in jobs)
+    search = Suggestions(config)
+
+    def add(settings: LoraJob) -> None:
+        asked.append((settings.name, settings.rank))
+        assert len(asked) < 9, "it is suggested again and again"
+        raise ConfigError("it does not fit")
+
+    search.add_due(jobs, 3, add)
+    assert sorted(rank for _, rank in asked) == sorted({4, 8, 16} - {first})
+    again = Suggestions(config)
+    again.restore(search.saved())
+    assert again.next(jobs, 3) is None
+
+
 @needs_optuna
 def test_optuna_learns_from_results():
     """The suggestions are near the best rate, and the same for the same results."""

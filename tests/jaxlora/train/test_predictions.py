@@ -14,7 +14,7 @@ from jaxlora.memory.run_memory import Reading
 from jaxlora.pallas_kernels import device
 from jaxlora.run.folder import SUMMARY_FILE
 from jaxlora.run.log import METRICS_FILE, read_events
-from jaxlora.train import trainer as trainer_module
+from jaxlora.train import session
 from jaxlora.train.plan.auto_mesh import machine
 from jaxlora.train.report.summary import print_summary
 from tests.jaxlora.costs.test_device_profile import profile
@@ -57,7 +57,7 @@ def measured(monkeypatch):
 
 def test_the_end_has_both(config, measured, monkeypatch):
     reading = Reading(peak=3 * GIB, limit=9 * GIB)
-    monkeypatch.setattr(trainer_module, "read_devices", lambda: reading)
+    monkeypatch.setattr(session, "read_devices", lambda: reading)
     result = Trainer(config).train()
     events = read_events(result.output_dir / METRICS_FILE)
     windows = [e for e in events if e["event"] == "window"]
@@ -82,7 +82,7 @@ def test_jobs_that_join_wait_for_memory_and_all_of_them_end(
     """After the first steps, memory is so short that jobs run one by one."""
     peaks = itertools.chain([GIB], itertools.repeat(int(8.99 * GIB)))
     read = lambda: Reading(peak=next(peaks), limit=9 * GIB)
-    monkeypatch.setattr(trainer_module, "read_devices", read)
+    monkeypatch.setattr(session, "read_devices", read)
     caplog.set_level("INFO", "jaxlora")
     first, *others = config.jobs
 
@@ -104,7 +104,7 @@ def test_jobs_that_run_at_once_are_not_parted(config, monkeypatch, caplog):
     """They have shown that they fit."""
     peaks = itertools.chain([GIB], itertools.repeat(int(8.99 * GIB)))
     read = lambda: Reading(peak=next(peaks), limit=9 * GIB)
-    monkeypatch.setattr(trainer_module, "read_devices", read)
+    monkeypatch.setattr(session, "read_devices", read)
     caplog.set_level("INFO", "jaxlora")
     Trainer(config).train()
     assert not [m for m in caplog.messages if "slots are used" in m]

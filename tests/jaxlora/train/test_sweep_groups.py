@@ -14,11 +14,11 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Sweep, Trainer
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.run.folder import SWEEP_LEDGER
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import read_owner
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.devices import divide
-from jaxlora.sweeps.engine.ledger import LEDGER_FILE
 from tests.jaxlora.train.thread_workers import ThreadWorkers
 
 RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4
@@ -102,7 +102,7 @@ def test_a_configuration_equals_the_same_job_alone(make, model, workers, tmp_pat
         weights = found[name].folder / "adapter_model.safetensors"
         assert weights.read_bytes() == alone(config, model, name, tmp_path / "alone")
     # Both groups have trained, and the report is over both.
-    records = (tmp_path / "run" / LEDGER_FILE).read_text().splitlines()
+    records = (tmp_path / "run" / SWEEP_LEDGER).read_text().splitlines()
     given = [r for r in map(json.loads, records) if r["kind"] == "given"]
     assert {record["group"] for record in given} == {0, 1}
     assert set(result.sweep.curves) == set(found)

@@ -3,14 +3,17 @@
 import json
 import pathlib
 import random
+import shutil
 
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Sweep, Trainer
 from jaxlora.run.log import read_events
 from jaxlora.train import suggesting
+from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.test_preemption import Killed
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +74,14 @@ def make(model, tmp_path):
     return run
 
 
-class Killed(Trainer):
-    """Dies behind the second suggestion, which no checkpoint has."""
+change = JobLifecycle.change
 
-    def _at_border(self, *args) -> None:
-        if len(self.jobs) > 3:
-            raise KeyboardInterrupt
-        super()._at_border(*args)
+
+def dies(self, at_border) -> None:
+    """Ends the run behind the second suggestion, which no checkpoint has."""
+    if len(self.jobs) > 3:
+        raise Killed
+    change(self, at_border)
 
 
 def outcome(config: RunConfig, model, **options) -> Outcome:
@@ -85,7 +89,7 @@ def outcome(config: RunConfig, model, **options) -> Outcome:
     return Outcome(trainer, trainer.train(**options), model)
 
 
-def test_a_search_that_stops_suggests_the_same(make, model):
+def test_a_search_that_stops_suggests_the_same(make, model, monkeypatch):
     whole = outcome(make(), model)
     assert len(whole.progress) == 5
     rates = {j.name: j.settings.learning_rate for j in whole.trainer.jobs}
@@ -98,8 +102,9 @@ def test_a_search_that_stops_suggests_the_same(make, model):
     resumed = outcome(config, model, resume=True)
 
     killed = make()
-    with pytest.raises(KeyboardInterrupt):
-        Killed(killed, model).train()
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(JobLifecycle, "change", dies)
+        Trainer(killed, model).train()
     record = json.loads((pathlib.Path(killed.output_dir) / "run.json").read_text())
     assert len(record["suggested"]) == 2
     after = outcome(killed, model, resume=True)
@@ -110,3 +115,8 @@ def test_a_search_that_stops_suggests_the_same(make, model):
         assert other.bytes == whole.bytes
     events = read_events(pathlib.Path(killed.output_dir) / "metrics.jsonl")
     assert {e["job"] for e in events if e["event"] == "eval"} == set(rates)
+
+    # A trainer that trains again begins with the draws alone.
+    shutil.rmtree(whole.trainer.output_dir)
+    again = Outcome(whole.trainer, whole.trainer.train(), model)
+    assert again.progress == whole.progress and again.bytes == whole.bytes

@@ -1,0 +1,185 @@
+"""A worker follows its driver; here without a model."""
+
+import pathlib
+import signal
+import types
+
+import pytest
+
+from jaxlora import LoraJob, Trainer
+from jaxlora.errors import ConfigError
+from jaxlora.run.events import ExportEvent, JobEndEvent, RunStartEvent
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine import worker
+from jaxlora.sweeps.engine.group_control import GroupControl
+from jaxlora.sweeps.engine.link import Link
+from jaxlora.train.ending import StopRequest
+from jaxlora.train.job_state import JobState
+
+
+class Job(JobState):
+    """A job of a run, as far as a worker looks at it."""
+
+    def __init__(self, name: str):
+        settings = LoraJob(name=name, data={"path": "a"}, eval_fraction=0.1)
+        self.prepared = types.SimpleNamespace(
+            settings=settings, num_steps=4, batch_tokens=9.0, eval_data=object()
+        )
+        modules = {"q_proj": types.SimpleNamespace(rank=4)}
+        self.like = types.SimpleNamespace(modules=modules)
+        self.progress, self.parked = JobProgress(), None
+
+
+class Run(Trainer):
+    """Takes note of what it is asked; a job that is added joins when a test says so."""
+
+    def __init__(self, *names: str):
+        self.jobs, self.asked = [Job(name) for name in names], []
+        self.output_dir = pathlib.Path("here")
+
+    def add_job(self, job: LoraJob) -> None:
+        if "bad" in job.name:
+            raise ConfigError("it is bad")
+
+    def stop_job(self, name: str, reason: str = "") -> None:
+        assert name in {job.name for job in self.jobs}
+        self.asked.append(("stop", name))
+
+    def pause_job(self, name: str, reason: str = "") -> None:
+        assert name in {job.name for job in self.jobs}
+        self.asked.append(("pause", name))
+
+    def resume_job(self, name: str) -> None:
+        self.asked.append(("resume", name))
+
+
+class Sent(Link):
+    """Keeps what a worker sends."""
+
+    def __init__(self):
+        self.messages = []
+
+    def send(self, message) -> None:
+        self.messages.append(message)
+
+
+@pytest.fixture
+def control():
+    """A worker that has c0 and c1."""
+    made = GroupControl(Sent(), ())
+    made.trainer = Run("c0", "c1")
+    made.review(made.trainer.jobs)
+    return made
+
+
+def receive(control: GroupControl, *messages) -> None:
+    for message in messages:
+        control.receive(message)
+    control.review(control.trainer.jobs)
+
+
+def settings(name: str) -> dict:
+    return {"name": name, "data": {"path": "a"}, "eval_fraction": 0.1}
+
+
+def test_requests_wait_until_a_configuration_has_joined(control):
+    late = [
+        m.Give(name="late", settings=settings("late")),
+        m.Ask(action="pause", name="late", reason="enough"),
+    ]
+    bad = [
+        m.Give(name="bad", settings=settings("bad")),
+        m.Ask(action="stop", name="bad", reason="enough"),
+    ]
+    receive(control, *late, *bad, m.Ask(action="stop", name="c0", reason="enough"))
+    control._opener.shutdown()  # waits until both are read; none is read twice
+    receive(control)
+    assert control.trainer.asked == [("stop", "c0")]
+    assert control._link.messages == [m.Refused(name="bad", reason="it is bad")]
+    control.trainer.jobs.append(Job("late"))
+    receive(control)
+    assert control.trainer.asked == [("stop", "c0"), ("pause", "late")]
+    receive(control)
+    assert len(control.trainer.asked) == 2 and not control._asks
+
+
+def test_a_configuration_without_a_state_is_released_at_once(control):
+    receive(control, m.Give(name="c0"), m.Give(name="c1"))
+    control.trainer.jobs[1].update(status="running", slot=0)
+    receive(control, m.Release(name="c0"), m.Release(name="c1"))
+    assert control._link.messages == [m.Saved(name="c0", is_released=True)]
+    assert not control.wants_checkpoint()
+    assert all(map(control.waiting_reason, control.trainer.jobs))
+    control.trainer.jobs[1].parked = object()
+    assert control.wants_checkpoint() and not control.wants_checkpoint()
+    # It may come back, also if it was paused on the way.
+    receive(control, m.Give(name="c0"))
+    assert control.waiting_reason(control.trainer.jobs[0]) is None
+    assert control.trainer.asked == [("resume", "c0")]
+
+
+def test_a_configuration_that_is_being_read_may_be_released(control):
+    receive(control, m.Give(name="late", settings=settings("late")))
+    receive(control, m.Release(name="late"))
+    assert control._link.messages == [m.Saved(name="late", is_released=True)]
+    assert not control.wants_checkpoint()
+    control._opener.shutdown()
+    control.trainer.jobs.append(Job("late"))
+    receive(control)
+    assert control.waiting_reason(control.trainer.jobs[-1]) is not None
+
+
+def test_an_end_is_reported_when_the_best_weights_are_there(control):
+    """They are those of an evaluation here, which are being written, or came along."""
+    (job, other), sent = control.trainer.jobs, control._link.messages
+    for one in (job, other):
+        one.prepared.settings = one.settings.replace(keep_best=True)
+    job.update(status="finished", step=4, best_step=4)
+    control._continued["c0"], control._came_with["c0"] = pathlib.Path("there"), 2
+    control.on_job_end(end_of(job))
+    assert not sent
+    control.on_export(ExportEvent(round=1, job="c0", step=4, folder=pathlib.Path()))
+    assert sent.pop().folder == str(pathlib.Path("here/adapters/c0").absolute())
+    other.update(status="finished", step=4, best_step=2)
+    control._continued["c1"], control._came_with["c1"] = pathlib.Path("there"), 2
+    control.on_job_end(end_of(other))
+    assert sent.pop().folder == str(pathlib.Path("there/adapters/c1").absolute())
+
+
+def test_signals_from_a_scheduler_and_the_driver_let_a_run_end(control, monkeypatch):
+    driver, ended = worker._Driver(), []
+    monkeypatch.setattr(worker.os, "_exit", ended.append)
+    before = signal.signal(signal.SIGTERM, driver.on_signal)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert ended.pop() == 1  # nothing was trained
+        driver.attach(control)
+        control.on_run_start(
+            RunStartEvent(
+                round=0,
+                jobs=(),
+                output_dir=control.trainer.output_dir,
+                num_slots=1,
+                is_resumed=False,
+            )
+        )
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert not ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_of(job: Job) -> JobEndEvent:
+    return JobEndEvent(
+        round=1,
+        job=job.name,
+        progress=job.progress,
+        num_steps=4,
+        status=job.progress.status,
+        reason="",
+    )
