@@ -98,8 +98,11 @@ def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
         evaluate = StagedExecutor.evaluate
 
         def worse(self, runs):
-            losses = evaluate(self, runs)
-            return {slot: losses[slot] + r.progress.step for slot, r in runs.items()}
+            found = evaluate(self, runs)
+            return {
+                slot: {"loss": found[slot]["loss"] + r.progress.step}
+                for slot, r in runs.items()
+            }
 
         monkeypatch.setattr(StagedExecutor, "evaluate", worse)
     best = long.model_copy(update={"keep_best": True})
@@ -147,9 +150,9 @@ def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
     evaluate = StagedExecutor.evaluate
 
     def infinite(self, runs):
-        losses = evaluate(self, runs)
+        found = evaluate(self, runs)
         return {
-            slot: math.inf if r.progress.step else losses[slot]
+            slot: {"loss": math.inf} if r.progress.step else found[slot]
             for slot, r in runs.items()
         }
 
