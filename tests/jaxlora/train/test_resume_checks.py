@@ -306,7 +306,8 @@ def test_an_infinite_evaluation_ends_its_job(train, jobs, monkeypatch):
     evaluate = StagedExecutor.evaluate
 
     def infinite(self, runs):
-        infinite = {s: math.inf for s, r in runs.items() if r.name == jobs[0].name}
+        name, found = jobs[0].name, {"loss": math.inf}
+        infinite = {s: found for s, r in runs.items() if r.name == name}
         return evaluate(self, runs) | infinite
 
     monkeypatch.setattr(StagedExecutor, "evaluate", infinite)
