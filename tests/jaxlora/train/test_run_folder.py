@@ -161,7 +161,14 @@ def test_jobs_that_were_added_are_part_of_the_run(config, model):
 def test_a_folder_that_is_removed_while_the_run_trains(
     config, model, tmp_path, how, within
 ):
-    """Between two windows or in one; the run does not make a new folder with parts."""
+    """Between two windows or in one; the run does not make a new folder with parts.
+
+    No checkpoint or adapter is being written just then: those make their own folders.
+    """
+    rare = {"keep_best": False, "eval_every": None, "steps": 6}
+    first = config.jobs[0].model_copy(update=rare)
+    update = {"jobs": (first, config.jobs[1]), "checkpoint_every": 3}
+    config = config.model_copy(update=update)
     folder = pathlib.Path(config.output_dir)
 
     class Remover(Callback):
