@@ -339,7 +339,7 @@ def _groups_share_what_they_can(sweep: Any) -> tuple[str, str] | None:
 
 
 class Search(StrictModel):
-    """What further configurations are suggested from.
+    """The space and the draws from which further configurations are suggested.
 
     Attributes:
         template: The job that they are made from.

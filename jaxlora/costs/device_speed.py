@@ -14,8 +14,8 @@ _COMPUTE_SHARE = 0.65
 # Llama-3.1-8B they took 204 ms on an H200, and 332 in bfloat16.
 _FP8_SHARE = 0.53
 _LINK_SHARE = 0.75  # 345 to 363 of 450 GB/s were measured between two H200s
-# Of both passes of a layer, whatever its size: 30 layers of SmolLM2-135M's shapes took
-# 8.7 ms of an H200 beside 2.2 microseconds a token.
+# Both passes of a layer take this time, whatever its size: 30 layers of SmolLM2-135M's
+# shapes took 8.7 ms of an H200 beside 2.2 microseconds a token.
 _LAYER_SECONDS = 0.29e-3
 _WEIGHT_TOKENS = 128.0  # of an unknown device; those below have 97 to 273
 

@@ -1,4 +1,4 @@
-"""What an objective is: the definition of a job's loss.
+"""The parts of an objective, which defines a job's loss.
 
 The table of objectives is `OBJECTIVES` in `jaxlora.data.objectives`.
 """

@@ -17,7 +17,7 @@ _SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenizerFiles:
-    """What the files of a tokenizer hold, with checked values.
+    """The contents of a tokenizer's files, with checked values.
 
     Attributes:
         backend: The tokenizer of tokenizer.json.

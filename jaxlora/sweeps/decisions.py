@@ -38,7 +38,7 @@ Standings = Mapping[str, Standing]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Decided:
-    """What follows from an evaluation or an end.
+    """The decisions that follow from an evaluation or an end.
 
     Attributes:
         cutoffs: Highest loss that goes on, for each rung that was decided.

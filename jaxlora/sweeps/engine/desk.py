@@ -1,4 +1,4 @@
-"""What users see and ask of a sweep over several groups: its status, their requests."""
+"""Shows users the status of a sweep over several groups, and takes their requests."""
 
 import dataclasses
 import datetime

@@ -1,6 +1,7 @@
-"""The devices of this host, divided among the groups of a sweep."""
+"""The devices of this host, divided among the groups of a sweep; and its load."""
 
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 
 from jaxlora.errors import ConfigError
@@ -8,6 +9,7 @@ from jaxlora.memory.gpu_share import query_gpus
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MEMINFO = pathlib.Path("/proc/meminfo")
 
 
 def divide(
@@ -49,3 +51,17 @@ def _gpus(environ: Mapping[str, str]) -> list[str] | None:
         return [name.strip() for name in visible.split(",") if name.strip()]
     found = query_gpus()
     return None if found is None else [gpu.uuid for gpu in found]
+
+
+def host_resources() -> dict[str, float]:
+    """Returns the load per processor, and the share of the memory that is in use."""
+    found = {"load": os.getloadavg()[0] / (os.cpu_count() or 1)}
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return found
+    parts = (line.partition(":") for line in lines)
+    kib = {name: int(rest.split()[0]) for name, _, rest in parts}
+    if {"MemTotal", "MemAvailable"} <= kib.keys():
+        found["memory"] = 1 - kib["MemAvailable"] / kib["MemTotal"]
+    return found

@@ -19,8 +19,8 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.sweeps.decisions import compared_steps
 from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine.devices import host_resources
 from jaxlora.sweeps.engine.link import Link
-from jaxlora.sweeps.engine.resources import host_resources
 from jaxlora.sweeps.rules import Stop
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
@@ -53,11 +53,11 @@ class GroupControl(Callback):
         self._link, self._rules = link, tuple(rules)
         self.version, self.has_begun = 0, False
         self._changed = threading.Condition()
-        # What the thread that listens has received:
+        # The thread that listens has received these:
         self._inbox: list[m.ToWorker] = []
         self._verdicts: dict[str, m.Verdict] = {}
         self._num_judged, self._is_finishing, self._is_over = 0, False, False
-        # What the thread that trains knows:
+        # The thread that trains keeps these:
         self._jobs: dict[str, JobState] = {}
         self._gives: dict[str, m.Give] = {}
         self._adding: dict[str, Future[bool]] = {}  # until they join or are refused

@@ -1,6 +1,6 @@
 """The results of a run, as tests compare them."""
 
-from jaxlora import Trainer
+from jaxlora import RunConfig, Trainer
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_shapes
@@ -40,3 +40,9 @@ class Outcome:
 
 def is_of(event: dict, kind: str, job: str) -> bool:
     return event["event"] == kind and event.get("job") == job
+
+
+def outcome(config: RunConfig, model: FrozenModel, **options) -> Outcome:
+    """Trains a run; the options are those of `Trainer.train`."""
+    trainer = Trainer(config, model)
+    return Outcome(trainer, trainer.train(**options), model)

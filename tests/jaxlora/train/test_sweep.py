@@ -5,7 +5,6 @@ import os
 import pathlib
 import signal
 
-import numpy as np
 import pytest
 
 from jaxlora import Callback, LoraJob, RunConfig, Sweep, Trainer, load_run
@@ -15,7 +14,8 @@ from jaxlora.run.log import read_events
 from jaxlora.run.message import ControlRequest
 from jaxlora.train import inbox, session
 from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.outcome import Outcome, outcome
+from tests.jaxlora.train.swept import write_job
 
 RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4
 
@@ -23,22 +23,7 @@ RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> LoraJob:
     """Eight steps of one whole microbatch each, so that jobs never share one."""
-    path = tmp_path_factory.mktemp("data") / "records.jsonl"
-    rng = np.random.default_rng(0)
-    texts = ["".join(rng.choice(list("ab "), 15)) for _ in range(32)]  # and an end
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return LoraJob(
-        name="c",
-        data={"path": str(path)},
-        eval_fraction=0.25,
-        rank=4,
-        target_modules=["q_proj", "v_proj"],
-        batch_size=8,
-        steps=8,
-        lr_schedule="constant",
-        dropout=0.1,
-        max_length=48,
-    )
+    return write_job(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +44,6 @@ def make(model, job, tmp_path_factory):
         )
 
     return run
-
-
-def outcome(config: RunConfig, model, **options) -> Outcome:
-    trainer = Trainer(config, model)
-    return Outcome(trainer, trainer.train(**options), model)
 
 
 def decisions(found: Outcome) -> dict[str, tuple]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Sweep, Trainer
@@ -19,6 +18,7 @@ from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import read_owner
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.devices import divide
+from tests.jaxlora.train.swept import write_job
 from tests.jaxlora.train.thread_workers import ThreadWorkers
 
 RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4
@@ -27,22 +27,7 @@ RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> LoraJob:
     """Eight steps of one whole microbatch each, so that jobs never share one."""
-    path = tmp_path_factory.mktemp("data") / "records.jsonl"
-    rng = np.random.default_rng(0)
-    texts = ["".join(rng.choice(list("ab "), 15)) for _ in range(32)]  # and an end
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return LoraJob(
-        name="c",
-        data={"path": str(path)},
-        eval_fraction=0.25,
-        rank=4,
-        target_modules=["q_proj", "v_proj"],
-        batch_size=8,
-        steps=8,
-        lr_schedule="constant",
-        dropout=0.1,
-        max_length=48,
-    )
+    return write_job(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.run.log import read_events
+from jaxlora.train.execute.answers import AnswerMeter
+from jaxlora.train.execute.slot_decoder import SlotDecoder
 from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.outcome import outcome
 
 RATES = 3e-2, 1e-3, 1e-4
 
@@ -69,11 +71,6 @@ def make(model, tmp_path_factory):
         )
 
     return run
-
-
-def outcome(config: RunConfig, model, **options) -> Outcome:
-    trainer = Trainer(config, model)
-    return Outcome(trainer, trainer.train(**options), model)
 
 
 def measured(config: RunConfig) -> dict[str, list[tuple[int, float]]]:
@@ -143,7 +140,9 @@ def test_jobs_are_asked_together_as_each_alone(
         suffixes = job.settings.target_modules
         trainer.slots.load(slot, make_adapter(suffixes, seed=slot), "adamw")
         job.update(status="running", slot=slot)
-    meter, tables = trainer._opened.meter, trainer.slots.tables
+    tokenizer, tables = load_tokenizer(model.folder), trainer.slots.tables
+    decoder = SlotDecoder(trainer.layout, model.params)
+    meter = AnswerMeter(trainer.config.sweep.metric, model, tokenizer, decoder)
     together = meter.answers(jobs, tables)
     for job in jobs:
         assert meter.answers([job], tables) == {job.name: together[job.name]}

@@ -12,7 +12,7 @@ from jaxlora.run.log import read_events
 from jaxlora.train import suggesting
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.outcome import Outcome, outcome
 from tests.jaxlora.train.test_preemption import Killed
 
 
@@ -82,11 +82,6 @@ def dies(self, at_border) -> None:
     if len(self.jobs) > 3:
         raise Killed
     change(self, at_border)
-
-
-def outcome(config: RunConfig, model, **options) -> Outcome:
-    trainer = Trainer(config, model)
-    return Outcome(trainer, trainer.train(**options), model)
 
 
 def test_a_search_that_stops_suggests_the_same(make, model, monkeypatch):
