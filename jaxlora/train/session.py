@@ -67,7 +67,7 @@ class Session:
             live: Its jobs; those in the checkpoint have its progress and states.
             early_exit: Decides which jobs of a sweep end early.
             suggestions: Adds further configurations of a sweep as others end.
-            store: Files of the run.
+            store: Files of the run; `train` closes them.
             found: The checkpoint that it resumes from; None: it starts from the start.
             lock: Lock of the run's folder, which is held.
         """
@@ -96,6 +96,7 @@ class Session:
         # Signals take effect only between microbatches, and never interrupt a
         # checkpoint.
         with StopRequest() as stop, contextlib.ExitStack() as opened:
+            opened.callback(store.close)  # waits for the last checkpoint
             further = FurtherPrograms(run.layout, run.slots, run.plan.further_limits)
             opened.enter_context(further)
             self._open_inbox(opened)

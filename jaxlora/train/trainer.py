@@ -249,6 +249,7 @@ class Trainer:
                     found,
                     lock,
                 )
+                opened.pop_all()  # from here on, the session closes the files
                 interrupted = session.train(callbacks, self, is_resumed=resume)
             return self._report(session, interrupted)
 
