@@ -151,9 +151,23 @@ class Decisions:
         if rule is None or name in self.stops or not self.points.get(name):
             return False
         is_here = self.points[name][-1][0] == step
+        return is_here and step in self._open_rungs(rule, num_steps)
+
+    def num_allowed(self, name: str, step: int, num_steps: int) -> int:
+        """Returns the number of steps after which a configuration may have to wait."""
+        rule = self._halving
+        if rule is None or name in self.stops:
+            return num_steps
+        if self.waits(name, step, num_steps):
+            return step
+        later = (at for at in self._open_rungs(rule, num_steps) if at > step)
+        return min(later, default=num_steps)
+
+    def _open_rungs(self, rule: ExitRule, num_steps: int) -> list[int]:
+        """Returns the rungs that are not decided yet, in steps of a configuration."""
         if num_steps not in self._rungs:
             self._rungs[num_steps] = rungs(rule, num_steps)
-        return is_here and step in self._rungs[num_steps][len(self.cutoffs) :]
+        return self._rungs[num_steps][len(self.cutoffs) :]
 
     def curve(self, name: str, standing: Standing) -> Curve:
         """Returns what a configuration has shown so far."""

@@ -48,6 +48,9 @@ class SweepControl(Protocol):
     def waiting_reason(self, job: JobState) -> str | None:
         """Returns why a job is not to train now; None if it may."""
 
+    def num_allowed(self, job: JobState) -> int:
+        """Returns the number of optimizer steps after which a job may have to wait."""
+
     def wants_checkpoint(self) -> bool:
         """Whether a checkpoint is to be written where a round ends next."""
 
@@ -140,6 +143,13 @@ class EarlyExit(SweepControl):
         if not self._found.waits(job.name, step, job.num_steps):
             return None
         return f"it waits at step {step} until all configurations have come as far"
+
+    def num_allowed(self, job: JobState) -> int:
+        """Returns the steps up to the next rung at which it is compared, or all."""
+        if job.prepared.eval_data is None:
+            return job.num_steps
+        step, num_steps = job.progress.step, job.num_steps
+        return self._found.num_allowed(job.name, step, num_steps)
 
     def wants_checkpoint(self) -> bool:
         """No checkpoint is needed besides those of the run's settings."""

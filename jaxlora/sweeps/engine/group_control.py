@@ -164,6 +164,10 @@ class GroupControl(Callback):
             return f"it waits at step {step} until all configurations have come as far"
         return None
 
+    def num_allowed(self, job: JobState) -> int:
+        """Returns all steps, as the driver decides where the job waits."""
+        return job.num_steps
+
     def wants_checkpoint(self) -> bool:
         """Whether jobs are ready to move to another group."""
         jobs = [job for name, job in self._jobs.items() if name in self._moving]

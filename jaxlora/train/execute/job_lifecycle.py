@@ -86,7 +86,7 @@ class JobLifecycle:
     def describe(self) -> str:
         """Describes the jobs in the slots, for the microbatches that are saved."""
         return ", ".join(
-            f"{slot}: {self.number(job)} {job.name} of {job.num_steps}"
+            f"{slot}: {self.number(job)} {job.name} of {self._num_allowed(job)}"
             for slot, job in sorted(self.by_slot.items())
         )
 
@@ -101,24 +101,40 @@ class JobLifecycle:
             job=self.number(job),
             owner=job.slot,
             batch=job.progress.step,
-            num_batches=job.num_steps,
+            num_batches=self._num_allowed(job),
             batch_tokens=job.batch_tokens,
         )
+
+    def _num_allowed(self, job: JobState) -> int:
+        """Returns the number of steps to which a job is planned.
+
+        Where it may have to wait for others of a sweep, none of its microbatches is in
+        flight, so it can wait in its slot.
+        """
+        return min(self._run.early_exit.num_allowed(job), job.num_steps)
+
+    @property
+    def active(self) -> list[JobState]:
+        """The running jobs that have microbatches left before they may have to wait."""
+        return [j for j in self.by_slot.values() if not self._ticks.is_done(j.slot)]
 
     def _positions(self) -> list[JobPosition]:
         """Returns the positions of running jobs, and of those that may start."""
         return [
             JobPosition(
-                job=number,
+                job=self.number(job),
                 priority=job.settings.priority,
                 slot=job.progress.slot,
                 step=job.progress.step,
                 num_steps=job.num_steps,
                 batch_tokens=job.batch_tokens,
             )
-            for number, job in enumerate(self.jobs)
-            if job.has_slot or self._may_start(job)
+            for job in self._candidates()
         ]
+
+    def _candidates(self) -> list[JobState]:
+        """Returns the running jobs, and those that may start."""
+        return [job for job in self.jobs if job.has_slot or self._may_start(job)]
 
     def _may_start(self, job: JobState) -> bool:
         return not (job.progress.is_over or job.awaits_parent or self._is_held(job))
@@ -134,7 +150,7 @@ class JobLifecycle:
 
     def has_work(self) -> bool:
         """Whether a job runs or may start."""
-        return bool(self._positions())
+        return bool(self.active or any(not j.has_slot for j in self._candidates()))
 
     def is_settled(self) -> bool:
         """Whether nothing has come up since the last `change`."""
@@ -153,12 +169,15 @@ class JobLifecycle:
             at_border: The jobs with a slot that are between two global batches.
         """
         seen = self._seen()
+        idle = [job for job in self.by_slot.values() if self._ticks.is_done(job.slot)]
+        at_border = [*at_border, *(job for job in idle if job not in at_border)]
         num_left = self._end_stopped(at_border)
         here = [job for job in at_border if job.has_slot]
-        num_left += self._pause_held(here)
+        usable = self._usable_slots()
+        num_left += self._pause_held(here) + self._make_room(here, usable)
         positions = assign_slots(
             self._positions(),
-            self._usable_slots(),
+            usable,
             preempts=self._run.plan.config.preempt,
             lanes=self._run.plan.lanes,
         )
@@ -169,7 +188,7 @@ class JobLifecycle:
         is_settled = not num_left and all(
             self.jobs[p.job].progress.slot == p.slot for p in positions
         )
-        is_settled &= not any(map(self._is_held, self.by_slot.values()))
+        is_settled &= not any(map(self._is_held, self.active))
         self._settled = seen if is_settled else None
 
     def _usable_slots(self) -> int:
@@ -194,13 +213,42 @@ class JobLifecycle:
             count += ended
 
     def _pause_held(self, at_border: Collection[JobState]) -> int:
-        """Pauses jobs that are not to run now; returns how many."""
+        """Pauses jobs that are not to run now; returns how many.
+
+        A job whose microbatches have ended where it waits for others of a sweep keeps
+        its slot, as copying its state takes longer than a microbatch.
+        """
         count = 0
         for job in at_border:
-            if (reason := self._why_held(job)) is not None:
-                self._pause(job, reason)
+            is_idle = self._ticks.is_done(job.slot)
+            asked = self._run.requests.pause_reason(job.name)
+            reason = self._why_held(job)
+            if asked is not None or (reason is not None and not is_idle):
+                self._pause(job, reason or "")
                 count += 1
+            elif reason is None and is_idle:
+                self._ticks.start(self._position(job))
         return count
+
+    def _make_room(self, at_border: Collection[JobState], usable: int) -> int:
+        """Pauses jobs that wait in their slots, if others need these.
+
+        Args:
+            at_border: Jobs with a slot that are between two batches.
+            usable: How many jobs may run at once.
+
+        Returns:
+            The number of jobs that were paused.
+        """
+        idle = [j for j in at_border if j.has_slot and self._ticks.is_done(j.slot)]
+        if not idle:
+            return 0
+        num_waiting = sum(not job.has_slot for job in self._candidates())
+        num_missing = num_waiting + len(self.by_slot) - usable
+        leaving = idle[: max(0, num_missing)]
+        for job in leaving:
+            self._pause(job, self._why_held(job) or "")
+        return len(leaving)
 
     def _pause_for_priority(
         self, positions: Sequence[JobPosition], at_border: Collection[JobState]

@@ -132,10 +132,10 @@ class Stream:
 
         Jobs that start for the first time are evaluated.
         """
-        if not self._life.by_slot:
+        if not self._life.active:
             self._ticks.forget_leaving()
         self._life.change(self._stepped)
-        if not self._life.by_slot:
+        if not self._life.active:
             self.end_round()  # that of the events above, as no step follows
         return self._life.has_work()
 
@@ -145,9 +145,9 @@ class Stream:
         Jobs end at the borders that it yields. Jobs that are added there, and requests
         that are made there, take effect when the iterator continues.
         """
-        if not self._life.by_slot:
+        if not self._life.active:
             return  # all jobs ended at their first evaluation
-        self._due = {job.name for job in self._life.by_slot.values()}
+        self._due = {job.name for job in self._life.active}
         self._begin_window()
         for outcomes in self._executor.run(self._ticks, self._life.by_slot):
             self._window.add(outcomes)
@@ -168,7 +168,7 @@ class Stream:
             if not self._life.is_settled() or any(not j.has_slot for j in stepped):
                 self._life.change([job for job in stepped if job.has_slot])
             if self.round > num_rounds:
-                self._due = {job.name for job in self._life.by_slot.values()}
+                self._due = {job.name for job in self._life.active}
         self._ticks.forget_leaving()
         if not self._life.may_start:  # no tick has followed that could be copied after
             self._life.may_start = True
@@ -198,13 +198,13 @@ class Stream:
         )
         self._life.end_jobs(stepped)
         self._due.difference_update(job.name for job in stepped)
-        self._due.intersection_update(job.name for job in self._life.by_slot.values())
+        self._due.intersection_update(job.name for job in self._life.active)
         return stepped
 
     def _end_round(self) -> None:
         self._life.round += 1
         self._has_stepped = self._life.has_events = False
-        self._due = {job.name for job in self._life.by_slot.values()}
+        self._due = {job.name for job in self._life.active}
         self._window.num_rounds += 1
         if (
             self.round % self._config.window_steps == 0

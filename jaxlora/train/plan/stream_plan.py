@@ -75,6 +75,7 @@ class StreamPlan:
         self._fixed: deque[StreamTick] = deque()  # to run once more, before `_planned`
         self._taken: deque[StreamTick] = deque()  # with samples of unfinished batches
         self._steps: dict[int, int] = {}  # optimizer steps of the job in each slot
+        self._ends: dict[int, int] = {}  # steps to which it was added
         self._num_held: int | None = None  # ticks to take and hold; None: not stopped
         self._leaving: dict[
             int, int
@@ -96,11 +97,20 @@ class StreamPlan:
     # ---- jobs ----------------------------------------------------------------------
 
     def start(self, position: Position) -> None:
-        """Adds a job to the ticks that are not taken yet."""
-        state = self._replan()
-        ready = dataclasses.replace(position, ready=state.tick)
-        self._now = self._after = state.with_job(ready)
+        """Adds a job to the ticks that are not taken yet.
+
+        A job that has done all batches of its last position may be added again.
+        """
         self._steps[position.owner] = position.batch
+        self._ends[position.owner] = position.num_batches
+        if position.batch < position.num_batches:
+            state = self._replan()
+            ready = dataclasses.replace(position, ready=state.tick)
+            self._now = self._after = state.with_job(ready)
+
+    def is_done(self, slot: int) -> bool:
+        """Whether the job in a slot has done all batches of its position."""
+        return self._steps[slot] >= self._ends[slot]
 
     def drop(self, slot: int) -> None:
         """Takes out the job in a slot; what is left of it does not run."""
@@ -111,6 +121,7 @@ class StreamPlan:
         for taken in (*self._taken, *self._fixed):
             taken.dropped.add(slot)
         self._steps.pop(slot, None)
+        self._ends.pop(slot, None)
         self._forget_finished()
         pipeline = self._rules.lanes.pipeline
         if has_rows and pipeline.num_stages > 1:
@@ -284,6 +295,10 @@ class StreamPlan:
                     raise RuntimeError(f"slot {s.owner} has samples of other lengths.")
             self._fixed.append(taken)
         self._steps, self._leaving = dict(steps), dict(saved.leaving)
+        self._ends = dict(steps)
+        for s in (s for taken in self._fixed for s in taken.samples):
+            self._ends[s.owner] = max(self._ends[s.owner], s.batch + 1)
+        self._ends |= {p.owner: p.num_batches for p in state.positions}
         self._now, self._planned = state, deque(planned)
         self._after = dataclasses.replace(after, hints=tuple(saved.hints[1]))
         return True

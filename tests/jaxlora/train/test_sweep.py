@@ -35,8 +35,7 @@ def make(model, job, tmp_path_factory):
         return RunConfig(
             model=str(model.folder),
             output_dir=str(tmp_path_factory.mktemp("sweep") / "run"),
-            **{"jobs": [job], "sweep": swept} | settings,
-            max_concurrent_jobs=3,
+            **{"jobs": [job], "sweep": swept, "max_concurrent_jobs": 3} | settings,
             microbatch_tokens=128,
             block_tokens=16,
             window_steps=2,
@@ -147,6 +146,26 @@ def test_an_interrupted_sweep_decides_the_same(make, model, whole, rounds):
     assert resumed.bytes == whole[1].bytes
     assert resumed.result.num_compilations == 0
     assert sorted(events(config)) == sorted(events(whole[0]))
+
+
+def test_configurations_wait_in_their_slots(make, model, whole):
+    """No state is copied at a rung if nobody needs the slot."""
+    config = make(max_concurrent_jobs=len(RATES))
+    found = outcome(config, model)
+    # Programs for six slots round otherwise than those for three.
+    ends = lambda of: {n: made[:3] for n, made in decisions(of).items()}
+    assert ends(found) == ends(whole[1])
+    every = config.replace(jobs=list(config.jobs), sweep=None)
+    plain = outcome(every.replace(output_dir=config.output_dir + "-plain"), model)
+    for name, progress in found.progress.items():
+        assert found.losses[name] == plain.losses[name][: progress.step]
+        assert progress.step < 8 or found.bytes[name] == plain.bytes[name]
+    assert not [e for e in events(config) if ("event", "job_pause") in e]
+    again = make(max_concurrent_jobs=len(RATES))
+    Trainer(again, model).train(callbacks=[InterruptAt(2)])
+    resumed = outcome(again, model, resume=True)
+    assert resumed.bytes == found.bytes
+    assert sorted(events(again)) == sorted(events(config))
 
 
 def test_losses_on_different_samples_are_not_compared(make, model, job):
