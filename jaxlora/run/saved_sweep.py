@@ -19,6 +19,8 @@ class SavedSweep:
         cutoffs: Highest loss that went on at each rung of halving that is decided.
         metrics: (steps done, value of the metric of answers), by job.
         stops: The rule and the reason of each job that ends, or has ended, early.
+        halving: `eta` and `first` of the rule of halving; None: there is none, or the
+            checkpoint is older than this field.
     """
 
     __pydantic_config__ = STRICT
@@ -29,3 +31,4 @@ class SavedSweep:
     metrics: dict[JobName, list[tuple[_Count, float]]] = dataclasses.field(
         default_factory=dict
     )
+    halving: dict[str, float] | None = None

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxlora.config.sweep_config import ExitRule, Metric
+from jaxlora.errors import CheckpointError
 from jaxlora.sweeps.rules import Curve, Stop, cut, is_awaited, is_late, judge, rungs
 
 
@@ -207,6 +208,37 @@ class _Curves(Mapping[str, Curve]):
 
     def __len__(self) -> int:
         return len(self._standings)
+
+
+def halving_of(rules: Sequence[ExitRule]) -> dict[str, float] | None:
+    """Returns what the rungs of halving follow from; None without that rule."""
+    found = [{"eta": r.eta, "first": r.first} for r in rules if r.type == "halving"]
+    return found[0] if found else None
+
+
+def check_same_rungs(
+    rules: Sequence[ExitRule], then: Mapping[str, float] | None, where: str
+) -> None:
+    """Refuses other rungs than those at which a sweep has begun to decide.
+
+    Args:
+        rules: The rules now.
+        then: What the rungs followed from; None: there were none.
+        where: Describes where `then` was read.
+
+    Raises:
+        CheckpointError: The rungs are others.
+    """
+    now = halving_of(rules)
+    if now is None or then is None or now == dict(then):
+        return
+    words = lambda of: " and ".join(f"{key} {value:g}" for key, value in of.items())
+    raise CheckpointError(
+        f"early_exit: halving has {words(then)} in {where}, and {words(now)} now, but "
+        "its rungs must not change once configurations are compared at them. Restore "
+        "these values, set `early_exit: none` to compare no more, or choose another "
+        "output_dir."
+    )
 
 
 def compared_steps(rules: Sequence[ExitRule], num_steps: int) -> set[int]:

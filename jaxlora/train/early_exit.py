@@ -5,7 +5,14 @@ from typing import Protocol, runtime_checkable
 
 from jaxlora.config import RunConfig
 from jaxlora.run.saved_sweep import SavedSweep
-from jaxlora.sweeps.decisions import Decided, Decisions, Standing, compared_steps
+from jaxlora.sweeps.decisions import (
+    Decided,
+    Decisions,
+    Standing,
+    check_same_rungs,
+    compared_steps,
+    halving_of,
+)
 from jaxlora.sweeps.rules import Stop
 from jaxlora.train.job_state import JobState
 
@@ -95,13 +102,19 @@ class EarlyExit(SweepControl):
             metrics={name: list(points) for name, points in found.metrics.items()},
             cutoffs=list(found.cutoffs),
             stops={n: (stop.rule, stop.reason) for n, stop in found.stops.items()},
+            halving=halving_of(self._rules),
         )
 
     def restore(self, saved: SavedSweep | None) -> None:
-        """Takes over what was seen and decided; None: nothing."""
+        """Takes over what was seen and decided; None: nothing.
+
+        Raises:
+            CheckpointError: Its rungs of halving are others than those of the run.
+        """
         self._found = Decisions(self._rules, self._metric)
         if saved is None:
             return
+        check_same_rungs(self._rules, saved.halving, "the checkpoint")
         self._found.points = {n: list(points) for n, points in saved.points.items()}
         self._found.metrics = {n: list(found) for n, found in saved.metrics.items()}
         stops = {n: Stop(rule=r, reason=why) for n, (r, why) in saved.stops.items()}

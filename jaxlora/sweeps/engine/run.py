@@ -23,6 +23,7 @@ from jaxlora.run.folder import (
     check_writable,
 )
 from jaxlora.run.lock import RunLock, find_owner
+from jaxlora.sweeps.decisions import check_same_rungs, halving_of
 from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.devices import divide
 from jaxlora.sweeps.engine.driver import Driver
@@ -104,21 +105,30 @@ def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:
 
 
 def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
-    """Refuses a ledger whose sweep had other configurations, and keeps those of a new.
+    """Refuses a ledger of another sweep, and keeps in a new one what must not change.
 
     Args:
         state: The sweep as it is before the records of the ledger.
         ledger: The ledger, whose first record has the settings.
 
     Raises:
-        CheckpointError: A configuration is missing, or its settings differ.
+        CheckpointError: A configuration is missing, its settings differ, or the rungs
+            of halving do.
     """
     now = {c.name: dict(c.settings) for c in state.configurations.values()}
+    rules = state.decisions.rules
     if not ledger.records:
-        record = {"kind": "sweep", "jobs": list(now.values())}
+        record = {
+            "kind": "sweep",
+            "jobs": list(now.values()),
+            "halving": halving_of(rules),
+        }
         ledger.append([record])
         ledger.records.append(record)
         return
+    check_same_rungs(
+        rules, ledger.records[0].get("halving"), "the sweep that has begun"
+    )
     for job in ledger.records[0]["jobs"]:
         other = now.get(job["name"])
         if other is None:

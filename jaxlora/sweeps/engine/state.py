@@ -99,8 +99,12 @@ class SweepState(Mapping[str, Standing]):
         )
         self._queue = None
 
-    def _on_sweep(self, jobs: Sequence[Mapping[str, Any]]) -> None:
-        """The configurations that the sweep began with are known already."""
+    def _on_sweep(
+        self,
+        jobs: Sequence[Mapping[str, Any]],
+        halving: Mapping[str, float] | None = None,
+    ) -> None:
+        """What the sweep began with is known already."""
 
     def _on_begin(self) -> None:
         self.num_drivers += 1

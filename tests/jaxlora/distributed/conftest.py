@@ -81,9 +81,9 @@ def start(
 
 
 def wait(process: subprocess.Popen) -> Ended:
-    """Waits for a process, and ends it after two minutes."""
+    """Waits for a process, and ends it after ten minutes."""
     try:
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=600)
     finally:
         process.kill()
     return Ended(status=process.returncode, stdout=stdout, stderr=stderr)

@@ -25,7 +25,7 @@ def test_results_are_in_the_order_of_the_tasks():
 def test_as_many_tasks_run_at_a_time_as_the_bytes_allow():
     """Three of 10 bytes fit into 35; they wait for each other, so that three do run."""
     together, lock, running, most = (
-        threading.Barrier(3, timeout=60),
+        threading.Barrier(3, timeout=600),
         threading.Lock(),
         0,
         0,

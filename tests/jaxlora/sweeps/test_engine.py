@@ -150,6 +150,13 @@ def test_halving_over_groups(make):
     assert steps == [4, 4, 4, 2, 2, 1, 1, 1, 1]
 
 
+def test_other_rungs_are_refused_when_the_sweep_goes_on(make):
+    make(rules=[ExitRule(type="halving")])
+    with pytest.raises(CheckpointError, match=r"eta 2 and first 0.25 .*eta 3"):
+        make(rules=[ExitRule(type="halving", eta=3)])
+    make(rules=[])
+
+
 def test_evaluations_are_known_once_also_without_rules(make, tmp_path):
     """The report draws them, and a driver that continues finds them in the ledger."""
     driver = make(jobs=2, workers=InstantWorkers(dies=1))

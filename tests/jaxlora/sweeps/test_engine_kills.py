@@ -46,7 +46,7 @@ def sweep(folder: pathlib.Path, **given) -> int:
         [*command, str(folder / "run"), json.dumps(options)],
         capture_output=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=600,
     )
     assert not done.returncode, done.stderr.decode()[-3000:]
     assert len(os.listdir(folder / "kills")) == given["worker_kills"]

@@ -80,7 +80,7 @@ def test_a_sweep_survives_kills(tmp_path, monkeypatch, had_local_session):
     if had_local_session:  # it leaves a token in the home folder
         code = "import ray; ray.init(num_cpus=1, include_dashboard=False)"
         subprocess.run(
-            [sys.executable, "-c", code], env=environ, check=True, timeout=90
+            [sys.executable, "-c", code], env=environ, check=True, timeout=300
         )
     environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-this-test" * 4}
     options = options_of(tmp_path, jobs=100, groups=2, seed=0, worker_kills=6)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from jaxlora import Callback, LoraJob, RunConfig, Sweep, Trainer, load_run
-from jaxlora.errors import ConfigError
+from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.log import read_events
 from jaxlora.run.message import ControlRequest
@@ -166,6 +166,19 @@ def test_configurations_wait_in_their_slots(make, model, whole):
     resumed = outcome(again, model, resume=True)
     assert resumed.bytes == found.bytes
     assert sorted(events(again)) == sorted(events(config))
+
+
+def test_other_rungs_are_refused_when_a_sweep_is_resumed(make, model):
+    config = make()
+    Trainer(config, model).train(callbacks=[InterruptAt(2)])
+    assert config.sweep is not None
+    rule = {"type": "halving", "first": 0.5}
+    changed = config.replace(sweep=config.sweep.replace(early_exit=[rule]))
+    with pytest.raises(CheckpointError, match=r"and eta 2 and first 0.5 now"):
+        Trainer(changed, model).train(resume=True)
+    none = config.replace(sweep=config.sweep.replace(early_exit="none"))
+    found = Trainer(none, model).train(resume=True)
+    assert "finished" in {job.progress.status for job in found.jobs}
 
 
 def test_losses_on_different_samples_are_not_compared(make, model, job):
