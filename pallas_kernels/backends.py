@@ -76,8 +76,9 @@ class Backend:
             of x.
         partitionable: Whether XLA can partition the kernels over a mesh. If not, a
             call on more than one device must be inside `jax.shard_map`.
-        transposes_fp8: Whether the backward pass on fp8 weights multiplies with their
-            transpose: the second copy, or one that it makes each time.
+        reads_transpose: Whether the backward pass on quantized weights that reach it
+            multiplies with their transpose: the second copy, or one that it makes each
+            time.
         traced_as: Back end that keeps the same arrays for the backward pass, and can be
             traced where this one's packages or GPU are missing; None: itself.
         slow_device: Returns why `auto` passes over the back end on the default device
@@ -90,7 +91,7 @@ class Backend:
     unsupported: Callable[[LinearShape], str | None]
     stores_masks: bool
     partitionable: bool
-    transposes_fp8: bool = False
+    reads_transpose: bool = False
     traced_as: str | None = None
     slow_device: Callable[[], str | None] = _nowhere
 
@@ -125,7 +126,7 @@ BACKENDS: dict[str, Backend] = _table(
         unsupported=mosaic.unsupported,
         stores_masks=False,
         partitionable=False,
-        transposes_fp8=True,
+        reads_transpose=True,
     ),
     Backend(
         name="triton",

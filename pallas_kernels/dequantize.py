@@ -1,4 +1,4 @@
-"""Base weights as back ends read them: stacks, fp8 weights, or dequantized copies.
+"""Base weights as back ends read them: stacks, quantized or dequantized weights.
 
 A dequantized copy lives only while one linear's product needs it. An optimization
 barrier makes it depend on the input of that product. So XLA can neither dequantize many
@@ -12,7 +12,6 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxlora.pallas_kernels.projection import Projection
-from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
 
 
@@ -60,17 +59,13 @@ def backward_weights(
     weights = _quantized(projections)
     if not weights:
         return tuple(map(_with_stack, projections)), list(dy), w_transposed
-    if weights[0].reaches_kernels and _has_fp8_backward(weights[0]):
+    if weights[0].reaches_backward_kernels:
         return tuple(projections), list(dy), True
     return *_dequantized(projections, weights, dy, dtype), True
 
 
 def _quantized(projections: Sequence[Projection]) -> list[QuantizedWeight]:
     return [p.w for p in projections if isinstance(p.w, QuantizedWeight)]
-
-
-def _has_fp8_backward(w: QuantizedWeight) -> bool:
-    return isinstance(w, Fp8Weight) and w.fp8_backward
 
 
 def _with_stack(projection: Projection) -> Projection:

@@ -27,7 +27,6 @@ from jaxlora.pallas_kernels.dequantize import backward_weights, forward_weights
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
-from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
 from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 from jaxlora.pallas_kernels.varying import vary, varying_axes
@@ -179,12 +178,14 @@ def _check_alike(projections: Sequence[Projection]) -> None:
             f"{' and '.join(map(str, formats))}. Call multi_lora_linears once for each "
             "format."
         )
-    fp8_backward = [p.w.fp8_backward for p in projections if type(p.w) is Fp8Weight]
-    if len(set(fp8_backward)) > 1:
-        raise ValueError(
-            f"projections must have the same fp8_backward, got {fp8_backward}. Change "
-            "it with dataclasses.replace(w, fp8_backward=...)."
-        )
+    constants = [p.w.constants for p in projections if isinstance(p.w, QuantizedWeight)]
+    for name in constants[0] if constants else ():
+        values = [found[name] for found in constants]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"projections must have the same {name}, got {values}. Change it with "
+                f"dataclasses.replace(w, {name}=...)."
+            )
 
 
 def _weight_format(projection: Projection) -> str | None:

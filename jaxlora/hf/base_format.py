@@ -1,6 +1,8 @@
 """Decides in which format the linears of a base model are held."""
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import ConfigError, ModelError
@@ -9,7 +11,7 @@ from jaxlora.hf.checkpoint import Checkpoint
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.pallas_kernels import OPTIONS, WeightOptions
+from jaxlora.pallas_kernels import OPTIONS
 
 
 def find_base_format(
@@ -17,44 +19,49 @@ def find_base_format(
     quantize: str | None,
     keep_bf16: Sequence[str] = (),
     *,
-    fp8_weight_copies: int = 1,
+    quantize_args: Mapping[str, Any] | None = None,
 ) -> BaseFormat | None:
     """Returns the format of a base model's linears; None: they are not quantized.
 
     A quantized checkpoint is taken as it is. If its weights are not there, all its
-    linears are assumed to be quantized, with double quantization in the case of nf4.
+    linears are assumed to be quantized, with the default options of the format.
 
     Args:
         checkpoint: The checkpoint; only the headers of its files are read.
         quantize: Name in `FORMATS`; None: the format of the checkpoint.
         keep_bf16: Expressions for linears that are not quantized; see `kept_linears`.
-        fp8_weight_copies: 2 adds the transpose of each fp8 weight.
+        quantize_args: Settings of the format, by name.
 
     Raises:
         ConfigError: A setting is unknown, or does not fit the model or the others.
         ModelError: The checkpoint is quantized in another format, or the format cannot
             hold a weight of its shape.
     """
-    config, linears = checkpoint.config, checkpoint.quantized
+    config, linears, settings = (
+        checkpoint.config,
+        checkpoint.quantized,
+        quantize_args or {},
+    )
     if not checkpoint.files and (layout := checkpoint.layout) is not None:
         kept = kept_linears(config, keep_bf16)
-        options = OPTIONS[layout.format]()
-        return _of_layout(config, layout, quantize, kept, options, fp8_weight_copies)
+        stored = BaseFormat(options=OPTIONS[layout.format](), kept=kept)
+        return _of_layout(config, layout, quantize, stored, settings)
     if not linears:
-        return _of_dense(config, quantize, keep_bf16, fp8_weight_copies)
+        return _of_dense(config, quantize, keep_bf16, settings)
     layout = next(iter(linears.values())).layout
     paths = checkpoint.linear_paths
     kept = tuple(path for path in paths if f"{path}.kernel" not in linears)
     if keep_bf16:
         _check_kept(kept_linears(config, keep_bf16), kept, layout)
-    stored = {x.options for x in linears.values()}
-    if len(stored) > 1:
+    options = {x.options for x in linears.values()}
+    if len(options) > 1:
+        found = " and others by ".join(sorted(map(str, options)))
         raise ModelError(
-            f"{checkpoint.folder}: some linears have double quantization and others "
-            "have not. Save the model again with one setting for all."
+            f"{checkpoint.folder}: some linears are quantized by {found}. Save the "
+            "model again with one setting for all."
         )
-    options = stored.pop()
-    return _of_layout(config, layout, quantize, kept, options, fp8_weight_copies)
+    stored = BaseFormat(options=options.pop(), kept=kept)
+    return _of_layout(config, layout, quantize, stored, settings)
 
 
 def kept_linears(config: ModelConfig, keep_bf16: Sequence[str]) -> tuple[str, ...]:
@@ -89,30 +96,55 @@ def kept_linears(config: ModelConfig, keep_bf16: Sequence[str]) -> tuple[str, ..
     return tuple(linear_path(name) for name in names if name in kept)
 
 
+def change_settings(base: BaseFormat, settings: Mapping[str, Any]) -> BaseFormat:
+    """Returns the format of quantized weights with the settings of a user.
+
+    Args:
+        base: The format that the weights have.
+        settings: Settings of the format, by name.
+
+    Raises:
+        ConfigError: The format has no such setting or value, or other weights would be
+            needed.
+    """
+    try:
+        options = base.options.of_same_weights(settings)
+    except ValueError as error:
+        raise _refused(error) from None
+    return dataclasses.replace(base, options=options)
+
+
 def _of_dense(
-    config: ModelConfig, quantize: str | None, keep_bf16: Sequence[str], copies: int
+    config: ModelConfig,
+    quantize: str | None,
+    keep_bf16: Sequence[str],
+    settings: Mapping[str, Any],
 ) -> BaseFormat | None:
     if quantize is None:
-        if keep_bf16 or copies != 1:
+        if keep_bf16 or settings:
             raise ConfigError(
-                f"keep_bf16={list(keep_bf16)} and fp8_weight_copies={copies} have a "
-                "meaning only for a quantized base. Give a format, or leave them out."
+                f"keep_bf16={list(keep_bf16)} and settings of a format, "
+                f"{dict(settings)}, have a meaning only for a quantized base, and the "
+                "base is not quantized. Give a format, or leave them out."
             )
         return None
     kept = kept_linears(config, keep_bf16)
     if quantize not in OPTIONS:
         names = ", ".join(OPTIONS)
         raise ConfigError(f"quantize={quantize!r}; wanted one of {names}.")
-    return _checked(config, OPTIONS[quantize](), kept, copies)
+    try:
+        options = OPTIONS[quantize]().with_settings(settings)
+    except ValueError as error:
+        raise _refused(error) from None
+    return _checked(config, BaseFormat(options=options, kept=kept))
 
 
 def _of_layout(
     config: ModelConfig,
     layout: StorageLayout,
     quantize: str | None,
-    kept: tuple[str, ...],
-    options: WeightOptions,
-    copies: int,
+    stored: BaseFormat,
+    settings: Mapping[str, Any],
 ) -> BaseFormat:
     if quantize not in (None, layout.format):
         raise ModelError(
@@ -121,18 +153,16 @@ def _of_layout(
             f"{quantize} out, take a dense checkpoint, or make one of this checkpoint "
             "with `jaxlora convert`."
         )
-    return _checked(config, options, kept, copies)
+    return _checked(config, change_settings(stored, settings))
 
 
-def _checked(
-    config: ModelConfig, options: WeightOptions, kept: tuple[str, ...], copies: int
-) -> BaseFormat:
-    base = BaseFormat(options=options.replace(transposed=copies == 2), kept=kept)
-    if copies not in (1, 2) or base.options.stores_transpose != (copies == 2):
-        raise ConfigError(
-            f"fp8_weight_copies={copies} with weights in {base.name}; wanted 1, or 2 "
-            "for fp8."
-        )
+def _refused(error: ValueError) -> ConfigError:
+    return ConfigError(
+        f"settings of the quantized base: {error}. Change it, or leave it out."
+    )
+
+
+def _checked(config: ModelConfig, base: BaseFormat) -> BaseFormat:
     for linear in config.linears().values():
         # The linears of all layers have the same shapes.
         paths = (f"layers.{i}.{linear.name}" for i in range(config.num_layers))

@@ -89,9 +89,9 @@ def load_model(
     *,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     revision: str | None = None,
-    quantize: Literal["fp8", "int8", "nf4"] | None = None,
+    quantize: str | None = None,
+    quantize_args: Mapping[str, Any] | None = None,
     keep_bf16: Sequence[str] = (),
-    fp8_weight_copies: Literal[1, 2] = 1,
     place: Callable[[ModelConfig, BaseFormat | None], Place | None] | None = None,
 ) -> FrozenModel:
     """Loads a Hugging Face checkpoint of one of the families in `FAMILIES`.
@@ -114,12 +114,11 @@ def load_model(
         dtype: Dtype of the weights that are not quantized; `auto` is bfloat16 on a GPU
             and float32 on a CPU.
         revision: Branch, tag or commit on the hub.
-        quantize: Format of the linears of the decoder layers. None: that of the
-            checkpoint, which is dense or quantized.
+        quantize: Format of the linears of the decoder layers, such as `fp8`, `int8` or
+            `nf4`. None: that of the checkpoint, which is dense or quantized.
+        quantize_args: Settings of the format, by name, such as `{"weight_copies": 2}`.
         keep_bf16: Regular expressions; linears with a name whose end one of them
             matches are not quantized.
-        fp8_weight_copies: 2 adds the transpose of each fp8 weight, which the backward
-            pass multiplies with.
         place: Given the model and the format of its linears, returns a function from an
             array's path and shape to its sharding. None, or a None that it returns: all
             arrays go to one device.
@@ -138,7 +137,7 @@ def load_model(
         revision=revision,
         quantize=quantize,
         keep_bf16=keep_bf16,
-        fp8_weight_copies=fp8_weight_copies,
+        quantize_args=quantize_args,
     )
     placed = None if place is None else place(opened.config, opened.base_format)
     return opened.load(placed)
@@ -182,9 +181,9 @@ def open_model(
     *,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     revision: str | None = None,
-    quantize: Literal["fp8", "int8", "nf4"] | None = None,
+    quantize: str | None = None,
+    quantize_args: Mapping[str, Any] | None = None,
     keep_bf16: Sequence[str] = (),
-    fp8_weight_copies: Literal[1, 2] = 1,
 ) -> OpenedModel:
     """Reads the config and the headers of a checkpoint; see `load_model`."""
     check_device()
@@ -192,7 +191,7 @@ def open_model(
     checkpoint = open_checkpoint(folder)
     checkpoint.check()
     base = find_base_format(
-        checkpoint, quantize, keep_bf16, fp8_weight_copies=fp8_weight_copies
+        checkpoint, quantize, keep_bf16, quantize_args=quantize_args
     )
     return OpenedModel(
         checkpoint=checkpoint,

@@ -358,7 +358,7 @@ def _mask_bytes(spec: DecoderSpec) -> int:
 def scratch_bytes(spec: DecoderSpec) -> int:
     """Returns the bytes that the largest call of quantized linears takes for weights.
 
-    These are dequantized weights, or transposed fp8 weights. They are freed when the
+    These are dequantized weights, or transposed ones. They are freed when the
     call has ended.
 
     Args:
@@ -381,7 +381,7 @@ def _bytes_per_weight(spec: DecoderSpec, base: BaseFormat) -> int:
     if not base.options.multiplies_backward:
         return spec.options.dtype.itemsize
     backend = get_backend(spec.options.implementation)
-    return 1 if backend.transposes_fp8 and not base.options.stores_transpose else 0
+    return 1 if backend.reads_transpose and not base.options.stores_transpose else 0
 
 
 def _quantized(

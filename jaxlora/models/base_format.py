@@ -32,10 +32,6 @@ class BaseFormat:
         """Its name in `pallas_kernels.FORMATS`."""
         return self.options.weight.format
 
-    def replace(self, **options: Any) -> "BaseFormat":
-        """Returns the format with other options, of which it may lack some."""
-        return dataclasses.replace(self, options=self.options.replace(**options))
-
     def quantizes(self, path: str) -> bool:
         """Returns whether the linear of this path is quantized."""
         return path not in self.kept

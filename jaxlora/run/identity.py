@@ -77,7 +77,7 @@ FIXED_IN_RUN = {
     "dtype": _BASE,
     "quantize_base": _BASE,
     "keep_bf16": _BASE,
-    "fp8_backward": "the saved optimizer state was made with such gradients",
+    "quantize_base_args": _BASE,
 }
 
 

@@ -37,7 +37,7 @@ from jaxlora.train.plan.prepared_job import (
     DataReader,
     PreparedJob,
 )
-from jaxlora.train.plan.quantized_base import with_copies
+from jaxlora.train.plan.quantized_base import with_derived
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.saved.describe_run import check_settings_resume, run_identity
 
@@ -260,13 +260,14 @@ def _load(config: RunConfig, place: Place | None) -> FrozenModel:
         dtype=config.dtype,
         revision=config.revision,
         quantize=config.quantize_base,
+        quantize_args=config.quantize_base_args,
         keep_bf16=config.keep_bf16,
         place=lambda *_: place,
     )
 
 
 def _as_planned(plan: RunPlan, model: FrozenModel) -> FrozenModel:
-    """Checks that the base is the planned one, and gives it its copies of weights.
+    """Checks that the base is the planned one, and gives it the arrays of its format.
 
     Raises:
         ModelError: Its files have changed since they were looked at.
@@ -276,7 +277,7 @@ def _as_planned(plan: RunPlan, model: FrozenModel) -> FrozenModel:
             f"{plan.config.model} has changed while the run was planned. Start again "
             "when its files are complete."
         )
-    return with_copies(model, plan.spec.options.base_format)
+    return with_derived(model, plan.spec)
 
 
 def device_bytes(params: Base) -> int:

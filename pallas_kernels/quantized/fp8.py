@@ -3,7 +3,7 @@
 import dataclasses
 import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Float8e4m3fn
 
 from jaxlora.pallas_kernels.quantized.row_scaled import RowScaledWeight
 from jaxlora.pallas_kernels.quantized.rows import E4M3, quantize_rows, row_scale
-from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight, WeightOptions
-
-# Kernels divide B by these scales. So the scale of an output feature whose weights are
-# all zero must not be so small that the quotient overflows.
-SMALLEST_WEIGHT_SCALE = 2.0**-64
+from jaxlora.pallas_kernels.quantized.weight import (
+    QuantizedWeight,
+    WeightOptions,
+    setting,
+)
 
 
 @typing.no_type_check  # JAX also builds it from leaves that are not arrays
@@ -35,6 +35,9 @@ class Fp8Weight(RowScaledWeight):
 
     format: ClassVar[str] = "fp8"
     reaches_kernels: ClassVar[bool] = True
+    # Kernels divide B by these scales. So the scale of an output feature whose weights
+    # are all zero must not be so small that the quotient overflows.
+    smallest_scale: ClassVar[float] = 2.0**-64
 
     values: Float8e4m3fn[Array, "N K"]
     scale: Float[Array, " N"]
@@ -56,7 +59,7 @@ class Fp8Weight(RowScaledWeight):
             transposed: Whether to keep a second, transposed copy.
             fp8_backward: See the class.
         """
-        scale = row_scale(w, smallest=SMALLEST_WEIGHT_SCALE)
+        scale = row_scale(w, smallest=cls.smallest_scale)
         values = quantize_rows(w, scale)
         return cls(
             values=values,
@@ -85,6 +88,11 @@ class Fp8Weight(RowScaledWeight):
             shapes["transposed"] = jax.ShapeDtypeStruct((k, n), E4M3)
         return shapes
 
+    @property
+    def reaches_backward_kernels(self) -> bool:
+        """See `fp8_backward`."""
+        return self.fp8_backward
+
     def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self.shapes(*self.values.shape, transposed=self.transposed is not None)
 
@@ -94,14 +102,33 @@ class Fp8Options(WeightOptions):
     """Options of `Fp8Weight`.
 
     Attributes:
-        transposed: Whether each weight has a transposed copy.
         fp8_backward: Whether the gradient of x is a product in e4m3.
+        weight_copies: 2 adds the transpose of each weight, which the gradient of x
+            multiplies with; with 1, it is made again in each backward pass. `auto` is 2
+            if memory allows, and 1 until that is known.
     """
 
     weight: ClassVar[type[QuantizedWeight]] = Fp8Weight
 
-    transposed: bool = False
-    fp8_backward: bool = True
+    fp8_backward: bool = setting(True, values=(True, False))
+    weight_copies: Literal["auto", 1, 2] = setting("auto", values=("auto", 1, 2))
+
+    def __post_init__(self) -> None:
+        """Checks that each copy of the weights is read."""
+        if self.stores_transpose and not self.fp8_backward:
+            raise ValueError(
+                "weight_copies=2 stores a copy for an fp8 product that `fp8_backward: "
+                "false` does not compute. Leave one of them out"
+            )
+
+    def storage_choices(self) -> tuple["Fp8Options", ...]:
+        """Returns the options with one and with two copies, while that is open."""
+        if self.weight_copies != "auto":
+            return (self,)
+        one = dataclasses.replace(self, weight_copies=1)
+        if not self.fp8_backward:
+            return (one,)
+        return one, dataclasses.replace(self, weight_copies=2)
 
     @property
     def multiplies_forward(self) -> bool:
@@ -116,18 +143,20 @@ class Fp8Options(WeightOptions):
     @property
     def stores_transpose(self) -> bool:
         """Whether a transposed copy of the values is stored."""
-        return self.transposed
+        return self.weight_copies == 2
 
     def shapes(
         self, out_features: int, in_features: int
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """See `Fp8Weight.shapes`."""
-        return Fp8Weight.shapes(out_features, in_features, transposed=self.transposed)
+        return Fp8Weight.shapes(
+            out_features, in_features, transposed=self.stores_transpose
+        )
 
     def quantize(self, w: Float[Array, "N K"]) -> Fp8Weight:
         """See `Fp8Weight.quantize`."""
         return Fp8Weight.quantize(
-            w, transposed=self.transposed, fp8_backward=self.fp8_backward
+            w, transposed=self.stores_transpose, fp8_backward=self.fp8_backward
         )
 
     def make(self, arrays: Mapping[str, Any]) -> Fp8Weight:
@@ -135,10 +164,11 @@ class Fp8Options(WeightOptions):
         return Fp8Weight(**arrays, fp8_backward=self.fp8_backward)
 
     def complete(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Adds the transposed copy if there is to be one."""
-        if not self.transposed or "transposed" in arrays:
-            return dict(arrays)
-        return {**arrays, "transposed": arrays["values"].T}
+        """Adds the transposed copy, or leaves it out."""
+        own = {k: v for k, v in arrays.items() if k != "transposed"}
+        if not self.stores_transpose:
+            return own
+        return own | {"transposed": arrays.get("transposed", arrays["values"].T)}
 
     def result_settings(self) -> dict[str, Any]:
         """A copy of the weights changes no result."""

@@ -21,10 +21,12 @@ class QuantizedWeight(abc.ABC):
         format: Name of the format in `FORMATS`.
         reaches_kernels: Whether back ends get such a weight as it is. If not, they get
             a dequantized copy [N, K].
+        smallest_scale: Least scale of an output feature that kernels can divide by.
     """
 
     format: ClassVar[str]
     reaches_kernels: ClassVar[bool] = False
+    smallest_scale: ClassVar[float] = 0.0
 
     @classmethod
     @abc.abstractmethod
@@ -77,6 +79,18 @@ class QuantizedWeight(abc.ABC):
         return {k: v for k, v in fields.items() if hasattr(v, "dtype")}
 
     @property
+    def constants(self) -> dict[str, Any]:
+        """The fields that are part of the compiled program, by name."""
+        fields = dataclasses.fields(self)  # pyrefly: ignore
+        static = [f.name for f in fields if f.metadata.get("static")]
+        return {name: getattr(self, name) for name in static}
+
+    @property
+    def reaches_backward_kernels(self) -> bool:
+        """Whether the same holds for the backward pass as `reaches_kernels` says."""
+        return self.reaches_kernels
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays together; works with `jax.ShapeDtypeStruct` too."""
         return sum(
@@ -103,11 +117,25 @@ class QuantizedWeight(abc.ABC):
             )
 
 
+def setting(default: Any, *, values: tuple[Any, ...], is_fixed: bool = False) -> Any:
+    """Makes a field of `WeightOptions` that users may set.
+
+    Args:
+        default: Its default.
+        values: All values that it can have.
+        is_fixed: Whether it cannot be changed once a weight is quantized.
+    """
+    metadata = {"values": values, "is_fixed": is_fixed}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightOptions:
     """Options of a format: what its weights store, and how they are multiplied.
 
-    A format with options extends this class; `OPTIONS` has the class of each format.
+    A format with options extends this class, with a field for each; `OPTIONS` has the
+    class of each format. Fields that are made by `setting` are the settings that a run
+    has in `quantize_base_args`.
     """
 
     weight: ClassVar[type[QuantizedWeight]]
@@ -127,11 +155,52 @@ class WeightOptions:
         """Whether each weight has a second, transposed copy."""
         return False
 
-    def replace(self, **options: Any) -> "WeightOptions":
-        """Returns these options with others, of which the format may lack some."""
-        own = {field.name for field in dataclasses.fields(self)}
-        known = {name: value for name, value in options.items() if name in own}
-        return dataclasses.replace(self, **known)
+    def storage_choices(self) -> tuple["WeightOptions", ...]:
+        """Returns the options that remain if one is chosen by the device's memory.
+
+        They are ordered from the least memory to the fastest, and have the same
+        results. Usually there is no choice, and they are these options alone.
+        """
+        return (self,)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "WeightOptions":
+        """Returns these options with those that a user has set.
+
+        Args:
+            settings: Values by name.
+
+        Raises:
+            ValueError: The format has no such setting, or the setting no such value, or
+                two of them contradict each other.
+        """
+        fields = {f.name: f for f in dataclasses.fields(self) if "values" in f.metadata}
+        for name, value in settings.items():
+            if name not in fields:
+                has = f"has {', '.join(fields)}" if fields else "has none"
+                raise ValueError(
+                    f"{name!r} is no setting of {self.weight.format}, which {has}"
+                )
+            values = fields[name].metadata["values"]
+            if not any(v == value and type(v) is type(value) for v in values):
+                wanted = ", ".join(str(v).lower() for v in values)
+                raise ValueError(f"{name}={value!r} must be one of {wanted}")
+        return dataclasses.replace(self, **settings)
+
+    def of_same_weights(self, settings: Mapping[str, Any]) -> "WeightOptions":
+        """Returns `with_settings`, for weights that are quantized with these options.
+
+        Raises:
+            ValueError: As there, or a setting would need other weights.
+        """
+        changed = self.with_settings(settings)
+        for field in dataclasses.fields(self):
+            then, now = getattr(self, field.name), getattr(changed, field.name)
+            if field.metadata.get("is_fixed") and then != now:
+                raise ValueError(
+                    f"{field.name} is {now!r}, and the weights are quantized with "
+                    f"{then!r}"
+                )
+        return changed
 
     def shapes(
         self, out_features: int, in_features: int
@@ -152,7 +221,11 @@ class WeightOptions:
         return self.weight(**arrays)
 
     def complete(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the arrays of a weight with those that follow from others."""
+        """Returns the arrays of a weight with those that follow from the others.
+
+        Arrays that follow from the others, and that these options do not store, are
+        left out.
+        """
         return dict(arrays)
 
     def result_settings(self) -> dict[str, Any]:

@@ -71,7 +71,8 @@ def model_of_shapes(config: RunConfig, model: ModelConfig) -> PlannedModel:
     stored = None
     if config.quantize_base is not None:
         kept = kept_linears(model, config.keep_bf16)
-        stored = BaseFormat.named(config.quantize_base, kept=kept)
+        args = config.quantize_base_args
+        stored = BaseFormat.named(config.quantize_base, kept=kept, **args)
     return PlannedModel(
         config=model,
         dtype=jnp.dtype(config.dtype),

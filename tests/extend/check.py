@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.pallas_kernels import FORMATS, Projection, multi_lora_linears
+from jaxlora.pallas_kernels import OPTIONS, Projection, multi_lora_linears
 from jaxlora.run.log import read_events
 from tests import tiny
 
@@ -34,7 +34,8 @@ def main() -> None:
     alone = train(model, folder / "alone", [plain])
     np.testing.assert_allclose(losses["plain"], alone["plain"], rtol=1e-5)
     check_dora_export(folder / "together" / "adapters" / "dora", model)
-    quantized = train(model, folder / "int4", [plain], quantize_base="int4")
+    int4 = {"quantize_base": "int4", "quantize_base_args": {"group": 16}}
+    quantized = train(model, folder / "int4", [plain], **int4)
     gap = np.array(quantized["plain"]) - alone["plain"]
     assert 0 < np.abs(gap).max() < 0.5, gap
     print("all changes work")
@@ -96,7 +97,11 @@ def train(model: pathlib.Path, out: pathlib.Path, jobs, **settings) -> dict[str,
         token_cache=False,
         **settings,
     )
-    Trainer(config).train()
+    trainer = Trainer(config)
+    if group := config.quantize_base_args.get("group"):
+        scale = trainer.model.params["layers.0.self_attn.q_proj.kernel.scale"]
+        assert scale.shape[1] == tiny.CONFIG["hidden_size"] // group
+    trainer.train()
     steps = [e for e in read_events(out / "metrics.jsonl") if e["event"] == "step"]
     return {j.name: [e["loss"] for e in steps if e["job"] == j.name] for j in jobs}
 
@@ -156,10 +161,13 @@ def check_gradients() -> None:
 def check_quantized() -> None:
     """Each value of int4 is within half a step of its group's scale."""
     w = jnp.array(np.random.default_rng(1).normal(size=(5, 64)), jnp.float32)
-    found = FORMATS["int4"].quantize(w)
-    error = jnp.abs(found.dequantize(jnp.float32) - w).reshape(5, 2, 32)
-    largest = jnp.abs(w.reshape(5, 2, 32)).max(axis=2, keepdims=True)
-    assert (error <= largest / 7 / 2 * 1.001).all()
+    for group in (16, 32):
+        options = OPTIONS["int4"]().with_settings({"group": group})
+        found = options.quantize(w)
+        assert found.arrays["scale"].shape == (5, 64 // group)
+        error = jnp.abs(found.dequantize(jnp.float32) - w).reshape(5, -1, group)
+        largest = jnp.abs(w.reshape(5, -1, group)).max(axis=2, keepdims=True)
+        assert (error <= largest / 7 / 2 * 1.001).all()
 
 
 if __name__ == "__main__":

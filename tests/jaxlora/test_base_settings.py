@@ -4,6 +4,7 @@ import pytest
 
 from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError
+from jaxlora.pallas_kernels import OPTIONS
 
 
 def run(**more):
@@ -12,36 +13,47 @@ def run(**more):
 
 
 def test_settings_of_a_quantized_base():
-    found = run(quantize_base="fp8", fp8_weight_copies=1, keep_bf16=["down_proj"])
-    assert (found.quantize_base, found.fp8_backward) == ("fp8", True)
-    assert found.fp8_settings == ["fp8_weight_copies"]
-    assert found.replace(remat="layer").fp8_settings == ["fp8_weight_copies"]
-    assert run().quantize_base is None and not run().fp8_settings
+    args = {"weight_copies": 1, "fp8_backward": True}
+    found = run(quantize_base="fp8", quantize_base_args=args, keep_bf16=["down_proj"])
+    assert (found.quantize_base, found.quantize_base_args) == ("fp8", args)
+    assert run().quantize_base is None and not run().quantize_base_args
     # A run that is written with all its settings can be read again.
     for config in (run(), run(quantize_base="nf4"), found):
         written = config.model_dump(mode="json")
         again = run_config(written)
-        assert (again, again.fp8_settings) == (config, config.fp8_settings)
-    # Whether the checkpoint is fp8 is known only when it is read.
-    assert run(fp8_backward=False).fp8_settings == ["fp8_backward"]
+        assert again == config
+        for name, value in again.quantize_base_args.items():
+            assert type(value) is type(args[name])
+    # The format, which may be that of the checkpoint, says which settings there are.
+    assert run(quantize_base_args={"group": 3}).quantize_base_args == {"group": 3}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"quantize_base": "fp4"}, "quantize_base.*'fp8', 'int8' or 'nf4'"),
-        ({"quantize_base": "nf4", "fp8_backward": False}, "fp8_backward has a meaning"),
-        ({"quantize_base": "int8", "fp8_weight_copies": 1}, "for fp8 only"),
-        ({"quantize_base": "fp8", "fp8_weight_copies": 3}, "'auto', 1 or 2"),
-        ({"quantize_base": "fp8", "fp8_weight_copies": True}, "auto, 1 or 2"),
-        (
-            {"quantize_base": "fp8", "fp8_backward": False, "fp8_weight_copies": 2},
-            "does not compute",
-        ),
         ({"keep_bf16": ["down_proj"]}, "set quantize_base"),
         ({"quantize_base": "fp8", "keep_bf16": "down_proj"}, "keep_bf16"),
+        ({"quantize_base": "fp8", "quantize_base_args": 2}, "quantize_base_args"),
     ],
 )
 def test_refused_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         run(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("nf4", {"fp8_backward": False}, "'fp8_backward' is no setting of nf4"),
+        ("nf4", {"double_quant": False}, "no setting of nf4, which has none"),
+        ("fp8", {"copies": 1}, "of fp8, which has fp8_backward, weight_copies"),
+        ("fp8", {"weight_copies": 3}, "weight_copies=3 must be one of auto, 1, 2"),
+        ("fp8", {"weight_copies": True}, "must be one of auto, 1, 2"),
+        ("fp8", {"fp8_backward": 0}, "fp8_backward=0 must be one of true, false"),
+        ("fp8", {"fp8_backward": False, "weight_copies": 2}, "does not compute"),
+    ],
+)
+def test_settings_that_a_format_refuses(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        OPTIONS[name]().with_settings(settings)

@@ -42,7 +42,7 @@ class StoredLinear:
     def options(self) -> WeightOptions:
         """Options of the weight's format, with those that its tensors show."""
         names = [tensor.name for tensor in self.tensors]
-        return OPTIONS[self.layout.format]().replace(**self.layout.options(names))
+        return OPTIONS[self.layout.format](**self.layout.options(names))
 
     def check(self) -> None:
         """Checks the names, shapes and dtypes of the tensors.

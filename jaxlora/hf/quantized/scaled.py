@@ -13,8 +13,7 @@ from jaxlora.hf.quantized.stored import (
     check_scales,
     host_weight,
 )
-from jaxlora.pallas_kernels import Fp8Weight, Int8Weight, QuantizedWeight
-from jaxlora.pallas_kernels.quantized.fp8 import SMALLEST_WEIGHT_SCALE
+from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Int8Weight, QuantizedWeight
 
 DTYPES = {Fp8Weight.format: "F8_E4M3", Int8Weight.format: "I8"}
 
@@ -41,10 +40,9 @@ class RowLayout(StorageLayout):
         scale = arrays["weight_scale"]
         check_scales(scale, f"{where}.weight_scale")
         scale = np.broadcast_to(scale.astype(np.float32).reshape(-1), shape[:1])
-        if self.format == Fp8Weight.format:
-            # The scale of a row of zeros may be 0, but kernels divide by it. A value
-            # times this scale is below 1e-16, with which nothing can be done either.
-            scale = np.maximum(scale, np.float32(SMALLEST_WEIGHT_SCALE))
+        # The scale of a row of zeros may be 0, but kernels divide by it. A value of fp8
+        # times this scale is below 1e-16, with which nothing can be done either.
+        scale = np.maximum(scale, np.float32(FORMATS[self.format].smallest_scale))
         return host_weight(
             self.format, values=arrays["weight"], scale=np.ascontiguousarray(scale)
         )

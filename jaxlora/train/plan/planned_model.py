@@ -68,9 +68,13 @@ def planned_model(config: RunConfig, folder: pathlib.Path) -> PlannedModel:
     is_local = pathlib.Path(config.model).exists()
     has_weights = is_local and any(folder.glob("*.safetensors"))
     checkpoint = planned_checkpoint(folder, checks_weights=has_weights)
-    stored = find_base_format(checkpoint, config.quantize_base, config.keep_bf16)
     return PlannedModel(
         config=checkpoint.config,
         dtype=jnp.dtype(base_dtype(config.dtype)),
-        base_format=run_format(config, checkpoint.config, stored),
+        base_format=find_base_format(
+            checkpoint,
+            config.quantize_base,
+            config.keep_bf16,
+            quantize_args=config.quantize_base_args,
+        ),
     )

@@ -1,6 +1,8 @@
-"""The quantized base of a run: its format, its copies, and what is logged."""
+"""The quantized base of a run: its format, its arrays, and how the log describes it."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 from jax.sharding import NamedSharding
@@ -9,15 +11,16 @@ from jaxlora.common.counted import counted
 from jaxlora.config.base_settings import BaseSettings
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.base_format import kept_linears
+from jaxlora.hf.base_format import change_settings, kept_linears
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import Base
 from jaxlora.models.sharded import base_spec
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.pallas_kernels import WeightOptions
 from jaxlora.sharding.rules import FSDP
 
-_VALUES, _TRANSPOSED = ".kernel.values", ".kernel.transposed"
+_KERNEL = ".kernel."  # in the path of an array of a quantized weight
 
 
 def run_format(
@@ -40,56 +43,83 @@ def run_format(
             f"quantize_base is {settings.quantize_base}, and the base is {described}. "
             f"Load it with load_model(..., quantize={settings.quantize_base!r})."
         )
-    multiplies = stored is not None and stored.options.multiplies_forward
-    if settings.fp8_settings and not multiplies:
-        raise ConfigError(
-            f"{settings.fp8_settings[0]} has a meaning for an fp8 base only, and the "
-            f"base is {described}. Leave it out, or set quantize_base: fp8."
-        )
     if stored is None:
+        if args := settings.quantize_base_args:
+            raise ConfigError(
+                f"quantize_base_args has {', '.join(args)}, and the base is not "
+                "quantized. Leave it out, or set quantize_base."
+            )
         return None
     if changed := set(kept_linears(model, settings.keep_bf16)) - set(stored.kept):
         raise ConfigError(
             f"keep_bf16 matches {min(changed)}, which is quantized in this base. Load "
             f"it with load_model(..., keep_bf16={list(settings.keep_bf16)})."
         )
-    return stored.replace(fp8_backward=settings.fp8_backward, transposed=False)
+    return change_settings(stored, settings.quantize_base_args)
 
 
-def with_copies(model: FrozenModel, base_format: BaseFormat | None) -> FrozenModel:
-    """Returns the model with transposed copies of its fp8 weights, or without them.
+def with_derived(model: FrozenModel, spec: DecoderSpec) -> FrozenModel:
+    """Returns the model with all arrays of its format and no others.
+
+    Those that follow from others, such as transposed copies, are made where they will
+    lie.
 
     Args:
         model: The base model.
-        base_format: Format of the run's base.
+        spec: Decoder of the run.
     """
-    if base_format is None:
+    base = spec.options.base_format
+    if base is None:
         return model
-    params = {k: v for k, v in model.params.items() if not k.endswith(_TRANSPOSED)}
-    if base_format.options.stores_transpose:
-        params |= _transposed(params)
+    params = {k: v for k, v in model.params.items() if _KERNEL not in k}
+    for path, arrays in _quantized_kernels(model.params).items():
+        found = _completed(base.options, path, arrays)
+        params |= {f"{path}.{field}": array for field, array in found.items()}
     return dataclasses.replace(model, params=params)
 
 
-def _transposed(params: Base) -> Base:
-    """Returns the transposed copy of each fp8 weight, by path."""
-    copies: Base = {}
-    for path, values in params.items():
-        if not path.endswith(_VALUES):
-            continue
-        path, where = path.removesuffix(_VALUES) + _TRANSPOSED, None
-        if isinstance(values.sharding, NamedSharding):
-            device_mesh = values.sharding.mesh
-            fsdp = dict(device_mesh.shape).get(FSDP, 1)
-            spec = base_spec(path, values.shape[::-1], fsdp)
-            where = NamedSharding(device_mesh, spec)
-        copies[path] = _transpose(where)(values)
-    return copies
+def _quantized_kernels(params: Base) -> dict[str, Base]:
+    """Returns the arrays of each quantized weight by field, by the kernel's path."""
+    kernels: dict[str, Base] = {}
+    for path, array in params.items():
+        if _KERNEL in path:
+            kernel, field = path.rsplit(".", 1)
+            kernels.setdefault(kernel, {})[field] = array
+    return kernels
 
 
-def _transpose(where: NamedSharding | None):
-    # Without a mesh, the copy is as little bound to a device as the weight itself.
-    return jax.jit(lambda values: values.T, out_shardings=where)
+def _completed(options: WeightOptions, kernel: str, arrays: Base) -> Base:
+    wanted = jax.eval_shape(options.complete, arrays)
+    kept = {field: arrays[field] for field in wanted if field in arrays}
+    missing = tuple(field for field in wanted if field not in arrays)
+    if not missing:
+        return kept
+    sharding = next(iter(arrays.values())).sharding
+    # Without a mesh, an array is as little bound to a device as those it follows from.
+    places: tuple[NamedSharding | None, ...] = (None,) * len(missing)
+    if isinstance(sharding, NamedSharding):
+        device_mesh = sharding.mesh
+        fsdp = dict(device_mesh.shape).get(FSDP, 1)
+        paths = {field: f"{kernel}.{field}" for field in missing}
+        specs = (base_spec(paths[f], wanted[f].shape, fsdp) for f in missing)
+        places = tuple(NamedSharding(device_mesh, spec) for spec in specs)
+    made = _maker(options, missing, places)(arrays)
+    return kept | dict(zip(missing, made, strict=True))
+
+
+@functools.lru_cache(maxsize=32)
+def _maker(
+    options: WeightOptions,
+    fields: tuple[str, ...],
+    places: tuple[NamedSharding | None, ...],
+) -> Callable[[Base], tuple[jax.Array, ...]]:
+    """Returns a program that makes fields of a weight from the others."""
+
+    def make(arrays: Base) -> tuple[jax.Array, ...]:
+        complete = options.complete(arrays)
+        return tuple(complete[field] for field in fields)
+
+    return jax.jit(make, out_shardings=places)
 
 
 def describe_base(spec: DecoderSpec) -> str:
@@ -100,15 +130,15 @@ def describe_base(spec: DecoderSpec) -> str:
     if not base.options.multiplies_forward:
         text = f"dequantized to {dtype} layer by layer for the products of {name}"
     elif base.options.multiplies_backward:
-        text = f"fp8 products of {name} forward and backward, " + (
+        text = f"{base.name} products of {name} forward and backward, " + (
             "with a second, transposed copy of the weights"
             if base.options.stores_transpose
             else "with one copy of the weights"
         )
     else:
         text = (
-            f"fp8 products of {name} forward, dequantized to {dtype} layer by layer "
-            "backward"
+            f"{base.name} products of {name} forward, dequantized to {dtype} layer by "
+            "layer backward"
         )
     kept = [path.removeprefix("layers.") for path in base.kept]
     if kept:

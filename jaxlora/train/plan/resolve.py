@@ -8,10 +8,10 @@ from jaxlora.config import RunConfig
 from jaxlora.costs.device_profile import find_profile
 from jaxlora.errors import ConfigError
 from jaxlora.memory import capacity
+from jaxlora.memory.base_storage import choose_storage
 from jaxlora.memory.bounds import Bounds, low_fill
 from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.mesh import MeshStages
-from jaxlora.memory.weight_copies import choose_copies
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import no_garbage_collection
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
@@ -179,7 +179,7 @@ def _draft(
     bounds = _bounds(config, jobs)
     spec, choices = decoder_spec(config, model, jobs, bounds.max_tokens)
     available = machine.memory_of(config.mesh_sizes.num_devices)
-    spec, copies = choose_copies(config, spec, bounds, available)
+    spec, storage = choose_storage(config, spec, bounds, available)
     for job in jobs:
         check_fits(job, spec, bounds.max_tokens)
     return _Draft(
@@ -189,7 +189,7 @@ def _draft(
         machine=machine,
         spec=spec,
         bounds=bounds,
-        notes=(Note(str(choices)), *copies),
+        notes=(Note(str(choices)), *storage),
     )
 
 

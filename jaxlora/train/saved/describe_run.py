@@ -63,8 +63,9 @@ def _base_settings(base: BaseFormat | None) -> dict[str, Any]:
     """Settings of a quantized base that change its products; none if it is not."""
     if base is None:
         return {}
-    own = {"quantize_base": base.name, "keep_bf16": list(base.kept)}
-    return own | base.options.result_settings()
+    own: dict[str, Any] = {"quantize_base": base.name, "keep_bf16": list(base.kept)}
+    settings = base.options.result_settings()
+    return own | ({"quantize_base_args": settings} if settings else {})
 
 
 def resolved_settings(plan: RunPlan, jobs: Sequence[JobState]) -> dict[str, Any]:

@@ -95,6 +95,7 @@ def _load_base(
         revision=revision,
         dtype=settings.get("dtype", "auto"),
         quantize=settings.get("quantize_base"),
+        quantize_args=settings.get("quantize_base_args"),
         keep_bf16=settings.get("keep_bf16", ()),
     )
     if record is not None and loaded.fingerprint != record.identity.base:

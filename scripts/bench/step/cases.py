@@ -82,13 +82,15 @@ def _jaxlora(implementation: str, **settings: Any) -> Row:
     return Row(library="jaxlora", settings=own)
 
 
-def _fp8(**settings: Any) -> Row:
-    """Returns a row of the fused kernels on an fp8 base."""
-    return _jaxlora("mosaic", quantize_base="fp8", **settings)
+def _fp8(args: Mapping[str, Any], **settings: Any) -> Row:
+    """Returns a row of the fused kernels on an fp8 base with settings of its format."""
+    base = {"quantize_base": "fp8", "quantize_base_args": args}
+    return _jaxlora("mosaic", **base, **settings)
 
 
 FROZEN, PEER = "adapters off", "peft, packed"
 FP8 = "jaxlora mosaic, fp8"
+ONE_COPY, TWO_COPIES = {"weight_copies": 1}, {"weight_copies": 2}
 ROWS = {
     FROZEN: dataclasses.replace(_jaxlora("xla"), has_adapters=False),
     "jaxlora mosaic": _jaxlora("mosaic"),
@@ -97,13 +99,11 @@ ROWS = {
     "jaxlora mosaic, remat mlp": _jaxlora("mosaic", remat="mlp"),
     "jaxlora mosaic, remat layer": _jaxlora("mosaic", remat="layer"),
     "jaxlora mosaic, remat elementwise": _jaxlora("mosaic", remat="elementwise"),
-    FP8: _fp8(fp8_weight_copies=2),
-    f"{FP8}, one copy": _fp8(fp8_weight_copies=1),
-    f"{FP8}, one copy, remat elementwise": _fp8(
-        fp8_weight_copies=1, remat="elementwise"
-    ),
-    f"{FP8}, down_proj kept": _fp8(fp8_weight_copies=2, keep_bf16=("down_proj",)),
-    f"{FP8} forward": _fp8(fp8_backward=False),
+    FP8: _fp8(TWO_COPIES),
+    f"{FP8}, one copy": _fp8(ONE_COPY),
+    f"{FP8}, one copy, remat elementwise": _fp8(ONE_COPY, remat="elementwise"),
+    f"{FP8}, down_proj kept": _fp8(TWO_COPIES, keep_bf16=("down_proj",)),
+    f"{FP8} forward": _fp8({"fp8_backward": False}),
     "jaxlora mosaic, int8": _jaxlora("mosaic", quantize_base="int8"),
     "jaxlora mosaic, nf4": _jaxlora("mosaic", quantize_base="nf4"),
     "jaxlora xla, remat layer": _jaxlora("xla", remat="layer"),

@@ -92,7 +92,10 @@ def test_weights_are_quantized_from_the_stored_precision(tmp_path, kind):
 
 def test_kept_linears_and_transposed_copies(dense):
     base = load_model(
-        dense, quantize="fp8", keep_bf16=["down_proj", "0.*k_proj"], fp8_weight_copies=2
+        dense,
+        quantize="fp8",
+        quantize_args={"weight_copies": 2},
+        keep_bf16=["down_proj", "0.*k_proj"],
     )
     assert base.base_format == BaseFormat.named(
         "fp8",
@@ -101,7 +104,7 @@ def test_kept_linears_and_transposed_copies(dense):
             "layers.0.mlp.down_proj",
             "layers.1.mlp.down_proj",
         ),
-        transposed=True,
+        weight_copies=2,
     )
     kept = np.asarray(base.params["layers.0.mlp.down_proj.kernel"])
     np.testing.assert_array_equal(
@@ -145,11 +148,15 @@ def test_the_same_bits_on_several_devices(loaded, dense, name):
     [
         ({"quantize": "fp4"}, ConfigError, "quantize='fp4'; wanted one of fp8, int8"),
         ({"keep_bf16": ["up_proj"]}, ConfigError, "only for a quantized base"),
-        ({"fp8_weight_copies": 2}, ConfigError, "only for a quantized base"),
         (
-            {"quantize": "int8", "fp8_weight_copies": 2},
+            {"quantize_args": {"weight_copies": 2}},
             ConfigError,
-            "fp8_weight_copies=2 with weights in int8",
+            "only for a quantized base",
+        ),
+        (
+            {"quantize": "int8", "quantize_args": {"weight_copies": 2}},
+            ConfigError,
+            "'weight_copies' is no setting of int8, which has none",
         ),
         (
             {"quantize": "fp8", "keep_bf16": ["donw_proj"]},

@@ -100,7 +100,7 @@ def test_linears_that_are_not_converted_stay_dense(tmp_path):
 
 def test_a_transposed_copy(tmp_path):
     write_quantized(tmp_path, "fp8-channel")
-    base = load_model(tmp_path, quantize="fp8", fp8_weight_copies=2)
+    base = load_model(tmp_path, quantize="fp8", quantize_args={"weight_copies": 2})
     assert base.base_format.options.stores_transpose
     values = np.asarray(base.params[f"{KERNEL}.values"])
     copy = np.asarray(base.params[f"{KERNEL}.transposed"])
@@ -118,7 +118,9 @@ def test_place_says_where_each_array_goes(tmp_path):
         asked[path] = shape
         return sharding
 
-    base = load_model(tmp_path, place=lambda *_: place, fp8_weight_copies=2)
+    base = load_model(
+        tmp_path, place=lambda *_: place, quantize_args={"weight_copies": 2}
+    )
     assert asked == {path: array.shape for path, array in base.params.items()}
     assert all(array.sharding == sharding for array in base.params.values())
 
@@ -165,8 +167,8 @@ def test_another_format_is_refused(tmp_path):
         load_model(tmp_path, quantize="fp8")
     with pytest.raises(ModelError, match=match):
         find_base_format(planned_checkpoint(tmp_path), "fp8")
-    with pytest.raises(ConfigError, match="fp8_weight_copies=2 with weights in nf4"):
-        load_model(tmp_path, fp8_weight_copies=2)
+    with pytest.raises(ConfigError, match="'weight_copies' is no setting of nf4"):
+        load_model(tmp_path, quantize_args={"weight_copies": 2})
 
 
 def test_the_planned_format_needs_no_weights(tmp_path):
@@ -342,7 +344,8 @@ def test_double_quantization_in_a_part_is_refused(tmp_path):
         tensors |= {f"{Q}.{part}": array for part, array in parts.items()}
 
     write_quantized(tmp_path, "nf4-nested", change=change)
-    with pytest.raises(ModelError, match="some linears have double quantization and"):
+    match = r"by Nf4Options\(double_quant=False\) and others by Nf4Options\("
+    with pytest.raises(ModelError, match=match):
         load_model(tmp_path)
 
 

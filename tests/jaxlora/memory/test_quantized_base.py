@@ -7,11 +7,11 @@ import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.hf.config import model_config
+from jaxlora.memory.base_storage import choose_storage
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.estimate import scratch_bytes
 from jaxlora.memory.footprint import Footprint, num_bytes
-from jaxlora.memory.weight_copies import choose_copies, with_copies
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
@@ -42,7 +42,7 @@ def spec(name: str | None, **settings) -> DecoderSpec:
 @pytest.fixture
 def transposing(monkeypatch):
     """Makes the back end one whose fp8 products need the transpose."""
-    entry = dataclasses.replace(BACKENDS["xla"], transposes_fp8=True)
+    entry = dataclasses.replace(BACKENDS["xla"], reads_transpose=True)
     monkeypatch.setitem(BACKENDS, "xla", entry)
 
 
@@ -51,7 +51,7 @@ def test_a_call_has_a_scratch_for_all_weights_that_share_its_input(transposing):
     assert scratch_bytes(spec(None)) == 0
     assert scratch_bytes(spec("nf4")) == scratch_bytes(spec("int8")) == 2 * gate_and_up
     assert scratch_bytes(spec("fp8")) == gate_and_up
-    assert scratch_bytes(spec("fp8", transposed=True)) == 0
+    assert scratch_bytes(spec("fp8", weight_copies=2)) == 0
     assert scratch_bytes(spec("fp8", fp8_backward=False)) == 2 * gate_and_up
     kept = tuple(f"layers.{i}.mlp.up_proj" for i in range(LAYERS))
     assert scratch_bytes(spec("nf4", kept=kept)) == gate_and_up
@@ -73,19 +73,19 @@ def choose(limit: int) -> tuple[bool, str]:
     memory = DeviceMemory(num_bytes=limit, source="a described device")
     jobs = [{"name": "a", "data": {"path": "a.jsonl"}}]
     config = RunConfig(model="m", jobs=jobs, microbatch_tokens=64)
-    chosen, [note] = choose_copies(config, spec("fp8"), BOUNDS, memory)
+    chosen, [note] = choose_storage(config, spec("fp8"), BOUNDS, memory)
     base = chosen.options.base_format
     assert base is not None
     return base.options.stores_transpose, note.text
 
 
 def test_auto_takes_a_second_copy_if_memory_allows(transposing):
-    more = num_bytes(with_copies(spec("fp8"), 2).base_shapes())
+    more = num_bytes(spec("fp8", weight_copies=2).base_shapes())
     assert more - num_bytes(spec("fp8").base_shapes()) == LAYERS * ONE_LAYER
     is_taken, log = choose(2**30)
-    assert is_taken and "auto: 2, as a second one" in log
+    assert is_taken and "weight_copies: auto: 2, as" in log
     is_taken, log = choose(more)
-    assert not is_taken and "auto: 1, as a second one" in log
+    assert not is_taken and "would leave too little memory" in log
 
 
 def test_auto_takes_one_copy_where_kernels_need_no_transpose():

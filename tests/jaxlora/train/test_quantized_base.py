@@ -22,6 +22,9 @@ TARGETS = ("q_proj", "gate_proj", "down_proj")
 FP8_ROUNDING = 1e-2
 
 
+FORWARD, TWO_COPIES = {"fp8_backward": False}, {"weight_copies": 2}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("quantized")
@@ -144,8 +147,8 @@ def test_a_run_resumes_with_the_same_base_only(config, train):
         ({}, "quantize_base is 'fp8' in the checkpoint and None now"),
         ({"quantize_base": "nf4"}, "'fp8' in the checkpoint and 'nf4' now"),
         (
-            {"quantize_base": "fp8", "fp8_backward": False},
-            "fp8_backward is True in the checkpoint and False now",
+            {"quantize_base": "fp8", "quantize_base_args": FORWARD},
+            "{'fp8_backward': True} in the checkpoint and {'fp8_backward': False} now",
         ),
         (
             {"quantize_base": "fp8", "keep_bf16": ("1.mlp.up_proj",)},
@@ -162,7 +165,7 @@ def test_a_run_resumes_with_the_same_base_only(config, train):
     ("settings", "message"),
     [
         ({"quantize_base": "fp8", "keep_bf16": ("gate",)}, "matches no linear"),
-        ({"fp8_backward": False}, "the base is not quantized"),
+        ({"quantize_base_args": FORWARD}, "the base is not quantized"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(
@@ -178,7 +181,7 @@ def test_settings_that_do_not_fit_a_given_model_are_refused(config):
     model = load_model(source, dtype="float32", quantize="int8")
     for settings, message in (
         ({"quantize_base": "nf4"}, "quantize_base is nf4, and the base is in int8"),
-        ({"fp8_weight_copies": 1}, "for an fp8 base only"),
+        ({"quantize_base_args": TWO_COPIES}, "is no setting of int8"),
         ({"quantize_base": "int8", "keep_bf16": ("up_proj",)}, "keep_bf16 matches"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -200,7 +203,7 @@ def test_the_log_says_how_the_base_is_multiplied(config, caplog):
         "weights; 1 linear kept in float32: 1.mlp.down_proj" in caplog.text
     )
     assert "auto: 1, as xla multiplies with the stored weights" in caplog.text
-    two = Trainer(config(fp8_weight_copies=2, **settings))
+    two = Trainer(config(quantize_base_args=TWO_COPIES, **settings))
     assert "with a second, transposed copy of the weights" in caplog.text
     more = two.model.params.keys() - one.model.params.keys()
     assert len(more) == 13 and all(path.endswith(".kernel.transposed") for path in more)
@@ -208,7 +211,7 @@ def test_the_log_says_how_the_base_is_multiplied(config, caplog):
         two.model.params["layers.0.mlp.up_proj.kernel.transposed"],
         one.model.params["layers.0.mlp.up_proj.kernel.values"].T,
     )
-    Trainer(config(quantize_base="fp8", fp8_backward=False))
+    Trainer(config(quantize_base="fp8", quantize_base_args=FORWARD))
     assert "of xla forward, dequantized to float32 layer by layer backward" in (
         caplog.text
     )
@@ -222,7 +225,9 @@ def test_the_log_says_how_the_base_is_multiplied(config, caplog):
 @pytest.mark.usefixtures("compiled_when_called")
 @pytest.mark.needs_devices(2)
 def test_the_second_copy_lies_where_the_mesh_divides_it(config):
-    trainer = Trainer(config(quantize_base="fp8", fp8_weight_copies=2, mesh="fsdp=2"))
+    trainer = Trainer(
+        config(quantize_base="fp8", quantize_base_args=TWO_COPIES, mesh="fsdp=2")
+    )
     specs = trainer.layout.stages[0].spec.base_specs()
     path = "layers.0.mlp.up_proj.kernel.transposed"
     assert trainer.model.params[path].sharding.spec == specs[path]
