@@ -135,7 +135,7 @@ class YamlWords:
     Attributes:
         where: The file, or the command.
         find_line: Returns the line of the file that holds a setting, if any.
-        options: Option of the command line, by the path of the setting that it sets.
+        options: Argument of the command line, by the path of the setting it sets.
     """
 
     where: str
@@ -145,9 +145,11 @@ class YamlWords:
     def line(self, problem: Problem) -> str:
         """Returns the place, the rule, the cure and the given value."""
         text = _type_text(problem, _YAML_TYPES) or without_quotes(problem.text)
-        option = self.options.get(problem.path)
-        if option is not None:
-            return _join(option, "", text, problem.given, _in_yaml)
+        for end in range(len(problem.path), 0, -1):
+            option = self.options.get(problem.path[:end])
+            if option is not None:
+                rest = ".".join(map(str, problem.path[end:]))
+                return _join(option, rest, text, problem.given, _in_yaml)
         number = self.find_line(problem.path)
         where = self.where if number is None else f"{self.where}, line {number}"
         path = ".".join(map(str, problem.path))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_revision, positive_int
+from jaxlora.cli.options import add_overrides, add_revision, positive_int
 
 if TYPE_CHECKING:
     from jaxlora.config import LoraJob
@@ -34,6 +34,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", help="file, saved dataset or hub id of data; or a run file (.yaml)"
     )
+    add_overrides(parser)
     parser.add_argument(
         "--model", help="folder or hub id, for the tokens and the chat template"
     )
@@ -79,7 +80,7 @@ def _jobs(
     arguments: argparse.Namespace,
 ) -> tuple[str | None, str | None, list["LoraJob"]]:
     """Returns the model, its revision, and the jobs whose data are shown."""
-    from jaxlora.config.run_file import load_run
+    from jaxlora.config.run_file import RunFile
     from jaxlora.errors import ConfigError
 
     settings = dict(_given_settings(arguments))
@@ -89,13 +90,18 @@ def _jobs(
                 f"--job {arguments.job} names a job of a run file, and "
                 f"{arguments.path} is not a .yaml file. Leave it out."
             )
+        if arguments.overrides:
+            raise ConfigError(
+                f"{arguments.overrides[0]} is a setting of a run file, and "
+                f"{arguments.path} is not a .yaml file. Leave it out."
+            )
         return arguments.model, arguments.revision, [_job(arguments.path, settings)]
     if settings:
         raise ConfigError(
             f"--{next(iter(settings)).replace('_', '-')} is for a file of data, and "
             f"{arguments.path} is a run file, which has its own settings. Leave it out."
         )
-    run = load_run(arguments.path)
+    run = RunFile.read(arguments.path, arguments.overrides).config({})
     jobs = [job for job in run.jobs if arguments.job in (None, job.name)]
     if not jobs:
         names = ", ".join(job.name for job in run.jobs)

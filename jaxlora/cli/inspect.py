@@ -5,7 +5,7 @@ import argparse
 from rich.console import Console
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_revision, use_device
+from jaxlora.cli.options import add_overrides, add_revision, use_device
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +19,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="describe the GPU, and which kernels and attention can run there; with "
         "cpu, the CPU",
     )
+    add_overrides(parser)
     add_revision(parser)
 
 
@@ -30,7 +31,12 @@ def _run(arguments: argparse.Namespace) -> None:
         return inspect_device(Console())
     from jaxlora.inspect import inspect_path
 
-    inspect_path(arguments.path, Console(), revision=arguments.revision)
+    inspect_path(
+        arguments.path,
+        Console(),
+        revision=arguments.revision,
+        overrides=arguments.overrides,
+    )
 
 
 COMMAND = Command(

@@ -13,6 +13,7 @@ from rich.logging import RichHandler
 
 from jaxlora import __version__
 from jaxlora.cli.commands import COMMANDS
+from jaxlora.cli.options import take_overrides
 from jaxlora.common import console
 from jaxlora.errors import JaxloraError
 from jaxlora.printable import printable
@@ -27,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A file name that the terminal cannot show must not raise an error.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest := take_overrides(arguments, rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     with _logging(arguments.verbose):
         return _run(arguments)
 

@@ -2,6 +2,12 @@
 
 import argparse
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxlora.config import RunConfig
+    from jaxlora.config.run_file import RunFile
 
 # Options that replace a setting of the run file, by the setting.
 OPTIONS = {"output_dir": "--output-dir", "mesh": "--mesh"}
@@ -11,6 +17,43 @@ def add_revision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--revision", help="branch, tag or commit of a hub id", metavar="REV"
     )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="settings in place of those of the run file, such as "
+        "defaults.learning_rate=1e-4 or jobs.orders.rank=32",
+    )
+
+
+def take_overrides(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """Adds settings that follow an option, where argparse does not look for them.
+
+    Returns:
+        The arguments that are none.
+    """
+    if not hasattr(arguments, "overrides"):
+        return list(rest)
+    is_setting = [not text.startswith("-") and "=" in text for text in rest]
+    found = zip(rest, is_setting, strict=True)
+    arguments.overrides += [text for text, is_one in found if is_one]
+    return [text for text, is_one in zip(rest, is_setting, strict=True) if not is_one]
+
+
+def read_run(
+    arguments: argparse.Namespace,
+) -> tuple["RunFile", dict[str, str], "RunConfig"]:
+    """Returns the run file, the options that replace its settings, and the run."""
+    from jaxlora.config.run_file import RunFile
+    from jaxlora.train.plan.found_inputs import missing_inputs
+
+    options = {name: getattr(arguments, name, None) or None for name in OPTIONS}
+    given = {name: value for name, value in options.items() if value is not None}
+    file = RunFile.read(arguments.run_file, arguments.overrides, **OPTIONS)
+    return file, given, file.config(given, find_missing=missing_inputs)
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:

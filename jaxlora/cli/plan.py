@@ -7,11 +7,12 @@ from rich.console import Console
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import (
-    OPTIONS,
     add_device,
     add_mesh,
+    add_overrides,
     add_price,
     positive_int,
+    read_run,
     use_device,
 )
 from jaxlora.common.console import say
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", help="YAML; see docs/run_file.md")
+    add_overrides(parser)
     add_mesh(parser)
     add_device(parser)
     parser.add_argument(
@@ -47,20 +49,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int | None:
     from jaxlora.cli.outputs import check_output
-    from jaxlora.config.run_file import RunFile
     from jaxlora.costs.gpus import parse_machine
     from jaxlora.device_check import use_cpu
     from jaxlora.plan.report import draw_plan, picture_kind, print_plan
-    from jaxlora.train.plan.found_inputs import missing_inputs
 
     use_device(arguments)
     machine = None
     if arguments.gpu is not None:
         machine = parse_machine(arguments.gpu)
         use_cpu()  # the GPU that is here, if there is one, is of no use
-    given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
-    file = RunFile.read(arguments.run_file, **OPTIONS)
-    config = file.config(given, find_missing=missing_inputs)
+    file, given, config = read_run(arguments)
     if arguments.picture:
         picture_kind(arguments.picture)
         data = [job.data.path for job in config.jobs]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_price, use_device
-from jaxlora.cli.train import add_arguments, read_run, train
+from jaxlora.cli.options import add_price, read_run, use_device
+from jaxlora.cli.train import add_arguments, train
 from jaxlora.common.console import show
 from jaxlora.errors import ConfigError
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import (
-    OPTIONS,
     add_device,
     add_mesh,
+    add_overrides,
     positive_int,
+    read_run,
     use_device,
 )
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", help="YAML; see docs/run_file.md")
+    add_overrides(parser)
     parser.add_argument("--output-dir", help="replaces output_dir of the run file")
     add_mesh(parser)
     add_device(parser)
@@ -49,19 +51,6 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_run(
-    arguments: argparse.Namespace,
-) -> tuple["RunFile", dict[str, str], "RunConfig"]:
-    """Returns the run file, the options that replace its settings, and the run."""
-    from jaxlora.config.run_file import RunFile
-    from jaxlora.train.plan.found_inputs import missing_inputs
-
-    options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
-    given = {key: value for key, value in options.items() if value is not None}
-    file = RunFile.read(arguments.run_file, **OPTIONS)
-    return file, given, file.config(given, find_missing=missing_inputs)
-
-
 def train(arguments: argparse.Namespace) -> int:
     """Trains the run of a run file; returns the exit status."""
     from jaxlora.distributed.environment import find_membership
@@ -79,11 +68,11 @@ def train(arguments: argparse.Namespace) -> int:
     take_free_gpus(local_ids, gathers=config.may_gather)
     with file.rewords(given):
         if member is None:
-            return _train_in_process(config, arguments)
+            return _train_in_process(config, arguments, file)
         from jaxlora.distributed.start import joined
 
         with joined(member):
-            return _train_in_process(config, arguments)
+            return _train_in_process(config, arguments, file)
 
 
 def _train_groups(
@@ -118,7 +107,9 @@ def _status(result: "RunResult") -> int:
     return int(any(job.progress.status == "failed" for job in result.jobs))
 
 
-def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int:
+def _train_in_process(
+    config: "RunConfig", arguments: argparse.Namespace, file: "RunFile"
+) -> int:
     from jaxlora.device_check import start_backend
 
     start_backend()
@@ -132,7 +123,7 @@ def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int
     folder = pathlib.Path(config.output_dir)
     processes.from_first(lambda: check_not_in_use(folder))
     processes.from_first(lambda: check_folder(folder, resume=arguments.resume))
-    callbacks = [KeepRunFile(arguments.run_file)] if processes.is_first() else []
+    callbacks = [KeepRunFile(file)] if processes.is_first() else []
     result = Trainer(config).train(
         resume=arguments.resume, drop_state=arguments.drop_state, callbacks=callbacks
     )

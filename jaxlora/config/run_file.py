@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -11,6 +12,7 @@ import pydantic
 from jaxlora.common.yaml_file import find_line, parse_yaml
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.expansion import Origin, expand_run
+from jaxlora.config.overrides import Override, override
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import (
     UNKNOWN,
@@ -21,6 +23,8 @@ from jaxlora.problems import (
     problems_of,
     settings_error,
 )
+
+logger = logging.getLogger(__name__)
 
 # Given the settings of a run by our names, which may be invalid, returns the path of
 # each setting that names something missing, and the error.
@@ -51,29 +55,43 @@ class RunFile:
     Attributes:
         path: The file.
         text: Its contents.
-        values: Its settings, unchecked.
+        values: Its settings, unchecked, with those of the command line.
         options: Names of options of the command line, by the setting that they replace.
+        overrides: Settings of the command line that are in `values`.
     """
 
     path: pathlib.Path
     text: str
     values: Mapping[str, Any]
     options: Mapping[str, str]
+    overrides: tuple[Override, ...] = ()
 
     @classmethod
-    def read(cls, path: str | pathlib.Path, **options: str) -> "RunFile":
+    def read(
+        cls, path: str | pathlib.Path, overrides: Sequence[str] = (), **options: str
+    ) -> "RunFile":
         """Reads a file.
 
         Args:
             path: A YAML file.
+            overrides: Settings in place of those of the file; see `override`.
             **options: Names of options of the command line, by setting.
 
         Raises:
-            ConfigError: The file is missing or is not YAML.
+            ConfigError: The file is missing or is not YAML, or an override is none.
         """
         keys = "the keys model, output_dir and jobs"
         text, values = _read_mapping(path, "run file", keys)
-        return cls(path=pathlib.Path(path), text=text, values=values, options=options)
+        values, found = override(values, overrides)
+        if found:
+            logger.info("%s: overridden: %s", path, "; ".join(map(str, found)))
+        return cls(
+            path=pathlib.Path(path),
+            text=text,
+            values=values,
+            options=options,
+            overrides=found,
+        )
 
     def config(
         self, settings: Mapping[str, Any], *, find_missing: FindMissing | None = None
@@ -88,6 +106,10 @@ class RunFile:
         Raises:
             ConfigError: Settings break rules; the message lists them all.
         """
+        for one in self.overrides:
+            if one.path[0] in settings:
+                option = self.options.get(str(one.path[0]), one.path[0])
+                raise ConfigError(f"{one.text}: {option} is given as well. Keep one.")
         values = {**self.values, **settings}
         words = self._words(settings)
         return run_config(values, words=words, find_missing=find_missing)
@@ -114,6 +136,7 @@ class RunFile:
         named: dict[Path, str] = {
             (key,): self.options[key] for key in settings if key in self.options
         }
+        named |= {one.path: one.text for one in self.overrides}
 
         def line(path: Path) -> int | None:
             return (

@@ -150,7 +150,7 @@ class StrictModel(pydantic.BaseModel):
         problems += [_problem(key, RULE, _NO_TEXT, values[key]) for key in spoilt]
         given = {name: values[k] for k, name in ours.items() if k not in spoilt}
         # Settings that are given, but with a misspelt key or a text that is none.
-        hidden = {_closest(str(key), cls.model_fields) for key in refused}
+        hidden = {closest(str(key), cls.model_fields) for key in refused}
         hidden |= {ours[key] for key in spoilt}
         made = None
         try:
@@ -220,7 +220,7 @@ class _Partial:
         ours, _ = kind.known(value)
         # Paths have the keys that the user gave.
         paths = [(ours.get(str(path[0]), path[0]), *path[1:]) for path in bad]
-        hidden = [_closest(str(path[0]), kind.model_fields) for path in paths]
+        hidden = [closest(str(path[0]), kind.model_fields) for path in paths]
         given = {setting: value[key] for key, setting in ours.items()}
         return _Partial(kind, given, [*paths, *((name,) for name in hidden if name)])
 
@@ -263,11 +263,12 @@ def _is_text(value: Any) -> bool:
 
 def unknown_key(key: str, known: Collection[str]) -> str:
     """Returns an error message for an unknown key, which suggests the closest key."""
-    near = _closest(key, known)
+    near = closest(key, known)
     hint = f"Did you mean {near!r}?" if near else f"Known keys: {', '.join(known)}."
     return f"unknown key {key!r:.100}. {hint}"
 
 
-def _closest(key: str, known: Collection[str]) -> str | None:
+def closest(key: str, known: Collection[str]) -> str | None:
+    """Returns the known key that one resembles; None if it resembles none."""
     near = difflib.get_close_matches(key, known, n=1)
     return near[0] if near else None

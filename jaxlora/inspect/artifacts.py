@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import pathlib
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,28 +13,42 @@ from rich.table import Table
 from jaxlora.adapters.peft_export import CONFIG_FILE, WEIGHTS_FILE
 from jaxlora.common.console import literal, show
 from jaxlora.common.counted import counted
-from jaxlora.config.run_file import load_run
-from jaxlora.errors import JaxloraError
+from jaxlora.config.run_file import RunFile
+from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder, read_json
 from jaxlora.hf.names import linear_names
 from jaxlora.hf.tensor_file import TensorFile
 
 
-def inspect_path(path: str, console: Console, *, revision: str | None = None) -> None:
+def inspect_path(
+    path: str,
+    console: Console,
+    *,
+    revision: str | None = None,
+    overrides: Sequence[str] = (),
+) -> None:
     """Prints a description of the contents of a path.
 
     Args:
         path: Model folder or hub id, PEFT folder, `output_dir` of a run, or run file.
         console: Console to print to.
         revision: Branch, tag or commit of a hub id.
+        overrides: Settings in place of those of a run file.
 
     Raises:
         JaxloraError: The path holds none of these, or its contents are damaged.
     """
     place = pathlib.Path(path)
+    if place.suffix in (".yaml", ".yml"):
+        return _run_file(place, console, overrides)
+    if overrides:
+        raise ConfigError(
+            f"{overrides[0]} is a setting of a run file, and {path} is not a .yaml "
+            "file. Leave it out."
+        )
     try:
-        _inspect(place, path, console, revision)
+        return _inspect(place, path, console, revision)
     except OSError as error:
         raise JaxloraError(
             f"{path} cannot be read: {error.strerror or error}. Check its permissions."
@@ -43,9 +58,7 @@ def inspect_path(path: str, console: Console, *, revision: str | None = None) ->
 def _inspect(
     place: pathlib.Path, path: str, console: Console, revision: str | None
 ) -> None:
-    if place.suffix in (".yaml", ".yml"):
-        _run_file(place, console)
-    elif (place / CONFIG_FILE).is_file():
+    if (place / CONFIG_FILE).is_file():
         _adapter(place, console)
     elif (place / "checkpoints").is_dir() or (place / "run.json").is_file():
         _run(place, console)
@@ -158,8 +171,8 @@ def _short(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _run_file(path: pathlib.Path, console: Console) -> None:
-    run = load_run(path)
+def _run_file(path: pathlib.Path, console: Console, overrides: Sequence[str]) -> None:
+    run = RunFile.read(path, overrides).config({})
     shared = json.loads(run.model_dump_json(exclude={"jobs"}))
     _rows(console, f"run file {path}", shared)
     for job in run.jobs:

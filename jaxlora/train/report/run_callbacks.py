@@ -5,9 +5,11 @@ import logging
 import pathlib
 from typing import Any
 
-from jaxlora.common.atomic import wrap_os_errors, write_bytes, write_text
+from jaxlora.common.atomic import wrap_os_errors, write_text
 from jaxlora.config import RunConfig
+from jaxlora.config.run_file import RunFile
 from jaxlora.distributed import processes
+from jaxlora.printable import one_line
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import RunStartEvent, SampleEvent
 from jaxlora.run.folder import RUN_FILE_COPY, SAMPLES_FILE
@@ -62,15 +64,19 @@ def open_callbacks(
 
 
 class KeepRunFile(Callback):
-    """Copies the run file as it was when the command began."""
+    """Copies the run file as it was when the command began.
 
-    def __init__(self, path: str | pathlib.Path):
+    A comment at the top says which of its settings the command line has replaced.
+    """
+
+    def __init__(self, file: RunFile):
         """Reads the run file.
 
         Args:
-            path: The run file.
+            file: The run file.
         """
-        self._text = pathlib.Path(path).read_bytes()
+        lines = [f"# overridden: {one_line(one)}\n" for one in file.overrides]
+        self._text = "".join([*lines, file.text])
 
     def on_run_start(self, event: RunStartEvent) -> None:
         """Writes the copy.
@@ -78,7 +84,7 @@ class KeepRunFile(Callback):
         Raises:
             StorageError: It cannot be written.
         """
-        write_bytes(event.output_dir / RUN_FILE_COPY, self._text)
+        write_text(event.output_dir / RUN_FILE_COPY, self._text)
 
 
 class SampleFile(Callback):

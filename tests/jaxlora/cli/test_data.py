@@ -40,8 +40,10 @@ def test_jobs_of_a_run_file(run_file, capsys):
     assert main(["data", "show", run_file]) == 0
     out = capsys.readouterr().out
     assert out.count("record 1: ") == 2 and out.count("trained on\nHi[[Yes") == 1
-    assert main(["data", "show", run_file, "--job", "chat"]) == 0
-    assert capsys.readouterr().out.count("record 1: ") == 1
+    prompt = "jobs.chat.data.prompt=Say {{ q }}"
+    assert main(["data", "show", run_file, "--job", "chat", prompt]) == 0
+    out = capsys.readouterr().out
+    assert out.count("record 1: ") == 1 and "user\nSay Hi<|im_end|>" in out
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,8 @@ def test_jobs_of_a_run_file(run_file, capsys):
         (["RUN", "--loss-on", "all"], "--loss-on is for a file of data, and"),
         (["FILE", "--kind", "x"], "data.kind"),
         (["FILE"], "a.jsonl: records have the fields q, completion; expected"),
+        (["FILE", "a=1"], "a=1 is a setting of a run file, and"),
+        (["RUN", "jobs.plan.data.limit=1"], "no job 'plan'. Did you mean 'plain'?"),
         (["missing.jsonl"], "missing.jsonl: no such file or folder"),
     ],
 )

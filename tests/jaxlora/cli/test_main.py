@@ -13,6 +13,7 @@ import yaml
 
 from jaxlora.cli.main import main
 from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.config.run_file import load_run
 from jaxlora.config.strict import StrictModel
 from tests import tiny
 
@@ -71,10 +72,28 @@ def test_help(capsys, command, words):
 
 
 def test_train_ends_with_a_table(folder, capsys):
-    text = said(capsys, "train", folder / "run.yaml", "--output-dir", folder / "again")
+    """Settings of the command line are recorded; they may be on both sides of options.
+
+    Resumed without them, it is another run.
+    """
+    again = folder / "again"
+    options = "jobs.second.lora_r=1", "--output-dir", again, "defaults.steps=1"
+    assert main(list(map(str, ["train", folder / "run.yaml", *options]))) == 0
+    text, log = capsys.readouterr()
+    overridden = "jobs.second.lora_r=1 (before: 3); defaults.steps=1 (before: 2)"
+    assert f"overridden: {overridden}\n" in log
     assert "2 adapters, trained together on one base" in text
-    assert re.search(r"first .* 2/2 .* → .* → .*finished", text)
-    assert f"PEFT folder: {folder / 'again' / 'adapters' / 'second'}" in text
+    assert re.search(r"first .* 1/1 .* → .* → .*finished", text)
+    assert f"PEFT folder: {again / 'adapters' / 'second'}" in text
+    kept = (again / "run_file.yaml").read_text()
+    run_file = (folder / "run.yaml").read_text()
+    first, second = overridden.split("; ")
+    assert kept == f"# overridden: {first}\n# overridden: {second}\n{run_file}"
+    jobs = load_run(again / "settings.yaml").jobs
+    assert [(job.rank, job.steps) for job in jobs] == [(2, 1), (1, 1)]
+    resumed = "train", folder / "run.yaml", "--output-dir", again, "--resume"
+    assert main(list(map(str, resumed))) == 1
+    assert "rank" in capsys.readouterr().err
 
 
 def test_logging_is_as_before(capsys):
@@ -94,6 +113,8 @@ def test_mistakes_are_one_line_and_exit_1(folder, capsys, tmp_path):
         (["train", str(path)], "unknown key 'rnk'. Did you mean 'rank'?"),
         (["train", "nowhere.yaml"], "nowhere.yaml: this run file does not exist."),
         (["train", str(folder / "run.yaml")], "already holds a run"),
+        (["inspect", str(folder / "run"), "a=1"], "a=1 is a setting of a run file"),
+        (["plan", str(folder / "run.yaml"), "rank=1"], "Write defaults.rank=..."),
         (["inspect", str(folder / "first.jsonl")], "is neither a run file (.yaml) nor"),
         (["merge", str(folder / "model"), str(tmp_path), "x"], "is no PEFT folder"),
         (["export", str(tmp_path), "x"], "holds no checkpoints, so it is no run"),
@@ -131,8 +152,9 @@ def test_inspect(folder, capsys):
     assert "PEFT adapter" in text and "q_proj" in text
     text = said(capsys, "inspect", folder / "run")
     assert "checkpoint after round 2" in text and "finished" in text
-    text = said(capsys, "inspect", folder / "run.yaml")
+    text = said(capsys, "inspect", folder / "run.yaml", "jobs.second.rank=5")
     assert "microbatch_tokens" in text and "job second" in text
+    assert re.search(r"rank\W+5\W", text)
 
 
 def test_plan(folder, capsys, tmp_path):
