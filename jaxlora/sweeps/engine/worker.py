@@ -13,6 +13,7 @@ import threading
 
 from jaxlora.errors import (
     AdapterError,
+    CheckpointError,
     ConfigError,
     DataError,
     JaxloraError,
@@ -24,7 +25,8 @@ from jaxlora.sweeps.engine.link import Link
 logger = logging.getLogger(__name__)
 
 _END_SECONDS = 120.0  # to write a checkpoint, after which the process is ended
-_FINAL = ConfigError, ModelError, DataError, AdapterError
+# Errors that another start would meet again, such as a damaged checkpoint.
+_FINAL = ConfigError, ModelError, DataError, AdapterError, CheckpointError
 
 
 class _Driver:
@@ -77,6 +79,11 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, driver.on_signal)
     link.listen(driver.receive, driver.ended)
+    return follow(link, driver)
+
+
+def follow(link: Link, driver: _Driver) -> int:
+    """Trains what the driver sends, and reports a failure; returns the exit status."""
     begin = driver.waiting.get()
     assert isinstance(begin, m.Begin)
     try:

@@ -130,6 +130,24 @@ def test_a_configuration_that_is_being_read_may_be_released(control):
     assert control.waiting_reason(control.trainer.jobs[-1]) is not None
 
 
+def test_a_damaged_checkpoint_ends_the_sweep(control, monkeypatch, tmp_path):
+    """Otherwise, one worker after the other would fail at it."""
+    place = tmp_path / "checkpoints" / "3" / "run"
+    place.mkdir(parents=True)
+    (place / "meta.json").write_text("{}")
+
+    def train(begin, link, driver):
+        receive(control, m.Give(name="c0", sources=[str(tmp_path)]))
+
+    monkeypatch.setattr(worker, "train", train)
+    driver = worker._Driver()
+    driver.receive(m.Begin(run={}))
+    assert worker.follow(control._link, driver) == 1
+    (failed,) = control._link.messages
+    assert failed.is_final and "3/run/meta.json" in failed.reason
+    assert "remove" in failed.reason
+
+
 def test_an_end_is_reported_when_the_best_weights_are_there(control):
     """They are those of an evaluation here, which are being written, or came along."""
     (job, other), sent = control.trainer.jobs, control._link.messages
