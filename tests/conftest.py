@@ -1,8 +1,7 @@
 """Settings of every test."""
 
+import gc
 import os
-import pathlib
-import re
 import sys
 import tempfile
 
@@ -11,11 +10,9 @@ import tempfile
 os.environ.setdefault("NPROC", "32")
 
 import jax
-import jaxtyping
 import pytest
-from beartype.claw import beartype_packages
 
-from tests import CHECKS
+from tests.checks import check_imports
 from tests.program_cache import compiled_programs
 
 # Runs of the same shapes compile once, in all processes of a session and in later
@@ -57,37 +54,24 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
-# Types in signatures are checked, and shapes too where there are arrays. Elsewhere,
-# beartype alone is many times as fast. It hides the methods of what `jax.jit` returns,
-# and refuses Triton's kernels and types that are imported for the type checker alone.
 # The scheduler and most of fuse are not checked: their inner loops would run five times
 # as long.
-_ROOT = pathlib.Path(__file__).parents[1]
-_UNCHECKED = ("jaxlora.fuse.", "jaxlora.scheduler.")
-_CHECKED = ("jaxlora.fuse.kernel_call", "jaxlora.fuse.rows")
-_WITH_SHAPES = re.compile(
-    r"^\s*(import|from) (jax|jaxtyping|flax|optax|triton)\b|TYPE_CHECKING", re.MULTILINE
+check_imports(
+    "jaxlora",
+    unchecked=("jaxlora.fuse.", "jaxlora.scheduler."),
+    checked=("jaxlora.fuse.kernel_call", "jaxlora.fuse.rows"),
 )
 
 
-def _install_checks() -> None:
-    """Checks the modules of the package when they are imported."""
-    with_shapes, others = ["jaxlora.generate"], []  # a package that is one module, too
-    for folder, _, files in os.walk(_ROOT / "jaxlora", followlinks=True):
-        for path in (pathlib.Path(folder, name) for name in files):
-            if path.suffix != ".py" or path.stem == "__init__":
-                continue
-            name = ".".join(path.relative_to(_ROOT).with_suffix("").parts)
-            if name.startswith(_UNCHECKED) and name not in _CHECKED:
-                continue
-            found = _WITH_SHAPES.search(path.read_text(encoding="utf-8"))
-            (with_shapes if found else others).append(name)
-    others = [name for name in others if not name.startswith("jaxlora.generate.")]
-    beartype_packages(others, conf=CHECKS)
-    jaxtyping.install_import_hook(with_shapes, "tests.check")
+def pytest_collection_finish() -> None:
+    """Spares the collector of reference cycles what stays until the end anyway.
 
-
-_install_checks()
+    Modules and tests are a million objects, and a trace makes as many. By default, the
+    collector scans them again and again, for a tenth of the time of most tests.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,0 +1,141 @@
+"""Types and shapes in the signatures of the package are checked while tests run.
+
+beartype checks types and jaxtyping checks shapes. jaxtyping's own import hook would
+check arguments twice in each call, and would make two checkers whenever a function
+within a function is defined. Here, a function gets its checker in its first call.
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jaxtyping
+from beartype import BeartypeConf, beartype
+
+# An int is welcome where a float is asked for, as in PEP 484.
+_check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+# Sizes that jaxtyping has bound to names hold for one call.
+_call = jaxtyping.jaxtyped("context")
+_PYC = ".checked1.pyc"  # another number where code is changed in another way
+
+
+def check_imports(package: str, unchecked: Sequence[str], checked: Sequence[str]):
+    """Checks the modules of a package that are imported from now on.
+
+    Args:
+        package: The package. What its `__init__` modules define is not checked.
+        unchecked: Beginnings of the names of modules that are left as they are.
+        checked: Modules that are checked nevertheless.
+    """
+    finder = _Finder((f"{package}.", *unchecked), frozenset(checked))
+    sys.meta_path.insert(0, finder)
+
+
+def checked(thing: Any) -> Any:
+    """Returns a function, or a dataclass, whose arguments are checked."""
+    if not isinstance(thing, type):
+        return _checked_function(thing) if thing.__annotations__ else thing
+    init = thing.__init__
+    if dataclasses.is_dataclass(thing) and not hasattr(init, "_is_checked"):
+        thing.__init__ = _checked_function(init)
+    return thing
+
+
+def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    checker: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        nonlocal checker
+        if jaxtyping.config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        if checker is None:
+            function.__annotations__ = _resolved(function)
+            checker = _check(function)
+        with _call:
+            return checker(*args, **kwargs)
+
+    call._is_checked = True
+    return call
+
+
+def _resolved(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the annotations; Any where one names what only a type checker imports."""
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except Exception:
+        return {
+            name: Any if isinstance(hint, str) else hint
+            for name, hint in function.__annotations__.items()
+        }
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, begins: tuple[str, ...], checked: frozenset[str]):
+        self._package, self._unchecked = begins[0], begins[1:]
+        self._checked = checked
+
+    def find_spec(self, fullname, path=None, target=None):
+        if not fullname.startswith(self._package):
+            return None
+        if fullname.startswith(self._unchecked) and fullname not in self._checked:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.submodule_search_locations is not None:
+            return spec
+        if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(fullname, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles modules with the decorator, and keeps them beside the plain ones."""
+
+    def get_data(self, path):
+        return super().get_data(path.replace(".pyc", _PYC))
+
+    def set_data(self, path, data, *, _mode=0o666):
+        super().set_data(path.replace(".pyc", _PYC), data, _mode=_mode)
+
+    def source_to_code(self, data, path, *, _optimize=-1):
+        tree = _Decorate().visit(ast.parse(data, path))
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+
+class _Decorate(ast.NodeTransformer):
+    """Adds the decorator where `no_type_check` does not forbid it."""
+
+    def visit_Module(self, node: ast.Module):
+        self.generic_visit(node)
+        (line,) = ast.parse(f"from {__name__} import checked as _checked_by_tests").body
+        at = int(ast.get_docstring(node, clean=False) is not None)
+        node.body.insert(at, line)
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef):
+        if not _is_forbidden(node):
+            self.generic_visit(node)
+            node.decorator_list.insert(0, _decorator(node))  # it sees a dataclass
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef):
+        if not _is_forbidden(node):
+            self.generic_visit(node)
+            # `jax.jit` and `property` are given the function that is checked.
+            node.decorator_list.append(_decorator(node))
+        return node
+
+
+def _is_forbidden(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    return any(ast.unparse(d).endswith("no_type_check") for d in node.decorator_list)
+
+
+def _decorator(node: ast.AST) -> ast.expr:
+    return ast.copy_location(ast.Name("_checked_by_tests", ast.Load()), node)
