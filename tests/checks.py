@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,13 +69,16 @@ def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _resolved(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the annotations; Any where one names what only a type checker imports."""
-    try:
-        return typing.get_type_hints(function, include_extras=True)
-    except Exception:
-        return {
-            name: Any if isinstance(hint, str) else hint
-            for name, hint in function.__annotations__.items()
-        }
+    found = {}
+    for name, hint in function.__annotations__.items():
+        one = types.SimpleNamespace(__annotations__={name: hint})
+        try:
+            found |= typing.get_type_hints(
+                one, function.__globals__, include_extras=True
+            )
+        except NameError:
+            found[name] = Any
+    return found
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,79 @@
+"""Wrong types and shapes in calls of the package are errors while tests run."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from beartype.roar import BeartypeCallHintViolation
+from jaxtyping import Array, Float
+
+from jaxlora.adapters.optimizer import measure
+from jaxlora.scheduler import Limits
+from jaxlora.train.plan.auto_mesh.candidates import Demand
+from tests.checks import checked
+
+
+@checked
+def product(x: Float[Array, "T K"], w: Float[Array, "K N"]) -> Float[Array, "T N"]:
+    return x @ w
+
+
+def test_sizes_with_a_name_are_equal_in_a_call():
+    product(jnp.ones((2, 3)), jnp.ones((3, 4)))
+    product(jnp.ones((5, 6)), jnp.ones((6, 7)))  # another call, other sizes
+    with pytest.raises(BeartypeCallHintViolation):
+        product(jnp.ones((2, 3)), jnp.ones((4, 3)))
+    with pytest.raises(BeartypeCallHintViolation):
+        jax.jit(product)(jnp.ones((2, 3)), jnp.ones(3))
+
+
+def test_results_are_checked():
+    wrong = checked(lambda x: x)
+    assert wrong(1) == 1
+
+    @checked
+    def transposed(x: Float[Array, "T K"]) -> Float[Array, "T K"]:
+        return x.T
+
+    with pytest.raises(BeartypeCallHintViolation):
+        transposed(jnp.ones((2, 3)))
+
+
+def test_functions_within_a_function_have_sizes_of_their_own():
+    @checked
+    def outer(x: Float[Array, " T"]) -> Float[Array, " T"]:
+        assert product(jnp.ones((2, 3)), jnp.ones((3, 4))).shape == (2, 4)
+        return x
+
+    outer(jnp.ones(9))
+
+
+def test_dataclasses_are_checked():
+    @checked
+    @dataclasses.dataclass(frozen=True)
+    class Pair:
+        x: Float[Array, " T"]
+        y: Float[Array, " T"]
+
+    Pair(jnp.ones(2), jnp.ones(2))
+    with pytest.raises(BeartypeCallHintViolation):
+        Pair(jnp.ones(2), jnp.ones(3))
+
+
+def test_a_name_that_only_the_type_checker_imports_is_any():
+    @checked
+    def run(x: "list[NoSuchClass]", y: int) -> None:  # noqa: F821
+        pass
+
+    run("anything", 1)
+    with pytest.raises(BeartypeCallHintViolation):
+        run("anything", "1")
+
+
+def test_the_package_is_checked():
+    with pytest.raises(BeartypeCallHintViolation):
+        measure("no gradients")
+    with pytest.raises(BeartypeCallHintViolation):
+        Demand(positions=[], lengths=1, bounds=2)
+    Limits(capacity=16.0, block_tokens=16)  # the scheduler is not
