@@ -43,9 +43,7 @@ SUBJECTS = {
         "scheduler.sweeps", "planners of sweeps, simulated", on_device=False
     ),
     "curves": Subject(
-        "curves.benchmark",
-        "rules of early exit on recorded curves, and their recording",
-        on_device=False,
+        "curves.benchmark", "rules of early exit, replayed", on_device=False
     ),
     "fuse": Subject("fuse.benchmark", "functions as they are, and fused"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),

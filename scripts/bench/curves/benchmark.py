@@ -1,31 +1,31 @@
-"""Records the curves of a sweep, and replays rules of early exit on them.
+"""Replays rules of early exit on the curves of a sweep.
 
-With --record, it trains the configurations of a random search to their ends and writes
-their held-out losses to a file. The model is a folder, or the name of a shape, which
-gets random weights and a token for each byte; the text is Python's own documentation.
-With a file, it says what each rule would have saved, and in how many sweeps it would
-have ended the best configuration, or one of the best three, before its lowest loss.
+It says what each rule would have saved, and in how many sweeps it would have ended the
+best configuration, or one of the best three, before its lowest loss. The curves are
+those of a run's folder, whose sweep had `early_exit: []` and evaluated its
+configurations at equal steps, or of a file of recorded ones.
 
-    jaxlora bench curves --record curves.json --model smollm2-135m
-    jaxlora bench curves curves.json
+    jaxlora bench curves RUN_DIR
+    jaxlora bench curves tests/scripts/bench/curves/curves_smollm2.json
 """
 
 import argparse
 import json
 import math
 import pathlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.bench.curves.replay import count_losses
 from jaxlora.bench.options import add_output_dir
-from jaxlora.bench.report import Row, Rows, table
-from jaxlora.bench.shapes import MODELS
+from jaxlora.bench.report import Rows, table
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import ConfigError
+from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.sweeps.rules import Curve
 
+Points = tuple[tuple[int, float], ...]
+_CURE = "Give the folder of a sweep whose configurations were evaluated to their ends."
 RULES = (
     ExitRule(type="halving"),
     ExitRule(type="asha"),
@@ -37,31 +37,42 @@ RULES = (
 )
 
 
-def read_curves(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Curve]]:
-    """Reads a recorded file: what it is about, and the curves that have an end.
+def read_curves(path: pathlib.Path) -> dict[str, Curve]:
+    """Reads the curves that have an end, from a run's folder or a recorded file.
 
     Raises:
-        ConfigError: It is no such file.
+        ConfigError: There are none.
     """
     try:
-        found = json.loads(path.read_text())
-        points, about = found["points"], found["about"]
-        curves = [c["losses"] for c in found["configurations"]]
+        losses = _of_run(path) if path.is_dir() else _of_file(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} holds no recorded curves ({error}). Make it with `jaxlora bench "
-            "curves --record`."
-        ) from error
+        raise ConfigError(f"{path} holds no curves ({error}). {_CURE}") from error
+    last = max((curve[-1][0] for curve in losses.values() if curve), default=0)
     whole = {
-        f"c{i}": Curve(
-            num_steps=points[-1],
-            step=points[-1],
-            points=tuple(zip(points, losses, strict=True)),
-        )
-        for i, losses in enumerate(curves)
-        if len(losses) == len(points) and all(map(math.isfinite, losses))
+        name: Curve(num_steps=last, step=last, points=curve)
+        for name, curve in losses.items()
+        if curve and curve[-1][0] == last and all(math.isfinite(x) for _, x in curve)
     }
-    return about, whole
+    if not whole:
+        raise ConfigError(f"{path} holds no curves with an end. {_CURE}")
+    return whole
+
+
+def _of_run(folder: pathlib.Path) -> dict[str, Points]:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for event in read_events(folder / METRICS_FILE):
+        if event["event"] == "eval":
+            point = event["step"], event["eval_loss"]
+            curves.setdefault(event["job"], []).append(point)
+    return {name: tuple(points) for name, points in curves.items()}
+
+
+def _of_file(path: pathlib.Path) -> dict[str, Points]:
+    found = json.loads(path.read_text())
+    return {
+        f"c{i}": tuple(zip(found["points"], one["losses"], strict=False))
+        for i, one in enumerate(found["configurations"])
+    }
 
 
 def rule_rows(
@@ -90,71 +101,19 @@ def rule_rows(
     return rows
 
 
-def tables(rows: Sequence[Row]) -> str:
-    """Formats the rows."""
-    return table(rows)
-
-
 def add_options(out: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_output_dir(out)
-    out.add_argument("file", nargs="?", type=pathlib.Path, help="recorded curves")
-    out.add_argument(
-        "--record", type=pathlib.Path, metavar="FILE", help="file to write"
-    )
-    out.add_argument(
-        "--model",
-        default="smollm2-135m",
-        help=f"a checkpoint's folder, or with random weights: {', '.join(MODELS)}",
-    )
-    out.add_argument("--count", type=int, default=208, help="configurations to record")
-    out.add_argument("--steps", type=int, default=100, help="of each configuration")
-    out.add_argument("--every", type=int, default=5, help="steps between evaluations")
+    out.add_argument("path", type=pathlib.Path, help="a run's folder, or a file")
     out.add_argument("--slots", type=int, default=32, help="running at once")
-    out.add_argument("--records", type=int, default=240, help="training records")
-    out.add_argument("--microbatch-tokens", type=int, default=8192)
-    out.add_argument("--seed", type=int, default=0)
-    out.add_argument(
-        "--most-seconds",
-        type=float,
-        help="then, only those that have ended are recorded",
-    )
     out.add_argument("--sizes", type=int, nargs="+", default=[40, 120])
     out.add_argument("--sweeps", type=int, default=40, help="to replay for each rule")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    if (args.record is None) == (args.file is None):
-        raise ConfigError("give either a file of curves, or --record and a file.")
-    if args.record is not None:
-        _record(args)
-        return
-    _, curves = read_curves(args.file)
-    rows = Rows(args.output_dir, "curves", tables)
+    curves = read_curves(args.path)
+    rows = Rows(args.output_dir, "curves", table)
     for row in rule_rows(curves, args.sizes, args.slots, args.sweeps):
         rows.add(row)
     print(rows.tables())
-
-
-def _record(args: argparse.Namespace) -> None:
-    from jaxlora.bench.curves.record import Recording, record
-    from jaxlora.bench.run.inputs import Inputs, write_checkpoint
-    from jaxlora.memory.gpu_share import take_free_gpus
-
-    take_free_gpus()
-    names = Recording.__dataclass_fields__
-    what = Recording(**{name: getattr(args, name) for name in names})
-    with tempfile.TemporaryDirectory() as folder:
-        work = pathlib.Path(folder)
-        model = pathlib.Path(args.model)
-        if args.model in MODELS:
-            model = work / "model"
-            write_checkpoint(Inputs(model=args.model), model)
-        found = record(what, model, work, args.model)
-    args.record.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(c, separators=(",", ":")) for c in found.pop("configurations")]
-    head = json.dumps(found)[:-1]
-    text = head + ', "configurations": [\n' + ",\n".join(lines) + "\n]}\n"
-    args.record.write_text(text)
-    print(f"{len(lines)} configurations, {len(text):,} bytes: {args.record}")

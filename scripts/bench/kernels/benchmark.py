@@ -1,7 +1,7 @@
 """Times LoRA linears on an NVIDIA GPU, as ratios to the frozen layer through cuBLAS.
 
-All times are device times: the sum of a call's kernels as CUPTI counts them, or CUDA
-events for torch. The frozen layer is `y = x W` and `dx = dy W'`; everything else also
+All times are device times: the sum of a call's kernels as CUPTI counts them. The frozen
+layer is `y = x W` and `dx = dy W'`; everything else also
 returns the gradients of A and B. All methods of a case run in one process.
 
 The product of the Triton kernels differs from cuBLAS's, so their times are also given
@@ -12,22 +12,19 @@ the ratio there, and the other ratios are not.
 A few calls end before the device reaches its power limit. `--sustained` also calls each
 method back to back for some seconds, and reports wall time at the clock that is left.
 
-Prints a table of ratios. With --output-dir, writes kernels.jsonl and kernels.md. The
-package torch is optional.
+Prints a table of ratios. With --output-dir, writes kernels.jsonl and kernels.md.
 
     jaxlora bench kernels --output-dir bench
 """
 
 import argparse
 import functools
-import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jaxlora.bench.kernels import peers
 from jaxlora.bench.kernels.methods import (
     FROZEN,
     METHODS,
@@ -96,23 +93,6 @@ def sustained(run: Callable[[], object], seconds: float) -> float:
     return 1e6 * passed / calls
 
 
-def time_torch(case: KernelCase, repeats: int) -> Iterator[Timed]:
-    """Times torch methods by CUDA events."""
-    import torch
-
-    for name, what, run in peers.calls(case):
-        times = []
-        for i in range(repeats + 3):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= 3:
-                times.append(1000 * start.elapsed_time(end))
-        yield name, what, Timing.of(times)
-
-
 def with_ratios(timings: Sequence[Timed]) -> Iterator[dict[str, Any]]:
     """Yields rows of a case, with ratios to the frozen layer and to a method's own.
 
@@ -166,7 +146,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--sustained", type=float, default=0.0, help="seconds", metavar="SECONDS"
     )
-    out.add_argument("--no-torch", action="store_true")
     listed = "; ".join(f"{i}: {case.name}" for i, case in enumerate(KERNEL_CASES))
     out.add_argument(
         "--cases",
@@ -191,22 +170,19 @@ def add_options(out: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
     require_gpu("kernels")
-    with_torch = not args.no_torch and importlib.util.find_spec("torch") is not None
-    if not args.no_torch and not with_torch:
-        print("torch's methods are left out: torch is not installed")
     end = about(jax.devices()[0].device_kind)
     if args.capability:
         end["device"] += f", Triton code for {args.capability / 10}"
     rows = Rows(args.output_dir, "kernels", ratios_table)
     with triton_code(args.capability):
         for case in (KERNEL_CASES[i] for i in args.cases):
-            for row in time_case(case, args, with_torch=with_torch):
+            for row in time_case(case, args):
                 rows.add(row | end)
     print(rows.tables())
 
 
 def time_case(
-    case: KernelCase, options: argparse.Namespace, *, with_torch: bool
+    case: KernelCase, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Times the methods that can run a case; yields a row for each pass of each."""
     methods = []
@@ -216,7 +192,5 @@ def time_case(
         else:
             print(f"{method} is left out: {reason}")
     timings = list(time_jax(case, options.repeats, methods, options.sustained))
-    if with_torch:
-        timings += time_torch(case, options.repeats)
     for row in with_ratios(timings):
         yield {"case": case.name, **row}

@@ -1,10 +1,9 @@
 """Measures pipelines and FSDP on the GPUs of one machine.
 
 Each mesh is measured in a process of its own. A pipeline gives the time of each pass
-alone; the bubble of windows of ragged lengths, measured and simulated from these times;
-and the same samples one job after the other, with a drain between global batches, and
-in mLoRA's round robin. FSDP and one GPU give the time and the memory of a step, and the
-throughput of windows. Weights and tokens are random, and the lengths are those of
+alone, and the bubble of windows of ragged lengths, measured and simulated from these
+times. FSDP and one GPU give the time and the memory of a step, and the throughput of
+windows. Weights and tokens are random, and the lengths are those of
 summarization data sets.
 
 Each row is written as soon as it is measured: to DIR/mesh.jsonl, and with tables of all
@@ -73,9 +72,7 @@ def make_case(args: argparse.Namespace, mesh: str, num_devices: int) -> Case:
     """
     share = 1 if MeshSizes.parse(mesh).num_devices > 1 else num_devices
     given = shared_fields(Case, args)
-    given |= {"mesh": mesh, "num_layers": args.layers}
-    given |= {"capacity": args.microbatch_tokens}
-    given |= {"num_microbatches": max(1, args.ticks // share)}
+    given |= {"mesh": mesh, "num_microbatches": max(1, args.ticks // share)}
     return Case(**given)
 
 
@@ -130,28 +127,14 @@ def add_options(out: argparse.ArgumentParser) -> None:
     )
     out.add_argument("--batch-samples", type=int, default=32, help="of each job")
     out.add_argument(
-        "--round-robin-samples",
-        type=int,
-        default=0,
-        help="most samples in a microbatch of round robin; 0: as fit on average",
-    )
-    out.add_argument(
         "--ticks",
         type=int,
         default=128,
         help="full microbatches in a window; ticks of a pipeline of single devices",
     )
-    out.add_argument(
-        "--in-flight",
-        type=int,
-        nargs="+",
-        default=[0],
-        help="ticks in flight on the first stage; 0 is the number of stages",
-    )
     out.add_argument("--implementation", choices=["auto", *BACKENDS], default="auto")
     out.add_argument("--remat", choices=["none", "mlp", "layer"], default="none")
     out.add_argument("--repeats", type=int, default=10, help="of passes and steps")
-    out.add_argument("--window-repeats", type=int, default=1)
     out.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
 
 

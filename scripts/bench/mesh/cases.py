@@ -1,23 +1,21 @@
 """Cases of the mesh benchmark, one for each process, and the jobs that it trains."""
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.bench.scheduler.lengths import lengths
-from jaxlora.bench.shapes import config_json
-from jaxlora.config import DataConfig, LoraJob, RunConfig
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.config import model_config
+from jaxlora.bench.workload import Workload
+from jaxlora.config import RunConfig
 from jaxlora.profile.tokens import job_batch
 from jaxlora.profile.training import make_job, model_of_shapes, plan_run
-from jaxlora.scheduler import Limits
+from jaxlora.scheduler import Lanes, Sample, Schedule
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.job_slots import pack_whole
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.run_plan import RunPlan
 
@@ -27,55 +25,27 @@ DATA_SETS = ("mix", "wikisum", "cnn", "xsum")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Workload):
     """A mesh, and what runs on it.
 
     Attributes:
-        model: One of `shapes.MODELS`.
         mesh: Sizes of the mesh, as in a run file.
-        num_layers: Replaces the model's own number of layers, unless None.
         adapters: Numbers of adapters to measure.
         num_microbatches: Full microbatches of which all jobs together have the tokens.
         data_sets: Source of the lengths of each job's samples. There are at least as
             many as the most adapters.
         batch_samples: Samples in a global batch of each job.
-        round_robin_samples: Most samples in a microbatch of mLoRA's round robin; 0: as
-            many as fit on average.
-        capacity: Tokens of a microbatch on each device.
-        block_tokens: Tokens of a block.
-        longest_tokens: Largest length of a sample.
-        in_flight: Numbers of ticks in flight on the first stage; 0: the number of
-            stages.
-        rank: Rank of each adapter.
-        dropout: Dropout rate of each adapter.
-        dtype: Dtype of weights and activations.
-        attention: Implementation of attention: `auto`, `cudnn`, `triton` or `xla`.
         implementation: LoRA kernels, or `auto` for the first that can run the model.
         remat: What the backward pass recomputes.
-        repeats: Number of timed calls of a pass or a step.
-        window_repeats: Number of timed runs of a window.
     """
 
-    model: str
     mesh: str
-    num_layers: int | None = None
     adapters: tuple[int, ...] = (1, 2, 4)
     num_microbatches: int = 128
     data_sets: tuple[str, ...] = DATA_SETS
     batch_samples: int = 32
-    round_robin_samples: int = 0
-    capacity: int = 8192
-    block_tokens: int = 64
-    longest_tokens: int = 4096
-    in_flight: tuple[int, ...] = (0,)
-    rank: int = 16
-    dropout: float = 0.1
-    dtype: str = "bfloat16"
-    attention: str = "auto"
     implementation: str = "auto"
     remat: str = "none"
-    repeats: int = 10
-    window_repeats: int = 1
 
     def __post_init__(self):
         most = len(self.data_sets)
@@ -86,62 +56,20 @@ class Case:
                 "one several times."
             )
 
-    @classmethod
-    def from_json(cls, text: str) -> "Case":
-        """Reads what `to_json` writes."""
-        fields = json.loads(text)
-        lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
-        return cls(**fields | lists)
-
-    def to_json(self) -> str:
-        """Describes the case in one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
     @property
     def sizes(self) -> MeshSizes:
         """Sizes of the mesh."""
         return MeshSizes.parse(self.mesh)
 
-    @property
-    def limits(self) -> Limits:
-        """Limits of a microbatch."""
-        return Limits(capacity=self.capacity, block_tokens=self.block_tokens)
-
-    @property
-    def longest(self) -> int:
-        """Largest length of a sample that fits into a microbatch, in tokens."""
-        return min(self.longest_tokens, self.capacity)
-
-    def config(self) -> RunConfig:
+    def run_config(self) -> RunConfig:
         """Returns the run, with a job for each of the most adapters."""
-        return RunConfig(
-            model=self.model,
-            jobs=[self._job(slot) for slot in range(max(self.adapters))],
+        return self.config(
+            max(self.adapters),
+            self.batch_samples,
             mesh=self.mesh,
-            microbatch_tokens=self.capacity,
-            block_tokens=self.block_tokens,
-            dtype=self.dtype,  # type: ignore[arg-type]
-            attention=self.attention,  # type: ignore[arg-type]
             implementation=self.implementation,
-            remat=self.remat,  # type: ignore[arg-type]
+            remat=self.remat,
         )
-
-    def _job(self, slot: int) -> LoraJob:
-        return LoraJob(
-            name=f"job{slot}",
-            data=DataConfig(path="random"),
-            rank=self.rank,
-            dropout=self.dropout,
-            batch_size=self.batch_samples,
-            max_length=self.longest,
-            learning_rate=1e-5,
-            shuffle=False,
-            seed=slot,
-        )
-
-    def model_config(self) -> ModelConfig:
-        """Returns the architecture of the model."""
-        return model_config(config_json(self.model, self.num_layers))
 
     def plan(self) -> RunPlan:
         """Plans the run.
@@ -152,7 +80,7 @@ class Case:
         jobs = make_jobs(self, max(self.adapters), 1)
         # Attention also has room for the probes of `MeshTraining`.
         mean = max(1, min(self.longest // 4, 480))
-        config = self.config()
+        config = self.run_config()
         return plan_run(
             config,
             model_of_shapes(config, self.model_config()),
@@ -174,21 +102,46 @@ def make_jobs(case: Case, num_jobs: int, num_microbatches: int) -> list[Prepared
     """
     rngs = [np.random.default_rng([0, slot]) for slot in range(num_jobs)]
     drawn: list[list[int]] = [[] for _ in rngs]
-    while sum(map(sum, drawn)) < num_microbatches * case.capacity:
+    while sum(map(sum, drawn)) < num_microbatches * case.microbatch_tokens:
         for name, own, rng in zip(case.data_sets, drawn, rngs, strict=False):
             batch = lengths(name, case.batch_samples, rng)
             own += np.minimum(batch, case.longest).tolist()
     model, jobs = case.model_config(), []
-    for settings, own, rng in zip(case.config().jobs, drawn, rngs, strict=False):
+    for settings, own, rng in zip(case.run_config().jobs, drawn, rngs, strict=False):
         samples = job_batch(len(jobs), own, model.vocab_size, rng).samples
         jobs.append(make_job(settings, samples, model))
     return jobs
 
 
-def make_runs(
-    case: Case, num_microbatches: int, starts: Sequence[Adapter]
-) -> dict[int, JobState]:
-    """Makes a job for each adapter that it starts from; see `make_jobs`."""
-    jobs = make_jobs(case, len(starts), num_microbatches)
-    pairs = zip(jobs, starts, strict=True)
-    return {slot: JobState(job, start) for slot, (job, start) in enumerate(pairs)}
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Microbatches of some jobs, after which the devices have nothing to do.
+
+    Attributes:
+        jobs: The jobs, by slot.
+        schedule: All samples of the jobs.
+    """
+
+    jobs: Mapping[int, JobState]
+    schedule: Schedule
+
+    @staticmethod
+    def of(
+        case: Case, num_microbatches: int, starts: Sequence[Adapter], lanes: Lanes
+    ) -> "Window":
+        """Packs the samples of a job for each adapter; see `make_jobs`."""
+        prepared = make_jobs(case, len(starts), num_microbatches)
+        pairs = enumerate(zip(prepared, starts, strict=True))
+        jobs = {slot: JobState(job, start) for slot, (job, start) in pairs}
+        schedule = pack_whole(samples_of(jobs), case.limits, "joint", lanes)
+        return Window(jobs=jobs, schedule=schedule)
+
+
+def samples_of(jobs: Mapping[int, JobState]) -> list[Sample]:
+    """Returns all samples of some jobs, which they name by slot."""
+    return [
+        Sample(owner=slot, batch=step, index=i, num_tokens=int(num_tokens))
+        for slot, job in jobs.items()
+        for step in range(job.num_steps)
+        for i, num_tokens in enumerate(job.prepared.lengths(step))
+    ]

@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlora.bench.mesh.cases import Case, make_runs
+from jaxlora.bench.mesh.cases import Case, Window
 from jaxlora.bench.mesh.mesh_training import MeshTraining, flops_per_token
-from jaxlora.bench.mesh.orders import Order, windows
 from jaxlora.bench.mesh.results import Results, columns_of
 from jaxlora.bench.report import Timing, about, needs_gpu
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
@@ -69,23 +68,14 @@ class _Mesh:
     def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yields the name of each part, and a function that measures it."""
         sizes, adapters = self._case.sizes, sorted(self._case.adapters, reverse=True)
-        most = adapters[0]
         yield "compile", self._compile
         if sizes.stage == 1:
             yield "step", self._step
-            yield self._window("together", most)
-            if sizes.num_devices > 1:
-                yield self._window("one by one", most)
+            yield self._window(adapters[0])
             return
         yield "passes", self._passes
-        yield self._window("together", most, self._case.in_flight[0])
-        yield self._window("one by one", most)
-        if sizes.devices_per_stage == 1:
-            yield self._window("round robin", most)
-        for in_flight in self._case.in_flight:
-            for number in adapters:
-                if (in_flight, number) != (self._case.in_flight[0], most):
-                    yield self._window("together", number, in_flight)
+        for number in adapters:
+            yield self._window(number)
 
     def _add(self, kind: str, **columns: Any) -> None:
         end = about(jax.devices()[0].device_kind)
@@ -95,9 +85,8 @@ class _Mesh:
         """Compiles all programs, and runs each of them once."""
         training = self._training
         seconds = training.compile()
-        runs = make_runs(self._case, 1, training.starts)
-        warm_up = windows("together", runs, self._case.limits, training.lanes())
-        training.seconds(warm_up)
+        lanes = training.plan.lanes
+        training.seconds(Window.of(self._case, 1, training.starts, lanes))
         options = training.spec.options
         self._add(
             "compile",
@@ -113,7 +102,7 @@ class _Mesh:
     def _step(self) -> None:
         """Times a full tick with the optimizer step of all jobs."""
         training = self._training
-        full = training.probe(self._case.capacity, self._case.longest).packed
+        full = training.probe(self._case.microbatch_tokens, self._case.longest).packed
         batch = training.place(full, 0)
         steps = time_steps(lambda: training.start([batch]), self._case.repeats)
         timing = Timing.of(steps)
@@ -139,52 +128,37 @@ class _Mesh:
                 columns = {"tokens": p.tokens, "squares": p.squares, "ms": ms}
                 self._add("pass", **{"pass": name}, **columns)
         ms = round(1000 * found.cost.communication, 3)
-        columns = {"tokens": self._case.capacity, "squares": "", "ms": ms}
+        columns = {"tokens": self._case.microbatch_tokens, "squares": "", "ms": ms}
         self._add("pass", **{"pass": "transfer"}, **columns)
         self._add("fit", mape_percent=round(100 * found.mape, 2))
 
-    def _window(
-        self, order: Order, num_jobs: int, in_flight: int = 0
-    ) -> tuple[str, Callable[[], None]]:
-        run = functools.partial(self._time_window, order, num_jobs, in_flight)
-        return f"{order}, {num_jobs} adapters, in flight {in_flight or 'S'}", run
+    def _window(self, num_jobs: int) -> tuple[str, Callable[[], None]]:
+        run = functools.partial(self._time_window, num_jobs)
+        return f"{num_jobs} adapters", run
 
-    def _time_window(self, order: Order, num_jobs: int, in_flight: int) -> None:
-        """Times all samples of some jobs in one order."""
-        case, training, lanes = (
-            self._case,
-            self._training,
-            self._training.lanes(in_flight),
-        )
-        runs = make_runs(case, case.num_microbatches, training.starts[:num_jobs])
-        some = windows(order, runs, case.limits, lanes, case.round_robin_samples)
-        times = [training.seconds(some, in_flight) for _ in range(case.window_repeats)]
-        seconds = float(np.median(times))
+    def _time_window(self, num_jobs: int) -> None:
+        """Times all samples of some jobs."""
+        case, training = self._case, self._training
+        lanes, starts = training.plan.lanes, training.starts[:num_jobs]
+        window = Window.of(case, case.num_microbatches, starts, lanes)
+        seconds = training.seconds(window)
         lengths = np.concatenate(
-            [run.prepared.train_data.lengths for run in runs.values()]
+            [job.prepared.train_data.lengths for job in window.jobs.values()]
         )
         tokens = int(lengths.sum())
-        ticks = [
-            tick
-            for window in some
-            for tick in ticks_of(window.schedule.microbatches, lanes.num_lanes)
-        ]
+        ticks = ticks_of(window.schedule.microbatches, lanes.num_lanes)
         bubbles = {}
         if self._cost is not None:
-            schedules = [window.schedule for window in some]
-            bubbles = self._bubbles(schedules, lanes, self._cost, seconds)
+            bubbles = self._bubbles(window.schedule, lanes, self._cost, seconds)
         self._add(
             "window",
-            order=order,
             adapters=num_jobs,
             batch_samples=case.batch_samples,
             data_sets=case.data_sets[:num_jobs],
-            in_flight=in_flight or case.sizes.stage,
             ticks=len(ticks),
             no_ops=sum(not any(tick) for tick in ticks),
             tokens=tokens,
             seconds=round(seconds, 4),
-            all_seconds=[round(one, 4) for one in times],
             tokens_per_second_gpu=round(tokens / seconds / case.sizes.num_devices, 1),
             **self._of_peak(lengths, seconds),
             peak_gib=peak_gib(case.sizes.num_devices),
@@ -202,24 +176,20 @@ class _Mesh:
         share = round(100 * float(rate) / speed.flops, 2)
         return {"flops_per_token": flops, "peak_percent": share}
 
-    def _bubbles(self, schedules, lanes, cost: CostModel, seconds: float) -> Columns:
-        """Returns the measured and the simulated bubble of windows in percent.
+    def _bubbles(self, schedule, lanes, cost: CostModel, seconds: float) -> Columns:
+        """Returns the measured and the simulated bubble of a window in percent.
 
         Both have the same work: the sum of the passes' own times. Optimizer steps and
         transfers are part of the bubble.
         """
-        n = lanes.num_lanes
-        found = [simulate(s, cost, lanes.pipeline, num_lanes=n) for s in schedules]
-        simulated = sum(one.makespan for one in found)
-        busy = np.sum(
-            [one.makespan * np.array(one.utilization) for one in found], axis=0
-        )
+        found = simulate(schedule, cost, lanes.pipeline, num_lanes=lanes.num_lanes)
+        busy = found.makespan * np.array(found.utilization)
         bubble = lambda time: round(100 * float(1 - busy.mean() / time), 2)
         return {
             "bubble_percent": bubble(seconds),
-            "simulated_bubble_percent": bubble(simulated),
+            "simulated_bubble_percent": bubble(found.makespan),
             "busy_percent_by_stage": np.round(100 * busy / seconds, 2).tolist(),
-            "simulated_seconds": round(simulated, 4),
+            "simulated_seconds": round(found.makespan, 4),
         }
 
 

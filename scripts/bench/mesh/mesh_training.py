@@ -2,13 +2,12 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from jaxlora.bench.mesh.cases import Case, make_jobs
-from jaxlora.bench.mesh.orders import Window
+from jaxlora.bench.mesh.cases import Case, Window, make_jobs
 from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
@@ -16,7 +15,6 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.profile.pass_times import Probe, make_probe
 from jaxlora.profile.tokens import TARGET_SHARE, equal_shares, fill
 from jaxlora.profile.training import Training
-from jaxlora.scheduler import Lanes, Pipeline
 from jaxlora.train.execute.executor import Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
@@ -38,16 +36,6 @@ class MeshTraining(Training):
         """
         super().__init__(case.plan(), make_jobs(case, max(case.adapters), 1))
         self.case = case
-
-    def lanes(self, in_flight: int = 0) -> Lanes:
-        """Returns the lanes for which windows are packed.
-
-        Args:
-            in_flight: Ticks in flight on the first stage; 0: the number of stages.
-        """
-        num_stages = self.case.sizes.stage
-        pipeline = Pipeline.one_f_one_b(num_stages, in_flight or num_stages)
-        return dataclasses.replace(self.plan.lanes, pipeline=pipeline)
 
     def compile(self) -> float:
         """Compiles the passes of all stages at the same time; returns the seconds."""
@@ -81,47 +69,33 @@ class MeshTraining(Training):
     def probes(self) -> list[Probe]:
         """Makes microbatches of different lengths and fills, which determine a fit."""
         case, longest = self.case, self.case.longest
-        half = case.limits.padded(case.capacity // 2)
-        sizes = [(case.capacity, longest // cut) for cut in (1, 2, 4)]
+        half = case.limits.padded(case.microbatch_tokens // 2)
+        sizes = [(case.microbatch_tokens, longest // cut) for cut in (1, 2, 4)]
         return [self.probe(*size) for size in (*sizes, (half, longest))]
 
-    def seconds(self, windows: Sequence[Window], in_flight: int = 0) -> float:
-        """Runs windows one after the other; returns the time until all is done.
+    def seconds(self, window: Window) -> float:
+        """Runs a window; returns the time until all is done.
 
         The devices have nothing to do before and after. Everything that the trainer's
         host does in a window is included: packing, uploads, and reading results.
 
         Args:
-            windows: The windows.
-            in_flight: Ticks in flight on the first stage; 0: the number of stages.
+            window: The window.
 
         Raises:
             JaxloraError: A gradient is not finite, so that times mean nothing.
         """
-        executor = self.executor(in_flight)
+        args = self.layout, self.params, self.slots, self.case.limits
+        executor = StagedExecutor(*args)
         executor.wait()
         began = time.perf_counter()
         num_lanes = self.layout.num_lanes
-        outcomes = [
-            list(executor.run(FixedTicks(window.schedule, num_lanes), window.jobs))
-            for window in windows
-        ]
+        ticks = FixedTicks(window.schedule, num_lanes)
+        outcomes = list(executor.run(ticks, window.jobs))
         executor.wait()
         elapsed = time.perf_counter() - began
-        for items in outcomes:
-            _check_finite(items)
+        _check_finite(outcomes)
         return elapsed
-
-    def executor(self, in_flight: int = 0) -> StagedExecutor:
-        """Makes the executor of the run.
-
-        Args:
-            in_flight: Ticks in flight on the first stage; 0: the number of stages.
-        """
-        layout = self.layout
-        if in_flight:
-            layout = dataclasses.replace(layout, in_flight=in_flight)
-        return StagedExecutor(layout, self.params, self.slots, self.case.limits)
 
 
 def flops_per_token(spec: DecoderSpec, mean_keys: float) -> float:

@@ -36,8 +36,8 @@ def columns_of(case: Case, kind: str) -> dict[str, Any]:
     return {
         "kind": kind,
         "model": case.model,
-        "layers": config_json(case.model, case.num_layers)["num_hidden_layers"],
-        "capacity": case.capacity,
+        "layers": config_json(case.model, case.layers)["num_hidden_layers"],
+        "capacity": case.microbatch_tokens,
         "mesh": case.mesh,
         "gpus": case.sizes.num_devices,
     }
@@ -46,9 +46,9 @@ def columns_of(case: Case, kind: str) -> dict[str, Any]:
 # The columns of each kind's table.
 _COLUMNS = {
     "window": (
-        "mesh", "adapters", "in_flight", "order", "ticks", "no_ops", "tokens",
-        "seconds", "tokens_per_second_gpu", "of_one_gpu", "over_together",
-        "peak_percent", "bubble_percent", "simulated_bubble_percent",
+        "mesh", "adapters", "ticks", "no_ops", "tokens", "seconds",
+        "tokens_per_second_gpu", "of_one_gpu", "peak_percent", "bubble_percent",
+        "simulated_bubble_percent",
     ),
     "step": (
         "mesh", "adapters", "step_ms", "p10_ms", "p90_ms", "over_one_gpu",
@@ -69,8 +69,9 @@ def tables(rows: Sequence[Row]) -> str:
     for key in dict.fromkeys(_workload(row) for row in rows):
         own = [row for row in rows if _workload(row) == key]
         found = {kind: [r for r in own if r["kind"] == kind] for kind in _COLUMNS}
-        found["window"] = _with_ratios(found["window"])
-        found["step"] = _over_one_gpu(found["step"])
+        speed = "tokens_per_second_gpu"
+        found["window"] = _over_one_gpu(found["window"], speed, "of_one_gpu")
+        found["step"] = _over_one_gpu(found["step"], "step_ms", "over_one_gpu")
         made = sections({k: table(r, _COLUMNS[k]) for k, r in found.items()})
         model, layers, capacity = key
         parts.append(
@@ -83,39 +84,13 @@ def _workload(row: Row) -> tuple[str, Any, int]:
     return row["model"], row["layers"], row["capacity"]
 
 
-def _over_one_gpu(steps: Sequence[Row]) -> list[Row]:
-    """Adds the time over that of one device, if that was measured."""
-    alone = next((row for row in steps if row["gpus"] == 1), None)
-    if alone is None:
-        return list(steps)
-    ratio = lambda row: _ratio(row["step_ms"], alone["step_ms"])
-    return [{**row, "over_one_gpu": ratio(row)} for row in steps]
+def _over_one_gpu(rows: Sequence[Row], key: str, ratio: str) -> list[Row]:
+    """Adds the ratio of a column to that of one device, if that was measured.
 
-
-def _with_ratios(windows: Sequence[Row]) -> list[Row]:
-    """Adds ratios to windows.
-
-    - `of_one_gpu`: the throughput of all jobs together over that on one device with as
-      many adapters, if that was measured, and otherwise with those that were.
-    - `over_together`: the time over the best time of the same samples together.
+    That device has as many adapters, or else those that it was measured with.
     """
-    together = [row for row in windows if row["order"] == "together"]
-    alone = {
-        r["adapters"]: r["tokens_per_second_gpu"] for r in together if r["gpus"] == 1
-    }
-    same = lambda row: tuple(row[k] for k in ("gpus", "adapters", "tokens"))
-    out: list[Row] = []
-    for row in windows:
-        new = dict(row)
-        base = alone.get(row["adapters"]) or next(iter(alone.values()), None)
-        best = [r["seconds"] for r in together if same(r) == same(row)]
-        if row["order"] != "together" and row["gpus"] > 1 and best:
-            new["over_together"] = _ratio(row["seconds"], min(best))
-        elif row["order"] == "together" and base:
-            new["of_one_gpu"] = _ratio(row["tokens_per_second_gpu"], base)
-        out.append(new)
-    return out
-
-
-def _ratio(one: float, other: float) -> str:
-    return f"{one / other:.3f}"
+    alone = {row["adapters"]: row[key] for row in rows if row["gpus"] == 1}
+    if not alone:
+        return list(rows)
+    base = lambda row: alone.get(row["adapters"]) or next(iter(alone.values()))
+    return [{**row, ratio: f"{row[key] / base(row):.3f}"} for row in rows]

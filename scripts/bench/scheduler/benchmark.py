@@ -1,12 +1,10 @@
-"""Compares packers on synthetic sequence lengths.
+"""Compares packers on kinds of jobs that are hard to pack, on several pipelines.
 
-These are LoRAFusion's algorithm with and without its parts, mLoRA's order, and the
-default packer, on a 1F1B pipeline of four stages. Planning time is measured; all other
-times are simulated, so that any CPU will do. The last table has the share of real
-tokens in the microbatches that the trainer packs for one device, by the number of steps
-that are packed together.
+They are LoRAFusion's algorithm, mLoRA's order, and the default packer. Planning
+time is measured; all other times are simulated, so that any CPU will do.
 
-Prints tables. With --output-dir, writes scheduler.jsonl and scheduler.md.
+Prints a table of makespans over the lower bound. With --output-dir, writes
+scheduler.jsonl and scheduler.md.
 
     jaxlora bench scheduler --quick
     jaxlora bench scheduler --output-dir bench
@@ -21,276 +19,159 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxlora.bench.options import add_output_dir
-from jaxlora.bench.report import Row, Rows, about, pivot, sections, versions
-from jaxlora.bench.scheduler import kinds
-from jaxlora.bench.scheduler.lengths import (
-    SHAPES,
-    WORDS_AND_SIGMA,
-    in_batches,
-    jobs,
-)
+from jaxlora.bench.report import Row, Rows, about, pivot, versions
+from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
+    Lanes,
     Limits,
-    PackerName,
     Pipeline,
     Sample,
     Schedule,
-    joint,
+    get_packer,
     lower_bound,
+    pack_ticks,
     simulate,
     violations,
 )
 from jaxlora.scheduler.algorithms import lorafusion, mlora
-from jaxlora.scheduler.lanes import ONE_LANE
-from jaxlora.scheduler.streams.stream import Position, Rules, whole_stream
-from jaxlora.scheduler.types import batches_by_job
-from jaxlora.train.plan.job_slots import fixed_shape_cost
+from jaxlora.scheduler.streams.ticks import arrange
 
-STAGES = Pipeline.one_f_one_b(4)
-BLOCK = 64  # tokens
-CAPACITIES = (4096, 6144, 8192, 16384)
-FOUR_JOBS = {name: (name,) * 4 for name in ("mix", *WORDS_AND_SIGMA, *SHAPES)} | {
-    "het": (*WORDS_AND_SIGMA, "mix")
-}
-# Packers of the trainer's stream. `greedy` packs one step of every job at a time.
-STREAMED: tuple[PackerName, ...] = ("greedy", "joint")
-FILL_STEPS = 64  # global batches of each job
-
-
-def cost(last_stage: float = 1.0) -> CostModel:
-    """Makes a cost model in tokens; a pass of a token on one stage costs 1."""
-    forward = AffineCost(base=256.0, per_token=1.0, per_square=2e-5)
-    backward = AffineCost(base=256.0, per_token=1.0, per_square=5e-5)
-    return CostModel.uniform(
-        STAGES.num_stages, forward=forward, backward=backward, last_stage=last_stage
-    )
-
-
-COSTS = {"even": cost(), "last stage +6 %": cost(1.06)}
-# Takes samples, limits and costs.
-Packer = Callable[[Sequence[Sample], Limits, CostModel], Schedule]
-
-
-def packers(time_limit: float, num_workers: int) -> dict[str, Packer]:
-    """Returns the packers by name."""
-    solver: dict[str, Any] = {"time_limit": time_limit, "num_workers": num_workers}
-
-    def parts(**options: bool) -> Packer:
-        given = solver | options
-        return lambda s, limits, _: lorafusion.pack(s, limits, STAGES, **given)
-
-    return {
-        "paper": parts(),
-        "no merge": parts(use_merge=False),
-        "no milp": parts(use_milp=False),
-        "greedy": parts(use_milp=False, use_merge=False),
-        "mlora": lambda s, limits, _: mlora.pack(s, limits, STAGES),
-        "joint": lambda s, limits, cost: joint.pack(s, limits, STAGES, cost),
-    }
+STAGES, LANES, LAST_STAGES = (1, 4, 8, 16), (1, 2, 8), (1.0, 1.06)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """Jobs that are scheduled together.
+class Kind:
+    """Jobs with samples of `lengths`, and the capacity of a microbatch in tokens."""
 
-    Attributes:
-        table: The table that the case belongs to.
-        lengths: Name of the jobs' lengths in tables.
-        names: Where each job's lengths come from; see `lengths.lengths`.
-        batch_size: Samples of each global batch.
-        num_batches: Global batches of each job.
-        capacity: Tokens of a microbatch.
-    """
-
-    table: str
     lengths: str
-    names: tuple[str, ...]
+    num_samples: tuple[int, ...]
     batch_size: int
-    num_batches: int
-    capacity: int
+    capacity: int = 6144
 
-    def rows(
-        self, chosen: dict[str, Packer], costs: Sequence[str]
-    ) -> Iterator[dict[str, Any]]:
-        """Yields the results of packers under cost models.
-
-        Raises:
-            RuntimeError: A packer breaks a rule.
-        """
-        number, size = self.batch_size * self.num_batches, self.batch_size
-        samples = jobs(self.names, num_samples=number, batch_size=size)
-        limits = Limits(capacity=self.capacity, block_tokens=BLOCK)
-        for packer, pack in chosen.items():
-            schedule, seconds = None, 0.0
-            for name in costs:
-                # Only the default packer looks at costs.
-                if schedule is None or packer == "joint":
-                    began = time.perf_counter()
-                    schedule = pack(samples, limits, COSTS[name])
-                    seconds = time.perf_counter() - began
-                yield {
-                    "table": self.table,
-                    "lengths": self.lengths,
-                    "jobs": len(self.names),
-                    "batch_size": size,
-                    "capacity": self.capacity,
-                    "packer": packer,
-                    "cost": name,
-                    "planning_us_per_sample": round(1e6 * seconds / len(samples), 1),
-                    **_simulated(schedule, samples, COSTS[name]),
-                }
+    def samples(self) -> list[Sample]:
+        """Makes the samples."""
+        names = [self.lengths] * len(self.num_samples)
+        return jobs(names, num_samples=self.num_samples, batch_size=self.batch_size)
 
 
-def _simulated(
-    schedule: Schedule, samples: Sequence[Sample], model: CostModel
-) -> dict[str, Any]:
-    if wrong := violations(schedule, samples, distance=STAGES.distance):
-        raise RuntimeError(f"a packer breaks a rule: {wrong[0]}")
-    found = simulate(schedule, model, STAGES)
-    bound = lower_bound(samples, schedule.limits, STAGES, model)
-    no_ops = sum(not m for m in schedule.microbatches)
+KINDS = {
+    "1 job": Kind(lengths="mix", num_samples=(96,), batch_size=16),
+    "1 job ten times 3 others": Kind(
+        lengths="mix", num_samples=(160, 16, 16, 16), batch_size=8
+    ),
+    "4 jobs, batches of 1": Kind(lengths="mix", num_samples=(24,) * 4, batch_size=1),
+    "4 jobs, heavy tail": Kind(
+        lengths="heavy", num_samples=(48,) * 4, batch_size=8, capacity=4096
+    ),
+    "4 jobs": Kind(lengths="mix", num_samples=(96,) * 4, batch_size=16),
+    "16 jobs": Kind(lengths="mix", num_samples=(64,) * 16, batch_size=8),
+}
+
+
+def kind_rows(quick: bool, solver: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the makespan of each packer over the bound.
+
+    Args:
+        quick: Whether to take only four stages, and one lane.
+        solver: Options of LoRAFusion's solver.
+    """
+    stages, lanes = ((4,), (1,)) if quick else (STAGES, LANES)
+    for num_lanes, last, num, (name, kind) in itertools.product(
+        lanes, LAST_STAGES, stages, KINDS.items()
+    ):
+        if last > 1 and (num == 1 or num_lanes > 1):
+            continue
+        of_case = {
+            "kind": name,
+            "lanes": num_lanes,
+            "stages": num,
+            "last_stage": last,
+        }
+        yield from (
+            of_case | row for row in _of_case(kind, num_lanes, last, num, solver)
+        )
+
+
+def _of_case(
+    kind: Kind, num_lanes: int, last: float, num_stages: int, solver: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    samples, limits = kind.samples(), Limits(capacity=kind.capacity, block_tokens=64)
+    pipeline = Pipeline.one_f_one_b(num_stages)
+    cost = CostModel.uniform(
+        num_stages,
+        forward=AffineCost(base=256.0, per_token=1.0, per_square=2e-5),
+        backward=AffineCost(base=256.0, per_token=1.0, per_square=5e-5),
+        last_stage=last,
+    )
+    lanes = Lanes(data=num_lanes, pipeline=pipeline)
+    bound = lower_bound(samples, limits, pipeline, cost, num_lanes=num_lanes)
+    for packer, pack in _packers(samples, limits, lanes, cost, solver).items():
+        began = time.process_time()
+        schedule = pack()
+        seconds = time.process_time() - began
+        if wrong := violations(
+            schedule, samples, distance=num_stages, num_lanes=num_lanes
+        ):
+            raise RuntimeError(f"{packer} breaks a rule: {wrong[0]}")
+        found = simulate(schedule, cost, pipeline, num_lanes=num_lanes)
+        yield {
+            "packer": packer,
+            "makespan_over_bound": round(found.makespan / bound.makespan, 3),
+            "bubble_percent": round(100 * found.bubble, 1),
+            "planning_s": round(seconds, 3),
+        }
+
+
+def _packers(
+    samples: Sequence[Sample],
+    limits: Limits,
+    lanes: Lanes,
+    cost: CostModel,
+    solver: dict[str, Any],
+) -> dict[str, Callable[[], Schedule]]:
+    """Returns the packers by name."""
+    n, pipeline = lanes.num_lanes, lanes.pipeline
+    distance = pipeline.distance
+
+    def arranged(pack: Callable[[Pipeline], Schedule]) -> Schedule:
+        if n == 1:
+            return pack(pipeline)
+        far = Pipeline(num_stages=pipeline.num_stages, distance=n * distance)
+        ticks = arrange(pack(far).microbatches, n, distance)
+        return _in_ticks(ticks, limits, n)
+
+    def joint_() -> Schedule:
+        if n == 1:
+            return get_packer("joint")(samples, limits, pipeline, cost)
+        return pack_ticks(samples, limits, "joint", lanes, cost)
+
     return {
-        "microbatches": len(schedule.microbatches) - no_ops,
-        "no_ops": no_ops,
-        "makespan": round(found.makespan),
-        "bubble_percent": round(100 * found.bubble, 1),
-        "over_lower_bound_percent": round(100 * bound.gap(found.makespan), 1),
+        "mlora": lambda: arranged(lambda p: mlora.pack(samples, limits, p)),
+        "paper": lambda: arranged(
+            lambda p: lorafusion.pack(samples, limits, p, **solver)
+        ),
+        "joint": joint_,
     }
 
 
-def adapters(quick: bool) -> Iterator[Case]:
-    """Yields 1 to 8 adapters, as in section 6.5 of LoRAFusion's paper."""
-    for count in (1, 2, 3, 4, 8):
-        yield Case(
-            table="adapters",
-            lengths="mix",
-            names=("mix",) * count,
-            batch_size=16,
-            num_batches=2 if quick else 16,
-            capacity=6144,
-        )
-
-
-def grid(quick: bool) -> Iterator[Case]:
-    """Yields lengths, global batch sizes and capacities, with four jobs."""
-    for lengths in ("mix", "het") if quick else FOUR_JOBS:
-        for batch_size in (16,) if quick or lengths in SHAPES else (8, 16, 32):
-            for capacity in CAPACITIES[1:3] if quick else CAPACITIES:
-                yield Case(
-                    table="grid",
-                    lengths=lengths,
-                    names=FOUR_JOBS[lengths],
-                    batch_size=batch_size,
-                    num_batches=2 if quick else 8,
-                    capacity=capacity,
-                )
-
-
-def fill_samples(batch_sizes: Sequence[int]) -> list[Sample]:
-    """Makes the samples of log-normal jobs with short samples, in the order of jobs."""
-    out = []
-    for job, size in enumerate(batch_sizes):
-        rng = np.random.default_rng([0, job])
-        drawn = rng.lognormal(np.log(350) - 0.8**2 / 2, 0.8, FILL_STEPS * size)
-        out += in_batches(job, np.clip(np.rint(drawn), 16, 2048), size)
-    return out
-
-
-def fill(
-    samples: Sequence[Sample], limits: Limits, packer: PackerName
-) -> dict[str, Any]:
-    """Packs all samples as one stream, as the trainer does on one device.
-
-    Returns:
-        The share of real tokens, the number of microbatches, and a lower bound of it.
-    """
-    cost = fixed_shape_cost(limits.capacity)
-    rules = Rules(limits=limits, lanes=ONE_LANE, cost=cost, packer=packer)
-    jobs = batches_by_job(samples)
-    tokens = {job: [[s.num_tokens for s in b] for b in jobs[job]] for job in jobs}
-    positions = [
-        Position(
-            job=job,
-            owner=job,
-            batch=0,
-            num_batches=len(batches),
-            batch_tokens=sum(map(sum, batches)) / len(batches),
-        )
-        for job, batches in tokens.items()
-    ]
-    lengths = lambda job, batch: tokens[job][batch]
-    number = sum(1 for _ in whole_stream(positions, lengths, rules))
-    fewest = lower_bound(samples, limits, Pipeline(), cost).microbatches
-    real = sum(s.num_tokens for s in samples)
-    share = round(100 * real / (number * limits.capacity), 1)
-    return {"fill_percent": share, "microbatches": number, "fewest": fewest}
-
-
-def fill_rows() -> Iterator[dict[str, Any]]:
-    """Yields the fill of the trainer's microbatches."""
-    batch_sizes = (8, 8, 8, 8), (16, 16, 16, 16), (4, 8, 16, 32)
-    for sizes, capacity in itertools.product(batch_sizes, (4096, 8192)):
-        given, limits = fill_samples(sizes), Limits(capacity=capacity, block_tokens=64)
-        for packer in STREAMED:
-            yield {
-                "table": "fill",
-                "batch_size": ", ".join(map(str, sizes)),
-                "capacity": capacity,
-                "packer": packer,
-                **fill(given, limits, packer),
-            }
+def _in_ticks(ticks: Sequence[Sequence], limits: Limits, num_lanes: int) -> Schedule:
+    padded = [(*tick, *((),) * (num_lanes - len(tick))) for tick in ticks]
+    return Schedule(microbatches=tuple(itertools.chain(*padded)), limits=limits)
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Formats all rows."""
-    of = lambda name: [row for row in rows if row["table"] == name]
-    even = [row for row in of("adapters") if row["cost"] == "even"]
-    jobs, speeds = of("adapters"), _speeds(of("grid"))
-    speed = "Simulated speed, LoRAFusion's algorithm = 1, each at its best capacity"
-    size = "batch_size"
-    return sections(
-        {
-            "Bubbles, %": pivot(jobs, ["cost", "jobs"], "packer", "bubble_percent"),
-            speed: pivot(speeds, ["cost", "lengths", size], "packer", "speed"),
-            "Planning, microseconds per sample": pivot(
-                even, ["jobs"], "packer", "planning_us_per_sample"
-            ),
-            "Makespan over the bound": pivot(
-                of("kinds"),
-                ["kind", "lanes", "last_stage", "stages"],
-                "packer",
-                "makespan_over_bound",
-            ),
-            "Real tokens of microbatches, %": pivot(
-                of("fill"), [size, "capacity"], "packer", "fill_percent"
-            ),
-        }
-    )
-
-
-def _speeds(rows: Sequence[Row]) -> list[Row]:
-    """Returns rows of the best makespans over capacities, as speeds."""
-    names = ("cost", "lengths", "batch_size", "packer")
-    best: dict[tuple, float] = {}
-    for row in rows:
-        key = tuple(row[name] for name in names)
-        best[key] = min(best.get(key, row["makespan"]), row["makespan"])
-    return [
-        {**dict(zip(names, key, strict=True)), "speed": round(paper / makespan, 3)}
-        for key, makespan in best.items()
-        if (paper := best.get((*key[:3], "paper"))) is not None
-    ]
+    """Formats the makespans over the bound."""
+    index = ["kind", "lanes", "last_stage", "stages"]
+    return pivot(rows, index, "packer", "makespan_over_bound")
 
 
 def add_options(out: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_output_dir(out)
-    out.add_argument("--quick", action="store_true", help="few cases of each kind")
+    out.add_argument("--quick", action="store_true", help="four stages and one lane")
     out.add_argument(
         "--time-limit", type=float, default=1.0, help="seconds of the solver per stage"
     )
@@ -300,18 +181,12 @@ def add_options(out: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
     limit = min(args.time_limit, 0.1) if args.quick else args.time_limit
-    chosen = packers(limit, args.num_workers)
-    in_grid = {n: p for n, p in chosen.items() if not n.startswith("no ")}
     end = about(f"{platform.machine()}, {os.cpu_count()} CPU cores") | {
         "versions": versions(("numpy", "pulp", "highspy")),
         "time_limit_s": limit,
     }
+    solver = {"time_limit": limit, "num_workers": args.num_workers}
     rows = Rows(args.output_dir, "scheduler", tables)
-    for row in itertools.chain(
-        kinds.rows(args.quick, limit),
-        *(case.rows(chosen, list(COSTS)) for case in adapters(args.quick)),
-        *(case.rows(in_grid, list(COSTS)) for case in grid(args.quick)),
-        fill_rows(),
-    ):
+    for row in kind_rows(args.quick, solver):
         rows.add(row | end)
     print(rows.tables())

@@ -13,7 +13,6 @@ GPU, except for the models tiny and wide-2; torch, transformers and peft are opt
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -67,9 +66,8 @@ def measure_alone(case: Case, timeout: float, turn: str) -> Columns:
         turn: Lock file. Rows with the same file use the device one after the other.
     """
     module = "jaxlora.bench.step.measure"
-    described = json.dumps(dataclasses.asdict(case))
     out = subprocess.run(
-        [sys.executable, "-m", module, described, turn, str(timeout)],
+        [sys.executable, "-m", module, case.to_json(), turn, str(timeout)],
         capture_output=True,
         text=True,
         env={**os.environ, **ENVIRONMENT},
@@ -165,16 +163,16 @@ def tables(rows: Sequence[Row]) -> str:
         made.append(", ".join(f"{name} {value}" for name, value in same.items()))
         made.append(table(own, _COLUMNS))
         parts = [
-            {"part, ms": part, "row": _name(row), "ms": ms}
+            {
+                "part, ms": part,
+                "row": f"{row['row']}, {row['adapters']} adapters",
+                "ms": ms,
+            }
             for row in own
             for part, ms in row.get("parts", {}).items()
         ]
         made += [pivot(parts, ["part, ms"], "row", "ms")] if parts else []
     return "\n\n".join(made)
-
-
-def _name(row: Row) -> str:
-    return f"{row['row']}, {row['adapters']} adapters"
 
 
 def add_options(out: argparse.ArgumentParser) -> None:

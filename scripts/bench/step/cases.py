@@ -5,56 +5,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.bench.report import Timing
+from jaxlora.bench.workload import Workload
 from jaxlora.profile.tokens import Microbatch, full_microbatch
-from jaxlora.scheduler import Limits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Workload):
     """One row of the table.
 
     Attributes:
-        model: One of `shapes.MODELS`.
         row: One of `ROWS`.
-        layers: Replaces the model's own number of layers, unless None.
         adapters: Number of adapters. Rows of other libraries have one.
-        rank: Rank of each adapter.
-        dropout: Dropout rate of each adapter.
-        microbatch_tokens: Tokens of a microbatch.
         microbatches: Microbatches of a step.
-        block_tokens: Tokens of a block.
         median_tokens: Median length of a sample.
-        longest_tokens: Largest length of a sample.
-        dtype: Dtype of weights and activations.
-        attention: Implementation of attention in jaxlora: `auto`, `cudnn`, `triton` or
-            `xla`.
         capability: Ten times the compute capability for which Triton compiles, such as
             80; None: the device's.
-        repeats: Number of timed steps.
         profile: Whether to attribute device time to parts as well.
     """
 
-    model: str
     row: str
-    layers: int | None = None
     adapters: int = 4
-    rank: int = 16
-    dropout: float = 0.1
-    microbatch_tokens: int = 8192
     microbatches: int = 1
-    block_tokens: int = 64
     median_tokens: int = 600
-    longest_tokens: int = 2048
-    dtype: str = "bfloat16"
-    attention: str = "auto"
     capability: int | None = None
-    repeats: int = 10
     profile: bool = False
-
-    @property
-    def limits(self) -> Limits:
-        """Limits of a microbatch."""
-        return Limits(capacity=self.microbatch_tokens, block_tokens=self.block_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

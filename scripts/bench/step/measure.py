@@ -23,14 +23,11 @@ import jax
 
 from jaxlora.bench.options import triton_code
 from jaxlora.bench.report import needs_gpu
-from jaxlora.bench.shapes import config_json
 from jaxlora.bench.step import peers
 from jaxlora.bench.step.base_alone import BaseAlone
 from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
-from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.config import model_config
 from jaxlora.profile import step_parts, training
 from jaxlora.profile.tokens import Microbatch
 from jaxlora.profile.training import Training
@@ -59,7 +56,7 @@ def measure(
 def _measure_jaxlora(
     case: Case, row: Row, take_device: Callable[[], object]
 ) -> dict[str, Any]:
-    model = model_config(config_json(case.model, case.layers))
+    model = case.model_config()
     drawn = microbatches(case, model.vocab_size)
     try:
         plan, jobs = plan_row(case, row, model, drawn)
@@ -102,31 +99,10 @@ def plan_row(
         ConfigError: The row cannot run here.
     """
     samples = [sample for m in drawn for sample in m.samples]
-    settings = [
-        LoraJob(
-            name=f"job{slot}",
-            data=DataConfig(path="random"),
-            rank=case.rank,
-            dropout=case.dropout,
-            batch_size=len(samples),
-            max_length=min(case.longest_tokens, case.microbatch_tokens),
-            learning_rate=1e-5,
-            seed=slot,
-        )
-        for slot in range(case.adapters)
-    ]
-    config = RunConfig(
-        model=case.model,
-        jobs=settings,
-        microbatch_tokens=case.microbatch_tokens,
-        block_tokens=case.block_tokens,
-        dtype=case.dtype,  # type: ignore[arg-type]
-        attention=case.attention,  # type: ignore[arg-type]
-        # Dropout is compiled in, so that rows of any rate run the same programs.
-        slot_dropout=True,
-        **row.settings,
-    )
-    jobs = [training.make_job(job, samples, model) for job in settings]
+    # Dropout is compiled in, so that rows of any rate run the same programs.
+    more = {"slot_dropout": True, **row.settings}
+    config = case.config(case.adapters, len(samples), **more)
+    jobs = [training.make_job(job, samples, model) for job in config.jobs]
     # Memory is not checked first: a benchmark shows how accurate the estimate is.
     machine = dataclasses.replace(this_machine(), memory=None)
     mean = min(m.num_tokens // len(m.samples) for m in drawn)
@@ -144,7 +120,7 @@ def take_turn(turn: IO[str]) -> None:
 
 def main() -> None:
     """Measures the row that the first argument describes in JSON."""
-    case = Case(**json.loads(sys.argv[1]))
+    case = Case.from_json(sys.argv[1])
     began = time.perf_counter()
     take_device: Callable[[], object] = lambda: None
     if sys.argv[2:]:
