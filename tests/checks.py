@@ -68,7 +68,10 @@ def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resolved(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the annotations; Any where one names what only a type checker imports."""
+    """Returns the annotations; Any where one names what only a type checker knows.
+
+    That is what it alone imports, and the class that a method belongs to.
+    """
     found = {}
     for name, hint in function.__annotations__.items():
         one = types.SimpleNamespace(__annotations__={name: hint})
@@ -77,6 +80,8 @@ def _resolved(function: Callable[..., Any]) -> dict[str, Any]:
                 one, function.__globals__, include_extras=True
             )
         except NameError:
+            found[name] = Any
+        if found[name] is typing.Self:
             found[name] = Any
     return found
 

@@ -8,10 +8,11 @@ page cache:
 - again: the same with a new output folder, and with what the first has kept.
 - resumed: `jaxlora train --resume` after a third run was killed at a checkpoint.
 - generate, cold and again: `jaxlora generate` of one token with all adapters.
+- peft: one step of transformers + peft with one adapter on the same checkpoint.
 
 Rows have the seconds to the end of the first step, and the tokens per second from there
 to the end, evaluations and checkpoints included. Prints a table, and where the seconds
-to the first step went; with --output-dir, writes run.jsonl, run.md and the log
+to the first step went; with --output-dir, writes run.jsonl, run.md, run.png and the log
 of each command with the seconds of its lines.
 
     jaxlora bench run --output-dir bench
@@ -19,8 +20,10 @@ of each command with the seconds of its lines.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -46,9 +49,12 @@ from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
 from jaxlora.run.log import METRICS_FILE, read_events
 
 Columns = dict[str, Any]
-STARTS = ("cold", "again", "resumed", "generate cold", "generate again")
+STARTS = ("cold", "again", "resumed", "generate cold", "generate again", "peft")
 # Waits that are shorter, in seconds or as a share, are not shown by themselves.
 _SHORTEST, _SHORTEST_SHARE = 0.2, 0.02
+# Characters in a label as long as the picture, and in the shortest label.
+_CHARACTERS, _SHORTEST_LABEL = 150, 8
+_CLOCK = re.compile(r"^[0-9:]{8} ")
 _COLUMNS = (
     "start", "first_step_s", "seconds", "tokens", "tokens_per_second", "outside_s",
     "fill",
@@ -113,6 +119,17 @@ class Commands:
         done = run_command(command, self._with_cache("generate"))
         return _row(start, done, first_step=done.seconds)
 
+    def peft(self, start: str) -> Columns:
+        """Runs one step of peft."""
+        needed = ("torch", "transformers", "peft")
+        if missing := [n for n in needed if importlib.util.find_spec(n) is None]:
+            return {"start": start, "skipped": f"{', '.join(missing)} not installed"}
+        command = ["jaxlora.bench.run.peft_step", str(self._checkpoint)]
+        command.append(str(self._data[0]))
+        done = run_command(command, self._with_cache("peft"))
+        ended = next(at for at, text in done.lines if text == "step ended")
+        return _row(start, done, first_step=ended)
+
 
 def _trained(start: str, done: Done, output_dir: Path) -> Columns:
     """Describes a run that trained to its end.
@@ -162,7 +179,7 @@ def _row(start: str, done: Done, *, first_step: float) -> Columns:
 
 def tables(rows: Sequence[Row]) -> str:
     """Formats the rows, and where the seconds to the first step went."""
-    made = {"from the command": table(rows, _COLUMNS)}
+    made = {"from the command": table(rows, [*_COLUMNS, "skipped"])}
     for row in rows:
         parts = [
             {"from_s": a, "to_s": b, "seconds": round(b - a, 1), "ended by": text}
@@ -170,6 +187,35 @@ def tables(rows: Sequence[Row]) -> str:
         ]
         made[f"until the first step: {row['start']}"] = table(parts)
     return sections(made)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draws the waits until the first step, a bar for each start."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [row for row in rows if row.get("waits")]
+    if not shown:
+        return
+    longest = max(row["first_step_s"] for row in shown)
+    figure, axes = pyplot.subplots(figsize=(10, 0.8 + 0.6 * len(shown)))
+    for y, row in enumerate(reversed(shown)):
+        for number, (a, b, text) in enumerate(row["waits"]):
+            color = pyplot.get_cmap("Pastel1")(number % 9)
+            axes.barh(y, b - a, left=a, color=color, edgecolor="white")
+            fits = int(_CHARACTERS * (b - a) / longest)
+            label = _CLOCK.sub("", text)[:fits]
+            if fits >= _SHORTEST_LABEL:
+                axes.text(a + 0.004 * longest, y, label, fontsize=6, va="center")
+    axes.set_yticks(range(len(shown)), [row["start"] for row in reversed(shown)])
+    axes.set_xlabel("seconds from the command; a part ends with the log's line")
+    axes.set_title(f"To the end of the first step: {shown[0].get('model', '')}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 def add_options(out: argparse.ArgumentParser) -> None:
@@ -247,6 +293,7 @@ def measured(args: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
         "resumed": commands.resumed,
         "generate cold": commands.generate,
         "generate again": commands.generate,
+        "peft": commands.peft,
     }
     about_inputs = {"model": args.model, "layers": args.layers or "all"}
     about_inputs["set"] = json.dumps(settings)
@@ -265,6 +312,8 @@ def run(args: argparse.Namespace) -> None:
                 path.write_text("\n".join(log) + "\n")
             rows.add(row | about(device))
     print(rows.tables())
+    if args.output_dir is not None:
+        draw(rows.rows, args.output_dir / "run.png")
 
 
 def _device() -> str:

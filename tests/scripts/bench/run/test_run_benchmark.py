@@ -97,6 +97,8 @@ def test_a_trained_row(tmp_path):
     assert row["outside_s"] == 3  # 1 before the second window, and 2 before the third
     assert row["fill"] == round(160 / 300, 3)
     assert "imported" in benchmark.tables([row])
+    benchmark.draw([row], tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 1000
 
 
 def test_a_command_that_fails_says_why(tmp_path, monkeypatch):
@@ -137,4 +139,9 @@ def test_generation_needs_adapters(tmp_path):
     args = subjects.parse(benchmark, "run", ["--starts", "generate cold", "cold"])
     with pytest.raises(JaxloraError, match="Name cold before it"):
         next(benchmark.measured(args, tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_without_waits_is_not_drawn(tmp_path):
+    benchmark.draw([{"start": "peft", "skipped": "why"}], tmp_path / "run.png")
     assert not list(tmp_path.iterdir())
