@@ -20,7 +20,10 @@ PARTS = (
     "sharding",
 )
 # Modules of `jaxlora.bench` that several benchmarks share.
-SHARED = {"__init__.py", "options.py", "report.py", "shapes.py", "subjects.py"}
+SHARED = {
+    *("__init__.py", "options.py", "report.py", "shapes.py", "subjects.py"),
+    "workload.py",
+}
 # Beside this script lies a scheduler.py, and other people's packages are installed.
 SCRIPT = """
 import importlib, pkgutil, sys
