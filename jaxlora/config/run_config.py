@@ -1,12 +1,12 @@
 """The user's settings: a `LoraJob` for each adapter and a `RunConfig` for the run."""
 
-import logging
 import re
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
+from jaxlora.common.note import Note
 from jaxlora.config.aliases import OF_JOB, OF_RUN
 from jaxlora.config.base_settings import BaseSettings
 from jaxlora.config.clone import CloneOf
@@ -30,8 +30,6 @@ from jaxlora.config.sweep_config import Sweep
 from jaxlora.problems import problems_of, validation_error
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
-
-logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -302,6 +300,7 @@ class RunConfig(BaseSettings):
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     samples: SamplesConfig | None = None
     sweep: Sweep | None = None
+    _notes: tuple[Note, ...] = ()
 
     @pydantic.model_validator(mode="wrap")
     @classmethod
@@ -316,9 +315,14 @@ class RunConfig(BaseSettings):
             problems += problems_of(error)
         if problems:
             raise validation_error(cls.__name__, problems)
-        for note in expansion.notes:
-            logger.info("sweep: %s", note)
+        assert made is not None
+        made._notes = tuple(Note(f"sweep: {note}") for note in expansion.notes)
         return made
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What became of a sweep, and of lists in jobs; for the log."""
+        return self._notes
 
     @property
     def limits(self) -> Limits:

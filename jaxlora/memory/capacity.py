@@ -7,10 +7,9 @@ make it fit.
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 
-from jaxlora.common.note import Note, log_notes
+from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.errors import ConfigError
@@ -23,8 +22,6 @@ from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.pallas_kernels.device import device_kind
-
-logger = logging.getLogger(__name__)
 
 _UNCHECKED_TOKENS = 4096  # for a device that does not report its memory
 _ENOUGH = 0.85  # a choice that needs less than this share of the memory is made again
@@ -88,10 +85,12 @@ class Fitted:
     Attributes:
         config: The run.
         need: What it needs; None: the compiler or the device reports nothing.
+        notes: Why its settings were changed, and what it needs.
     """
 
     config: RunConfig
     need: MemoryNeed | None
+    notes: tuple[Note, ...]
 
 
 def fit(
@@ -187,30 +186,30 @@ def _measured(
     compile_stages: CompileStages,
 ) -> Fitted:
     """Compiles all passes, again each time that the settings change."""
-    search = _Search(bounds)
+    search, notes = _Search(bounds), []
     while True:
         programs, tokens = compile_stages(config), config.limits.capacity
         found = mesh.measured_footprint(stages, programs, config.limits)
         if available is None or found is None:
             who = "device's allocator" if available is None else "compiler"
-            logger.info("memory: not checked, as the %s does not report it", who)
-            return Fitted(config=config, need=None)
+            notes.append(Note(f"memory: not checked, as the {who} does not report it"))
+            return Fitted(config=config, need=None, notes=tuple(notes))
         chosen = search.next_capacity(tokens, found, available.num_bytes)
         if chosen is None:
             stronger = bounds.stronger_than(config.weakest_remat)
             if stronger is None:
                 raise refusal(config, stages, bounds, found, available)
             again = _estimated(config, stages, stronger, available)
-            log_notes(again.notes)
+            notes += again.notes
             config = again.config
             stages = stages.with_remat(config.weakest_remat)
             search = _Search(stronger)
             continue
         if chosen == tokens:
-            _log_needed(tokens, found, stages, available)
+            notes.append(_describe_need(tokens, found, stages, available))
             need = MemoryNeed.of(stages, found, tokens, available)
-            return Fitted(config=config, need=need)
-        logger.info("%s", _describe(chosen, "measured", found, available, bounds))
+            return Fitted(config=config, need=need, notes=tuple(notes))
+        notes.append(Note(_describe(chosen, "measured", found, available, bounds)))
         config = config.replace(microbatch_tokens=chosen)
 
 
@@ -253,16 +252,14 @@ class _Search:
         return None if self._too_large == bounds.smallest else bounds.smallest
 
 
-def _log_needed(
+def _describe_need(
     tokens: int, found: MeshFootprint, stages: MeshStages, available: DeviceMemory
-) -> None:
-    logger.info(
-        "memory: %s needed%s with microbatches of %d tokens, %s available (%s)",
-        format_bytes(found.total_bytes(tokens)),
-        stages.describe(found.tightest(tokens)),
-        tokens,
-        format_bytes(available.num_bytes),
-        available.source,
+) -> Note:
+    where = stages.describe(found.tightest(tokens))
+    return Note(
+        f"memory: {format_bytes(found.total_bytes(tokens))} needed{where} with "
+        f"microbatches of {tokens} tokens, {format_bytes(available.num_bytes)} "
+        f"available ({available.source})"
     )
 
 

@@ -8,6 +8,7 @@ import datetime
 import pathlib
 from collections.abc import Sequence
 
+from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.device_check import check_device
@@ -118,6 +119,7 @@ def plan_run(
         DoesNotFitError: The run does not fit into the memory of the GPUs.
         JaxloraError: The run cannot be trained.
     """
+    log_notes(config.notes)
     if machine is None:
         return _plan_here(config, steps)
     if machine.count > 1 and "mesh" not in config.model_fields_set:
@@ -139,8 +141,10 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
         if not (has_groups and (output_dir / SWEEP_LEDGER).exists()):
             check_folder(output_dir, resume=read_run_record(output_dir) is not None)
 
+    begun = as_begun(config)
+    log_notes(begun.notes)
     run = prepare_run(
-        as_begun(config),
+        begun.config,
         None,
         start_time(output_dir),
         report_to=lambda: check_installed(config.report_to),

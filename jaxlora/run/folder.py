@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxlora.adapters.export_record import is_ours, read_export
 from jaxlora.common.atomic import remove_leftovers, write_text
+from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import AdapterError, CheckpointError, StorageError
@@ -102,9 +103,6 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     if config.microbatch_shapes == "auto":
         # An earlier version had one shape.
         begun["microbatch_shapes"] = record.microbatch_shapes
-    for name, value in begun.items():
-        if value != ():
-            logger.info("%s: auto: %s, as when the run began", name, value)
     if record.added:
         # The slots were made for the jobs that the run began with.
         then = record.identity.settings
@@ -120,21 +118,32 @@ def _added_jobs(config: RunConfig, record: RunRecord) -> list[dict[str, Any]]:
     found = []
     for name in record.added:
         if name not in names:
-            logger.info("%s: joined while the run trained; it is in the run", name)
             values = record.identity.jobs[name].items()
             found.append({k: v for k, v in values if k in LoraJob.model_fields})
     return found
 
 
-def as_begun(config: RunConfig) -> RunConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BegunRun:
+    """A run as `--resume` continues it.
+
+    Attributes:
+        config: The run, with the settings that it began with and the jobs that joined
+            while it trained.
+        notes: Which these are.
+    """
+
+    config: RunConfig
+    notes: tuple[Note, ...]
+
+
+def as_begun(config: RunConfig) -> BegunRun:
     """Returns a run as `--resume` continues it, or unchanged if it has not begun.
+
+    All processes of a run get what the first one reads.
 
     Args:
         config: The run.
-
-    Returns:
-        The run with the settings that it began with and the jobs that joined while it
-        trained. All processes of a run get those that the first one reads.
 
     Raises:
         CheckpointError: The run's record is damaged or contradicts the settings.
@@ -148,7 +157,15 @@ def as_begun(config: RunConfig) -> RunConfig:
 
     begun, added = processes.from_first(read)
     joined = [LoraJob.model_validate(job) for job in added]
-    return config.replace(**begun, jobs=(*config.jobs, *joined))
+    notes = [
+        Note(f"{name}: auto: {value}, as when the run began")
+        for name, value in begun.items()
+        if getattr(config, name) == "auto" and value
+    ]
+    joining = "joined while the run trained; it is in the run"
+    notes += [Note(joining, job=job.name) for job in joined]
+    config = config.replace(**begun, jobs=(*config.jobs, *joined))
+    return BegunRun(config=config, notes=tuple(notes))
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import jax
 
 from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
@@ -93,12 +94,15 @@ class OpenedRun:
         return self.start_programs(plan).compiled_passes()
 
     def fitted(self) -> "OpenedRun":
-        """Returns the run with a plan that fits when compiled; waits for all programs.
+        """Returns the run with a plan that fits when compiled, and logs what changed.
+
+        It waits for all programs.
 
         Raises:
             ConfigError: The device's memory cannot hold the run.
         """
         plan = self.plan.fit(self.compile)
+        log_notes(plan.notes)
         self.start_programs(plan).finish()
         layout = self.layout.with_remat(plan.spec.options.remat)
         return dataclasses.replace(self, plan=plan, layout=layout)
@@ -119,7 +123,9 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     _check_generates_here(config)
     folder = pathlib.Path(config.output_dir)
     processes.from_first(lambda: check_not_in_use(folder))
-    config = as_begun(config)
+    begun = as_begun(config)
+    log_notes([*config.notes, *begun.notes])
+    config = begun.config
     processes.from_first(lambda: check_settings_resume(config))
     started = processes.from_first(lambda: start_time(folder))
     base = _Loading(config, model)

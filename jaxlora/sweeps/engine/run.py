@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxlora.common.atomic import remove_leftovers
+from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.errors import CheckpointError
 from jaxlora.run.folder import (
@@ -65,6 +66,7 @@ def run_groups(
         ProcessError: The workers of all groups have ended again and again.
         StorageError: A file cannot be written.
     """
+    log_notes(config.notes)
     folder = pathlib.Path(config.output_dir)
     check_writable(folder)
     with RunLock(folder), contextlib.closing(_open(folder, resume=resume)) as ledger:

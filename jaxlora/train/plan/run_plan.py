@@ -127,6 +127,8 @@ class RunPlan:
     ) -> "RunPlan":
         """Returns the plan with a capacity and a `remat` that fit when compiled.
 
+        Its notes are those of fitting.
+
         Args:
             compile_stages: Compiles the passes of all stages of a plan, while base and
                 slots are on the devices.
@@ -139,7 +141,8 @@ class RunPlan:
             return compile_stages(self.with_config(config))
 
         found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
-        return dataclasses.replace(self.with_config(found.config), need=found.need)
+        plan = self.with_config(found.config)
+        return dataclasses.replace(plan, need=found.need, notes=found.notes)
 
     def seconds(self, schedule: Schedule, *, is_part: bool = False) -> float | None:
         """Predicts the time of microbatches, without evaluations and checkpoints.

@@ -112,14 +112,17 @@ def test_conditions_products_and_settings_that_belong_together():
     assert {job.target_modules for job in found.jobs if job.rank == 4} == {("q_proj",)}
 
 
-def test_equal_configurations_are_one(caplog):
-    caplog.set_level("INFO")
+def notes(config) -> str:
+    return " ".join(note.text for note in config.notes)
+
+
+def test_equal_configurations_are_one():
     found = run({"rank": [4, 8, 4]})
     assert settings(found, "rank") == [(4,), (8,)]
-    assert "1 configurations that equal another one are left out" in caplog.text
+    assert "1 configurations that equal another one are left out" in notes(found)
     few = run({"rank": [4, 8]}, count=9)
     assert len(few.jobs) == 2
-    assert "count is 9, and the space has only 2 different" in caplog.text
+    assert "count is 9, and the space has only 2 different" in notes(few)
 
 
 def test_each_job_is_varied_and_keeps_its_name():
@@ -154,13 +157,12 @@ def test_settings_within_data():
     assert [job.name for job in found.jobs] == ["limit10", "limit20"]
 
 
-def test_a_list_in_a_job_is_one_job_for_each_value(caplog):
-    caplog.set_level("INFO")
+def test_a_list_in_a_job_is_one_job_for_each_value():
     job = {"name": "a", "learning_rate": [1e-4, 3e-4], "target_modules": ["q_proj"]}
     found = run_config({"model": "m", "defaults": DEFAULTS, "jobs": [job]})
     assert [job.name for job in found.jobs] == ["a-lr1e-4", "a-lr3e-4"]
     assert found.sweep is None
-    assert "jobs.0.learning_rate is a list of 2 values: one job" in caplog.text
+    assert "jobs.0.learning_rate is a list of 2 values: one job" in notes(found)
 
 
 def test_in_python():

@@ -99,7 +99,9 @@ def settle(config: RunConfig, spec: DecoderSpec, bounds: Bounds, compile_stages=
     if compile_stages is None:
         return config
     stages = stages.with_remat(config.weakest_remat)
-    return fit(config, stages, bounds, compile_stages).config
+    fitted = fit(config, stages, bounds, compile_stages)
+    log_notes(fitted.notes)
+    return fitted.config
 
 
 @pytest.mark.usefixtures("compiled_when_called")
@@ -242,9 +244,9 @@ def test_a_run_that_is_resumed_keeps_its_blocks(config):
     identity = RunIdentity(base="", settings={"microbatch_tokens": 176}, jobs={})
     record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
     write_run_record(folder, record)
-    assert as_begun(first) == first.replace(microbatch_tokens=176)
+    assert as_begun(first).config == first.replace(microbatch_tokens=176)
     given = first.replace(microbatch_tokens=64)
-    assert as_begun(given) == given
+    assert as_begun(given).config == given
     other = first.replace(block_tokens=64)
     message = r"176 for microbatch_tokens: auto, which is not .* block_tokens=64. Give"
     for resume in (as_begun, plan_run):
@@ -259,9 +261,9 @@ def test_a_run_that_is_resumed_keeps_its_remat(config):
     identity = RunIdentity(base="", settings=settings, jobs={})
     record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
     write_run_record(folder, record)
-    assert as_begun(first) == first.replace(remat="mlp")
+    assert as_begun(first).config == first.replace(remat="mlp")
     given = first.replace(remat="layer")
-    assert as_begun(given) == given
+    assert as_begun(given).config == given
     with pytest.raises(ValueError, match="remat is 'some', which there is not"):
         RunRecord(
             started="2020-02-03T04:05:06",
