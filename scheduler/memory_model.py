@@ -24,7 +24,7 @@ _SURPLUS = 1.25  # of a predicted difference
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What determines the memory of a step.
+    """Sizes that determine the memory of a step.
 
     Attributes:
         jobs: Jobs that run.
@@ -71,7 +71,7 @@ class Coefficients:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Doubt:
-    """How wrong each part of a plan's estimate may be: a standard deviation.
+    """Standard deviation of the error of each part of a plan's estimate.
 
     Each is a fraction of the whole estimate at the largest load.
     """

@@ -32,7 +32,7 @@ class OptimizerSetting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """How the gradients of a job's adapter change its weights.
+    """Update rule of a job's adapter, and its settings.
 
     Attributes:
         name: Value of the setting `optimizer` of a job.

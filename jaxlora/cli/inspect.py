@@ -26,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.device is not None:
         use_device(arguments)
-        from jaxlora.inspect.device import inspect_device
+        from jaxlora.inspect.device_support import inspect_device
 
         return inspect_device(Console())
     from jaxlora.inspect import inspect_path

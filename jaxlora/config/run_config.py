@@ -321,7 +321,7 @@ class RunConfig(BaseSettings):
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """What became of a sweep, and of lists in jobs; for the log."""
+        """Lines for the log about how a sweep, and lists in jobs, were expanded."""
         return self._notes
 
     @property

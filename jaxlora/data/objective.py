@@ -59,7 +59,7 @@ class ObjectiveSetting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """How a global batch weighs the terms of its loss.
+    """Weights of the terms of a global batch's loss.
 
     Attributes:
         weight: Weight of a term: the reciprocal of the number of terms of the global

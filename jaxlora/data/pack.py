@@ -70,7 +70,7 @@ class JobBatch:
 
     @functools.cached_property
     def terms(self) -> Terms:
-        """How the batch weighs the terms of its loss."""
+        """Weights of the terms of the batch's loss."""
         num_tokens = self.objective.num_mean_tokens(self.samples)
         return Terms(
             weight=self.weight,

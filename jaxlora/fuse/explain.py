@@ -26,7 +26,7 @@ from jaxlora.fuse.site import Refusal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplainedSite:
-    """A low-rank branch that was found, and what becomes of it.
+    """A low-rank branch that was found, and whether it is fused.
 
     Attributes:
         location: File, line and function of the code that made it.

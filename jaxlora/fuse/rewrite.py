@@ -99,13 +99,13 @@ class _Rewriter:
         grouped = group_sites(found.sites)
         fused = tuple(filter(self._is_fused, grouped))
         declined = [site for site in grouped if site not in fused]
-        layout, nodes = _lay_out(opened, fused, found.added)
+        rewritten, nodes = _rewritten(opened, fused, found.added)
         eqns: list[Any] = []
         sites: list[Site] = []
         refusals = [r for r in found.refusals]
         for node in nodes:
             if node.site is not None:
-                eqns += _site_equations(node.site, layout, self.traces)
+                eqns += _site_equations(node.site, rewritten, self.traces)
                 sites.append(node.site)
                 continue
             eqn, inner = self._with_bodies(node.eqn, path)
@@ -114,7 +114,7 @@ class _Rewriter:
                 sites += body.sites
                 refusals += body.refusals
                 declined += body.declined
-        new = jaxpr.replace(eqns=eqns, outvars=layout.results) if sites else jaxpr
+        new = jaxpr.replace(eqns=eqns, outvars=rewritten.results) if sites else jaxpr
         return Rewritten(
             jaxpr=new,
             sites=tuple(sites),
@@ -210,7 +210,7 @@ def _keeping_results(
     return extended
 
 
-class _Layout:
+class _Rewritten:
     """The nodes of a rewritten jaxpr: equations, kept calls, and sites.
 
     Attributes:
@@ -299,20 +299,20 @@ class _Layout:
         )
 
 
-def _lay_out(
+def _rewritten(
     opened: Opened, sites: Sequence[Site], added: Sequence[Any]
-) -> tuple[_Layout, list[_Node]]:
+) -> tuple[_Rewritten, list[_Node]]:
     """Returns the nodes of a rewritten jaxpr in an order in which they can run."""
-    layout = _Layout(opened, sites, added)
-    needed = _needed(layout.nodes, layout.results)
+    rewritten = _Rewritten(opened, sites, added)
+    needed = _needed(rewritten.nodes, rewritten.results)
     nodes = _sorted(needed)
     if len(nodes) < len(needed):  # two groups of sites depend on each other
         single = [one for site in sites for one in ungroup(site)]
-        layout = _Layout(opened, single, added)
-        needed = _needed(layout.nodes, layout.results)
+        rewritten = _Rewritten(opened, single, added)
+        needed = _needed(rewritten.nodes, rewritten.results)
         nodes = _sorted(needed)
     assert len(nodes) == len(needed), "sites depend on each other"
-    return layout, nodes
+    return rewritten, nodes
 
 
 def _needed(nodes: Sequence[_Node], results: Sequence[Any]) -> list[_Node]:
@@ -355,24 +355,24 @@ def _sorted(nodes: Sequence[_Node]) -> list[_Node]:
 
 
 def _site_equations(
-    site: Site, layout: "_Layout", traces: dict[Hashable, core.Jaxpr]
+    site: Site, rewritten: "_Rewritten", traces: dict[Hashable, core.Jaxpr]
 ) -> list[Any]:
     """Returns the equations that compute a site's roots with the kernels.
 
     Args:
         site: The site.
-        layout: The nodes of the jaxpr that has the site.
+        rewritten: The nodes of the jaxpr that has the site.
         traces: The kernel calls that were traced, by signature and mesh.
     """
     inputs = inputs_of(site)
-    context = layout.maker(site.projections[0].root).ctx
+    context = rewritten.maker(site.projections[0].root).ctx
     key = signature(site), context.cur_abstract_mesh
     if key not in traces:
         # As a call of jit, the kernels' own gradient also runs in an eager shard_map.
         call = jax.jit(kernel_call(site))
         with context.manager:
             traces[key] = jax.make_jaxpr(call)(*(v.aval for v in inputs))
-    traced, substitute = traces[key], layout.substitute
+    traced, substitute = traces[key], rewritten.substitute
     env: dict[Any, Any] = dict(zip(traced.invars, map(substitute, inputs), strict=True))
     consts = zip(traced.constvars, traced.consts, strict=True)
     env |= {v: core.Literal(value, v.aval) for v, value in consts}

@@ -136,7 +136,7 @@ def set_quantized_base(migration: Migration, bits: Any) -> None:
 
 
 def note_quantization_method(migration: Migration, key: str) -> None:
-    """Says what becomes of the method by which the other tool quantized the base."""
+    """Translates the other tool's method of quantizing the base."""
     method = migration.take(key)
     if method is None:
         return

@@ -35,7 +35,7 @@ class Migration:
 
     Attributes:
         tool: Name of the other tool.
-        given: Settings of the other tool that have not been dealt with.
+        given: Settings of the other tool that have not been handled.
         run: Settings of the run, without its job.
         job: Settings of its one job.
         left_out: Why a setting of the other tool was left out, by its key.

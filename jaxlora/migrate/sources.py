@@ -68,7 +68,7 @@ def take_source(
         default_split: The split of a data set on the hub, if none is given.
 
     Returns:
-        path, subset, split, revision and limit of `data`, as far as they are needed.
+        path, subset, split, revision and limit of `data`, where they are needed.
     """
     split, name, revision = (
         dataset.pop(setting, None) for setting in ("split", "name", "revision")

@@ -21,7 +21,7 @@ _ROOM = 1.5  # room for short segments, relative to the number that the mean giv
 
 
 class SegmentLengths(NamedTuple):
-    """Lengths of packed segments, as far as they are known at compile time.
+    """Bounds of the lengths of packed segments that are known at compile time.
 
     Attributes:
         longest: Upper bound on the tokens of a segment.

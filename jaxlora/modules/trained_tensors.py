@@ -153,5 +153,5 @@ def common_rank(tensors: Sequence[TrainedTensor], arrays: Sequence[Any]) -> int 
 
 
 def unpadded(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Index of a tensor of this shape in the zero-padded table of a slot."""
+    """Index of a tensor of a given shape in the zero-padded table of a slot."""
     return tuple(slice(size) for size in shape)

@@ -102,7 +102,7 @@ class RunIdentity:
     def differences(
         self, saved: "RunIdentity", where: str = "the checkpoint"
     ) -> list[str]:
-        """Describes the differences that forbid to continue a saved run.
+        """Describes the differences that prevent a saved run from being resumed.
 
         Args:
             saved: Identity that was saved.

@@ -1,4 +1,4 @@
-"""Which configurations of a sweep end early, and which wait: what was seen and decided.
+"""Records the evaluations of a sweep and decides which configurations end or wait.
 
 A decision is made once, at the evaluation or the end that it follows from, and kept as
 a record. It is never computed again: the order in which evaluations arrive from several

@@ -1,4 +1,4 @@
-"""How much of the differences between configurations each setting explains alone."""
+"""Share of the variance between configurations that each setting alone explains."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -127,7 +127,7 @@ class SweepReport:
 
     @property
     def costs(self) -> dict[str, float]:
-        """What is lower for better configurations, by name."""
+        """Costs by name of configuration; better ones have lower costs."""
         return {t.settings.name: t.cost(self.metric) for t in self.trials}
 
     @property

@@ -1,4 +1,4 @@
-"""What a sweep is compared with: one configuration at a time, and packs in a row."""
+"""Baselines for a sweep: one configuration at a time, and packs in a row."""
 
 import heapq
 from collections.abc import Sequence

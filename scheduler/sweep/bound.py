@@ -45,7 +45,7 @@ Class = tuple[Shape, int]  # and the least number of rounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class GroupMix:
     """Groups that might end by some makespan.
 
     Attributes:
@@ -93,11 +93,11 @@ class _Columns:
     kinds: dict[int, int]
 
 
-def find_layout(kinds: Kinds, makespan: float) -> tuple[Layout | None, bool]:
+def find_mix(kinds: Kinds, makespan: float) -> tuple[GroupMix | None, bool]:
     """Looks for groups that end by a makespan.
 
     Returns:
-        A layout, if one was found, and whether it is proved that there is none.
+        A mix, if one was found, and whether it is proved that there is none.
     """
     classes = _classes(kinds, makespan)
     if {k for may in classes.values() for k in may} < set(range(len(kinds))):
@@ -128,7 +128,7 @@ def find_layout(kinds: Kinds, makespan: float) -> tuple[Layout | None, bool]:
             num_groups[one] = number
             of = {k: float(found.x[i]) for k, i in at.kinds.items()}
             shares[one] = {k: share for k, share in of.items() if share > _ZERO}
-    return Layout(num_groups=num_groups, shares=shares), False
+    return GroupMix(num_groups=num_groups, shares=shares), False
 
 
 def _classes(kinds: Kinds, makespan: float) -> dict[Class, list[int]]:
@@ -194,35 +194,35 @@ def _rows(
     return rows
 
 
-def find_bound(kinds: Kinds) -> tuple[Bound, float, Layout]:
+def find_bound(kinds: Kinds) -> tuple[Bound, float, GroupMix]:
     """Finds lower bounds of the makespan by bisection.
 
     Returns:
-        The bounds; the smallest makespan that was not excluded; and a layout for the
+        The bounds; the smallest makespan that was not excluded; and a mix for the
         smallest makespan for which one was found, which is usually the same.
     """
     least = any_plan(kinds)
     proved = makespan = least
-    layout, excluded = find_layout(kinds, makespan)
+    mix, excluded = find_mix(kinds, makespan)
     for _ in range(_MOST_STEPS):
-        if layout is not None:
+        if mix is not None:
             break
         if excluded:
             proved = makespan
         makespan *= _STEP
-        layout, excluded = find_layout(kinds, makespan)
-    if layout is None:
+        mix, excluded = find_mix(kinds, makespan)
+    if mix is None:
         raise RuntimeError(f"no groups were found that end within {makespan:.4g} s.")
     low = proved
     for _ in range(_NUM_HALVINGS if low < makespan else 0):
         middle = (low + makespan) / 2
-        found, excluded = find_layout(kinds, middle)
+        found, excluded = find_mix(kinds, middle)
         if found is None:
             low = middle
             proved = middle if excluded else proved
         else:
-            makespan, layout = middle, found
-    return Bound(fixed_groups=proved, any_plan=least), makespan, layout
+            makespan, mix = middle, found
+    return Bound(fixed_groups=proved, any_plan=least), makespan, mix
 
 
 def any_plan(kinds: Kinds) -> float:

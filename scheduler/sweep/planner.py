@@ -2,7 +2,7 @@
 
 The groups are those of the program that bounds the makespan (`bound`), for makespans
 at and slightly above the bound. Its shares are rounded to whole configurations and
-dealt to the groups of each class, longest first. Then the group that ends last gives
+assigned to the groups of each class, longest first. Then the group that ends last gives
 configurations to groups that end early, or exchanges them, as long as that helps.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import heapq
 from collections.abc import Iterator, Sequence
 
-from jaxlora.scheduler.sweep.bound import Layout, find_bound, find_layout
+from jaxlora.scheduler.sweep.bound import GroupMix, find_bound, find_mix
 from jaxlora.scheduler.sweep.problem import (
     Bound,
     Costs,
@@ -23,7 +23,7 @@ from jaxlora.scheduler.sweep.rounds import Kinds, Roster, Shape, play
 # Makespans of further layouts, over the first one.
 _TARGETS = (1.01, 1.02, 1.05, 1.1, 1.15)
 _HOPEFUL = 1.1  # over the best plan: layouts that begin above it are not searched
-_NUM_PLAYS = 1500  # of the search, for each layout
+_NUM_PLAYS = 1500  # of the search, for each mix
 _GOOD_ENOUGH = 1.005  # over the bound
 _NEAR = 8  # groups that end first and may take from the one that ends last
 
@@ -60,14 +60,14 @@ def plan_sweep(sweep: Sweep, costs: Costs) -> PlannedSweep:
         ValueError: A configuration fits into no group.
     """
     kinds = Kinds(sweep, costs)
-    bound, makespan, layout = find_bound(kinds)
+    bound, makespan, mix = find_bound(kinds)
     goal = _GOOD_ENOUGH * bound.fixed_groups
-    best = _Search(kinds, layout)
+    best = _Search(kinds, mix)
     best.run(goal)
     for target in _TARGETS:
         if best.makespan <= max(goal, makespan * target):
             break
-        found, _ = find_layout(kinds, makespan * target)
+        found, _ = find_mix(kinds, makespan * target)
         if found is not None:
             best = _better(best, found, goal)
     for equal in _equal_groups(kinds):
@@ -76,15 +76,15 @@ def plan_sweep(sweep: Sweep, costs: Costs) -> PlannedSweep:
     return PlannedSweep(plan=best.plan(), bound=bound)
 
 
-def _better(best: "_Search", layout: Layout, goal: float) -> "_Search":
-    """Searches a layout, unless it begins far above the best plan so far."""
-    search = _Search(best.kinds, layout)
+def _better(best: "_Search", mix: GroupMix, goal: float) -> "_Search":
+    """Searches a mix, unless it begins far above the best plan so far."""
+    search = _Search(best.kinds, mix)
     if search.makespan <= _HOPEFUL * best.makespan:
         search.run(goal)
     return min(best, search, key=lambda one: one.makespan)
 
 
-def _equal_groups(kinds: Kinds) -> Iterator[Layout]:
+def _equal_groups(kinds: Kinds) -> Iterator[GroupMix]:
     """Yields layouts of groups of one shape, which all configurations fit."""
     for degree in kinds.degrees:
         shape = kinds.shape(degree, kinds.slot_ranks[-1])
@@ -92,7 +92,7 @@ def _equal_groups(kinds: Kinds) -> Iterator[Layout]:
             one = shape, max(kinds.steps)
             shares = {k: float(count) for k, count in enumerate(kinds.count)}
             number = kinds.sweep.num_gpus // degree
-            yield Layout(num_groups={one: number}, shares={one: shares})
+            yield GroupMix(num_groups={one: number}, shares={one: shares})
 
 
 class _Estimate:
@@ -139,16 +139,16 @@ class _Estimate:
         )
 
 
-def _whole(kinds: Kinds, layout: Layout) -> list[tuple[Shape, int, list[int]]]:
-    """Rounds the shares of a layout to whole configurations.
+def _whole(kinds: Kinds, mix: GroupMix) -> list[tuple[Shape, int, list[int]]]:
+    """Rounds the shares of a mix to whole configurations.
 
     Returns:
         Shape, number of groups and kinds of each class.
     """
-    queues: dict = {one: [] for one in layout.num_groups}
+    queues: dict = {one: [] for one in mix.num_groups}
     for kind, count in enumerate(kinds.count):
         shares = {
-            one: of[kind] for one, of in layout.shares.items() if of.get(kind, 0.0) > 0
+            one: of[kind] for one, of in mix.shares.items() if of.get(kind, 0.0) > 0
         }
         number = {one: int(share + 1e-6) for one, share in shares.items()}
         by_rest = sorted(shares, key=lambda one: number[one] - shares[one])
@@ -158,7 +158,7 @@ def _whole(kinds: Kinds, layout: Layout) -> list[tuple[Shape, int, list[int]]]:
         for one in shares:
             queues[one] += [kind] * number[one]
     return [
-        (shape, layout.num_groups[shape, rounds], queue)
+        (shape, mix.num_groups[shape, rounds], queue)
         for (shape, rounds), queue in queues.items()
     ]
 
@@ -179,15 +179,15 @@ def _deal(
 
 
 class _Search:
-    """Groups of a layout, and a local search on the one that ends last."""
+    """Groups of a mix, and a local search on the one that ends last."""
 
-    def __init__(self, kinds: Kinds, layout: Layout):
+    def __init__(self, kinds: Kinds, mix: GroupMix):
         self.kinds, self._steps = kinds, kinds.steps
         self._plays = _NUM_PLAYS
         self._known: dict[tuple, tuple[float, list[int]]] = {}
         self._shapes: list[Shape] = []
         self._queues: list[list[int]] = []
-        for shape, number, queue in _whole(kinds, layout):
+        for shape, number, queue in _whole(kinds, mix):
             self._shapes += [shape] * number
             self._queues += _deal(shape, self._steps, number, queue)
         idle = kinds.sweep.num_gpus - sum(shape.degree for shape in self._shapes)

@@ -1,4 +1,4 @@
-"""What steps and meshes are measured on: a model, and jobs with random tokens."""
+"""The workload of step and mesh: a model, and jobs with random tokens."""
 
 import dataclasses
 import json

@@ -44,7 +44,7 @@ _LINK_BYTES = (2**20, 2**24, 2**26)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured.
+    """Settings of a measurement.
 
     Attributes:
         model: A folder or a hub id; only its config.json is needed.

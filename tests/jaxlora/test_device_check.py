@@ -19,7 +19,7 @@ from jaxlora.device_check import (
 )
 from jaxlora.errors import DeviceError
 from jaxlora.hf.load import load_model
-from jaxlora.inspect.device import inspect_device
+from jaxlora.inspect.device_support import inspect_device
 from jaxlora.plan import plan_run
 from tests import tiny
 

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from jaxlora.cli.main import main
-from jaxlora.inspect import device as inspect_device_module
-from jaxlora.inspect.device import inspect_device
+from jaxlora.inspect import device_support as inspect_device_module
+from jaxlora.inspect.device_support import inspect_device
 from jaxlora.memory.gpu_share import GpuUse
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import BACKENDS

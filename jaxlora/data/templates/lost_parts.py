@@ -249,7 +249,7 @@ class _Rendering:
 
     Attributes:
         text: All of it.
-        turns: Spans that each message printed, as far as they are known.
+        turns: Known spans that each message printed.
     """
 
     text: str

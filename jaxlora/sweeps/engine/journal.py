@@ -1,4 +1,4 @@
-"""What has happened in a sweep goes to the disk before anyone is told what follows.
+"""Write-ahead journal: events of a sweep reach the disk before they take effect.
 
 So after a kill at any time, nothing that a worker was told is missing in the ledger.
 """

@@ -1,4 +1,4 @@
-"""Which group trains which configuration."""
+"""Assigns configurations to groups."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

@@ -51,7 +51,7 @@ class Configuration:
 
     @property
     def priority(self) -> int:
-        """Those of higher priority train first."""
+        """Priority of the configuration; higher ones train first."""
         return self.settings.get("priority", 0)
 
 
@@ -104,7 +104,7 @@ class SweepState(Mapping[str, Standing]):
         jobs: Sequence[Mapping[str, Any]],
         halving: Mapping[str, float] | None = None,
     ) -> None:
-        """What the sweep began with is known already."""
+        """Does nothing: the configurations at the start are known already."""
 
     def _on_begin(self) -> None:
         self.num_drivers += 1

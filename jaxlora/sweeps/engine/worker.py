@@ -30,7 +30,7 @@ _FINAL = ConfigError, ModelError, DataError, AdapterError, CheckpointError
 
 
 class _Driver:
-    """What the driver sends: kept until the run can take it."""
+    """Messages of the driver, kept until the run can take them."""
 
     def __init__(self):
         self.waiting: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()

@@ -16,7 +16,7 @@ from jaxlora.train.requests import Requests
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RunServices:
-    """What a stream is given by the trainer.
+    """Services that the trainer provides to a stream.
 
     Attributes:
         plan: The plan of the run.

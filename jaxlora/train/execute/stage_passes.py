@@ -19,7 +19,7 @@ from jaxlora.models.stacks import added, to_paths
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pullback:
-    """How a backward pass is made from the arrays that its forward pass keeps.
+    """Recipe of a backward pass from the arrays that its forward pass keeps.
 
     Attributes:
         structure: Structure of the pytree that `jax.vjp` returned.

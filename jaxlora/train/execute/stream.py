@@ -35,8 +35,8 @@ class Border:
     snapshot: ReadSlot | None
 
 
-class _Window:
-    """The work of some rounds, for the event that reports it."""
+class _WindowCounts:
+    """Counts the work of a window, for the event that reports it."""
 
     def __init__(self):
         self.num_microbatches = self.num_rows = self.num_tokens = 0
@@ -78,7 +78,7 @@ class Stream:
         self._due: set[str] = set()  # jobs without a step in this round
         self._has_stepped = False  # in this round
         self._stepped: list[JobState] = []  # jobs that are between two batches
-        self._window = _Window()
+        self._window = _WindowCounts()
 
     def __enter__(self) -> "Stream":
         self._ticks.__enter__()
@@ -238,4 +238,4 @@ class Stream:
         self._send(event)
 
     def _begin_window(self) -> None:
-        self._window, self._life.untimed_seconds = _Window(), 0.0
+        self._window, self._life.untimed_seconds = _WindowCounts(), 0.0

@@ -11,7 +11,7 @@ from jaxlora.problems import Path
 
 
 def missing_inputs(values: Mapping[str, Any]) -> list[tuple[Path, JaxloraError]]:
-    """Finds what a run names and what is not there, as far as the disk tells.
+    """Finds the files and folders that a run names and that do not exist.
 
     Args:
         values: Settings of the run by our names. They may be invalid, and jobs may be

@@ -1,4 +1,4 @@
-"""Which jobs have the slots of a run, and the first samples of these jobs.
+"""Assigns the slots of a run to jobs, and gives the first samples of these jobs.
 
 The functions are pure, and depend only on the position of each job. The trainer and
 `jaxlora plan` use them alike.

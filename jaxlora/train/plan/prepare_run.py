@@ -19,7 +19,7 @@ from jaxlora.train.plan.run_plan import RunPlan
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedRun:
-    """A run as far as it is known without weights.
+    """A planned run whose weights are not loaded.
 
     Attributes:
         plan: The plan of the run.

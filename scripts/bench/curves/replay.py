@@ -10,7 +10,7 @@ from jaxlora.sweeps.rules import Curve, cut, is_late, judge, rungs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What became of the configurations of one sweep.
+    """Steps and losses of the configurations of a replayed sweep.
 
     Attributes:
         steps: Optimizer steps of each configuration until it ended, by name.
@@ -103,7 +103,7 @@ def _check_rungs(curves: Mapping[str, Curve], rules: Sequence[ExitRule]) -> None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a rule did in some sweeps.
+    """Savings and losses of a rule over some sweeps.
 
     Attributes:
         sweeps: Number of sweeps.

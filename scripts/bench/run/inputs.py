@@ -1,4 +1,4 @@
-"""What `jaxlora bench run` trains on: a checkpoint, data and a run file, all random."""
+"""Random inputs of `jaxlora bench run`: a checkpoint, data and a run file."""
 
 import dataclasses
 import json
