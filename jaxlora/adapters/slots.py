@@ -1,8 +1,7 @@
 """The slots: a fixed set of tables that jobs join and leave without recompiling."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +11,19 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, zero_state
 from jaxlora.adapters.optimizers import OPTIMIZERS, state_names
+from jaxlora.adapters.parked_slot import (
+    PARAMS,
+    Kind,
+    ParkedSlot,
+    ReadSlot,
+    adapter_from_rows,
+)
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
-from jaxlora.modules.trained_tensors import tensor_paths, unpadded
+from jaxlora.modules.trained_tensors import unpadded
 from jaxlora.sharding.global_arrays import everywhere, put, to_host
-
-# The parts of a slot's state that outlast a global batch: the weights, and each state
-# tensor of the optimizer, such as `mu`.
-Kind = str
-PARAMS: Kind = "params"
 
 Rows = dict[str, Float[Array, "L ..."]]  # of one slot, by name of the stack
 
@@ -32,106 +33,6 @@ ReadRows = Callable[[Tables, np.int32], jax.Array]
 WriteSlot = Callable[
     [AdapterState, np.int32, dict[Kind, dict[str, np.ndarray]]], AdapterState
 ]
-
-
-def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
-    """Makes an adapter from one slot's rows of the tables.
-
-    Args:
-        rows: Trained tensors of each adapted linear at the slots' rank, by path.
-        like: Adapter whose modules and ranks are taken.
-    """
-    modules = {}
-    for name, old in like.modules.items():
-        tensors = {
-            tensor.name: np.array(rows[path][unpadded(old.tensors[tensor.name].shape)])
-            for tensor, path in tensor_paths(linear_path(name))
-            if tensor.name in old.tensors
-        }
-        modules[name] = dataclasses.replace(old, tensors=tensors)
-    return dataclasses.replace(like, modules=modules)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ParkedSlot:
-    """The state of a slot between two global batches, as a value on the host.
-
-    Together with the job's progress, it is all that the job needs to continue with the
-    same bits, in any slot of any run whose rank is large enough. It does not depend on
-    how the device stacks or splits its tables.
-
-    Attributes:
-        params: Trained tensors at the adapter's own rank, float32, by dotted path
-            (`layers.0.mlp.up_proj.lora_a`).
-        optimizer_state: State tensors of the job's optimizer, by name, each by path.
-
-    Raises:
-        ValueError: Weights and optimizer state differ in paths or shapes.
-    """
-
-    params: dict[str, np.ndarray]
-    optimizer_state: dict[str, dict[str, np.ndarray]]
-
-    def __post_init__(self):
-        shapes = [
-            {path: array.shape for path, array in tensors.items()}
-            for tensors in self.by_kind().values()
-        ]
-        if shapes.count(shapes[0]) < len(shapes):
-            kinds = ", ".join(self.by_kind())
-            raise ValueError(f"{kinds} must have the same paths and shapes.")
-
-    @staticmethod
-    def of(tensors: Mapping[Kind, dict[str, np.ndarray]]) -> "ParkedSlot":
-        """Makes a state from the tensors of each kind, by path."""
-        state = {kind: tensors[kind] for kind in tensors if kind != PARAMS}
-        return ParkedSlot(params=tensors[PARAMS], optimizer_state=state)
-
-    def by_kind(self) -> dict[Kind, dict[str, np.ndarray]]:
-        """Returns the tensors of each kind, by path."""
-        return {PARAMS: self.params} | self.optimizer_state
-
-    def limited_to(self, paths: Collection[str]) -> "ParkedSlot":
-        """Returns the part of the state in some linears, such as those of a stage.
-
-        Args:
-            paths: Dotted paths of the linears (`layers.0.mlp.up_proj`).
-        """
-
-        def mine(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            return {p: a for p, a in tensors.items() if p.rpartition(".")[0] in paths}
-
-        return ParkedSlot.of({k: mine(t) for k, t in self.by_kind().items()})
-
-    @staticmethod
-    def join(parts: Sequence["ParkedSlot"]) -> "ParkedSlot":
-        """Joins the parts of a state in different linears."""
-        kinds = [part.by_kind() for part in parts]
-        return ParkedSlot.of(
-            {
-                kind: {path: a for part in kinds for path, a in part[kind].items()}
-                for kind in kinds[0]
-            }
-        )
-
-    def check_like(self, adapter: Adapter) -> None:
-        """Checks that the shapes of the state match those of an adapter.
-
-        Raises:
-            ValueError: It has other modules or ranks.
-        """
-        shapes = {path: array.shape for path, array in adapter.by_path().items()}
-        if {path: array.shape for path, array in self.params.items()} != shapes:
-            raise ValueError("the parked state has other shapes than the adapter.")
-
-    def adapter(self, like: Adapter) -> Adapter:
-        """Returns the weights as an adapter with the modules and ranks of `like`."""
-        return adapter_from_rows(self.params, like)
-
-
-# Returns the state of a slot as it was when the snapshot was taken; a ValueError says
-# that the slot was empty. Any thread may call it, and training may go on.
-ReadSlot = Callable[[int], ParkedSlot]
 
 
 class SlotTable:

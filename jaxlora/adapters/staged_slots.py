@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import ParkedSlot, ReadSlot, SlotTable
+from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.global_arrays import reserve_host
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora.config.space_values import Axis
+from jaxlora.config.space import Axis
 
 _SHORT = {
     "learning_rate": "lr",

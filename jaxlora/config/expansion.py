@@ -26,9 +26,9 @@ from jaxlora.config.job_settings import (
     with_settings,
 )
 from jaxlora.config.search import ONE_JOB, drawn_first, search_of, slots_of
-from jaxlora.config.space_values import Axis, draw, grid
+from jaxlora.config.space import Axis, Space, draw, grid
 from jaxlora.config.strict import StrictModel
-from jaxlora.config.sweep_config import Space, Sweep
+from jaxlora.config.sweep_config import Sweep
 from jaxlora.problems import RULE, Path, Problem
 
 # Draws for each configuration that is wanted, until a small space counts as exhausted.

@@ -6,9 +6,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from jaxlora.config.space_values import Axis, value_at
+from jaxlora.config.space import Axis, Space, value_at
 from jaxlora.config.strict import StrictModel
-from jaxlora.config.sweep_config import Space
 from jaxlora.problems import RULE, UNKNOWN, Path, Problem
 
 

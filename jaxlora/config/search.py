@@ -12,7 +12,7 @@ from jaxlora.config.job_settings import (
     values_at,
     with_settings,
 )
-from jaxlora.config.space_values import Axis
+from jaxlora.config.space import Axis
 from jaxlora.config.strict import StrictModel
 from jaxlora.config.sweep_config import Search, Sweep
 

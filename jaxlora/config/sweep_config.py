@@ -1,6 +1,5 @@
-"""The user's settings of a sweep: the space, the search, and when to give up."""
+"""The settings of a sweep: the search, the metric, and when to give up."""
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -10,157 +9,16 @@ from pydantic import Field
 
 from jaxlora.config.aliases import OtherNames
 from jaxlora.config.rules import mesh_text
+from jaxlora.config.space import Space
 from jaxlora.config.strict import (
     Bool,
     Int,
     NonNegativeInt,
     Number,
-    PositiveFloat,
     PositiveInt,
     StrictModel,
 )
 from jaxlora.sharding.mesh_sizes import MeshSizes
-
-Distribution = Literal[
-    "constant",
-    "categorical",
-    "uniform",
-    "int_uniform",
-    "q_uniform",
-    "log_uniform_values",
-    "q_log_uniform_values",
-]
-_Bound = Annotated[int | float, Number]
-_EXPONENTS = (
-    "In W&B, the bounds of log_uniform are exponents of e. Write "
-    "`distribution: log_uniform_values`, whose min and max are values."
-)
-
-
-def _has_one_form(space: Any) -> tuple[str, str] | None:
-    if space.values is not None:
-        for name in ("min", "max", "q", "num"):
-            if getattr(space, name) is not None:
-                return name, (
-                    f"{name} is of a range, and values is a list. Leave one of them "
-                    "out."
-                )
-        if not space.values:
-            return "values", "values is empty. Give at least one."
-        if space.distribution not in (None, "constant", "categorical"):
-            return "distribution", (
-                f"{space.distribution} is of a range with min and max, and values is "
-                "a list. Leave distribution out."
-            )
-    elif space.min is None or space.max is None:
-        missing = "min" if space.min is None else "max"
-        return missing, (
-            f"{missing} is missing: give a list of values, or a range with min and max."
-        )
-    return None
-
-
-def _range_is_one(space: Any) -> tuple[str, str] | None:
-    if space.min is None or space.max is None:
-        return None
-    if not space.min < space.max:
-        return "max", f"max is {space.max}, which is not above min={space.min}."
-    if space.is_log and space.min <= 0:
-        return "min", f"min is {space.min}, and a logarithmic range is above 0."
-    if str(space.distribution).startswith("q_") and space.q is None:
-        return "q", f"{space.distribution} rounds to multiples of q: give q."
-    if space.distribution in ("constant", "categorical"):
-        return "distribution", (
-            f"{space.distribution} is of a list of values, and min and max are a "
-            "range. Leave distribution out."
-        )
-    q = space.q
-    if q is not None and math.floor(space.max / q) < math.ceil(space.min / q):
-        return "q", f"there is no multiple of q={space.q} from min to max."
-    return None
-
-
-def _probabilities_fit(space: Any) -> tuple[str, str] | None:
-    given = space.probabilities
-    if given is None:
-        return None
-    if space.values is None or len(given) != len(space.values):
-        return "probabilities", "give one probability for each of the values."
-    if min(given) < 0 or abs(sum(given) - 1) > 1e-6:
-        return "probabilities", f"they must add up to 1; they add up to {sum(given):g}."
-    return None
-
-
-class Space(StrictModel):
-    """The values that one setting may take.
-
-    Attributes:
-        values: The values.
-        probabilities: Probability of each of the values; None: all are the same.
-        min: Lower bound of a range.
-        max: Upper bound of a range, which is included.
-        distribution: In the words of W&B. None: `categorical` for values; for a range,
-            `int_uniform` if the setting is a whole number, else `uniform`.
-        q: Values of a range are rounded to multiples of this.
-        num: Number of points of a range in a grid, evenly spaced, by ratio if the range
-            is logarithmic.
-        times: Another setting, by which the value is multiplied.
-        when: Other settings and the values (or lists of values) that they must have.
-            Otherwise the setting keeps the job's own value.
-    """
-
-    rules = (_has_one_form, _range_is_one, _probabilities_fit)
-    aliases = OtherNames(
-        same={},
-        hints={
-            "mu": "Give a range with min and max, and distribution: uniform or "
-            "log_uniform_values.",
-            "sigma": "Give a range with min and max.",
-            "parameters": "Write a setting within another one with a dot, such as "
-            "data.limit.",
-        },
-    )
-
-    values: tuple[Any, ...] | None = None
-    probabilities: tuple[Annotated[float, Number], ...] | None = None
-    min: _Bound | None = None
-    max: _Bound | None = None
-    distribution: Distribution | None = None
-    q: PositiveFloat | None = None
-    num: PositiveInt | None = None
-    times: str | None = None
-    when: dict[str, Any] = {}
-
-    @pydantic.model_validator(mode="wrap")
-    @classmethod
-    def _values_may_stand_alone(cls, given: Any, check: Any) -> Any:
-        if isinstance(given, list | tuple):
-            given = {"values": given}
-        elif isinstance(given, dict) and "value" in given and "values" not in given:
-            given = {"values": [given["value"]]} | given
-            del given["value"]
-        elif not isinstance(given, dict | Space):
-            given = {"values": [given]}
-        return check(given)
-
-    @pydantic.field_validator("distribution", mode="before")
-    @classmethod
-    def _bounds_are_values(cls, name: object) -> object:
-        if name in ("log_uniform", "q_log_uniform", "inv_log_uniform"):
-            raise ValueError(_EXPONENTS)
-        return name
-
-    @property
-    def is_log(self) -> bool:
-        """Whether the range is logarithmic."""
-        return "log" in (self.distribution or "")
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether a grid can have all the values."""
-        has_points = (self.values, self.num, self.q) != (None, None, None)
-        return has_points or self.distribution == "int_uniform"
-
 
 LOSS = "eval_loss"
 ROUGE = "rouge1", "rouge2", "rougeL"
@@ -346,7 +204,7 @@ class Search(StrictModel):
         parameters: The values that its settings may take, by setting.
         count: Number of configurations in all.
         seed: Random seed.
-        points: The place on each axis (`jaxlora.config.space_values.draw`) of the
+        points: The place on each axis (`jaxlora.config.space.draw`) of the
             configurations that were drawn, by name.
     """
 

@@ -12,7 +12,7 @@ import xxhash
 from pydantic import Field
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.slots import Kind
+from jaxlora.adapters.parked_slot import Kind
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from jaxlora.config.space_values import Axis
+from jaxlora.config.space import Axis
 from jaxlora.errors import ConfigError
 
 _STARTUP = 5  # results from which TPE is used; before, it draws at random

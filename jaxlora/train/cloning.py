@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.clone import CHANGEABLE
 from jaxlora.config.configuration_names import Namer

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.fresh import blank_adapter, fresh_adapter
-from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokens.samples import TokenizedSample

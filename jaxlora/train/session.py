@@ -6,7 +6,7 @@ import pathlib
 import time
 from collections.abc import Mapping, Sequence
 
-from jaxlora.adapters.slots import ReadSlot
+from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError

@@ -10,7 +10,8 @@ import pytest
 
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.config.generation_settings import SamplesConfig
-from jaxlora.config.sweep_config import Metric, RuleName, Space, Sweep
+from jaxlora.config.space import Space
+from jaxlora.config.sweep_config import Metric, RuleName, Sweep
 from jaxlora.run import events
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.trackers import metrics

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import ParkedSlot, ReadSlot
+from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.data.pack import JobBatch
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.stream_plan import StreamTick

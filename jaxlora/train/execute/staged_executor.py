@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import ParkedSlot, ReadSlot
+from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import (
     JobBatch,

@@ -11,7 +11,7 @@ import numpy as np
 from jaxlora.adapters.exchange import exchange_rounds
 from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResult
 from jaxlora.adapters.optimizers import OPTIMIZERS
-from jaxlora.adapters.slots import ReadSlot
+from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, SlotKeys

@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
-from jaxlora.adapters.slots import ReadSlot
+from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.run.events import WindowEvent
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule

@@ -16,7 +16,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.common.atomic import make_folder
 from jaxlora.errors import CheckpointError
 from jaxlora.run.identity import RunIdentity, check_same_run

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxlora.adapters.slots import ParkedSlot, ReadSlot
+from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint

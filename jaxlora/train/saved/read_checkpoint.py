@@ -11,7 +11,7 @@ import safetensors
 import xxhash
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import PARAMS, Kind, ParkedSlot
+from jaxlora.adapters.parked_slot import PARAMS, Kind, ParkedSlot
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError
 from jaxlora.run.saved_run import (

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.optimizer import OptimizerInputs, optimizer_step
-from jaxlora.adapters.slots import ParkedSlot, SlotTable
+from jaxlora.adapters.parked_slot import ParkedSlot
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec

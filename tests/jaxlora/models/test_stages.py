@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.slots import ParkedSlot, SlotTable, write_slot
+from jaxlora.adapters.parked_slot import ParkedSlot
+from jaxlora.adapters.slots import SlotTable, write_slot
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.data.pack import JobBatch
 from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickSource
 from jaxlora.train.job_state import JobState
