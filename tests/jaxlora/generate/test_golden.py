@@ -4,6 +4,7 @@ import pathlib
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxlora import load_model
 from jaxlora.config.generation_settings import GenerationSettings
@@ -51,11 +52,28 @@ def test_greedy_tokens_equal_those_of_transformers(case):
 
 
 def test_layers_run_in_the_order_of_their_numbers(tmp_path):
-    """With more than ten layers, this is not the order of their names."""
+    """With more than ten layers, this is not the order of their names.
+
+    The third layer and the last one are those of a model of two layers. The others add
+    nothing.
+    """
+    two, weights = tiny.random_weights(), {}
+    for number in range(11):
+        source = {2: 0, 10: 1}.get(number, 0)
+        for name, value in two.items():
+            if name.startswith(f"model.layers.{source}."):
+                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                stays = number in (2, 10) or not adds
+                name = name.replace(f".{source}.", f".{number}.", 1)
+                weights[name] = value if stays else np.zeros_like(value)
+    weights |= {k: v for k, v in two.items() if ".layers." not in k}
     config = {**tiny.CONFIG, "num_hidden_layers": 11}
-    model = load_model(tiny.write_model(tmp_path, config=config), dtype="float32")
+    folder = tiny.write_model(tmp_path / "many", config=config)
+    safetensors.numpy.save_file(weights, folder / "model.safetensors")
+    many = load_model(folder, dtype="float32")
+    few = load_model(tiny.write_model(tmp_path / "two"), dtype="float32")
     prompt = np.arange(9, dtype=np.int32)
     request = Request(token_ids=prompt, slot=0, seed=0, max_new_tokens=1)
-    batch = Batch(load_decoder(model, ()), [request], GenerationSettings(), ())
-    (wanted,) = packed_logits(model, [prompt], total=64)
+    batch = Batch(load_decoder(many, ()), [request], GenerationSettings(), ())
+    (wanted,) = packed_logits(few, [prompt], total=64)
     assert relative_error(batch.logits[0], wanted[-1]) < 1e-5

@@ -68,7 +68,7 @@ def alone(made):
     ("mesh", "is_pinned"),
     [
         ("data=2", True),
-        ("fsdp=2", False),
+        pytest.param("fsdp=2", False, marks=pytest.mark.grid),
         ("stage=2,fsdp=2", False),
         pytest.param("data=2,stage=2,fsdp=2", True, marks=pytest.mark.grid),
     ],
