@@ -11,6 +11,7 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Trainer, load_model
 from jaxlora.data import pack
 from tests import tiny
+from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.outcome import Outcome
 from tests.oracle import relative_error
 
@@ -59,7 +60,7 @@ def trained(tmp_path_factory):
             eval_fraction=0.2,
             rank=(4, 8)[i],
             dropout=(0.1, 0.3)[i],
-            target_modules=("all-linear", ("q_proj", "v_proj"))[i],
+            target_modules=(LINEARS, ("q_proj", "v_proj"))[i],
             batch_size=(8, 6)[i],
             steps=STEPS,
             learning_rate=(1e-3, 3e-4)[i],
@@ -78,7 +79,7 @@ def trained(tmp_path_factory):
             jobs=some,
             max_concurrent_jobs=2,
             slot_rank=8,
-            slot_targets="all-linear",
+            slot_targets=LINEARS,
             slot_dropout=True,
             microbatch_tokens=512,
             checkpoint_every=None,

@@ -17,6 +17,7 @@ from jaxlora.scheduler.algorithms import greedy
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train import fused
+from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING
 from tests.jaxlora.train.planned_run import plan_and_jobs
 from tests.oracle import relative_error
@@ -225,7 +226,7 @@ def bench(request, model, jobs, tmp_path_factory):
     Without `fused` and fp8, the programs are those of `train(jobs[:3])`.
     """
     settings = {"microbatch_tokens": 512, "block_tokens": 16}
-    settings |= {"slot_rank": 8, "slot_targets": "all-linear"}
+    settings |= {"slot_rank": 8, "slot_targets": LINEARS}
     if request.param == "fp8":
         settings["quantize_base"] = "fp8"
         model = load_model(model.folder, dtype="float32", quantize="fp8")

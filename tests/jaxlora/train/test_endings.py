@@ -26,7 +26,7 @@ from jaxlora.train.report.summary import (
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
-from tests.jaxlora.train.conftest import folder_of
+from tests.jaxlora.train.conftest import LINEARS, folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 # All runs here share one set of compiled programs.
@@ -183,7 +183,7 @@ def config(model, long, jobs, tmp_path) -> RunConfig:
         output_dir=str(tmp_path / "run"),
         jobs=[long, long.model_copy(update={"name": "other"}), jobs[3]],
         slot_rank=8,
-        slot_targets="all-linear",
+        slot_targets=LINEARS,
         **SHAPE,
         microbatch_tokens=512,
         block_tokens=16,

@@ -12,6 +12,7 @@ from jaxlora.run.log import read_events
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.stream import Stream
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
+from tests.jaxlora.train.conftest import LINEARS
 from tests.oracle import relative_error
 
 
@@ -33,7 +34,7 @@ def one_slot(model, folder: pathlib.Path, jobs, **settings) -> RunConfig:
         jobs=jobs,
         max_concurrent_jobs=1,
         slot_rank=8,
-        slot_targets="all-linear",
+        slot_targets=LINEARS,
         slot_dropout=True,
         microbatch_tokens=512,
         block_tokens=16,

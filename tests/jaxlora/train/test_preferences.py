@@ -11,6 +11,7 @@ from jaxlora.errors import CheckpointError
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.outcome import is_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 
@@ -114,7 +115,7 @@ def test_a_resumed_run_ends_in_the_same_bits(
             microbatch_tokens=512,
             block_tokens=16,
             slot_rank=8,
-            slot_targets="all-linear",
+            slot_targets=LINEARS,
             slot_dropout=True,
             checkpoint_every=1,
             window_steps=1,

@@ -5,12 +5,14 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from jaxlora import RunConfig, Trainer
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.conftest import TWO_SLOTS
 from tests.jaxlora.train.counted_run import counting, interrupt
 
 # How many programs a run has of each function.
@@ -26,17 +28,17 @@ RUN = {
 @pytest.fixture(params=["xla", pytest.param("fused", marks=fused.only_where_it_runs)])
 def make_trainer(request, model, jobs, tmp_path):
     """Trainers of runs of three jobs through two slots, with evaluations."""
-    settings = {"microbatch_tokens": 256, "block_tokens": 16}
+    settings: dict[str, Any] = TWO_SLOTS
     if request.param == "fused":
         model = fused.wide_model(tmp_path / "wide")
-        settings = fused.SETTINGS | {"microbatch_tokens": 512}
+        more = {"microbatch_tokens": 512, "max_concurrent_jobs": 2}
+        settings = fused.SETTINGS | more
 
     def make(name: str, **more) -> Trainer:
         config = RunConfig(
             model=str(model.folder),
             output_dir=str(tmp_path / name),
             jobs=jobs[:3],
-            max_concurrent_jobs=2,
             window_steps=1,
             checkpoint_every=1,
             **settings,

@@ -22,6 +22,7 @@ from jaxlora.train.saved.export import export_checkpoint
 from tests import tiny
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
+from tests.jaxlora.train.conftest import LINEARS
 
 # Kills itself at the given line of the metrics, wherever the run is just then: the
 # checkpoint of that round is still being written in the background.
@@ -68,9 +69,10 @@ sys.exit(main(["train", sys.argv[1]]))
 def make_run(tmp_path_factory):
     """Run files of the same run in other output folders."""
     folder = tmp_path_factory.mktemp("resume")
-    model = tiny.write_model(folder / "model")
+    config = tiny.CONFIG | {"num_hidden_layers": 1}
+    model = tiny.write_model(folder / "model", config=config)
     jobs = []
-    for i, (batch_size, targets) in enumerate([(3, ["q_proj"]), (2, "all-linear")]):
+    for i, (batch_size, targets) in enumerate([(3, ["q_proj"]), (2, LINEARS)]):
         jobs.append(
             {
                 "name": f"job{i}",

@@ -9,7 +9,7 @@ from jaxlora.run.log import read_events
 from jaxlora.train.execute.run_programs import FurtherPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import InterruptAt, at_windows
-from tests.jaxlora.train.conftest import folder_of
+from tests.jaxlora.train.conftest import LINEARS, folder_of
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
 from tests.jaxlora.train.test_contracts import assert_same_training
@@ -89,7 +89,7 @@ def test_a_resumed_run_has_the_same_microbatches(
             output_dir=str(tmp_path / name),
             jobs=tuple(small),
             **{"microbatch_tokens": 512, "block_tokens": 16, "slot_dropout": True},
-            **{"slot_rank": 8, "slot_targets": "all-linear", "window_steps": 1},
+            **{"slot_rank": 8, "slot_targets": LINEARS, "window_steps": 1},
             max_concurrent_jobs=3,
             **SHAPES,
         )
