@@ -25,7 +25,6 @@ from jaxlora.run.folder import (
     check_folder,
     check_writable,
     read_run_record,
-    start_time,
 )
 from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.plan import evaluate
@@ -139,14 +138,14 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
         check_writable(output_dir)
         has_groups = config.sweep is not None and config.sweep.has_groups
         if not (has_groups and (output_dir / SWEEP_LEDGER).exists()):
-            check_folder(output_dir, resume=read_run_record(output_dir) is not None)
+            check_folder(output_dir, resume=begun.has_begun)
 
     begun = as_begun(config)
     log_notes(begun.notes)
     run = prepare_run(
         begun.config,
         None,
-        start_time(output_dir),
+        begun.started,
         report_to=lambda: check_installed(config.report_to),
         output_dir=check_output_dir,
     )

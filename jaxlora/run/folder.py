@@ -65,20 +65,6 @@ def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
     write_text(folder / RUN_FILE, json.dumps(values, indent=1) + "\n")
 
 
-def start_time(folder: pathlib.Path) -> str:
-    """Returns when the run in a folder began, in ISO format; now if none has.
-
-    Chat templates may print the date, so a resumed run uses that of its start.
-
-    Raises:
-        CheckpointError: The record is damaged.
-    """
-    record = read_run_record(folder)
-    if record is None:
-        return datetime.datetime.now().isoformat()
-    return record.started
-
-
 def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Returns what the settings that are `auto` became when the run began.
 
@@ -130,10 +116,15 @@ class BegunRun:
     Attributes:
         config: The run, with the settings that it began with and the jobs that joined
             while it trained.
-        notes: Which these are.
+        has_begun: Whether there is a run in `output_dir`.
+        started: Time at which it began, or now, in ISO format. Chat templates may print
+            the date, so a resumed run uses that of its start.
+        notes: Lines for the log about the settings and the jobs.
     """
 
     config: RunConfig
+    has_begun: bool
+    started: str
     notes: tuple[Note, ...]
 
 
@@ -149,13 +140,15 @@ def as_begun(config: RunConfig) -> BegunRun:
         CheckpointError: The run's record is damaged or contradicts the settings.
     """
 
-    def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def read() -> tuple[str | None, dict[str, Any], list[dict[str, Any]], str]:
+        now = datetime.datetime.now().isoformat()
         record = read_run_record(pathlib.Path(config.output_dir))
         if record is None:
-            return {}, []
-        return _begun_settings(config, record), _added_jobs(config, record)
+            return None, {}, [], now
+        added = _added_jobs(config, record)
+        return record.started, _begun_settings(config, record), added, now
 
-    begun, added = processes.from_first(read)
+    started, begun, added, now = processes.from_first(read)
     joined = [LoraJob.model_validate(job) for job in added]
     notes = [
         Note(f"{name}: auto: {value}, as when the run began")
@@ -165,7 +158,12 @@ def as_begun(config: RunConfig) -> BegunRun:
     joining = "joined while the run trained; it is in the run"
     notes += [Note(joining, job=job.name) for job in joined]
     config = config.replace(**begun, jobs=(*config.jobs, *joined))
-    return BegunRun(config=config, notes=tuple(notes))
+    return BegunRun(
+        config=config,
+        has_begun=started is not None,
+        started=started or now,
+        notes=tuple(notes),
+    )
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:

@@ -18,11 +18,7 @@ from jaxlora.hf.load import FrozenModel, Place, load_model
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.models.forward import Base
 from jaxlora.programs.program import in_background
-from jaxlora.run.folder import (
-    as_begun,
-    check_writable,
-    start_time,
-)
+from jaxlora.run.folder import as_begun, check_writable
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
@@ -127,12 +123,11 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     log_notes([*config.notes, *begun.notes])
     config = begun.config
     processes.from_first(lambda: check_settings_resume(config))
-    started = processes.from_first(lambda: start_time(folder))
     base = _Loading(config, model)
     prepared = prepare_run(
         config,
         model,
-        started,
+        begun.started,
         held_bytes=0 if model is None else device_bytes(model.params),
         on_accepted=base.start_early,
         report_to=lambda: check_installed(config.report_to),
@@ -166,7 +161,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         num_compiled=num_compiled,
         jobs=jobs,
         reader=prepared.reader,
-        started=started,
+        started=begun.started,
         joined=tuple(job.name for job in config.jobs if job.name not in given),
         sampler=sampler,
         meter=meter,

@@ -7,7 +7,7 @@ leaves, and planned again by a run that resumes.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
@@ -165,19 +165,6 @@ def next_stretch(state: StreamState, lengths: Lengths, rules: Rules) -> Stretch:
         ticks = ticks[: shapes_from - state.tick]  # the next stretch has all shapes
     after = advance(state, ticks, lengths, rules)
     return Stretch(ticks=ticks, after=dataclasses.replace(after, hints=hints))
-
-
-def whole_stream(
-    positions: Iterable[Position], lengths: Lengths, rules: Rules
-) -> Iterator[Tick]:
-    """Yields all ticks of jobs that begin together and run to their ends."""
-    state = StreamState()
-    for position in positions:
-        if position.batch < position.num_batches:
-            state = state.with_job(position)
-    while (stretch := next_stretch(state, lengths, rules)).ticks:
-        yield from stretch.ticks
-        state = stretch.after
 
 
 # ---- packers -------------------------------------------------------------------------

@@ -31,10 +31,20 @@ from jaxlora.scheduler.streams.stream import (
     Stretch,
     advance,
     next_stretch,
-    whole_stream,
 )
 
 LIMITS = Limits(capacity=512, block_tokens=16)
+
+
+def whole_stream(positions, lengths, rules):
+    """Yields all ticks of jobs that begin together and run to their ends."""
+    state = StreamState()
+    for position in positions:
+        if position.batch < position.num_batches:
+            state = state.with_job(position)
+    while (stretch := next_stretch(state, lengths, rules)).ticks:
+        yield from stretch.ticks
+        state = stretch.after
 
 
 def rules(
