@@ -1,20 +1,15 @@
 """Starts, evaluates, pauses and ends the jobs of a stream, between their batches."""
 
-import contextlib
 import logging
-import math
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from jaxlora.common.counted import counted
 from jaxlora.run.events import (
-    EvalEvent,
     JobEndEvent,
     JobEvent,
     JobPauseEvent,
     JobResumeEvent,
     JobStartEvent,
-    SampleEvent,
     StepEvent,
 )
 from jaxlora.run.saved_stream import SavedStream
@@ -22,6 +17,7 @@ from jaxlora.scheduler.streams.stream import Position
 from jaxlora.train.cloning import end_orphans, start_copies
 from jaxlora.train.execute.executor import StepOutcome
 from jaxlora.train.execute.run_services import RunServices
+from jaxlora.train.execute.side_work import SideWork
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.job_slots import JobPosition, assign_slots
 from jaxlora.train.plan.stream_plan import StreamPlan
@@ -38,7 +34,7 @@ class JobLifecycle:
         round: Rounds done. Events are of the next one.
         has_events: Whether there were events since it was last set to False.
         may_start: Whether jobs may start now.
-        untimed_seconds: Time that was not spent on training, since it was last reset.
+        side_work: Evaluates and exports jobs.
     """
 
     def __init__(self, run: RunServices, ticks: StreamPlan, first_round: int):
@@ -51,11 +47,10 @@ class JobLifecycle:
         """
         self.jobs, self.by_slot = run.jobs, {}
         self.round, self.has_events, self.may_start = first_round, False, True
-        self.untimed_seconds = 0.0
+        self.side_work = SideWork(run, self._send_of)
         self._run, self._executor, self._ticks = run, run.executor, ticks
         self._capacity = run.plan.config.limits.capacity
-        self._usable, sweep = run.plan.num_slots, run.plan.config.sweep
-        self._is_maximized = sweep is not None and sweep.metric.is_maximized
+        self._usable = run.plan.num_slots
         self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
 
@@ -137,11 +132,8 @@ class JobLifecycle:
         return [job for job in self.jobs if job.has_slot or self._may_start(job)]
 
     def _may_start(self, job: JobState) -> bool:
-        return not (job.progress.is_over or job.awaits_parent or self._is_held(job))
-
-    def _is_held(self, job: JobState) -> bool:
-        """Whether a job is not to run now."""
-        return self._why_held(job) is not None
+        is_ready = not (job.progress.is_over or job.awaits_parent)
+        return is_ready and self._why_held(job) is None
 
     def _why_held(self, job: JobState) -> str | None:
         """Returns why a job is not to run: by request, or as a sweep compares it."""
@@ -188,7 +180,7 @@ class JobLifecycle:
         is_settled = not num_left and all(
             self.jobs[p.job].progress.slot == p.slot for p in positions
         )
-        is_settled &= not any(map(self._is_held, self.active))
+        is_settled &= all(self._why_held(job) is None for job in self.active)
         self._settled = seen if is_settled else None
 
     def _usable_slots(self) -> int:
@@ -207,8 +199,7 @@ class JobLifecycle:
             # No rung waits any more for a job that has ended or was paused.
             self._run.early_exit.review(self.jobs)
             here = [job for job in self.jobs if job in at_border or not job.has_slot]
-            ended = self.end_jobs(here)
-            if not ended:
+            if not (ended := self.end_jobs(here)):
                 return count
             count += ended
 
@@ -275,7 +266,7 @@ class JobLifecycle:
             if job.parked is None:
                 new.append(job)
             self._start(job, slot)
-        self.evaluate([job for job in new if self.wants_eval(job)])
+        self.evaluate([job for job in new if self.side_work.wants_eval(job)])
         return self.end_jobs(new)
 
     def _pause(self, job: JobState, reason: str) -> None:
@@ -297,7 +288,7 @@ class JobLifecycle:
     def _start(self, job: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""
         if job.lacks_references:
-            self._refer(job, slot)
+            self.side_work.refer(job, slot)
         parked, job.parked = job.parked, None
         job.update(status="running", reason="", slot=slot)
         self.by_slot[slot] = job
@@ -311,25 +302,6 @@ class JobLifecycle:
         logger.info("%s continues in slot %d", job.name, slot)
         self._send_of(job, JobResumeEvent, slot=slot)
 
-    def _refer(self, job: JobState, slot: int) -> None:
-        """Computes and keeps the log-probabilities of a job's samples by the base.
-
-        The slot is free, so its adapter is zero.
-        """
-        with self._untimed():
-            job.references = {
-                which: self._executor.log_likelihoods(slot, batch)
-                for which, batch in job.plain_batches(slot).items()
-            }
-            self._run.keep_references(job)
-        count = counted(sum(map(len, job.references.values())), "sample")
-        logger.info(
-            "%s: the log-probabilities of %s by the base were computed once, and are "
-            "kept for all steps",
-            job.name,
-            count,
-        )
-
     def _send_of(self, job: JobState, kind: type[JobEvent], **values) -> None:
         """Sends an event of a job at the step that it has reached."""
         self.has_events = True
@@ -342,9 +314,10 @@ class JobLifecycle:
         )
         self._run.send(event)
 
-    # ---- steps and evaluations -----------------------------------------------------
+    # ---- steps, evaluations and ends -----------------------------------------------
 
     def note(self, job: JobState, outcome: StepOutcome) -> None:
+        """Takes the outcome of an optimizer step of a running job."""
         if not outcome.is_finite:
             job.update(
                 status="failed",
@@ -366,66 +339,10 @@ class JobLifecycle:
             metrics=outcome.metrics,
         )
 
-    @contextlib.contextmanager
-    def _untimed(self) -> Iterator[None]:
-        """Excludes the time of the block from the time spent on training."""
-        self._executor.wait()  # the pending microbatch counts as training
-        began = time.perf_counter()
-        yield
-        self.untimed_seconds += time.perf_counter() - began
-
-    def wants_eval(self, job: JobState) -> bool:
-        """Whether an evaluation is due after the steps that a job has done."""
-        return job.wants_eval() or self._run.early_exit.wants_eval(job)
-
     def evaluate(self, jobs: Sequence[JobState]) -> None:
-        if not jobs:
-            return
-        with self._untimed():
-            values = self._executor.evaluate({job.slot: job for job in jobs})
-        sound = [job for job in jobs if math.isfinite(values[job.slot]["loss"])]
-        metrics = self._measure_answers(sound)
-        for job in jobs:
-            of_objective = values[job.slot]
-            loss = of_objective.pop("loss")
-            if not math.isfinite(loss):
-                job.update(status="failed", reason="the evaluation loss is not finite")
-                continue
-            metric = metrics.get(job.name)
-            is_best = job.note_eval(loss, metric, is_maximized=self._is_maximized)
-            if is_best and job.settings.keep_best:
-                with self._untimed():
-                    self._run.export(job)
-            self._send_of(
-                job,
-                EvalEvent,
-                eval_loss=loss,
-                is_best=is_best,
-                metric=metric,
-                metrics=of_objective,
-            )
-        if self._run.early_exit.note(self.jobs, sound):
+        """Evaluates running jobs; see `SideWork.evaluate`."""
+        if self.side_work.evaluate(jobs, self.jobs):
             self._settled = None  # jobs may have to wait, or to end
-        self._send_samples(sound)
-
-    def _measure_answers(self, jobs: Sequence[JobState]) -> dict[str, float]:
-        """Returns the sweep's metric of the answers of each job, if it has one."""
-        if self._run.measure is None or not jobs:
-            return {}
-        with self._untimed():
-            return self._run.measure(jobs)
-
-    def _send_samples(self, jobs: Sequence[JobState]) -> None:
-        """Generates texts with the adapters of jobs that were evaluated."""
-        if self._run.make_samples is None or not jobs:
-            return
-        with self._untimed():
-            samples = self._run.make_samples({job.name: job.slot for job in jobs})
-        for job in jobs:
-            for values in samples[job.name]:
-                self._send_of(job, SampleEvent, **values)
-
-    # ---- ending jobs ---------------------------------------------------------------
 
     def end_jobs(self, jobs: Sequence[JobState]) -> int:
         """Evaluates and exports the jobs that end here, and frees their slots.
@@ -455,13 +372,9 @@ class JobLifecycle:
     def _end(self, job: JobState) -> None:
         """Exports the adapter of a job that is over, and releases its slot."""
         has_weights = job.has_slot or job.parked is not None
-        if (
-            has_weights
-            and job.progress.status != "failed"
-            and not job.settings.keep_best
-        ):
-            with self._untimed():
-                self._run.export(job)
+        is_wanted = job.progress.status != "failed" and not job.settings.keep_best
+        if has_weights and is_wanted:
+            self.side_work.export(job)
         job.parked = None
         if job.has_slot:
             self._leave(job)

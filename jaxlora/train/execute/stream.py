@@ -189,13 +189,8 @@ class Stream:
         self._has_stepped |= bool(stepped)
         for job in stepped:
             self._life.note(job, outcomes.steps[job.slot])
-        self._life.evaluate(
-            [
-                job
-                for job in stepped
-                if job.progress.status == "running" and self._life.wants_eval(job)
-            ]
-        )
+        running = [job for job in stepped if job.progress.status == "running"]
+        self._life.evaluate([j for j in running if self._life.side_work.wants_eval(j)])
         self._life.end_jobs(stepped)
         self._due.difference_update(job.name for job in stepped)
         self._due.intersection_update(job.name for job in self._life.active)
@@ -215,7 +210,7 @@ class Stream:
     def _end_window(self) -> None:
         """Sends the figures of the last rounds."""
         window, ticks = self._window, self._ticks
-        seconds = window.seconds - self._life.untimed_seconds
+        seconds = window.seconds - self._life.side_work.seconds
         recent = Schedule(
             microbatches=tuple(m for tick in ticks.recent for m in tick),
             limits=self._config.limits,
@@ -238,4 +233,4 @@ class Stream:
         self._send(event)
 
     def _begin_window(self) -> None:
-        self._window, self._life.untimed_seconds = _WindowCounts(), 0.0
+        self._window, self._life.side_work.seconds = _WindowCounts(), 0.0

@@ -1,0 +1,127 @@
+"""Work for jobs beside their steps: evaluations, texts, references and exports."""
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from jaxlora.common.counted import counted
+from jaxlora.run.events import EvalEvent, SampleEvent
+from jaxlora.train.execute.run_services import RunServices
+from jaxlora.train.job_state import JobState
+
+logger = logging.getLogger(__name__)
+
+
+class SideWork:
+    """Does what a job needs besides steps, and measures the time that it takes.
+
+    Attributes:
+        seconds: Time that was not spent on training, since it was last reset.
+    """
+
+    def __init__(self, run: RunServices, send: Callable[..., None]):
+        """Makes the object.
+
+        Args:
+            run: Evaluates, generates and exports.
+            send: Sends an event of a job, given the job, the class of the event and its
+                further values.
+        """
+        self.seconds = 0.0
+        self._run, self._executor, self._send = run, run.executor, send
+        sweep = run.plan.config.sweep
+        self._is_maximized = sweep is not None and sweep.metric.is_maximized
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts the time of the block, which is then no time of training."""
+        self._executor.wait()  # the pending microbatch counts as training
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+    def wants_eval(self, job: JobState) -> bool:
+        """Whether an evaluation is due after the steps that a job has done."""
+        return job.wants_eval() or self._run.early_exit.wants_eval(job)
+
+    def evaluate(self, jobs: Sequence[JobState], everyone: Sequence[JobState]) -> bool:
+        """Evaluates running jobs, and generates texts with their adapters.
+
+        Args:
+            jobs: The jobs to evaluate.
+            everyone: All jobs of the run.
+
+        Returns:
+            Whether jobs may have to wait or to end, as a sweep compares them.
+        """
+        if not jobs:
+            return False
+        with self._timed():
+            values = self._executor.evaluate({job.slot: job for job in jobs})
+        sound = [job for job in jobs if math.isfinite(values[job.slot]["loss"])]
+        metrics = self._measure_answers(sound)
+        for job in jobs:
+            if job not in sound:
+                job.update(status="failed", reason="the evaluation loss is not finite")
+                continue
+            of_objective, metric = values[job.slot], metrics.get(job.name)
+            loss = of_objective.pop("loss")
+            is_best = job.note_eval(loss, metric, is_maximized=self._is_maximized)
+            if is_best and job.settings.keep_best:
+                self.export(job)
+            self._send(
+                job,
+                EvalEvent,
+                eval_loss=loss,
+                is_best=is_best,
+                metric=metric,
+                metrics=of_objective,
+            )
+        has_decided = self._run.early_exit.note(everyone, sound)
+        self._send_samples(sound)
+        return has_decided
+
+    def _measure_answers(self, jobs: Sequence[JobState]) -> dict[str, float]:
+        """Returns the sweep's metric of the answers of each job, if it has one."""
+        if self._run.measure is None or not jobs:
+            return {}
+        with self._timed():
+            return self._run.measure(jobs)
+
+    def _send_samples(self, jobs: Sequence[JobState]) -> None:
+        """Generates texts with the adapters of jobs that were evaluated."""
+        if self._run.make_samples is None or not jobs:
+            return
+        with self._timed():
+            samples = self._run.make_samples({job.name: job.slot for job in jobs})
+        for job in jobs:
+            for values in samples[job.name]:
+                self._send(job, SampleEvent, **values)
+
+    def export(self, job: JobState) -> None:
+        """Exports the adapter of a job."""
+        with self._timed():
+            self._run.export(job)
+
+    def refer(self, job: JobState, slot: int) -> None:
+        """Computes and keeps the log-probabilities of a job's samples by the base.
+
+        Args:
+            job: The job.
+            slot: A free slot, whose adapter is zero.
+        """
+        with self._timed():
+            job.references = {
+                which: self._executor.log_likelihoods(slot, batch)
+                for which, batch in job.plain_batches(slot).items()
+            }
+            self._run.keep_references(job)
+        count = counted(sum(map(len, job.references.values())), "sample")
+        logger.info(
+            "%s: the log-probabilities of %s by the base were computed once, and are "
+            "kept for all steps",
+            job.name,
+            count,
+        )
