@@ -1,10 +1,13 @@
 """Settings of a quantized base: which are accepted, and the errors."""
 
+import dataclasses
+
 import pytest
 
 from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError
-from jaxlora.pallas_kernels import OPTIONS
+from jaxlora.pallas_kernels import OPTIONS, Int8Weight, WeightOptions
+from jaxlora.pallas_kernels.quantized.weight import setting
 
 
 def run(**more):
@@ -57,3 +60,20 @@ def test_refused_settings(settings, message):
 def test_settings_that_a_format_refuses(name, settings, message):
     with pytest.raises(ValueError, match=message):
         OPTIONS[name]().with_settings(settings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped(WeightOptions):
+    weight = Int8Weight
+
+    group: int = setting(32, values=(16, 32), is_fixed=True)
+    is_fast: bool = setting(False, values=(True, False))
+
+
+def test_quantized_weights_keep_what_they_are_quantized_with():
+    assert Grouped().with_settings({"group": 16}).group == 16
+    assert Grouped().of_same_weights({"group": 32, "is_fast": True}).is_fast
+    with pytest.raises(
+        ValueError, match=r"group is 16, and the weights are .* with 32"
+    ):
+        Grouped().of_same_weights({"group": 16})
