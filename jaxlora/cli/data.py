@@ -67,13 +67,14 @@ def _run(arguments: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(tokenizer_folder(model, revision))
     console = Console()
     for job in jobs:
-        shown = Shown(
-            data=with_kind(job.data, job),
-            max_length=job.max_length,
-            num_samples=arguments.samples,
-            reads_all=arguments.all,
-        )
-        show_data(shown, tokenizer, console)
+        for data in job.data.sets:
+            shown = Shown(
+                data=with_kind(data, job),
+                max_length=job.max_length,
+                num_samples=arguments.samples,
+                reads_all=arguments.all,
+            )
+            show_data(shown, tokenizer, console)
 
 
 def _jobs(

@@ -88,7 +88,10 @@ _LOSS_ON = (
 _CHECKPOINTS = (
     "Set checkpoint_every of the run, in rounds: one optimizer step of every job."
 )
-_DATASETS = "Give each job its data, with a file, folder or hub id as path."
+_DATASETS = (
+    "Give each job its data, with a file, folder or hub id as path, or with several "
+    "of them in datasets."
+)
 _TRACKING = (
     "Set report_to of the run; environment variables of the tracker choose the project."
 )
@@ -270,6 +273,11 @@ OF_RUN = OtherNames(
 OF_DATA = OtherNames(
     same={"dataset_text_field": "text", "max_samples": "limit"},
     hints={
+        "mix_strategy": "Set mix: concat or interleave; interleave_under and "
+        "interleave_over are the stopping_strategy first_exhausted and all_exhausted.",
+        "interleave_probs": "Set probabilities: a list with one for each data set.",
+        "weight": "Set `mix: interleave` and probabilities beside datasets.",
+        "weights": "Set `mix: interleave` and probabilities beside datasets.",
         "type": "Set kind if the fields of the records do not tell what they are.",
         "name": "Set subset for the configuration of a dataset on the hub.",
         "field_messages": "Set messages to the name of the field.",

@@ -55,6 +55,15 @@ def _starts_in_one_way(job: Any) -> tuple[str, str] | None:
     return None
 
 
+def _held_out_sets_are_whole(job: Any) -> tuple[str, str] | None:
+    if getattr(job.eval_data, "mix", "concat") != "concat":
+        return "eval_data", (
+            "held-out data sets are evaluated whole, one after the other. Leave mix "
+            "and probabilities out of eval_data."
+        )
+    return None
+
+
 def _there_are_jobs(run: Any) -> tuple[str, str] | None:
     if not run.jobs:
         return "jobs", "jobs is empty, so there is nothing to train."
@@ -155,6 +164,7 @@ OF_A_JOB: tuple[Rule, ...] = (
     _needs_held_out("keep_best"),
     _stopping_counts_evaluations,
     _starts_in_one_way,
+    _held_out_sets_are_whole,
 )
 OF_A_RUN: tuple[Rule, ...] = (
     _there_are_jobs,

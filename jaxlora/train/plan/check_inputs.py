@@ -2,7 +2,7 @@
 
 import dataclasses
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.config import DataConfig, RunConfig
@@ -88,7 +88,8 @@ def _check_jobs(
     for number, job in enumerate(config.jobs):
         for key in ("data", "eval_data"):
             if (data := getattr(job, key)) is not None:
-                _check_data(data, inputs, ("jobs", number, key), problems)
+                for path, one in _sets(data, ("jobs", number, key)):
+                    _check_data(one, inputs, path, problems)
         with problems.at("jobs", number, "objective"):
             find_objective(job.objective).settings_of(job.objective_args)
         with problems.at("jobs", number, "optimizer"):
@@ -101,6 +102,14 @@ def _check_jobs(
         with problems.at("samples", "prompts"):
             sample_prompts(config.samples, inputs.model.config, inputs.tokenizer)
     return tuple(modules)
+
+
+def _sets(data: DataConfig, path: Path) -> Iterator[tuple[Path, DataConfig]]:
+    """Yields the data sets of a job, and the setting that has each."""
+    if not data.datasets:
+        yield path, data
+    for number, one in enumerate(data.datasets):
+        yield (*path, "datasets", number), one
 
 
 def _check_data(
