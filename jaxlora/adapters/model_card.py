@@ -115,12 +115,19 @@ def _sets(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return data.get("datasets") or [{"path": ""} | dict(data)]
 
 
+_TRAINED = {
+    "completion": "the answers",
+    "last": "the last answer of each chat",
+    "all": "every token",
+}
+
+
 def _data(data: Mapping[str, Any]) -> str:
     shown = []
     for one in _sets(data):
         # A path may hold a user's name, so only the file's own name is told.
         path = one["path"] if is_hub_id(one["path"]) else last_part(one["path"])
-        trained = "every token" if one.get("loss_on") == "all" else "the answers"
+        trained = _TRAINED[one.get("loss_on", "completion")]
         shown.append(f"Records: {_code(path)}; the loss is that of {trained}.")
     if len(shown) > 1:
         shares = data.get("probabilities")

@@ -23,7 +23,8 @@ _SETTINGS = {
     "chosen": "field of the chosen answer, with --kind preference",
     "rejected": "field of the rejected answer, with --kind preference",
     "system": "system message before the prompt, with --chat",
-    "loss_on": "completion or all",
+    "loss_on": "completion, last or all",
+    "chat_template": "file, model's folder, name or text of a chat template",
     "split": "split of a Hugging Face dataset",
     "subset": "configuration of a dataset on the hub",
 }

@@ -108,9 +108,15 @@ class DataConfig(StrictModel):
         chosen: Field of the better answer of a preference: text or a list of messages.
         rejected: Field of the worse answer of a preference.
         chat: Wrap prompt and completion as a user's and an assistant's message in
-            the tokenizer's own chat template.
+            the chat template.
+        chat_template: Template of chats in place of the tokenizer's own, which a base
+            may not have: a file, the folder of a model that has one, `chatml`,
+            `llama3`, or the template itself.
         system: System message put before the prompt (with `chat`).
-        loss_on: Train on the completion's (assistant's) tokens only, or on all.
+        roles: Role of the chat template, such as `assistant`, for each role or speaker
+            that the messages call otherwise.
+        loss_on: Train on the completion's (assistant's) tokens only, on those of the
+            `last` answer of a chat only, or on all.
         append_eos: End plain text and completions outside chat templates with the
             tokenizer's end-of-sequence token.
         limit: Number of records to use, from the first; None: all.
@@ -152,8 +158,10 @@ class DataConfig(StrictModel):
     chosen: str = "chosen"
     rejected: str = "rejected"
     chat: Bool = False
+    chat_template: str | None = None
     system: str | None = None
-    loss_on: Literal["completion", "all"] = "completion"
+    roles: dict[str, str] = {}
+    loss_on: Literal["completion", "last", "all"] = "completion"
     append_eos: Bool = True
     limit: PositiveInt | None = None
     bad_records: Literal["error", "drop"] = "error"

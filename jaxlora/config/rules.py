@@ -111,6 +111,19 @@ def _samples_have_evaluations(run: Any) -> tuple[str, str] | None:
     return None
 
 
+def _samples_have_the_template(run: Any) -> tuple[str, str] | None:
+    if run.samples is None or not run.samples.chat:
+        return None
+    for job in run.jobs:
+        if any(getattr(one, "chat_template", None) for one in job.data.sets):
+            return "samples", (
+                f"samples are rendered by the tokenizer's chat template, and job "
+                f"{job.name!r} has another one. Write prompts as it prints them, and "
+                "leave chat out of samples."
+            )
+    return None
+
+
 def _first_stage_can_fill_the_pipeline(run: Any) -> tuple[str, str] | None:
     in_flight = run.pipeline_microbatches
     if in_flight is None or run.mesh == "auto":
@@ -172,6 +185,7 @@ OF_A_RUN: tuple[Rule, ...] = (
     _microbatches_hold_whole_blocks,
     _shapes_hold_whole_blocks,
     _samples_have_evaluations,
+    _samples_have_the_template,
     _first_stage_can_fill_the_pipeline,
     _configurations_are_evaluated,
     _groups_have_sizes,

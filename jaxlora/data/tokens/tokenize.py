@@ -117,7 +117,8 @@ class DataReader:
         """Returns the tokens of a data set, and the key by which they are shared."""
         records = open_records(data)
         content = records.content_hash()
-        key = cache_key(data, content, self.tokenizer, max_length)
+        tokenizer = self.tokenizer.with_setting(data.chat_template)
+        key = cache_key(data, content, tokenizer, max_length)
         if key in self._encoded:
             return key, self._encoded[key]
         found = None
@@ -126,7 +127,7 @@ class DataReader:
         if found is not None:
             log_notes(data.path, found.notes)
         else:
-            found = encode_records(data, records, self.tokenizer, max_length)
+            found = encode_records(data, records, tokenizer, max_length)
             if records.content_hash() != content:
                 raise DataError(
                     f"{data.path}: changed while it was read. Do not change data while "

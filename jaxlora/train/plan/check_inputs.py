@@ -8,6 +8,7 @@ from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.config import DataConfig, RunConfig
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.rendering.fields import check_template
+from jaxlora.data.templates.known import find_template
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
@@ -118,6 +119,9 @@ def _check_data(
     for key in ("prompt", "completion"):
         with problems.at(*path, key):
             check_template(getattr(data, key))
-    if inputs is not None and data.chat:
+    if data.chat_template is not None:
+        with problems.at(*path, "chat_template"):
+            find_template(data.chat_template)
+    elif inputs is not None and data.chat:
         with problems.at(*path, "chat"):
             inputs.tokenizer.chat.check()
