@@ -122,6 +122,10 @@ def _check(arguments: argparse.Namespace) -> None:
                     f"--{option} cannot be combined with --run, which takes it from "
                     "the run. Leave it out."
                 )
+    if arguments.chat_template is not None:
+        from jaxlora.data.templates.known import find_template
+
+        find_template(arguments.chat_template)
     if arguments.system is not None and not (arguments.chat or arguments.interactive):
         raise ConfigError("--system is a message of a chat: add --chat.")
     if arguments.interactive and arguments.output is not None:

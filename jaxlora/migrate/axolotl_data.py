@@ -94,11 +94,12 @@ def _take_set(
             data[ours] = value
     if on_all:
         data["loss_on"] = "all"
-    if roles := _roles(migration, first):
+    roles, is_chat = _roles(migration, first), data.get("kind") == "messages"
+    if roles and is_chat:
         data["roles"] = roles
     own, jinja = first.pop("chat_template", None), first.pop("chat_template_jinja", "")
     template = take_template(migration, f"{where}.chat_template", own, jinja, template)
-    if template is not None and data.get("kind") == "messages":
+    if template is not None and is_chat:
         data["chat_template"] = template
     for setting, value in first.items():
         neutral = value in (None, "", [], {}, False)

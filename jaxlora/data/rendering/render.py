@@ -88,6 +88,16 @@ def make_renderer(
             f"system={data.system!r} is used only with data.chat. Set data.chat to "
             "true, or remove data.system."
         )
+    if data.chat_template is not None and not (is_chat or data.chat):
+        raise DataError(
+            f"chat_template is for chats, and the records are read as {reading}. Set "
+            "data.chat to true, or remove data.chat_template."
+        )
+    if data.roles and not is_chat:
+        raise DataError(
+            f"roles are those of messages, and the records are read as {reading}. "
+            "Remove data.roles."
+        )
     unused = UnusedFields(notes)
     if is_chat:
         source = _Messages(data, reading)

@@ -138,6 +138,24 @@ def test_templates_that_cannot_be_used(run, base, tmp_path, template, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            {"chat_template": "chatml"},
+            "chat_template is for chats, and the",
+        ),
+        (
+            {"roles": {"Pip": "assistant"}},
+            "roles are those of messages, and",
+        ),
+    ],
+)
+def test_settings_of_chats_for_other_records(run, base, setting, message):
+    with pytest.raises(DataError, match=message):
+        run([{"prompt": "a", "completion": "b"}], base, data=setting)
+
+
 def test_settings_that_contradict():
     with pytest.raises(ConfigError, match="Set loss_on in data: completion trains on"):
         DataConfig(path="a", train_on="last")
