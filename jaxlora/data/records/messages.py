@@ -14,8 +14,8 @@ Message = dict[str, Any]
 
 # Advice for records without a message of the assistant.
 RENAME_CURE = (
-    "If the assistant has another name there, rename its role to 'assistant'; if not, "
-    "remove the record"
+    "If the assistant has another name there, set data.roles to {NAME: assistant}; if "
+    "not, remove the record"
 )
 
 # The roles of ShareGPT's speakers, in lower case; other names of speakers are roles
