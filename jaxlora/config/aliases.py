@@ -80,7 +80,10 @@ _REMAT = "Set remat of the run: none, elementwise, mlp, layer or auto."
 _DTYPE = "Set dtype of the run: bfloat16, float32 or auto (bfloat16 on a GPU)."
 _FOUR_BITS = "Set `quantize_base: nf4` for the run."
 _EIGHT_BITS = "Set `quantize_base: int8` (or fp8, on Hopper) for the run."
-_OPTIMIZER = "Set optimizer: adamw or lion, whose state is float32."
+_OPTIMIZER = (
+    "Set optimizer: adamw, adamw_8bit, schedule_free_adamw, lion, sgd, muon or "
+    "adafactor."
+)
 _FROZEN = "Leave it out: the embedding, the head, norms and biases stay frozen."
 _LOSS_ON = (
     "Set loss_on in data: completion trains on the answers only, last on the last one "
@@ -201,6 +204,7 @@ OF_JOB = OtherNames(
         "max_steps": "steps",
         "lr_scheduler_type": "lr_schedule",
         "lr_scheduler": "lr_schedule",
+        "lr_scheduler_kwargs": "lr_schedule_args",
         "adam_beta1": "adam_b1",
         "adam_beta2": "adam_b2",
         "adam_epsilon": "adam_eps",
@@ -253,7 +257,6 @@ OF_JOB = OtherNames(
         "dataset_text_field": "Set text in data.",
         "max_samples": "Set limit in data.",
         "neftune_noise_alpha": "Leave it out: no noise is added to embeddings.",
-        "lr_scheduler_kwargs": "Leave it out: the rate ends at 0, or is constant.",
         **_OF_MODELS,
     },
 )

@@ -13,6 +13,7 @@ CHANGEABLE = frozenset(
         "epochs",
         "learning_rate",
         "lr_schedule",
+        "lr_schedule_args",
         "warmup_steps",
         "warmup_ratio",
         "lora_plus_ratio",

@@ -7,6 +7,7 @@ import collections
 from typing import Any
 
 from jaxlora.config.clone import copies_follow_their_jobs
+from jaxlora.config.schedules import schedule_problem
 from jaxlora.config.strict import Rule
 
 
@@ -62,6 +63,11 @@ def _held_out_sets_are_whole(job: Any) -> tuple[str, str] | None:
             "and probabilities out of eval_data."
         )
     return None
+
+
+def _schedule_has_its_settings(job: Any) -> tuple[str, str] | None:
+    problem = schedule_problem(job)
+    return None if problem is None else ("lr_schedule_args", problem)
 
 
 def _there_are_jobs(run: Any) -> tuple[str, str] | None:
@@ -178,6 +184,7 @@ OF_A_JOB: tuple[Rule, ...] = (
     _stopping_counts_evaluations,
     _starts_in_one_way,
     _held_out_sets_are_whole,
+    _schedule_has_its_settings,
 )
 OF_A_RUN: tuple[Rule, ...] = (
     _there_are_jobs,

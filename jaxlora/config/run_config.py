@@ -14,6 +14,7 @@ from jaxlora.config.data_config import DataConfig
 from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import BASE, SamplesConfig
 from jaxlora.config.rules import OF_A_JOB, OF_A_RUN, mesh_text
+from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.strict import (
     Bool,
     Fraction,
@@ -90,18 +91,21 @@ class LoraJob(StrictModel):
         epochs: Passes over the data; may be a fraction. Used when `steps` is None.
         steps: Optimizer steps.
         learning_rate: Peak rate.
-        lr_schedule: Shape of the rate after warm-up.
+        lr_schedule: Shape of the rate after warm-up; see `jaxlora.config.schedules`.
+        lr_schedule_args: Settings of the schedule, by name, such as
+            `{num_cycles: 3}` of `cosine_with_restarts`.
         warmup_steps: Optimizer steps of linear warm-up.
         warmup_ratio: Warm-up as a share of all steps, when `warmup_steps` is None.
         lora_plus_ratio: Rate of B over rate of A (LoRA+, arXiv 2402.12354).
-        optimizer: How gradients change the weights: `adamw` or `lion`; see
-            `jaxlora.adapters.optimizers`.
-        optimizer_args: Settings of an optimizer other than `adamw`, by name, such as
+        optimizer: How gradients change the weights: `adamw`, `adamw_8bit`,
+            `schedule_free_adamw`, `lion`, `sgd`, `muon`, `adafactor`, or one that was
+            registered with `jaxlora.register_optimizer`.
+        optimizer_args: Settings of the optimizer, by name, such as
             `{b1: 0.95, b2: 0.98}` of `lion`.
         weight_decay: Decoupled weight decay.
-        adam_b1: Decay of the first moment of `adamw`.
-        adam_b2: Decay of the second moment of `adamw`.
-        adam_eps: Added to the root of the second moment of `adamw`.
+        adam_b1: Decay of the first moment of AdamW, 8-bit and schedule-free too.
+        adam_b2: Decay of the second moment of AdamW.
+        adam_eps: Added to the root of the second moment of AdamW.
         max_grad_norm: Clip the adapter's own gradient to this norm; None: never.
         max_length: Longest sample in tokens.
         too_long: What to do with a longer sample.
@@ -146,12 +150,13 @@ class LoraJob(StrictModel):
     epochs: PositiveFloat = 1.0
     steps: PositiveInt | None = None
     learning_rate: NonNegativeFloat = 2e-4
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_schedule: ScheduleName = "cosine"
+    lr_schedule_args: dict[str, Annotated[float, Number] | str] = {}
     warmup_steps: NonNegativeInt | None = None
     warmup_ratio: Fraction = 0.0
     lora_plus_ratio: PositiveFloat = 1.0
     optimizer: str = "adamw"
-    optimizer_args: dict[str, NonNegativeFloat] = {}
+    optimizer_args: dict[str, Bool | NonNegativeFloat] = {}
     weight_decay: NonNegativeFloat = 0.0
     adam_b1: Fraction = 0.9
     adam_b2: Fraction = 0.999

@@ -54,6 +54,7 @@ OLDER_JOBS: dict[str, Any] = {
     "objective_args": {},
     "optimizer": "adamw",
     "optimizer_args": {},
+    "lr_schedule_args": {},
     "clone_of": None,
     **dict.fromkeys(tensor_settings(), False),
 }

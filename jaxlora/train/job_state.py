@@ -11,6 +11,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.fresh import blank_adapter, fresh_adapter
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
+from jaxlora.config.schedules import learning_rate
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.hf.load import FrozenModel
@@ -304,22 +305,3 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     }
     given = prepared.settings, prepared.modules, kernels
     return JobState(prepared, blank_adapter(*given), lambda: fresh_adapter(*given))
-
-
-def learning_rate(job: LoraJob, step: int, num_steps: int) -> float:
-    """Rate of optimizer step `step` (from 0) out of `num_steps`.
-
-    Warm-up rises linearly from 0; then the rate stays, falls linearly to 0, or follows
-    half a cosine to 0 at `num_steps`.
-    """
-    warmup = job.warmup_steps
-    if warmup is None:
-        warmup = math.ceil(job.warmup_ratio * num_steps)
-    if step < warmup:
-        return job.learning_rate * step / warmup
-    if job.lr_schedule == "constant":
-        return job.learning_rate
-    done = (step - warmup) / max(1, num_steps - warmup)
-    if job.lr_schedule == "linear":
-        return job.learning_rate * max(0.0, 1.0 - done)
-    return job.learning_rate * max(0.0, 0.5 * (1.0 + math.cos(math.pi * done)))

@@ -23,6 +23,7 @@ VALUES = {
     "epochs": 2.0,
     "steps": 7,
     "lr_schedule": "linear",
+    "lr_schedule_args": {"num_cycles": 0.4},
     "adam_b1": 0.8,
     "adam_b2": 0.95,
     "adam_eps": 1e-6,

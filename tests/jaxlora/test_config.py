@@ -171,7 +171,11 @@ def test_a_job_that_is_named_like_the_base_model():
         ([job(rank_pattern={"q_proj": 0})], {}, r"rank_pattern\.q_proj: .*greater"),
         ([job(target_modules=[])], {}, "target_modules is empty, so nothing would"),
         ([job(target_modules="")], {}, "target_modules is empty, so nothing would"),
-        ([job(lr_schedule="step")], {}, r"lr_schedule: .*'constant', 'linear' or"),
+        (
+            [job(lr_schedule="step")],
+            {},
+            r"lr_schedule: .*'constant', 'linear', 'cosine'",
+        ),
         ([job(too_long="cut")], {}, r"too_long: .*'truncate', 'drop' or 'error'"),
         ([{"name": "a"}], {}, r"jobs\.0\.data: this key is required"),
         ([{"data": DATA}], {}, r"jobs\.0\.name: this key is required"),

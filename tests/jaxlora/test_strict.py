@@ -47,7 +47,10 @@ A_LIST = "expected a list: in brackets, or with '- ' before each item"
         ({"rank": 0}, "rank: must be greater than 0 (given: 0)"),
         (
             {"lr_schedule": "cosin"},
-            "lr_schedule: must be 'constant', 'linear' or 'cosine' (given: 'cosin')",
+            "lr_schedule: must be 'constant', 'linear', 'cosine', "
+            "'cosine_with_restarts', 'cosine_with_min_lr', "
+            "'cosine_warmup_with_min_lr', 'polynomial', "
+            "'inverse_sqrt' or 'warmup_stable_decay' (given: 'cosin')",
         ),
         ({"dropout": [0.1]}, "dropout: expected a number, such as 8 or 2e-4"),
         (

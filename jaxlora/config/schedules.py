@@ -1,0 +1,273 @@
+"""Schedules of the learning rate, with the names and the values of transformers'.
+
+Each gives the factor of `learning_rate` in an optimizer step, as the function of the
+same name in transformers' `optimization.py` does. Warm-up is a setting of its own.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+ScheduleName = Literal[
+    "constant",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+_CURVES = ("linear", "cosine", "1-sqrt")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """An optimizer step of a job, for its schedule.
+
+    Attributes:
+        number: Steps done before it.
+        warmup: Steps of warm-up.
+        total: Steps of the job.
+        peak: The job's `learning_rate`.
+    """
+
+    number: int
+    warmup: int
+    total: int
+    peak: float
+
+    @property
+    def done(self) -> float:
+        """Share of the steps after warm-up that are done."""
+        return (self.number - self.warmup) / max(1, self.total - self.warmup)
+
+    @property
+    def warmed(self) -> float:
+        """Share of warm-up that is done; 1 after it."""
+        is_over = self.number >= self.warmup
+        return 1.0 if is_over else self.number / self.warmup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """A schedule of the learning rate.
+
+    Attributes:
+        factor: Returns the factor of a step from the values of `settings`, by name.
+        settings: Default of each key of `lr_schedule_args`; None: it may be left out.
+        check: Returns what is wrong with the settings of a job that has given them,
+            after the steps of its warm-up if these are known; None: nothing.
+    """
+
+    factor: Callable[..., float]
+    settings: Mapping[str, float | str | None] = dataclasses.field(default_factory=dict)
+    check: Callable[[Any, Mapping[str, Any]], str | None] = lambda job, given: None
+
+
+def _constant(step: Step) -> float:
+    return step.warmed
+
+
+def _linear(step: Step) -> float:
+    if step.number < step.warmup:
+        return step.warmed
+    return max(0.0, 1.0 - step.done)
+
+
+def _cosine(step: Step, *, num_cycles: float) -> float:
+    if step.number < step.warmup:
+        return step.warmed
+    return max(0.0, _wave(num_cycles * step.done))
+
+
+def _wave(cycles: float) -> float:
+    return 0.5 * (1.0 + math.cos(2 * math.pi * cycles))
+
+
+def _restarts(step: Step, *, num_cycles: float) -> float:
+    if step.number < step.warmup:
+        return step.warmed
+    if step.done >= 1:
+        return 0.0
+    return max(0.0, _wave(((num_cycles * step.done) % 1.0) / 2))
+
+
+def _lowest(step: Step, min_lr: float | None, min_lr_rate: float | None) -> float:
+    if min_lr is not None:
+        return min_lr / step.peak
+    assert min_lr_rate is not None
+    return min_lr_rate
+
+
+def _min_lr(
+    step: Step, *, num_cycles: float, min_lr: float | None, min_lr_rate: float | None
+) -> float:
+    if step.number < step.warmup:
+        return step.warmed
+    lowest = _lowest(step, min_lr, min_lr_rate)
+    return max(0.0, _wave(num_cycles * step.done) * (1 - lowest) + lowest)
+
+
+def _warmup_min_lr(
+    step: Step, *, num_cycles: float, warmup_lr_rate: float | None, **lowest: Any
+) -> float:
+    if step.number < step.warmup:
+        if warmup_lr_rate is None:
+            return (step.number + 1) / step.warmup
+        share = step.number / max(1, step.warmup - 1)
+        return warmup_lr_rate + (1 - warmup_lr_rate) * share
+    ahead = dataclasses.replace(step, number=step.number + 1)
+    return _min_lr(ahead, num_cycles=num_cycles, **lowest)
+
+
+def _polynomial(step: Step, *, lr_end: float, power: float) -> float:
+    if step.number < step.warmup:
+        return step.warmed
+    left = max(0.0, 1 - step.done) ** power
+    return ((step.peak - lr_end) * left + lr_end) / step.peak
+
+
+def _inverse_sqrt(step: Step, *, timescale: float | None) -> float:
+    if step.number < step.warmup:
+        return step.warmed
+    scale = timescale or step.warmup or 10_000
+    return (scale / (step.number + scale - step.warmup)) ** 0.5
+
+
+def _stable(
+    step: Step,
+    *,
+    num_decay_steps: float,
+    num_stable_steps: float | None,
+    warmup_type: str,
+    decay_type: str,
+    min_lr_ratio: float,
+    num_cycles: float,
+) -> float:
+    if num_stable_steps is None:
+        num_stable_steps = step.total - step.warmup - num_decay_steps
+    start = step.warmup + num_stable_steps
+    if step.number < step.warmup:
+        risen = {
+            "linear": step.warmed,
+            "cosine": 0.5 * (1 - math.cos(math.pi * step.warmed)),
+            "1-sqrt": 1 - math.sqrt(1 - step.warmed),
+        }
+        factor = risen[warmup_type]
+    elif step.number < start:
+        return 1.0
+    elif step.number < start + num_decay_steps:
+        done = (step.number - start) / max(1, num_decay_steps)
+        fallen = {
+            "linear": 1 - done,
+            "cosine": _wave(num_cycles * done),
+            "1-sqrt": 1 - math.sqrt(done),
+        }
+        factor = fallen[decay_type]
+    else:
+        return min_lr_ratio
+    return max(0.0, factor * (1 - min_lr_ratio) + min_lr_ratio)
+
+
+def _has_one_lowest(job: Any, given: Mapping[str, Any]) -> str | None:
+    if ("min_lr" in given) == ("min_lr_rate" in given):
+        return "give min_lr, the lowest rate, or min_lr_rate, its share of the highest"
+    return None
+
+
+def _ends_below(job: Any, given: Mapping[str, Any]) -> str | None:
+    end = given.get("lr_end", SCHEDULES["polynomial"].settings["lr_end"])
+    if not end < job.learning_rate:
+        return (
+            f"lr_end={end:g} must be below learning_rate={job.learning_rate:g}: lower "
+            "it, or take another schedule"
+        )
+    return None
+
+
+def _decays(job: Any, given: Mapping[str, Any]) -> str | None:
+    if "num_decay_steps" not in given:
+        return "give num_decay_steps, the optimizer steps of the decay"
+    for key in ("warmup_type", "decay_type"):
+        if given.get(key, "linear") not in _CURVES:
+            return f"{key}={given[key]!r} must be one of {', '.join(_CURVES)}"
+    return None
+
+
+_LOWEST: dict[str, float | str | None] = {"min_lr": None, "min_lr_rate": None}
+SCHEDULES: dict[str, Schedule] = {
+    "constant": Schedule(factor=_constant),
+    "linear": Schedule(factor=_linear),
+    "cosine": Schedule(factor=_cosine, settings={"num_cycles": 0.5}),
+    "cosine_with_restarts": Schedule(factor=_restarts, settings={"num_cycles": 1.0}),
+    "cosine_with_min_lr": Schedule(
+        factor=_min_lr,
+        settings={"num_cycles": 0.5, **_LOWEST},
+        check=_has_one_lowest,
+    ),
+    "cosine_warmup_with_min_lr": Schedule(
+        factor=_warmup_min_lr,
+        settings={"num_cycles": 0.5, "warmup_lr_rate": None, **_LOWEST},
+        check=_has_one_lowest,
+    ),
+    "polynomial": Schedule(
+        factor=_polynomial,
+        settings={"lr_end": 1e-7, "power": 1.0},
+        check=_ends_below,
+    ),
+    "inverse_sqrt": Schedule(factor=_inverse_sqrt, settings={"timescale": None}),
+    "warmup_stable_decay": Schedule(
+        factor=_stable,
+        settings={
+            "num_decay_steps": None,
+            "num_stable_steps": None,
+            "warmup_type": "linear",
+            "decay_type": "cosine",
+            "min_lr_ratio": 0.0,
+            "num_cycles": 0.5,
+        },
+        check=_decays,
+    ),
+}
+_TEXTS = ("warmup_type", "decay_type")
+
+
+def schedule_problem(job: Any) -> str | None:
+    """Returns what is wrong with `lr_schedule_args` of a job, with the cure."""
+    schedule, given = SCHEDULES[job.lr_schedule], job.lr_schedule_args
+    for name, value in given.items():
+        if name not in schedule.settings:
+            known = ", ".join(schedule.settings) or "none"
+            return (
+                f"{name!r} is no setting of the schedule {job.lr_schedule}, whose "
+                f"settings are: {known}. Correct it, or leave it out."
+            )
+        if isinstance(value, str) != (name in _TEXTS):
+            kind = "text" if name in _TEXTS else "a number"
+            return f"{name}={value!r} must be {kind}."
+        if isinstance(value, float) and value < 0:
+            return f"{name}={value:g} must be at least 0."
+    problem = schedule.check(job, given)
+    return problem and f"the schedule {job.lr_schedule}: {problem}."
+
+
+def learning_rate(job: Any, step: int, num_steps: int) -> float:
+    """Rate of optimizer step `step` (from 0) out of `num_steps`.
+
+    Args:
+        job: A `LoraJob`.
+        step: Steps done before it.
+        num_steps: Steps of the job.
+    """
+    warmup = job.warmup_steps
+    if warmup is None:
+        warmup = math.ceil(job.warmup_ratio * num_steps)
+    if not job.learning_rate:
+        return 0.0
+    schedule = SCHEDULES[job.lr_schedule]
+    found = Step(number=step, warmup=warmup, total=num_steps, peak=job.learning_rate)
+    settings = {**schedule.settings, **job.lr_schedule_args}
+    return job.learning_rate * schedule.factor(found, **settings)
