@@ -3,6 +3,7 @@ from .adapters.adapter import Adapter, LoraWeights
 from .adapters.merge import merge_adapter
 from .adapters.peft_export import export_peft
 from .adapters.peft_import import import_peft
+from .adapters.register_optimizer import register_optimizer
 from .config import DataConfig, LoraJob, RunConfig
 from .config.generation_settings import GenerationSettings
 from .config.run_file import load_run
@@ -64,4 +65,5 @@ __all__ = [
     "load_run",
     "merge_adapter",
     "print_summary",
+    "register_optimizer",
 ]

@@ -3,19 +3,27 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS, Optimizer, state_names
+from jaxlora.adapters.optimizer_state import (
+    States,
+    Tables,
+    state_shapes,
+    tables_of,
+    transformation,
+    updated,
+)
+from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.modules.trained_tensors import tensor_of
-
-Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stacks.py
+from jaxlora.modules.trained_tensors import rank_axis, tensor_of
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays
@@ -40,18 +48,18 @@ class Pending:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterState:
-    """Adapters and their optimizer state, float32, stacked by slot.
+    """Adapters and their optimizer state, stacked by slot.
 
     Attributes:
-        params: Trained tensors of every adapted linear.
-        optimizer_state: State tensors of the optimizers of the run, by name, such as
-            `mu`; see `jaxlora.adapters.optimizers`. In a slot whose optimizer does not
-            have the tensor, it is zero.
+        params: Trained tensors of every adapted linear, float32.
+        optimizer_state: State tensors of the optimizers of the run, by kind, such as
+            `mu`; see `jaxlora.adapters.optimizer_state`. In a slot whose optimizer does
+            not have the tensor, it is zero.
         pending: Gradients of the incomplete global batches.
     """
 
     params: Tables
-    optimizer_state: dict[str, Tables]
+    optimizer_state: States
     pending: Pending
 
 
@@ -116,7 +124,10 @@ def empty_state(
     is_finite = jnp.ones((*parts, num_slots), jnp.bool_)
     return AdapterState(
         params=zeros(),
-        optimizer_state={name: zeros() for name in state_names(optimizers)},
+        optimizer_state={
+            kind: {n: jnp.zeros(s.shape, s.dtype) for n, s in tables.items()}
+            for kind, tables in state_shapes(optimizers, shapes).items()
+        },
         pending=Pending(gradients=zeros(*parts), is_finite=is_finite),
     )
 
@@ -163,11 +174,12 @@ def _make_empty(
 
 
 def _adapter_step(
-    tables: tuple[Tables, dict[str, Tables]],
+    tables: tuple[Tables, States],
     gradients: Tables,
     measured: "GradientNorms",
     inputs: OptimizerInputs,
-) -> tuple[tuple[Tables, dict[str, Tables]], StepResult]:
+    ranks: dict[str, jax.Array],
+) -> tuple[tuple[Tables, States], StepResult]:
     """Applies the optimizer of one adapter; `optimizer_step` maps this over the slots.
 
     Every optimizer of the run is computed, and that of the adapter is taken.
@@ -177,6 +189,7 @@ def _adapter_step(
         gradients: Gradients of the global batch.
         measured: Measures of the global batch over all stages.
         inputs: Settings of the step.
+        ranks: Rank of the adapter in each linear.
 
     Returns:
         Weights and optimizer state afterwards, and the result.
@@ -190,16 +203,21 @@ def _adapter_step(
     taken = inputs.step_mask & is_finite
     new_params, new_state = params, state
     for number, name in enumerate(inputs.settings):
-        optimizer = OPTIMIZERS[name]
-        own = {key: state[key] for key in optimizer.state}
-        stepped = _updated(optimizer, params, own, gradients, inputs)
+        update = functools.partial(_updated, name)
+        if OPTIMIZERS[name].mixes_elements:
+            # Sums over a matrix may be ordered by the number of matrices beside it.
+            update = jax.custom_batching.sequential_vmap(update)
+        stepped = update(params, state, gradients, inputs, ranks)
         is_own = taken if len(inputs.settings) == 1 else _chosen(taken, number, inputs)
         if len(inputs.settings) > 1:
             # Each optimizer is compiled as it is without the others.
             stepped = jax.lax.optimization_barrier(stepped)
-        old = new_params, {key: new_state[key] for key in optimizer.state}
-        new_params, own = _select(is_own, stepped, old)
-        new_state = new_state | own
+        weights, own = stepped
+        new_params = _select(is_own, weights, new_params)
+        for kind, stacks in own.items():
+            before = {stack: new_state[kind][stack] for stack in stacks}
+            stacks = _select(is_own, stacks, before)
+            new_state = new_state | {kind: new_state[kind] | stacks}
     return (new_params, new_state), StepResult(norm=norm, is_finite=is_finite)
 
 
@@ -212,26 +230,48 @@ def _select(condition: Any, new: Any, old: Any) -> Any:
 
 
 def _updated(
-    optimizer: Optimizer,
+    name: str,
     params: Tables,
-    state: dict[str, Tables],
+    state: States,
     gradients: Tables,
     inputs: OptimizerInputs,
-) -> tuple[Tables, dict[str, Tables]]:
+    ranks: dict[str, jax.Array],
+) -> tuple[Tables, States]:
     """Returns the weights and the state of one adapter after a step of an optimizer."""
-    transformation = optimizer.transformation(
-        inputs.learning_rate, inputs.weight_decay, **inputs.settings[optimizer.name]
-    )
-    before = transformation.init(params)
-    counted = optax.tree.get_all_with_path(before, "count")
-    count = {"count": inputs.count} if counted else {}
-    before = optax.tree.set(before, **count, **state)
-    updates, after = transformation.update(gradients, before, params)
-    factors = inputs.rate_ratio
-    ratio = {path: factors.get(tensor_of(path).name, 1.0) for path in params}
-    updates = jax.tree.map(jnp.multiply, updates, ratio)
-    params = jax.tree.map(jnp.add, params, updates)
-    return params, {name: optax.tree.get(after, name) for name in state}
+    optimizer, settings = OPTIMIZERS[name], inputs.settings[name]
+    weights: Tables = {}
+    own: States = {}
+    for stack, weight in params.items():
+        tensor = tensor_of(stack).name
+        rate = inputs.learning_rate
+        if tensor in inputs.rate_ratio:
+            rate *= inputs.rate_ratio[tensor]
+        made = transformation(optimizer, rate, inputs.weight_decay, settings)
+
+        def step(weight, kept, gradient, rank, tensor=tensor, made=made):
+            new, kept = updated(
+                *(made, optimizer, tensor, weight, kept, gradient),
+                count=inputs.count,
+                rank=rank,
+            )
+            return _without_padding(new, tensor, rank), kept
+
+        kept = tables_of(name, stack, weight.shape[1:], state)
+        weights[stack], kept = jax.vmap(step)(
+            weight, kept, gradients[stack], ranks[stack]
+        )
+        for kind, table in kept.items():
+            own.setdefault(kind, {})[stack] = table
+    return weights, own
+
+
+def _without_padding(weight: jax.Array, tensor: str, rank: Any) -> jax.Array:
+    """Sets a tensor to zero beyond the rank, whatever an optimizer has added there."""
+    axis = rank_axis(tensor)
+    if axis is None:
+        return weight
+    numbers = jax.lax.broadcasted_iota(jnp.int32, weight.shape, axis)
+    return jnp.where(numbers < rank, weight, 0.0)
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays
@@ -290,6 +330,9 @@ def optimizer_step(
     state: AdapterState,
     inputs: OptimizerInputs,
     stages: Sequence[GradientNorms] = (),
+    ranks: Int[Array, "M G"] | None = None,
+    *,
+    linears: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[AdapterState, StepResult]:
     """Applies an optimizer step to the slots whose global batch is complete.
 
@@ -302,6 +345,9 @@ def optimizer_step(
         inputs: Settings of the slots; `step_mask` selects the slots that step.
         stages: Measures of the batch on every stage, in the order of the stages, as the
             norm of an adapter is over all of them; empty: there is only this stage.
+        ranks: Rank of each slot's adapter in every adapted linear; None: that of the
+            tables.
+        linears: Row of `ranks` of each layer of the stacks, by name.
 
     References:
         LoRA+, arXiv 2402.12354; those of the optimizers are in their table.
@@ -310,13 +356,28 @@ def optimizer_step(
     tables = state.params, state.optimizer_state
     step = jax.vmap(_adapter_step)
     gradients = _summed(state.pending, inputs.step_mask)
-    tables, result = step(tables, gradients, measured, inputs)
+    of_stacks = _ranks(state.params, ranks, linears)
+    tables, result = step(tables, gradients, measured, inputs, of_stacks)
     # If gradients were emptied before they are used, XLA would copy them on a CPU.
     tables, emptied = jax.lax.optimization_barrier((tables, inputs.step_mask))
     params, optimizer_state = tables
     pending = _emptied(state.pending, emptied)
     new = AdapterState(params=params, optimizer_state=optimizer_state, pending=pending)
     return new, result
+
+
+def _ranks(
+    params: Tables, ranks: jax.Array | None, linears: Mapping[str, Sequence[int]]
+) -> dict[str, Int[Array, "G L"]]:
+    """Returns the ranks in the layers of each stack."""
+    if ranks is not None:
+        return {name: ranks[np.array(linears[name])].T for name in params}
+    found = {}
+    for name, table in params.items():
+        axis = rank_axis(name)
+        rank = 0 if axis is None else table.shape[2 + axis]
+        found[name] = jnp.full(table.shape[:2], rank, jnp.int32)
+    return found
 
 
 def _summed(pending: Pending, step_mask: Bool[Array, " G"]) -> Tables:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.optimizer_state import Kind, evaluated, own_shapes
+from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS
 from jaxlora.hf.names import linear_path
 from jaxlora.modules.trained_tensors import tensor_paths, unpadded
 
 # The parts of a slot's state that outlast a global batch: the weights, and each state
 # tensor of the optimizer, such as `mu`.
-Kind = str
 PARAMS: Kind = "params"
 
 
@@ -44,29 +45,43 @@ class ParkedSlot:
     Attributes:
         params: Trained tensors at the adapter's own rank, float32, by dotted path
             (`layers.0.mlp.up_proj.lora_a`).
-        optimizer_state: State tensors of the job's optimizer, by name, each by path.
+        optimizer_state: State tensors of the job's optimizer, by kind, each by path.
+        optimizer: Name of the optimizer.
 
     Raises:
-        ValueError: Weights and optimizer state differ in paths or shapes.
+        ValueError: The optimizer has no such state for these weights.
     """
 
     params: dict[str, np.ndarray]
-    optimizer_state: dict[str, dict[str, np.ndarray]]
+    optimizer_state: dict[Kind, dict[str, np.ndarray]]
+    optimizer: str = ADAMW.name
 
     def __post_init__(self):
-        shapes = [
-            {path: array.shape for path, array in tensors.items()}
-            for tensors in self.by_kind().values()
-        ]
-        if shapes.count(shapes[0]) < len(shapes):
-            kinds = ", ".join(self.by_kind())
-            raise ValueError(f"{kinds} must have the same paths and shapes.")
+        if self.optimizer not in OPTIMIZERS:
+            return  # it can still be exported
+        shapes = {path: array.shape for path, array in self.params.items()}
+        wanted = own_shapes(self.optimizer, shapes)
+        found = {
+            kind: {path: array.shape for path, array in tensors.items()}
+            for kind, tensors in self.optimizer_state.items()
+            if tensors or kind in wanted
+        }
+        if found != wanted:
+            kinds = ", ".join([PARAMS, *wanted])
+            raise ValueError(
+                f"{kinds} must have the paths and shapes that {self.optimizer} gives "
+                "them."
+            )
 
     @staticmethod
-    def of(tensors: Mapping[Kind, dict[str, np.ndarray]]) -> "ParkedSlot":
+    def of(
+        tensors: Mapping[Kind, dict[str, np.ndarray]], optimizer: str = ADAMW.name
+    ) -> "ParkedSlot":
         """Makes a state from the tensors of each kind, by path."""
         state = {kind: tensors[kind] for kind in tensors if kind != PARAMS}
-        return ParkedSlot(params=tensors[PARAMS], optimizer_state=state)
+        return ParkedSlot(
+            params=tensors[PARAMS], optimizer_state=state, optimizer=optimizer
+        )
 
     def by_kind(self) -> dict[Kind, dict[str, np.ndarray]]:
         """Returns the tensors of each kind, by path."""
@@ -82,18 +97,17 @@ class ParkedSlot:
         def mine(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {p: a for p, a in tensors.items() if p.rpartition(".")[0] in paths}
 
-        return ParkedSlot.of({k: mine(t) for k, t in self.by_kind().items()})
+        kinds = {kind: mine(tensors) for kind, tensors in self.by_kind().items()}
+        return ParkedSlot.of(kinds, self.optimizer)
 
     @staticmethod
     def join(parts: Sequence["ParkedSlot"]) -> "ParkedSlot":
         """Joins the parts of a state in different linears."""
-        kinds = [part.by_kind() for part in parts]
-        return ParkedSlot.of(
-            {
-                kind: {path: a for part in kinds for path, a in part[kind].items()}
-                for kind in kinds[0]
-            }
-        )
+        joined: dict[Kind, dict[str, np.ndarray]] = {}
+        for part in parts:
+            for kind, tensors in part.by_kind().items():
+                joined.setdefault(kind, {}).update(tensors)
+        return ParkedSlot.of(joined, parts[0].optimizer)
 
     def check_like(self, adapter: Adapter) -> None:
         """Checks that the shapes of the state match those of an adapter.
@@ -106,8 +120,22 @@ class ParkedSlot:
             raise ValueError("the parked state has other shapes than the adapter.")
 
     def adapter(self, like: Adapter) -> Adapter:
-        """Returns the weights as an adapter with the modules and ranks of `like`."""
-        return adapter_from_rows(self.params, like)
+        """Returns the adapter as it is evaluated and exported.
+
+        Args:
+            like: Adapter whose modules and ranks are taken.
+        """
+        state = self.optimizer_state
+        weights = {
+            path: evaluated(
+                self.optimizer,
+                path,
+                weight,
+                {kind: state[kind][path] for kind in state if path in state[kind]},
+            )
+            for path, weight in self.params.items()
+        }
+        return adapter_from_rows(weights, like)
 
 
 # Returns the state of a slot as it was when the snapshot was taken; a ValueError says

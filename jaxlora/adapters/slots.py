@@ -2,18 +2,27 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, zero_state
-from jaxlora.adapters.optimizers import OPTIMIZERS, state_names
+from jaxlora.adapters.optimizer import AdapterState, Pending, zero_state
+from jaxlora.adapters.optimizer_state import (
+    Kind,
+    Shape,
+    States,
+    Tables,
+    own_shapes,
+    started,
+    state_shapes,
+)
+from jaxlora.adapters.optimizers import ADAMW, evaluates_other_weights
 from jaxlora.adapters.parked_slot import (
     PARAMS,
-    Kind,
     ParkedSlot,
     ReadSlot,
     adapter_from_rows,
@@ -21,18 +30,16 @@ from jaxlora.adapters.parked_slot import (
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import Stack, to_paths
 from jaxlora.modules.trained_tensors import unpadded
 from jaxlora.sharding.global_arrays import everywhere, put, to_host
-
-Rows = dict[str, Float[Array, "L ..."]]  # of one slot, by name of the stack
 
 # The compiled `read_slot_rows`.
 ReadRows = Callable[[Tables, np.int32], jax.Array]
 # The compiled `write_slot`.
-WriteSlot = Callable[
-    [AdapterState, np.int32, dict[Kind, dict[str, np.ndarray]]], AdapterState
-]
+WriteSlot = Callable[..., AdapterState]
+# The compiled `evaluation_weights`.
+EvaluationWeights = Callable[[Tables, States, np.ndarray], Tables]
 
 
 class SlotTable:
@@ -51,6 +58,7 @@ class SlotTable:
         *,
         read_slot: ReadRows | None = None,
         empty: Callable[[], AdapterState] | None = None,
+        evaluation_weights: EvaluationWeights | None = None,
     ):
         """Makes empty slots.
 
@@ -60,8 +68,11 @@ class SlotTable:
             placement: Where the slots live.
             read_slot: The compiled `read_slot_rows`; None: it is compiled here.
             empty: Makes the state of empty slots; None: `zero_state` does.
+            evaluation_weights: The compiled `evaluation_weights`; None: no optimizer
+                of the run evaluates other weights than those in training.
         """
         self._spec, self._write_slot = spec, write_slot
+        self._evaluation_weights = evaluation_weights
         self._read_slot = read_slot or jax.jit(read_slot_rows)
         self._placement = placement
         assert spec.slots is not None
@@ -79,27 +90,41 @@ class SlotTable:
             rank=np.zeros(shape, np.int32),
         )
         self._upload_settings()
-        # Shapes of each slot's tensors without their padding, by path, and the state
-        # tensors of its optimizer.
-        self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-        self._state_names: dict[int, tuple[str, ...]] = {}
+        # By slot: shapes of the tensors of each kind without their padding, by path,
+        # and the name of the optimizer.
+        self._shapes: dict[int, dict[Kind, dict[str, Shape]]] = {}
+        self._optimizers: dict[int, str] = {}
 
     @property
-    def kept(self) -> dict[Kind, Tables]:
+    def kept(self) -> dict[Kind, Any]:
         """The tables that outlast a global batch, in a fixed order."""
         states = sorted(self.state.optimizer_state.items())
         return {PARAMS: self.state.params, **dict(states)}
 
+    @property
+    def weights(self) -> Tables:
+        """The weights as they are evaluated, which a step would invalidate."""
+        if self._evaluation_weights is None:
+            return self.state.params
+        assert self._spec.slots is not None
+        names = self._spec.slots.optimizers
+        number = np.zeros(self._spec.slots.num_slots, np.int32)
+        for slot, name in self._optimizers.items():
+            number[slot] = names.index(name)
+        return self._evaluation_weights(
+            self.state.params, self.state.optimizer_state, number
+        )
+
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
-        """Puts an adapter into a slot, with empty optimizer state.
+        """Puts an adapter into a slot, with its optimizer's state at the start.
 
         Args:
             slot: An empty slot.
             adapter: The adapter.
             optimizer: Name of its optimizer, which is one of the run's.
         """
-        self._write(slot, {PARAMS: adapter.by_path()})
-        self.activate(slot, adapter, OPTIMIZERS[optimizer].state)
+        self._write(slot, {PARAMS: adapter.by_path()}, optimizer)
+        self.activate(slot, adapter, optimizer)
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
         """Puts a parked state into a slot, which need not be the one that it left.
@@ -114,15 +139,14 @@ class SlotTable:
                 optimizer that is none of the run's.
         """
         parked.check_like(like)
-        self._write(slot, parked.by_kind())
-        self.activate(slot, like, tuple(parked.optimizer_state))
+        self._write(slot, parked.by_kind(), parked.optimizer)
+        self.activate(slot, like, parked.optimizer)
 
-    def activate(
-        self, slot: int, adapter: Adapter, state_names: tuple[str, ...]
-    ) -> None:
-        """Sets a slot's scaling, dropout and state tensors; its weights stay."""
-        self._state_names[slot] = state_names
-        self._shapes[slot] = {p: array.shape for p, array in adapter.by_path().items()}
+    def activate(self, slot: int, adapter: Adapter, optimizer: str) -> None:
+        """Sets a slot's scaling, dropout and optimizer; its weights stay."""
+        shapes = {p: array.shape for p, array in adapter.by_path().items()}
+        self._shapes[slot] = {PARAMS: shapes, **own_shapes(optimizer, shapes)}
+        self._optimizers[slot] = optimizer
         self._clear_settings(slot)
         for name, weights in adapter.modules.items():
             place = self._places[linear_path(name)], slot
@@ -139,12 +163,19 @@ class SlotTable:
         """Empties a slot: weights, optimizer state and settings."""
         self._write(slot, {})
         self._shapes.pop(slot, None)
-        self._state_names.pop(slot, None)
+        self._optimizers.pop(slot, None)
         self._clear_settings(slot)
         self._upload_settings()
 
     def read(self, slot: int, like: Adapter) -> Adapter:
-        """Returns the adapter in a slot, with the modules and ranks of `like`."""
+        """Returns the adapter in a slot, as it is evaluated and exported.
+
+        Args:
+            slot: A slot.
+            like: Adapter whose modules and ranks are taken.
+        """
+        if evaluates_other_weights(self._optimizers.get(slot, ADAMW.name)):
+            return self.copy(slot).adapter(like)
         rows = self._rows(slot, (PARAMS,))
         return adapter_from_rows(rows[PARAMS], like)
 
@@ -156,36 +187,30 @@ class SlotTable:
         """
         if slot not in self._shapes:
             raise ValueError(f"slot {slot} is empty.")
-        shapes, names = self._shapes[slot], self._state_names[slot]
-        rows = self._rows(slot, (PARAMS, *names))
-
-        def own(padded: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            return {p: np.array(padded[p][unpadded(s)]) for p, s in shapes.items()}
-
-        return ParkedSlot.of({kind: own(rows[kind]) for kind in (PARAMS, *names)})
+        shapes = self._shapes[slot]
+        rows = self._rows(slot, tuple(shapes))
+        kinds = {kind: _own(rows[kind], shapes[kind]) for kind in shapes}
+        return ParkedSlot.of(kinds, self._optimizers[slot])
 
     def snapshot(self) -> ReadSlot:
         """Copies all slots to the host, between two global batches; see `ReadSlot`."""
-        stacks, shapes = self._spec.stacks, dict(self._shapes)
-        names = {slot: (PARAMS, *of) for slot, of in self._state_names.items()}
+        shapes, optimizers = dict(self._shapes), dict(self._optimizers)
         tables = to_host(self.kept)
 
         def read(slot: int) -> ParkedSlot:
             if slot not in shapes:
                 raise ValueError(f"slot {slot} is empty.")
-            tensors = {}
-            for kind in names[slot]:
-                rows = {
-                    name: np.asarray(table)[slot]
-                    for name, table in tables[kind].items()
-                }
-                paths = to_paths(stacks, rows, axis=0)
-                tensors[kind] = {
-                    p: paths[p][unpadded(s)] for p, s in shapes[slot].items()
-                }
-            return ParkedSlot.of(tensors)
+            kinds = {}
+            for kind, own in shapes[slot].items():
+                rows = {n: np.asarray(table)[slot] for n, table in tables[kind].items()}
+                kinds[kind] = _own(to_paths(self._stacks(rows), rows, axis=0), own)
+            return ParkedSlot.of(kinds, optimizers[slot])
 
         return read
+
+    def _stacks(self, rows: Mapping[str, Any]) -> list[Stack]:
+        """Returns the stacks that have tables of a kind."""
+        return [stack for stack in self._spec.stacks if stack.name in rows]
 
     def _rows(
         self, slot: int, kinds: Sequence[Kind]
@@ -194,47 +219,51 @@ class SlotTable:
         if not self._spec.stacks:
             return {kind: {} for kind in kinds}
         kept, number = self.kept, np.int32(slot)
-        # One program reads all kinds, which have the same shapes.
+        # One program reads all kinds of the same shapes and dtypes.
         flat_kinds = jax.device_get(
             everywhere([self._read_slot(kept[kind], number) for kind in kinds])
         )
-        shapes = self._stack_shapes()
-        ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
-        return {
-            kind: to_paths(
-                self._spec.stacks,
-                {
-                    name: part.reshape(shape)
-                    for (name, shape), part in zip(
-                        shapes.items(), np.split(flat, ends[:-1]), strict=True
-                    )
-                },
-                axis=0,
-            )
-            for kind, flat in zip(kinds, flat_kinds, strict=True)
-        }
-
-    def _stack_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of a slot's rows in each stack, by name, in the order of the names."""
-        shapes = self._spec.adapter_shapes()
-        return {name: shapes[name].shape[1:] for name in sorted(shapes)}
+        found = {}
+        for kind, flat in zip(kinds, flat_kinds, strict=True):
+            shapes = {name: kept[kind][name].shape[1:] for name in sorted(kept[kind])}
+            ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+            parts = np.split(flat, ends[:-1])
+            rows = {
+                name: part.reshape(shape)
+                for (name, shape), part in zip(shapes.items(), parts, strict=True)
+            }
+            found[kind] = to_paths(self._stacks(rows), rows, axis=0)
+        return found
 
     def _write(
-        self, slot: int, tensors: Mapping[Kind, Mapping[str, np.ndarray]]
+        self,
+        slot: int,
+        tensors: Mapping[Kind, Mapping[str, np.ndarray]],
+        optimizer: str | None = None,
     ) -> None:
-        """Writes tensors by path, without padding; what is not given becomes zero."""
-        shapes, kinds = self._stack_shapes(), tuple(self.kept)
-        if unknown := sorted(tensors.keys() - set(kinds)):
+        """Writes tensors by path, without padding, and zeros where none are given.
+
+        Of weights alone, the state of the optimizer begins.
+        """
+        kept = self.kept
+        if unknown := sorted(k for k in tensors.keys() - kept.keys() if tensors[k]):
             raise ValueError(f"the slots have no state {unknown[0]!r} of an optimizer.")
         # One of the sets of kinds in `row_shapes`, each of which has a program.
-        written = kinds if len(tensors) > 1 else tuple(tensors)
+        written = tuple(kept) if len(tensors) > 1 else tuple(tensors)
         rows: dict[Kind, dict[str, np.ndarray]] = {}
         for kind in written:
-            rows[kind] = {n: np.zeros(s, np.float32) for n, s in shapes.items()}
-            tables = to_paths(self._spec.stacks, rows[kind], axis=0)  # views
+            rows[kind] = {
+                name: np.zeros(table.shape[1:], table.dtype)
+                for name, table in kept[kind].items()
+            }
+            views = to_paths(self._stacks(rows[kind]), rows[kind], axis=0)
             for path, tensor in tensors.get(kind, {}).items():
-                tables[path][unpadded(tensor.shape)] = tensor
-        self.state = self._write_slot(self.state, np.int32(slot), rows)
+                views[path][unpadded(tensor.shape)] = tensor
+        args = self.state, np.int32(slot), rows
+        if written == (PARAMS,):
+            assert self._spec.slots is not None
+            args = *args, np.int32(self._spec.slots.optimizers.index(optimizer))
+        self.state = self._write_slot(*args)
 
     def _clear_settings(self, slot: int) -> None:
         for values in jax.tree.leaves(self._host_settings):
@@ -247,31 +276,38 @@ class SlotTable:
         self.settings: SlotSettings = put(copies, where)
 
 
-def row_shapes(
-    spec: DecoderSpec,
-) -> dict[str, dict[Kind, dict[str, jax.ShapeDtypeStruct]]]:
-    """Returns the shapes of what `write_slot` writes, by what is done to the slot.
+def row_shapes(spec: DecoderSpec) -> dict[str, tuple[Any, ...]]:
+    """Returns what `write_slot` takes besides a slot, by what is done to the slot.
 
     A slot is emptied, started with weights alone, or restored with all its state.
 
     Args:
         spec: The decoder, or one stage of it.
     """
-    rows = {
-        name: jax.ShapeDtypeStruct(shape.shape[1:], jnp.float32)
-        for name, shape in spec.adapter_shapes().items()
-    }
     assert spec.slots is not None
-    kinds = PARAMS, *state_names(spec.slots.optimizers)
-    return {
-        "starting a job": {PARAMS: rows},
-        "emptying a slot": {},
-        "restoring a job": dict.fromkeys(kinds, rows),
+    tables = spec.adapter_shapes()
+    kept = {PARAMS: tables, **state_shapes(spec.slots.optimizers, tables)}
+    rows = {
+        kind: {n: jax.ShapeDtypeStruct(t.shape[1:], t.dtype) for n, t in own.items()}
+        for kind, own in kept.items()
     }
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    found: dict[str, tuple[Any, ...]] = {
+        "starting a job": ({PARAMS: rows[PARAMS]}, number),
+        "emptying a slot": ({},),
+    }
+    if len(rows) > 1:
+        found["restoring a job"] = (rows,)
+    return found
 
 
 def write_slot(
-    state: AdapterState, slot: Int[Array, ""], rows: dict[Kind, Rows]
+    state: AdapterState,
+    slot: Int[Array, ""],
+    rows: dict[Kind, dict[str, Shaped[Array, "L ..."]]],
+    optimizer: Int[Array, ""] | None = None,
+    *,
+    optimizers: Sequence[str] = (ADAMW.name,),
 ) -> AdapterState:
     """Replaces the state of a slot, and discards its pending gradients.
 
@@ -280,9 +316,14 @@ def write_slot(
         slot: Number of the slot, int32.
         rows: Weights and optimizer state of the slot, by kind, for each stack. Kinds
             that are absent become zero, without a copy from the host.
+        optimizer: Number of the optimizer whose state begins with these weights, int32;
+            None: no job begins.
+        optimizers: Names of the optimizers of the run.
     """
+    if optimizer is not None:
+        rows = rows | started(rows[PARAMS], optimizer, optimizers)
 
-    def written(tables: Tables, kind: Kind) -> Tables:
+    def written(tables: Any, kind: Kind) -> Any:
         new = rows.get(kind, dict.fromkeys(tables, 0.0))
         return {name: _with_row(t, slot, new[name]) for name, t in tables.items()}
 
@@ -303,6 +344,13 @@ def write_slot(
     )
 
 
+def _own(
+    padded: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]
+) -> dict[str, np.ndarray]:
+    """Copies tensors without the padding of smaller ranks."""
+    return {path: np.array(padded[path][unpadded(s)]) for path, s in shapes.items()}
+
+
 def _with_row(
     table: Shaped[Array, "..."],
     slot: Int[Array, ""],
@@ -318,6 +366,8 @@ def _with_row(
     )
 
 
-def read_slot_rows(tables: Tables, slot: Int[Array, ""]) -> Float[Array, " N"]:
+def read_slot_rows(
+    tables: dict[str, Shaped[Array, "G L ..."]], slot: Int[Array, ""]
+) -> Shaped[Array, " N"]:
     """Concatenates a slot's rows of a kind, as many small transfers are slow."""
     return jnp.concatenate([tables[name][slot].ravel() for name in sorted(tables)])

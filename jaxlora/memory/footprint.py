@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.optimizers import state_names
+from jaxlora.adapters.optimizer_state import state_shapes
+from jaxlora.adapters.optimizers import OPTIMIZERS
 from jaxlora.memory.inputs import batch_shapes
 from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.scheduler import Limits
 
+_MIXED_COPIES = 4  # of a slot's weights: gradients, moments and updates in float32
 _EXCHANGED_COPIES = 2  # of a slot's gradients: those sent, and those received
 _HEAD_ROWS = 1024  # rows of logits that the loss computes at a time
 _LOGIT_BYTES = 6  # a logit is held in float32 and in bfloat16
@@ -78,8 +81,7 @@ class Footprint:
             bytes are free.
         scratch_bytes: Further bytes that are needed only while the fixed bytes are
             free, and do not depend on the tokens.
-        adapter_copies: Number of copies of the adapters' shapes in `adapter_bytes`:
-            weights, gradients, and each state tensor of the optimizers.
+        gradient_bytes: The part of `adapter_bytes` that a checkpoint does not copy.
     """
 
     base_bytes: int
@@ -89,7 +91,7 @@ class Footprint:
     bytes_per_token: float
     transient_bytes_per_token: float = 0.0
     scratch_bytes: int = 0
-    adapter_copies: int = 4
+    gradient_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -123,7 +125,7 @@ class Footprint:
 
     def _checkpoint_bytes(self) -> int:
         """Bytes of the copies while a checkpoint is taken: of all but gradients."""
-        return self.adapter_bytes // self.adapter_copies * (self.adapter_copies - 1)
+        return self.adapter_bytes - self.gradient_bytes
 
 
 @functools.lru_cache(maxsize=64)  # the same for all capacities that a choice tries
@@ -134,20 +136,22 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
         spec: The decoder, or one stage of it.
         use: How the device is used.
     """
-    slots = num_bytes(spec.adapter_shapes())
-    copies = 2 + _num_states(spec)
+    gradients = math.ceil(num_bytes(spec.adapter_shapes()) / use.num_replicas)
+    state = math.ceil(_state_bytes(spec) / use.num_replicas)
     return Footprint(
         base_bytes=shard_bytes(spec.base_shapes(), use.num_shards),
-        adapter_bytes=copies * math.ceil(slots / use.num_replicas),
-        adapter_copies=copies,
+        adapter_bytes=2 * gradients + state,
+        gradient_bytes=gradients,
         fixed_bytes=0,
         bytes_per_token=0.0,
     )
 
 
-def _num_states(spec: DecoderSpec) -> int:
-    """Number of state tensors of the run's optimizers, each as large as the weights."""
-    return 0 if spec.slots is None else len(state_names(spec.slots.optimizers))
+def _state_bytes(spec: DecoderSpec) -> int:
+    """Bytes of the state of the run's optimizers in all slots."""
+    if spec.slots is None:
+        return 0
+    return num_bytes(state_shapes(spec.slots.optimizers, spec.adapter_shapes()))
 
 
 def stage_measured(
@@ -231,9 +235,27 @@ def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
     if jax.default_backend() == "cpu" and shapes:
         # XLA copies the state before it replaces it, but for the last array.
         largest = max(num_bytes(shape) for shape in shapes.values())
-        copied = max(0, _num_states(spec) * num_bytes(shapes) - largest)
+        copied = max(0, _state_bytes(spec) - largest)
         at_step = copied // use.num_replicas
+    elif spec.slots is not None:
+        at_step = _stepped_bytes(spec, spec.slots) // use.num_replicas
     return max(at_sum, at_step)
+
+
+def _stepped_bytes(spec: DecoderSpec, slots: SlotShape) -> int:
+    """Bytes of weights and state after a step, where they do not replace those before.
+
+    They do if there is one optimizer, and each of its elements steps by itself. One
+    that mixes elements takes some copies of a slot's weights on the way.
+    """
+    mixes = any(OPTIMIZERS[name].mixes_elements for name in slots.optimizers)
+    if len(slots.optimizers) == 1 and not mixes:
+        return 0
+    shapes = spec.adapter_shapes()
+    weights = num_bytes(shapes)
+    states = (num_bytes(state_shapes([name], shapes)) for name in slots.optimizers)
+    on_the_way = _MIXED_COPIES * weights // slots.num_slots if mixes else 0
+    return weights + max(states) + on_the_way
 
 
 def gathered_bytes(spec: DecoderSpec, use: StageUse) -> int:

@@ -233,6 +233,15 @@ class DecoderSpec:
                     stacks.append(Stack(name=tensor_path(name, tensor), paths=paths))
         return tuple(stacks)
 
+    @functools.cached_property
+    def linears_of_stacks(self) -> dict[str, tuple[int, ...]]:
+        """Number in `adapted` of each linear of the stacks, by name of the stack."""
+        numbers = {path: number for number, path in enumerate(self.adapted)}
+        return {
+            stack.name: tuple(numbers[p.rpartition(".")[0]] for p in stack.paths)
+            for stack in self.stacks
+        }
+
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""
         return stacked_shapes(self.stacks, self.shapes(nnx.LoRAParam))

@@ -64,7 +64,7 @@ def to_paths(
     """
     before = (slice(None),) * axis
     return {
-        path: arrays[stack.name][*before, i]
+        path: arrays[stack.name][*before, i, ...]
         for stack in stacks
         for i, path in enumerate(stack.paths)
     }

@@ -136,6 +136,19 @@ def tensor_of(path: str) -> TrainedTensor:
     raise ValueError(f"{path!r} is no name of a trained tensor.")
 
 
+def rank_axis(name: str) -> int | None:
+    """Axis of the rank in a trained tensor of this name; None: it has none."""
+    dimensions = tensor_of(name).dimensions
+    return dimensions.index("R") if "R" in dimensions else None
+
+
+def feature_axis(name: str) -> int:
+    """Axis of the input or output features in a trained matrix of this name."""
+    axis = rank_axis(name)
+    assert axis is not None, f"{name} has no rank"
+    return 1 - axis
+
+
 def common_rank(tensors: Sequence[TrainedTensor], arrays: Sequence[Any]) -> int | None:
     """Rank of the tensors of one linear; None if their ranks differ.
 

@@ -162,7 +162,7 @@ class Program:
         return (
             jax_config.trace_context(),
             jax.config.read("jax_disable_most_optimizations"),
-            *[leaf.shape for leaf in varying],
+            *[(leaf.shape, leaf.dtype) for leaf in varying],
         )
 
 

@@ -12,7 +12,7 @@ import xxhash
 from pydantic import Field
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.parked_slot import Kind
+from jaxlora.adapters.optimizer_state import Kind
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
@@ -139,12 +139,20 @@ class SavedTensors:
             in which the arrays hold them.
         checksums: XXH3 of the array of each kind: the weights, and each state tensor
             of the job's optimizer.
+        state_shapes: Shapes of the tensors of each kind that differ from `shapes`.
     """
 
     __pydantic_config__ = STRICT
 
     shapes: dict[str, Annotated[list[Size], Field(min_length=1, max_length=2)]]
     checksums: dict[Kind, str]
+    state_shapes: dict[Kind, dict[str, list[Size]]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def shapes_of(self, kind: Kind) -> dict[str, list[int]]:
+        """Shape of each tensor of a kind, in the order of its array."""
+        return self.state_shapes.get(kind, self.shapes)
 
     def check(self, name: str, adapter: SavedAdapter) -> None:
         """Checks that the tensors are those of an adapter.

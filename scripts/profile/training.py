@@ -208,7 +208,8 @@ class Training:
         (stage,), (table,) = self.layout.stages, self.slots.tables
         for batch in batches:
             self.accumulate(batch)
-        table.state, result = stage.steps.step(table.state, self._first_inputs, ())
+        args = table.state, self._first_inputs, (), table.settings.rank
+        table.state, result = stage.steps.step(*args)
         return functools.partial(jax.block_until_ready, result)
 
     def is_finite(self, made: Any) -> bool:

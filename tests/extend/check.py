@@ -46,7 +46,7 @@ def make_jobs(folder: pathlib.Path) -> list[LoraJob]:
     changes = {
         "plain": {},
         "dora": {"use_dora": True},
-        "sgd": {"optimizer": "sgd", "optimizer_args": {"momentum": 0.8}},
+        "adagrad": {"optimizer": "adagrad", "optimizer_args": {"eps": 1e-6}},
         "means": {"objective": "sample_mean"},
     }
     return [

@@ -121,6 +121,7 @@ class Layout:
                 stage.placement,
                 read_slot=stage.steps.read_slot,
                 empty=stage.steps.make_empty,
+                evaluation_weights=stage.steps.evaluation_weights,
             )
             for stage in self.stages
         ]

@@ -194,12 +194,20 @@ def _updates(
         found.append(steps.exchange.prepare(state.pending, slot, what=what))
     inputs = optimizer_inputs({}, stage.spec.slots)
     step = steps.step.prepare(
-        state, inputs, tuple(measured), what=f"optimizer step{name}"
+        *(state, inputs, tuple(measured), table.settings.rank),
+        what=f"optimizer step{name}",
     )
     number = jax.ShapeDtypeStruct((), "int32")
     writes = [
-        steps.write_slot.prepare(state, number, rows, what=f"{what}{name}")
+        steps.write_slot.prepare(state, number, *rows, what=f"{what}{name}")
         for what, rows in row_shapes(stage.spec).items()
     ]
-    read = steps.read_slot.prepare(state.params, number, what=f"reading a slot{name}")
-    return [*found, step, steps.empty.prepare(), *writes, read]
+    reads = {
+        steps.read_slot.prepare(kind, number, what=f"reading a slot{name}"): None
+        for kind in table.kept.values()
+    }
+    if steps.evaluation_weights is not None:
+        args = state.params, state.optimizer_state, inputs.optimizer
+        what = f"weights to evaluate{name}"
+        found.append(steps.evaluation_weights.prepare(*args, what=what))
+    return [*found, step, steps.empty.prepare(), *writes, *reads]

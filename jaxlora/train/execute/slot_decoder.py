@@ -37,7 +37,7 @@ class SlotDecoder:
             return LoadedDecoder(
                 spec=_plain(stages[0].spec),
                 base=self._base,
-                adapters=table.state.params,
+                adapters=table.weights,
                 settings=table.settings,
             )
         if self._bases is None:
@@ -48,7 +48,7 @@ class SlotDecoder:
                     spec=_plain(stage.spec),
                     mesh=mesh,
                     base=base,
-                    adapters=table.state.params,
+                    adapters=table.weights,
                     settings=table.settings,
                 )
                 for stage, mesh, base, table in zip(

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlora.adapters.optimizer import Pending, Tables
+from jaxlora.adapters.optimizer import Pending
+from jaxlora.adapters.optimizer_state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys, run_stage

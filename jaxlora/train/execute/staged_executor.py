@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.optimizer_state import Tables
 from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import (
@@ -168,12 +169,13 @@ class StagedExecutor:
     def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
         """Returns the mean loss and metrics over held-out samples, by slot."""
         batches = {slot: job.eval_batch(slot) for slot, job in jobs.items()}
+        weights = [table.weights for table in self.slots.tables]
         ranges = {slot: dict(job.eval_ranges) for slot, job in jobs.items()}
         queued, numbers = [], []
         for number, sets in enumerate(_rounds(batches, ranges)):
             for tick in self._evaluation_ticks(batches, sets):
                 packed = pack_tick(tick, batches, self._limits, self._objectives)
-                queued.append(self._evaluate(packed))
+                queued.append(self._evaluate(packed, weights))
                 numbers.append(number)
         wanted = [({"loss": o.loss} | o.metrics, o.is_finite) for o in queued]
         host = jax.device_get(everywhere(wanted))
@@ -206,9 +208,12 @@ class StagedExecutor:
         """Returns the log likelihood of the targets of each sample, in nats."""
         batches, size = {slot: batch}, batch.objective.group_size
         out, queued = np.zeros(len(batch.samples)), []
+        weights = [table.weights for table in self.slots.tables]
         for tick in self._evaluation_ticks(batches, _all_groups(batches)):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
-            queued.append((tick, packed.segment_ids, self._evaluate(packed).nll))
+            queued.append(
+                (tick, packed.segment_ids, self._evaluate(packed, weights).nll)
+            )
         found = jax.device_get(everywhere([nll for *_, nll in queued]))
         for (tick, segments, _), nll in zip(queued, found, strict=True):
             lanes = len(tick), -1
@@ -266,13 +271,13 @@ class StagedExecutor:
             for queue in queues
         ]
 
-    def _evaluate(self, packed: PackedBatch) -> JobLosses:
-        """Queues an evaluation of a tick."""
+    def _evaluate(self, packed: PackedBatch, weights: Sequence[Tables]) -> JobLosses:
+        """Queues an evaluation of a tick with weights of each stage."""
         h: tuple[Any, ...] = ()  # what the stage before returned
         uploaded = self._upload(packed)
         for number, stage in enumerate(self._layout.stages):
             table, placement = self.slots.tables[number], stage.placement
-            args = self._bases[number], table.state.params, table.settings
+            args = self._bases[number], weights[number], table.settings
             h = tuple(jax.device_put(x, placement.sharding(placement.rows)) for x in h)
             h = (stage.steps.evaluate(*args, uploaded[number], *h),)
         return h[0]

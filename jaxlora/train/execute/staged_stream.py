@@ -218,7 +218,8 @@ class StagedStream:
         """Queues optimizer steps on one stage."""
         table, run = self._tables[stage], self._layout.stages[stage].steps.step
         measured = steps.measured[stage]
-        table.state, result = run(table.state, steps.inputs, measured)
+        args = table.state, steps.inputs, measured, table.settings.rank
+        table.state, result = run(*args)
         steps.results.append(everywhere(result))
         if stage:
             return

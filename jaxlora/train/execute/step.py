@@ -16,6 +16,8 @@ from jaxlora.adapters.optimizer import (
     optimizer_step,
     state_shardings,
 )
+from jaxlora.adapters.optimizer_state import evaluation_weights
+from jaxlora.adapters.optimizers import OPTIMIZERS, evaluates_other_weights
 from jaxlora.adapters.slots import read_slot_rows, write_slot
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
@@ -71,6 +73,8 @@ class CompiledSteps:
         empty: Makes the state of empty slots.
         write_slot: Replaces the state of a slot; see `jaxlora.adapters.slots`.
         read_slot: Reads rows of a slot; see `jaxlora.adapters.slots`.
+        evaluation_weights: Makes the weights that are evaluated; None: no optimizer
+            evaluates other weights than those in training.
     """
 
     def __init__(self, spec: DecoderSpec, placement: StageSharding = ONE_DEVICE):
@@ -81,6 +85,7 @@ class CompiledSteps:
             placement: The devices of the stage.
         """
         self._spec, self._placement = spec, placement
+        self.evaluation_weights: Program | None = None
         self._make_passes()
         self._make_updates()
         if spec.slots is not None:
@@ -88,7 +93,7 @@ class CompiledSteps:
 
     def _program(self, what, run, takes, gives, *, varies=(), **options) -> Program:
         jitted = _jitted(run, self._placement, takes, gives, **options)
-        identity = "training", what, self._spec, self._placement, options
+        identity = "training", what, self._spec, self._placement, options, self._codes
         return Program(jitted, what, identity, varies=varies)
 
     def _make_passes(self) -> None:
@@ -133,6 +138,13 @@ class CompiledSteps:
             compiler_options=evaluation_options(spec),
         )
 
+    @property
+    def _codes(self) -> tuple[str, ...]:
+        """Tells the code of optimizers apart that is not in this package."""
+        slots = self._spec.slots
+        names = () if slots is None else slots.optimizers
+        return tuple(OPTIMIZERS[name].fingerprint for name in names)
+
     def _make_updates(self) -> None:
         p, slots = self._placement, self._placement.by_slot
         self.exchange = self._program(
@@ -148,8 +160,8 @@ class CompiledSteps:
         )
         self.step = self._program(
             "optimizer step",
-            optimizer_step,
-            (self._state_specs, slots, slots),
+            functools.partial(optimizer_step, linears=self._spec.linears_of_stacks),
+            (self._state_specs, slots, slots, p.by_linear_and_slot),
             (self._state_specs, slots),
             varies=(2,),
             donate_argnums=0,
@@ -162,7 +174,7 @@ class CompiledSteps:
         def program(what: str, run: Any, varies: Sequence[int], **options) -> Program:
             # `partial` makes a new function, because jit caches programs by function.
             jitted = jax.jit(functools.partial(run), compiler_options=_SHORT, **options)
-            identity = "training", what, spec, p, _SHORT
+            identity = "training", what, spec, p, _SHORT, self._codes
             return Program(jitted, what, identity, varies=varies)
 
         given = spec.adapter_shapes(), slots.num_slots, p, slots.optimizers
@@ -174,11 +186,22 @@ class CompiledSteps:
         )
         written = None if p.mesh is None else _shardings(p, self._state_specs)
         self.write_slot = program(
-            *("writing a slot", write_slot, (2,)),
+            "writing a slot",
+            functools.partial(write_slot, optimizers=slots.optimizers),
+            (2,),
             donate_argnums=0,
             out_shardings=written,
         )
-        self.read_slot = program("reading a slot", read_slot_rows, ())
+        self.read_slot = program("reading a slot", read_slot_rows, (0,))
+        if any(map(evaluates_other_weights, slots.optimizers)):
+            by_slot = p.by_slot
+            self.evaluation_weights = self._program(
+                "weights to evaluate",
+                functools.partial(evaluation_weights, optimizers=slots.optimizers),
+                (by_slot, by_slot, by_slot),
+                by_slot,
+                compiler_options=_SHORT,
+            )
 
     def make_empty(self) -> AdapterState:
         """Makes the state of empty slots; a run logs the program with its others."""

@@ -111,16 +111,21 @@ class Checkpoints:
                 "output_dir."
             )
         arrays = {
-            array_name(job, kind): _flat(tensors, state)
+            array_name(job, kind): _flat(tensors)
             for job, state in parked.items()
             for kind, tensors in state.by_kind().items()
         }
         tensors = {
             job: SavedTensors(
-                shapes={path: list(a.shape) for path, a in state.params.items()},
+                shapes=_shapes(state.params),
                 checksums={
                     kind: checksum(arrays[array_name(job, kind)])
                     for kind in state.by_kind()
+                },
+                state_shapes={
+                    kind: _shapes(tensors)
+                    for kind, tensors in state.optimizer_state.items()
+                    if _shapes(tensors) != _shapes(state.params)
                 },
             )
             for job, state in parked.items()
@@ -202,6 +207,10 @@ def _is_not_raised_as_well(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def _flat(tensors: Mapping[str, np.ndarray], state: ParkedSlot) -> np.ndarray:
-    """Concatenates the tensors of one kind in one array, in the order of `params`."""
-    return np.concatenate([tensors[path].ravel() for path in state.params])
+def _flat(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Concatenates the tensors of one kind, in their order."""
+    return np.concatenate([tensor.ravel() for tensor in tensors.values()])
+
+
+def _shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
+    return {path: list(tensor.shape) for path, tensor in tensors.items()}

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 from jaxlora.adapters.export_record import read_export
-from jaxlora.adapters.parked_slot import Kind
+from jaxlora.adapters.optimizer_state import Kind
 from jaxlora.common.atomic import find_complete_folder, replace_folder, sync_files
 from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob

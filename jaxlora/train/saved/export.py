@@ -20,6 +20,8 @@ from jaxlora.adapters.export_record import (
     read_export,
 )
 from jaxlora.adapters.model_card import write_card
+from jaxlora.adapters.optimizers import evaluates_other_weights
+from jaxlora.adapters.parked_slot import PARAMS
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.common.atomic import (
     find_complete_folder,
@@ -116,7 +118,10 @@ def export_checkpoint(
 def _read_run(folder: pathlib.Path) -> _Run:
     record, checkpoint = read_run_record(folder), None
     if newest_checkpoint(folder / CHECKPOINTS) is not None:
-        checkpoint = read_newest(folder / CHECKPOINTS, ["params"])
+        checkpoint = read_newest(folder / CHECKPOINTS)
+        optimizers = map(checkpoint.optimizer, checkpoint.tensors)
+        kinds = None if any(map(evaluates_other_weights, optimizers)) else [PARAMS]
+        checkpoint = read_newest(folder / CHECKPOINTS, kinds)
     elif record is None:
         raise CheckpointError(f"{folder} holds no checkpoints, so it is no run.")
     saved = {} if checkpoint is None else checkpoint.run.identity.jobs

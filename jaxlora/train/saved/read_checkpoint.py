@@ -11,9 +11,12 @@ import safetensors
 import xxhash
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.parked_slot import PARAMS, Kind, ParkedSlot
+from jaxlora.adapters.optimizer_state import Kind
+from jaxlora.adapters.optimizers import evaluates_other_weights
+from jaxlora.adapters.parked_slot import PARAMS, ParkedSlot
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError
+from jaxlora.run.identity import OLDER_JOBS
 from jaxlora.run.saved_run import (
     SavedCheckpoint,
     SavedRun,
@@ -45,12 +48,22 @@ class ReadCheckpoint:
     tensors: dict[str, dict[Kind, dict[str, np.ndarray]]]
 
     def adapter(self, job: str) -> Adapter:
-        """Returns the adapter of a job; its weights must have been read."""
-        return self.run.adapters[job].adapter(self.tensors[job]["params"])
+        """Returns the adapter of a job as it is exported.
+
+        Its weights must have been read; all kinds, if `evaluates_other_weights`.
+        """
+        adapter = self.run.adapters[job].adapter(self.tensors[job][PARAMS])
+        if not evaluates_other_weights(self.optimizer(job)):
+            return adapter
+        return self.parked(job).adapter(adapter)
 
     def parked(self, job: str) -> ParkedSlot:
         """Returns the state of a job's slot; all kinds must have been read."""
-        return ParkedSlot.of(self.tensors[job])
+        return ParkedSlot.of(self.tensors[job], self.optimizer(job))
+
+    def optimizer(self, job: str) -> str:
+        """Returns the name of a job's optimizer."""
+        return (OLDER_JOBS | self.run.identity.jobs[job])["optimizer"]
 
 
 def newest_checkpoint(folder: pathlib.Path) -> int | None:
@@ -159,11 +172,12 @@ def _split(array: np.ndarray, saved: SavedTensors, kind: Kind) -> dict[str, np.n
     Raises:
         ValueError: The array is not the one that was saved.
     """
-    size = sum(math.prod(shape) for shape in saved.shapes.values())
+    shapes = saved.shapes_of(kind)
+    size = sum(math.prod(shape) for shape in shapes.values())
     if array.shape != (size,) or checksum(array) != saved.checksums.get(kind):
         raise ValueError(f"the checksum of {kind} does not match")
     tensors, start = {}, 0
-    for path, shape in saved.shapes.items():
+    for path, shape in shapes.items():
         end = start + math.prod(shape)
         tensors[path] = array[start:end].reshape(shape)
         start = end

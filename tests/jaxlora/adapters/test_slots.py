@@ -1,13 +1,15 @@
 """The state of a slot is a value: parked, and restored elsewhere, it loses nothing."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.adapters.optimizer import OptimizerInputs, optimizer_step
+from jaxlora.adapters.optimizer import OptimizerInputs
+from jaxlora.adapters.optimizers import OPTIMIZERS
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.config import model_config
@@ -19,34 +21,36 @@ from jaxlora.modules.trained_tensors import rate_ratios, unpadded
 from jaxlora.train.execute.step import CompiledSteps
 from tests import tiny
 
-STEP = jax.jit(optimizer_step)
+ADAMW, EVERY = ("adamw",), tuple(sorted(OPTIMIZERS))
 
 
-def make_table(rank: int) -> SlotTable:
+@functools.cache
+def programs(spec: DecoderSpec) -> CompiledSteps:
+    return CompiledSteps(spec)
+
+
+def make_table(rank: int, optimizers=ADAMW) -> SlotTable:
     spec = DecoderSpec(
         config=model_config(tiny.CONFIG),
         options=DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
-        slots=SlotShape(num_slots=3, rank=rank),
+        slots=SlotShape(num_slots=3, rank=rank, optimizers=optimizers),
         adapted=tuple(
             f"layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qv"
         ),
     )
-    return SlotTable(spec, CompiledSteps(spec).write_slot)
+    steps = programs(spec)
+    return SlotTable(
+        spec,
+        steps.write_slot,
+        read_slot=steps.read_slot,
+        empty=steps.make_empty,
+        evaluation_weights=steps.evaluation_weights,
+    )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tables():
-    """Makes tables whose programs are compiled once."""
-    made = {rank: make_table(rank) for rank in (4, 6)}
-    empty = {rank: table.state for rank, table in made.items()}
-
-    def make(rank: int) -> SlotTable:
-        table = make_table(rank)
-        table._write_slot = made[rank]._write_slot
-        table.state = jax.tree.map(jnp.copy, empty[rank])
-        return table
-
-    return make
+    return make_table
 
 
 def train(table: SlotTable, slot: int, adapter, seed: int, steps: range) -> None:
@@ -62,18 +66,26 @@ def train(table: SlotTable, slot: int, adapter, seed: int, steps: range) -> None
         def row(value, dtype=np.float32):
             return np.array([value if i == slot else 0 for i in range(3)], dtype)
 
+        names, own = table._spec.slots.optimizers, table._optimizers[slot]
+        values = {
+            name: {
+                key: row(one.default) for key, one in OPTIMIZERS[name].settings.items()
+            }
+            for name in names
+        }
         inputs = OptimizerInputs(
             step_mask=row(True, np.bool_),
             count=row(step, np.int32),
             learning_rate=row(0.01),
             rate_ratio=rate_ratios(lambda ratio: row(2.0)),
             weight_decay=row(0.1),
-            settings={"adamw": {"b1": row(0.9), "b2": row(0.999), "eps": row(1e-8)}},
-            optimizer=np.zeros(3, np.int32),
+            settings=values,
+            optimizer=row(names.index(own), np.int32),
             max_norm=row(np.inf),
         )
         state = dataclasses.replace(table.state, pending=pending)
-        table.state, _ = STEP(state, inputs)
+        step = programs(table._spec).step
+        table.state, _ = step(state, inputs, (), table.settings.rank)
 
 
 def park(table: SlotTable, slot: int) -> ParkedSlot:
@@ -131,6 +143,49 @@ def test_a_parked_job_continues_with_the_same_bits(tables, adapters, rank, slot)
     assert is_equal(park(arrived, slot), park(stayed, 0))
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_the_state_of_every_optimizer_moves_to_another_slot(tables, adapters, name):
+    """It goes on with the same bits, and fits slots of a larger rank unchanged."""
+    job, other = adapters
+    stayed, left = tables(4, EVERY), tables(4, EVERY)
+    for table in (stayed, left):
+        table.load(0, job, name)
+        train(table, 0, job, seed=1, steps=range(2))
+    parked = park(left, 0)
+    assert parked.optimizer == name and len(parked.by_kind()) > 1
+    for optimizer in (name, "adamw"):
+        left.load(2, other, optimizer)
+        train(left, 2, other, seed=2, steps=range(1))
+    left.restore(2, parked, job)
+    train(left, 2, job, seed=1, steps=range(2, 4))
+    train(stayed, 0, job, seed=1, steps=range(2, 4))
+    assert is_equal(left.copy(2), stayed.copy(0))
+    assert is_equal(left.snapshot()(2), left.copy(2))
+    larger = tables(6, EVERY)
+    larger.restore(1, parked, job)
+    assert is_equal(larger.copy(1), parked)
+
+
+def test_an_average_is_read_and_exported(tables, adapters):
+    """From a slot, from a parked state, and in an evaluation on the device."""
+    job, _ = adapters
+    table = tables(4, EVERY)
+    table.load(1, job, "schedule_free_adamw")
+    start = table.read(1, job).by_path()
+    for path, weight in job.by_path().items():
+        np.testing.assert_allclose(start[path], weight, rtol=1e-6)
+    train(table, 1, job, seed=1, steps=range(3))
+    kinds, found = table.copy(1).by_kind(), table.read(1, job).by_path()
+    evaluated = to_paths(table._spec.stacks, table.weights, axis=1)
+    for path, y in kinds["params"].items():
+        b1 = kinds["schedule_free_adamw.b1"][path]
+        x = (y - (1 - b1) * kinds["z"][path]) / b1
+        assert b1 == np.float32(0.9) and np.abs(x - y).max() > 1e-4
+        np.testing.assert_array_equal(found[path], x)
+        own = np.asarray(evaluated[path])[1][unpadded(x.shape)]
+        np.testing.assert_allclose(own, x, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("lost", ["mu", "nu"])
 def test_the_moments_matter(tables, adapters, lost):
     """A park that lost a moment would be noticed by the test above."""
@@ -160,5 +215,5 @@ def test_states_that_do_not_fit(tables, adapters):
         table.copy(1)
     with pytest.raises(ValueError, match="the parked state has other shapes"):
         table.restore(1, parked, other)
-    with pytest.raises(ValueError, match="same paths and shapes"):
+    with pytest.raises(ValueError, match="must have the paths and shapes"):
         ParkedSlot.of(parked.by_kind() | {"nu": {}})
