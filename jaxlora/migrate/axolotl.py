@@ -195,7 +195,7 @@ def _set_length(migration: Migration) -> None:
 def _set_schedule(migration: Migration) -> None:
     common.set_schedule(migration, "lr_scheduler", "cosine")
     given = migration.given.keys()
-    if migration.job["lr_schedule"] != "constant" and not (
+    if migration.job.get("lr_schedule") != "constant" and not (
         given & {"warmup_steps", "warmup_ratio"}
     ):
         migration.job["warmup_ratio"] = 0.03

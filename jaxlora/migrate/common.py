@@ -1,10 +1,13 @@
 """Helpers for the files of several tools."""
 
+import json
+import math
 import pathlib
 from typing import Any
 
-from jaxlora.adapters.optimizers import LION, find_by_other_name
+from jaxlora.adapters.optimizers import OPTIMIZERS, Optimizer, find_by_other_name
 from jaxlora.config import LoraJob, check_job_name
+from jaxlora.config.schedules import SCHEDULES, schedule_problem
 from jaxlora.migrate import reasons
 from jaxlora.migrate.migration import Migration
 from jaxlora.migrate.unsupported import describe_quantization
@@ -40,7 +43,9 @@ def set_schedule(migration: Migration, key: str, default: str) -> None:
         default: Its default.
     """
     schedule = str(migration.take(key, default))
-    migration.job["lr_schedule"] = schedule.removesuffix("_with_warmup")
+    name = schedule.removesuffix("_with_warmup")
+    migration.job["lr_schedule"] = name
+    _set_schedule_args(migration, name)
     if schedule == "constant":
         for warmup in ("warmup_steps", "warmup_ratio"):
             if migration.take(warmup):
@@ -50,6 +55,37 @@ def set_schedule(migration: Migration, key: str, default: str) -> None:
     steps = migration.given.get("warmup_steps")
     if isinstance(steps, float) and 0 < steps < 1:
         migration.given["warmup_ratio"] = migration.take("warmup_steps")
+
+
+def _set_schedule_args(migration: Migration, schedule: str) -> None:
+    """Takes `lr_scheduler_kwargs`: a mapping, or its text on a command line."""
+    given = migration.take("lr_scheduler_kwargs", {})
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = {given: None}
+    lowest = migration.take("cosine_min_lr_ratio")  # Axolotl
+    if lowest and schedule == "cosine":
+        schedule, given = "cosine_with_min_lr", {"min_lr_rate": lowest}
+    if schedule not in SCHEDULES or not isinstance(given, dict):
+        return  # the schedule is left out with the others that are not known
+    rate = migration.job.get("learning_rate") or migration.given.get("learning_rate")
+    job = LoraJob.model_construct(
+        lr_schedule=schedule,
+        lr_schedule_args=given,
+        learning_rate=rate if isinstance(rate, float) else math.inf,
+    )
+    problem = schedule_problem(job)
+    if problem is None:
+        migration.job["lr_schedule"] = schedule
+        migration.job |= {"lr_schedule_args": given} if given else {}
+        return
+    del migration.job["lr_schedule"]
+    migration.left_out["lr_schedule"] = (
+        f"{schedule} with the settings {given}: {problem} The default is used: "
+        f"{LoraJob.model_fields['lr_schedule'].default!r}."
+    )
 
 
 def set_batch(migration: Migration, key: str, default: int) -> int:
@@ -94,6 +130,9 @@ def note_packing(migration: Migration, samples: int) -> None:
 def set_optimizer(migration: Migration, key: str) -> None:
     """Sets the optimizer; says which one takes the place of one that is not here."""
     name = migration.take(key)
+    if migration.take("use_muon"):  # LLaMA-Factory
+        name = "muon"
+    args = _optimizer_args(migration)
     if name is None:
         return
     found = find_by_other_name(str(name))
@@ -102,14 +141,81 @@ def set_optimizer(migration: Migration, key: str) -> None:
         migration.to_do.append(f"learning_rate: {key} {text}")
         migration.left_out[key] = text
         return
-    if found is LION:
+    own = {n: one for n, one in found.settings.items() if one.job_setting is None}
+    taken = {_ARGS.get(n, n): value for n, value in args.items()}
+    taken = {n: value for n, value in taken.items() if n in own}
+    if found is OPTIMIZERS["lion"]:
         # transformers gives the betas of Adam to Lion.
         betas = {"b1": ("adam_beta1", 0.9), "b2": ("adam_beta2", 0.999)}
-        args = {ours: migration.take(*theirs) for ours, theirs in betas.items()}
-        migration.job |= {"optimizer": found.name, "optimizer_args": args}
-    if name != found.name:
-        text = f"{name}: the optimizer is {found.name}, and its state is float32."
-        migration.left_out[key] = text
+        taken = {ours: migration.take(*theirs) for ours, theirs in betas.items()}
+    if found.name != "adamw":
+        migration.job["optimizer"] = found.name
+    if taken:
+        migration.job["optimizer_args"] = taken
+    if left := {n: v for n, v in args.items() if _ARGS.get(n, n) not in own}:
+        migration.left_out["optim_args"] = (
+            f"{', '.join(f'{n}={v}' for n, v in left.items())}: {found.name} has no "
+            "such settings here."
+        )
+    if name != found.name or name == "muon":
+        migration.left_out[key] = f"{name}: {_difference(str(name), found)}"
+    _constant_rate(migration, found)
+
+
+# Names of optimizer settings that have another name here.
+_ARGS = {"beta1": "b1", "beta2": "b2"}
+
+
+def _optimizer_args(migration: Migration) -> dict[str, Any]:
+    """Takes the settings of the optimizer: `a=1, b=2` as text, or a mapping."""
+    found: dict[str, Any] = {}
+    for key in ("optim_args", "optimizer_args"):
+        given = migration.take(key)
+        if isinstance(given, str):
+            pairs = (part.partition("=") for part in given.split(","))
+            given = {name.strip(): value.strip() for name, _, value in pairs}
+        if not isinstance(given, dict):
+            continue
+        found |= {name: _number(value) for name, value in given.items()}
+    return found
+
+
+def _number(value: Any) -> Any:
+    """Returns a number or a truth value that is given as text."""
+    if not isinstance(value, str):
+        return value
+    words = {"true": True, "false": False}
+    if value.lower() in words:
+        return words[value.lower()]
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _difference(name: str, optimizer: Optimizer) -> str:
+    """Says what an optimizer here has otherwise than one of another name."""
+    said = [f"the optimizer is {optimizer.name}"]
+    if name.startswith("paged_"):
+        said.append("its state stays on the device")
+    if optimizer.name == "adamw_8bit":
+        said.append("its blocks lie along the features of each matrix")
+    elif any(part in name for part in ("8bit", "4bit", "fp8")):
+        said.append("its state is float32")
+    if optimizer.name == "muon":
+        said.append("its updates are scaled as Moonlight does")
+    return f"{', and '.join(said)}."
+
+
+def _constant_rate(migration: Migration, optimizer: Optimizer) -> None:
+    schedule = migration.job.get("lr_schedule", "cosine")
+    if not optimizer.has_constant_rate or schedule == "constant":
+        return
+    migration.job["lr_schedule"] = "constant"
+    migration.job.pop("lr_schedule_args", None)
+    migration.left_out["lr_scheduler_type"] = (
+        f"{schedule}: {optimizer.name} averages weights instead of lowering the rate."
+    )
 
 
 def set_trackers(migration: Migration) -> None:

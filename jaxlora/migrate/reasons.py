@@ -28,7 +28,7 @@ PUSH = "`jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters."
 RESUME = "`jaxlora train --resume` continues a run."
 MEMORY = "Set remat of the run, if memory is short."
 TEXT_ONLY = "Models are trained on text only."
-RATE = "After warm-up, the rate is constant, or falls to 0 as a line or a cosine."
+RATE = "Set lr_schedule and lr_schedule_args of the job; docs/run_file.md has them."
 START = "A starts as by PEFT's default, and B at zero."
 NF4 = "nf4 is as bitsandbytes stores it, with double quantization."
 _SAMPLES = "Set samples of the run for texts that are generated at evaluations."
@@ -57,8 +57,6 @@ _TRAINER: Mapping[str, str] = {
     "eval_on_start": "A job with held-out records is evaluated before it trains.",
     "metric_for_best_model": "The best evaluation is that of the lowest loss.",
     "greater_is_better": "The best evaluation is that of the lowest loss.",
-    "lr_scheduler_kwargs": RATE,
-    "optim_args": "Set optimizer_args of the job, if its optimizer has settings.",
     "optim_target_modules": "The optimizer trains the weights of the adapter.",
     "dtype": "Set dtype of the run: bfloat16, float32 or auto.",
     "tf32": "Products of float32 are computed as JAX does by default.",

@@ -21,14 +21,67 @@ from tests.jaxlora.migrate.texts import MODEL, ON_DATA, ON_FILE
             "The default is used: 'cosine'",
         ),
         (
-            ON_FILE + "optimizer: adafactor\n",
+            ON_FILE + "optimizer: came_pytorch\n",
             {"optimizer": "adamw"},
-            "optimizer: adafactor is replaced by AdamW",
+            "optimizer: came_pytorch is replaced by AdamW",
+        ),
+        (
+            ON_FILE + "optimizer: adafactor\noptim_args: clip_threshold=2, eps=1\n",
+            {"optimizer": "adafactor", "optimizer_args": {"clip_threshold": 2.0}},
+            "optim_args: eps=1.0: adafactor has no such settings",
+        ),
+        (
+            ON_FILE + "optimizer: adamw_bnb_8bit\n",
+            {"optimizer": "adamw_8bit"},
+            "adamw_bnb_8bit: the optimizer is adamw_8bit, and its blocks lie",
+        ),
+        (
+            ON_FILE + "optimizer: paged_adamw_8bit\n",
+            {"optimizer": "adamw_8bit"},
+            "is adamw_8bit, and its state stays on the device, and its",
+        ),
+        (ON_FILE + "optimizer: adamw_8bit\n", {"optimizer": "adamw_8bit"}, ""),
+        (ON_FILE + "optimizer: lion_32bit\n", {"optimizer": "lion"}, "is lion."),
+        (
+            ON_FILE + "optimizer: sgd\noptim_args: {momentum: 0.9, nesterov: true}\n",
+            {"optimizer_args": {"momentum": 0.9, "nesterov": True}},
+            "",
+        ),
+        (
+            ON_FILE + "optimizer: schedule_free_adamw\nlr_scheduler: cosine\n",
+            {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"},
+            "cosine: schedule_free_adamw averages weights",
+        ),
+        (ON_DATA + "use_muon: true\n", {"optimizer": "muon"}, "as Moonlight does"),
+        (
+            ON_DATA + "lr_scheduler_type: cosine_with_restarts\n"
+            "lr_scheduler_kwargs: {num_cycles: 3}\n",
+            {
+                "lr_schedule": "cosine_with_restarts",
+                "lr_schedule_args": {"num_cycles": 3},
+            },
+            "",
+        ),
+        (
+            MODEL + "use_peft: true\nlr_scheduler_type: polynomial\n"
+            "lr_scheduler_kwargs: '{\"power\": 2}'\n",
+            {"lr_schedule": "polynomial", "lr_schedule_args": {"power": 2}},
+            "",
+        ),
+        (
+            ON_FILE + "lr_scheduler: cosine\ncosine_min_lr_ratio: 0.1\n",
+            {"lr_schedule": "cosine_with_min_lr", "warmup_ratio": 0.03},
+            "",
+        ),
+        (
+            ON_DATA + "lr_scheduler_type: warmup_stable_decay\n",
+            {"lr_schedule": "cosine"},
+            "give num_decay_steps, the optimizer steps of the decay. The default is",
         ),
         (
             ON_FILE + "optimizer: paged_lion_8bit\nadam_beta1: 0.95\n",
             {"optimizer": "lion", "optimizer_args": {"b1": 0.95, "b2": 0.999}},
-            "the optimizer is lion, and its state is float32",
+            "device, and its state is float32",
         ),
         (
             ON_FILE + "lora_model_dir: old\nlora_r: 4\n",
