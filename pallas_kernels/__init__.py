@@ -1,6 +1,7 @@
 """LoRA kernels as functions of arrays, independent of models and jobs."""
 
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
+from jaxlora.pallas_kernels.dora import DoraGain, column_norms, dora_gain
 from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
 from jaxlora.pallas_kernels.frozen import frozen_linear
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
@@ -32,6 +33,7 @@ __all__ = [
     "LINEAR_RESULTS",
     "OPTIONS",
     "Backend",
+    "DoraGain",
     "Dropout",
     "Fp8Weight",
     "GivenMask",
@@ -43,7 +45,9 @@ __all__ = [
     "Projection",
     "QuantizedWeight",
     "WeightOptions",
+    "column_norms",
     "compile_program",
+    "dora_gain",
     "dropout_keys",
     "frozen_linear",
     "get_backend",

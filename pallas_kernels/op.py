@@ -13,22 +13,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels.backends import (
-    BACKENDS,
-    Backend,
-    get_backend,
-    is_partitioned,
+from jaxlora.pallas_kernels.backends import Backend, get_backend
+from jaxlora.pallas_kernels.checks import (
+    check_alike,
+    check_mesh,
+    check_quantized,
+    checked,
 )
 from jaxlora.pallas_kernels.dequantize import backward_weights, forward_weights
-from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
-from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
-from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.dora import apply_gain, dropped
+from jaxlora.pallas_kernels.dropout import Dropout
+from jaxlora.pallas_kernels.given_mask import GivenMask
+from jaxlora.pallas_kernels.projection import Projection
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
-from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 # This names the output of a linear, and what it keeps for its backward pass beside x. A
@@ -36,7 +36,7 @@ from jaxlora.pallas_kernels.varying import vary, varying_axes
 LINEAR_RESULTS = "linear_results"
 
 
-@typing.no_type_check  # `_check_shapes` has better messages
+@typing.no_type_check  # `checks.py` has better messages
 def multi_lora_linear(
     x: Float[Array, "T K"],
     w: Float[Array, "K N"] | Float[Array, "L K N"] | QuantizedWeight,
@@ -100,7 +100,7 @@ def multi_lora_linear(
     return y
 
 
-@typing.no_type_check  # `_check_shapes` has better messages
+@typing.no_type_check  # `checks.py` has better messages
 def multi_lora_linears(
     x: Float[Array, "T K"],
     projections: Sequence[Projection],
@@ -140,195 +140,55 @@ def multi_lora_linears(
         LoRAFusion, arXiv 2510.00206, section 5.1.
     """
     backend = get_backend(implementation)
-    _check_alike(projections)
+    check_alike(projections)
     is_stack = layer is not None
     for p in projections:
         if isinstance(p.w, QuantizedWeight):
-            _check_quantized(p.w, x, is_stack=is_stack, w_transposed=w_transposed)
+            check_quantized(p.w, x, is_stack=is_stack, w_transposed=w_transposed)
     made = tuple(
-        _checked(
+        checked(
             backend, x, p, block_adapter, is_stack=is_stack, w_transposed=w_transposed
         )
         for p in projections
     )
-    _check_mesh(backend)
+    check_mesh(backend)
     index = jnp.asarray(layer if is_stack else 0, jnp.int32).reshape(1)
     op = _with_gradient(backend, jax.config.jax_default_matmul_precision, s_names)
     arrays = x, made, index, jnp.asarray(block_adapter)
-    return tuple(op(*vary(arrays, varying_axes(arrays)), w_transposed))
-
-
-def _check_alike(projections: Sequence[Projection]) -> None:
-    kinds = sorted({type(p.dropout).__name__ for p in projections})
-    if len(kinds) != 1:
-        raise ValueError(
-            "projections must have the same kind of dropout or none, got "
-            f"{' and '.join(kinds)}. Give those without one a Dropout of rate 0, or a "
-            "GivenMask that keeps everything."
-        )
-    if len({p.a.shape[0] for p in projections}) != 1:
-        raise ValueError(
-            "projections must have the same number of slots, got "
-            f"{[p.a.shape[0] for p in projections]}."
-        )
-    formats = [_weight_format(p) for p in projections]
-    if len(set(formats)) != 1:
-        raise ValueError(
-            "projections must have base weights of one format, got "
-            f"{' and '.join(map(str, formats))}. Call multi_lora_linears once for each "
-            "format."
-        )
-    constants = [p.w.constants for p in projections if isinstance(p.w, QuantizedWeight)]
-    for name in constants[0] if constants else ():
-        values = [found[name] for found in constants]
-        if any(value != values[0] for value in values):
-            raise ValueError(
-                f"projections must have the same {name}, got {values}. Change it with "
-                f"dataclasses.replace(w, {name}=...)."
-            )
-
-
-def _weight_format(projection: Projection) -> str | None:
-    w = projection.w
-    return w.format if isinstance(w, QuantizedWeight) else None
-
-
-def _check_quantized(w: QuantizedWeight, x, *, is_stack, w_transposed) -> None:
-    w.check()
-    if is_stack or w_transposed:
-        given = "layer" if is_stack else "w_transposed=True"
-        raise ValueError(
-            f"{given} was given with a quantized weight ({w.format}), which is always "
-            "one weight stored N K. Leave it out, and give each layer's own weight."
-        )
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(
-            f"x is {x.dtype}, but linears on a quantized weight ({w.format}) compute "
-            "in bfloat16, float16 or float32. Cast x."
-        )
-
-
-def _checked(
-    backend: Backend,
-    x,
-    projection: Projection,
-    block_adapter,
-    *,
-    is_stack,
-    w_transposed,
-) -> Projection:
-    """Checks a projection; returns it with every slot's rank."""
-    p = projection
-    num_slots, _, rank = p.a.shape
-    _check_shapes(x, p, block_adapter, is_stack, w_transposed)
-    _check_supported(
-        backend,
-        LinearShape(
-            dtype=x.dtype,
-            in_features=x.shape[1],
-            out_features=p.b.shape[2],
-            rank=rank,
-            block_tokens=x.shape[0] // block_adapter.shape[0],
-            extra=tuple(p.extra),
-            weight_format=_weight_format(p),
-        ),
+    x, made, index, blocks = vary(arrays, varying_axes(arrays))
+    plain = tuple(dataclasses.replace(p, dora=None) for p in made)
+    outputs = op(x, plain, index, blocks, w_transposed)
+    run = functools.partial(op, layer=index, w_transposed=w_transposed)
+    return tuple(
+        y if p.dora is None else _with_dora(run, x, p, y, blocks)
+        for p, y in zip(made, outputs, strict=True)
     )
-    if p.settings is not None:
-        _check_settings(p.settings, num_slots)
-    if isinstance(p.dropout, GivenMask):
-        _check_given_mask(p, x)
-    elif p.dropout is not None and p.dropout.words is not None:
-        _check_words(p.dropout.words, x, num_slots)
-    ranks = jnp.full((num_slots,), rank, jnp.int32) if p.rank is None else p.rank
-    return dataclasses.replace(p, rank=ranks)
 
 
-def _check_shapes(
-    x, projection: Projection, block_adapter, is_stack, w_transposed
-) -> None:
-    (t, k), num_blocks = x.shape, block_adapter.shape[0]
-    w, a, b = projection.w, projection.a, projection.b
-    w_shape = w.shape[1:] if is_stack else w.shape
-    k_n = w_shape[::-1] if w_transposed else w_shape
-    if k_n != (k, b.shape[2]) or a.shape[1] != k:
-        raise ValueError(
-            f"shapes do not match: x {x.shape}, w {w_shape}, a {a.shape}, "
-            f"b {b.shape}; wanted T K, {'N K' if w_transposed else 'K N'}, G K R, "
-            "G R N."
+def _with_dora(run, x, projection: Projection, y, block_adapter):
+    """Applies the gains of DoRA to the output of LoRA.
+
+    Args:
+        run: The op of the same layer.
+        x: Token rows.
+        projection: The linear.
+        y: Its output with LoRA.
+        block_adapter: The slot of each token block; -1 for padding.
+    """
+    p, z = projection, None
+    assert p.dora is not None
+    if p.dora.drops is not None:
+        slot = jnp.maximum(block_adapter, 0)
+        again = (block_adapter >= 0) & p.dora.drops[slot]
+        second = dataclasses.replace(
+            p, bias=None, dropout=None, dora=None, settings=None
         )
-    if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
-        raise ValueError(f"a {a.shape} and b {b.shape} must share G and R.")
-    if num_blocks == 0 or t % num_blocks:
-        raise ValueError(
-            f"x has T={t} rows, not a multiple of the NB={num_blocks} entries of "
-            "block_adapter. Pad each adapter's rows to whole blocks first."
+        (z,) = run(
+            dropped(x, p.dropout, slot),
+            (second,),
+            block_adapter=jnp.where(again, block_adapter, -1),
         )
-    if not isinstance(w, QuantizedWeight) and x.dtype != w.dtype:
-        raise ValueError(f"x and w must share a dtype, got {x.dtype} and {w.dtype}.")
-
-
-def _check_words(words: MaskWords, x, num_slots: int) -> None:
-    t, k = x.shape
-    blocks, slots, features = (*words.token.shape[1:2], *words.feature.shape[1:])
-    num_blocks = -(-t // TILE_TOKENS)
-    if (blocks, slots) != (num_blocks, num_slots) or features < k:
-        raise ValueError(
-            f"dropout's words are for {blocks * TILE_TOKENS} tokens, {slots} slots and "
-            f"{features} features, wanted {t}, {num_slots} and {k} or more. Make them "
-            "with mask_words for this layer."
-        )
-
-
-def _check_given_mask(projection: Projection, x) -> None:
-    mask: Any = projection.dropout
-    wanted = (num_words(x.shape[0]), x.shape[1])
-    if mask.bits.shape != wanted or mask.bits.dtype != jnp.uint32:
-        raise ValueError(
-            f"a given mask has bits of shape {mask.bits.shape} and dtype "
-            f"{mask.bits.dtype}, wanted {wanted} and uint32 for x {x.shape}. Make them "
-            "with pack_mask from a mask of x's shape."
-        )
-    slots = (projection.a.shape[0],)
-    if jnp.shape(mask.inverse_keep) != slots:
-        raise ValueError(
-            "a given mask has inverse_keep of shape "
-            f"{jnp.shape(mask.inverse_keep)}, wanted {slots}: one factor per slot."
-        )
-    if projection.settings is not None:
-        raise ValueError(
-            "a projection has a given mask and settings, but settings hold the factors "
-            "of a Dropout. Leave settings out: the kernels compute them from "
-            "inverse_keep."
-        )
-
-
-def _check_settings(settings: KernelSettings, num_slots: int) -> None:
-    shapes = {name: np.shape(getattr(settings, name)) for name in ROWS}
-    if any(shape[1:] != (num_slots,) for shape in shapes.values()):
-        raise ValueError(
-            f"settings has rows of shapes {shapes}, wanted (P, {num_slots}), as the "
-            f"layer has {num_slots} slots. Make settings with kernel_settings for "
-            "these slots."
-        )
-
-
-def _check_supported(backend: Backend, shape: LinearShape) -> None:
-    if (reason := backend.unsupported(shape)) is not None:
-        able = [b.name for b in BACKENDS.values() if b.unsupported(shape) is None]
-        raise ValueError(
-            f"implementation={backend.name!r} cannot run this layer: {reason}. "
-            f"Use one of: {', '.join(able)}."
-        )
-
-
-def _check_mesh(backend: Backend) -> None:
-    mesh = jax.sharding.get_abstract_mesh()
-    if is_partitioned(mesh) and not backend.partitionable:
-        raise ValueError(
-            f"implementation={backend.name!r} under the mesh {mesh}: its kernels "
-            "cannot be partitioned and would run on the whole array on every device. "
-            "Call it inside jax.shard_map(check_vma=False)."
-        )
+    return apply_gain(y, z, p.bias, p.dora, block_adapter)
 
 
 def _trained(projection: Projection, gradients: dict[str, Array]) -> Projection:

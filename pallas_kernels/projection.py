@@ -7,6 +7,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxlora.pallas_kernels.dora import DoraGain
 from jaxlora.pallas_kernels.dropout import Dropout
 from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
@@ -29,6 +30,8 @@ class Projection:
         bias: Frozen bias.
         dropout: Mask of the LoRA path, computed in the kernels or given by the caller;
             None drops nothing.
+        dora: Gains of the output features; None: no slot has DoRA. They are applied to
+            the output of the kernels, so every back end runs them.
         extra: Further trained tensors of the slots, by name, for back ends that know
             them.
         settings: What kernels compute from scaling, rank and dropout rate, computed for
@@ -42,6 +45,7 @@ class Projection:
     rank: Int[Array, " G"] | None = None
     bias: Float[Array, " N"] | None = None
     dropout: Dropout | GivenMask | None = None
+    dora: DoraGain | None = None
     extra: dict[str, Float[Array, "G ..."]] = dataclasses.field(default_factory=dict)
     settings: KernelSettings | None = None
 

@@ -10,6 +10,7 @@ from jaxlora.hf.names import linear_path
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
+    MAGNITUDE,
     tensor_paths,
     trained_tensors,
 )
@@ -63,6 +64,11 @@ class LoraWeights:
     def b(self) -> np.ndarray:
         """Expand matrix B, r N."""
         return self.tensors[LORA_B.name]
+
+    @property
+    def magnitude(self) -> np.ndarray | None:
+        """Magnitudes of DoRA, N; None without DoRA."""
+        return self.tensors.get(MAGNITUDE.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

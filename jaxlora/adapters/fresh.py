@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.targets import ModuleLora
@@ -20,6 +21,7 @@ def fresh_adapter(
     job: LoraJob,
     modules: Mapping[str, ModuleLora],
     kernels: Mapping[str, Any],
+    dtype: DTypeLike = np.float32,
 ) -> Adapter:
     """Makes the adapter that a new job starts from, with PEFT's initial values.
 
@@ -30,15 +32,28 @@ def fresh_adapter(
         job: The job that the adapter is for.
         modules: The modules that the job adapts.
         kernels: Frozen weight of each linear, K N, by module name.
+        dtype: Dtype in which weights are multiplied.
     """
+    # Programs on several devices must start in the same order on all, so no thread
+    # runs them.
+    from_weights = {
+        name: {
+            tensor.name: tensor.from_weight(kernels[name], dtype)
+            for tensor in _tensors(job)
+            if tensor.from_weight is not None
+        }
+        for name in modules
+    }
 
     def drawn(name: str) -> dict[str, np.ndarray]:
         stream = np.random.Philox(key=[job.seed, zlib.crc32(name.encode())])
         rng, rank = np.random.Generator(stream), modules[name].rank
-        return {
+        drawn = {
             tensor.name: tensor.start(rng, kernels[name], rank).astype(np.float32)
             for tensor in _tensors(job)
+            if tensor.start is not None
         }
+        return drawn | from_weights[name]
 
     # NumPy draws without the interpreter's lock.
     with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as pool:

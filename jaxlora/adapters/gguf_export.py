@@ -21,6 +21,7 @@ from jaxlora.families.table import FAMILIES
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.names import linear_shapes
+from jaxlora.modules.trained_tensors import tensor_settings
 
 # llama.cpp's architectures by model_type. It reads Mistral's models as Llama's.
 _ARCHITECTURES = {
@@ -74,6 +75,7 @@ def export_gguf(
     _check_free(out)
     model = planned_checkpoint(tokenizer_folder(base, revision)).config
     adapter = import_peft(adapter_folder, linear_shapes(model))
+    _check_plain(adapter, adapter_folder)
     scaled = _scaled(adapter, adapter_folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
@@ -82,6 +84,15 @@ def export_gguf(
         _check_free(out)  # another process may have written it meanwhile
         part.rename(out)
     return out
+
+
+def _check_plain(adapter: Adapter, folder: pathlib.Path) -> None:
+    more = [setting for setting in tensor_settings() if adapter.is_set(setting)]
+    if more:
+        raise AdapterError(
+            f"{folder} has {more[0]}, and llama.cpp's adapters hold A and B only. "
+            "Merge it into its base (jaxlora merge), and convert the merged model."
+        )
 
 
 def _check_free(out: pathlib.Path) -> None:

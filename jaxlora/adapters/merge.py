@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Float
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
@@ -32,6 +33,8 @@ def merge_adapter(
     revision: str | None = None,
 ) -> pathlib.Path:
     """Writes `W + scaling * (A B)` for every adapted linear; other weights are copied.
+
+    With DoRA, each column of the sum is scaled to the length of its magnitude.
 
     It computes in float32 and rounds once. Tensors are streamed: the host never holds
     more than one shard. Quantized linears are dequantized, also those without an
@@ -82,5 +85,15 @@ def _merged(
             with np.errstate(over="ignore", invalid="ignore"):
                 scaling = np.float32(adapter.scaling(weights))
                 array = array.astype(np.float32) + (weights.a @ weights.b).T * scaling
+                if weights.magnitude is not None:
+                    array *= _column_factors(array, weights.magnitude)[:, None]
             check_finite(array, f"{where}, merged,", ModelError, wanted)
         yield name, array.astype(wanted, copy=False)
+
+
+def _column_factors(
+    w: Float[np.ndarray, "N K"], magnitude: Float[np.ndarray, " N"]
+) -> Float[np.ndarray, " N"]:
+    """Returns DoRA's magnitudes over the norms; 1 for columns of zeros."""
+    norms = np.linalg.norm(w, axis=1)
+    return np.where(norms == 0, 1, magnitude / np.where(norms == 0, 1, norms))

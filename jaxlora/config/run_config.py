@@ -70,6 +70,7 @@ class LoraJob(StrictModel):
         rank: LoRA rank r.
         lora_alpha: The update is scaled by lora_alpha / r (see `use_rslora`).
         use_rslora: Scale by lora_alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
+        use_dora: Also train the norms of the columns of W (DoRA, arXiv 2402.09353).
         dropout: Probability of dropping an input feature of the LoRA path.
         target_modules: Suffixes (`q_proj`), one regular expression for the whole
             module name, or `all-linear`.
@@ -135,6 +136,7 @@ class LoraJob(StrictModel):
     rank: PositiveInt = 16
     lora_alpha: PositiveFloat = 32.0
     use_rslora: Bool = False
+    use_dora: Bool = False
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"
     exclude_modules: Texts = ()

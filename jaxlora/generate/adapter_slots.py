@@ -16,7 +16,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.modules.trained_tensors import tensor_settings, unpadded
+from jaxlora.modules.trained_tensors import tensor_of, tensor_settings, unpadded
 
 NO_ADAPTER = 0  # the slot of the base model, which stays empty
 
@@ -28,7 +28,7 @@ def load_decoder(
 ) -> LoadedDecoder:
     """Makes a decoder with a slot for the base model and one for each adapter.
 
-    The adapters are rounded to the model's dtype, as training does for its products.
+    Their matrices are rounded to the model's dtype, as training does for its products.
 
     Args:
         model: The base model, on one device or without weights.
@@ -70,8 +70,13 @@ def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:
 
 
 def _tables(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> Tables:
-    dtype = spec.options.dtype
-    arrays = {n: np.zeros(s.shape, dtype) for n, s in spec.adapter_shapes().items()}
+    arrays = {
+        name: np.zeros(
+            shape.shape,
+            spec.options.dtype if tensor_of(name).is_matrix else shape.dtype,
+        )
+        for name, shape in spec.adapter_shapes().items()
+    }
     tables = to_paths(spec.stacks, arrays, axis=1)  # views
     for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
         for path, tensor in adapter.by_path().items():

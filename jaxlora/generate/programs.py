@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.generate.cached_attention import LayerCache, cached_attention, empty_cache
@@ -20,6 +21,7 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import LayerRopes, layer_ropes
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.modules.trained_tensors import tensor_of
 from jaxlora.programs.program import Prepared, Program
 
 MAX_STEPS = 32  # most tokens of each sequence that one call of `decode` generates
@@ -176,10 +178,11 @@ class Programs:
 
     def _bind(self, weights: Weights) -> Decoder:
         tables = to_paths(self._spec.stacks, weights.adapters, axis=1)
-        dtype = self._spec.options.dtype
         # The linears would cast them anyway, and again for each token.
-        cast = {path: table.astype(dtype) for path, table in tables.items()}
-        return self._spec.bind(weights.base, cast, settings=weights.settings)
+        cast = rounded(tables, self._spec.options.dtype)
+        decoder = self._spec.bind(weights.base, cast, settings=weights.settings)
+        decoder.keep_norms()
+        return decoder
 
     def _prefill(
         self,
@@ -293,6 +296,19 @@ def choose(
     is_end = (token[:, None] == sampling.end_ids).any(1)
     logprob = picked - jax.nn.logsumexp(logits, axis=-1)
     return token, logprob, jnp.where(is_done, NO_TOKEN, token), is_done | is_end
+
+
+def rounded(tables: Tables, dtype: DTypeLike) -> Tables:
+    """Rounds slot tables that are multiplied by rows to the dtype of the rows.
+
+    Args:
+        tables: Slot tables by path.
+        dtype: Dtype of the rows.
+    """
+    return {
+        path: table.astype(dtype) if tensor_of(path).is_matrix else table
+        for path, table in tables.items()
+    }
 
 
 @functools.lru_cache(maxsize=16)

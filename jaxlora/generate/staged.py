@@ -29,6 +29,7 @@ from jaxlora.generate.programs import (
     Tables,
     choose,
     last_logits,
+    rounded,
     run_layer,
 )
 from jaxlora.models.forward import Base
@@ -152,9 +153,8 @@ class _StagePass:
         return tuple(updated), h
 
     def _bind(self, base: Base, adapters: Tables, settings: SlotSettings | None) -> Any:
-        dtype = self._spec.options.dtype
         tables = to_paths(self._spec.stacks, adapters, axis=1)
-        cast = {path: table.astype(dtype) for path, table in tables.items()}
+        cast = rounded(tables, self._spec.options.dtype)
         settings = jax.tree.map(self._whole, settings)
         return self._spec.bind(base, cast, settings=settings)
 

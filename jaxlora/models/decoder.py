@@ -19,9 +19,9 @@ from jaxlora.modules.multi_lora_linear import (
     MultiLoraLinear,
     Routing,
     SlotShape,
-    with_shared_inputs,
 )
 from jaxlora.modules.norm import make_final_norm
+from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.sharding import layerwise
 
 
@@ -209,6 +209,11 @@ class Decoder(nnx.Module):
         h = self.embed(token_ids)
         h, _ = self.run_layers(h, positions, segment_ids, routing)
         return self.final_norm(h)
+
+    def keep_norms(self) -> None:
+        """Computes the norms of DoRA once, for weights and slots that stay."""
+        for linear in self._linears():
+            linear.keep_norms(self.options.dtype)
 
     def final_norm(self, h: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Normalized hidden states, as the head takes them; only on the last stage."""

@@ -3,7 +3,7 @@
 import dataclasses
 import typing
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxlora.modules.base_param import BaseParam
-from jaxlora.modules.quantized_kernel import QuantizedKernel, make_kernel
+from jaxlora.modules.quantized_kernel import QuantizedKernel, as_dense, make_kernel
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
+    MAGNITUDE,
     TrainedTensor,
     common_rank,
     tensors_with,
@@ -25,15 +26,16 @@ from jaxlora.modules.trained_tensors import (
 )
 from jaxlora.pallas_kernels import (
     LINEAR_RESULTS,
+    DoraGain,
     Dropout,
     KernelSettings,
     MaskWords,
     Projection,
     QuantizedWeight,
+    column_norms,
+    dora_gain,
     dropout_keys,
     frozen_linear,
-    kernel_settings,
-    mask_words,
     multi_lora_linears,
 )
 
@@ -53,6 +55,8 @@ class SlotShape:
             programs; the rate of each slot is data.
         settings: The settings of jobs for which there are tables; see
             `TrainedTensor.setting`.
+        dora_dropout: Whether a slot can have both DoRA and dropout, which takes a
+            second product with W. It is compiled into the programs.
         optimizers: Names of the optimizers of jobs, sorted, for whose state there are
             tables; see `jaxlora.adapters.optimizers`.
 
@@ -64,6 +68,7 @@ class SlotShape:
     rank: int
     use_dropout: bool = True
     settings: tuple[str, ...] = ()
+    dora_dropout: bool = False
     optimizers: tuple[str, ...] = ("adamw",)
 
     @property
@@ -139,10 +144,13 @@ class MultiLoraLinear(nnx.Module):
         scaling: `lora_alpha / rank` of each slot, G.
         dropout: Dropout rate of each slot, G.
         rank: Rank of each slot's adapter here, G; 0 where it does not adapt.
+        dora_norms: Norms that `keep_norms` computed, G N; None: each call computes
+            them.
     """
 
     lora_a: nnx.LoRAParam
     lora_b: nnx.LoRAParam
+    dora_norms: SlotVariable | None
 
     def __init__(
         self,
@@ -187,6 +195,7 @@ class MultiLoraLinear(nnx.Module):
         self.layer, self.projection = layer, projection
         self.implementation = implementation
         self.slots = slots
+        self.dora_norms = None
         if slots is None:
             return
         g = slots.num_slots
@@ -264,80 +273,77 @@ class MultiLoraLinear(nnx.Module):
         kernel = self.kernel
         return kernel.weight if isinstance(kernel, QuantizedKernel) else kernel[...]
 
-    def _projection(self, routing: Routing) -> Projection:
+    @property
+    def _scaling(self) -> Float[Array, " G"]:
+        return jnp.where(self.rank[...] > 0, self.scaling[...], 0.0)
+
+    @property
+    def _has_dora(self) -> bool:
+        return self.slots is not None and MAGNITUDE in self.slots.tensors
+
+    def keep_norms(self, dtype: DTypeLike) -> None:
+        """Computes the norms of DoRA once, for weights and slots that stay the same.
+
+        Args:
+            dtype: Dtype of the rows that will come.
+        """
+        if self._has_dora:
+            norms = SlotVariable(self._norms(self._weight, dtype))
+            self.dora_norms = nnx.data(norms)
+
+    def _norms(
+        self, w: Float[Array, "K N"] | QuantizedWeight, dtype: DTypeLike
+    ) -> Float[Array, "G N"]:
+        arrays = as_dense(w, dtype), self.lora_a[...], self.lora_b[...], self._scaling
+        return column_norms(*jax.lax.stop_gradient(arrays))
+
+    def _dora(self, x: Float[Array, "T K"], routing: Routing) -> DoraGain | None:
+        if not self._has_dora:
+            return None
+        if self.dora_norms is None:
+            # The norms are computed beside the product with x. Otherwise XLA could
+            # dequantize the weights of many layers in advance.
+            fixed = jax.lax.stop_gradient((self._weight, x))
+            w, _ = jax.lax.optimization_barrier(fixed)
+            norms = checkpoint_name(self._norms(w, x.dtype), LINEAR_RESULTS)
+        else:
+            norms = self.dora_norms[...]
+        assert self.slots is not None
+        drops = self.slots.dora_dropout and routing.token_index is not None
+        magnitude = getattr(self, MAGNITUDE.name)[...]
+        return dora_gain(magnitude, norms, self.dropout[...] > 0 if drops else None)
+
+    def _projection(self, x: Float[Array, "T K"], routing: Routing) -> Projection:
         assert self.slots is not None
         return Projection(
             w=self._weight,
             a=self.lora_a[...],
             b=self.lora_b[...],
-            scaling=jnp.where(self.rank[...] > 0, self.scaling[...], 0.0),
+            scaling=self._scaling,
             rank=self.rank[...],
             bias=None if self.bias is None else self.bias[...],
             dropout=self._dropout(routing),
+            dora=self._dora(x, routing),
             extra={
                 tensor.name: getattr(self, tensor.name)[...]
                 for tensor in self.slots.tensors
-                if tensor not in (LORA_A, LORA_B)
+                if tensor not in (LORA_A, LORA_B, MAGNITUDE)
             },
-            settings=routing.settings.get(self._place),
+            settings=routing.settings.get(self.place),
         )
 
     @property
-    def _place(self) -> tuple[int, int]:
+    def place(self) -> tuple[int, int]:
+        """Layer and projection, which key the dropout masks."""
         return self.layer, self.projection
 
     def _dropout(self, routing: Routing) -> Dropout | None:
         if routing.token_index is None:
             return None
-        words, key = routing.words.get(self._place), None
+        words, key = routing.words.get(self.place), None
         if words is None:
-            key = dropout_keys(*routing.seed_and_step(), *self._place)
+            key = dropout_keys(*routing.seed_and_step(), *self.place)
         return Dropout(key, self.dropout[...], routing.token_index, words)
-
-
-def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
-    """Adds to the routing the inputs that the kernels of all linears can share.
-
-    Otherwise each linear would compute its own in small XLA kernels. A decoder would
-    have hundreds of these, which take XLA longer to compile than everything else; in
-    plain JAX, the random words would be a third of the program.
-    """
-    adapted = [linear for linear in linears if linear.slots is not None]
-    if not adapted:
-        return routing
-    drops = routing.token_index is not None
-    rank = jnp.stack([linear.rank[...] for linear in adapted])
-    scaling = jnp.stack([linear.scaling[...] for linear in adapted])
-    settings = kernel_settings(
-        jnp.where(rank > 0, scaling, 0.0),
-        rank,
-        jnp.stack([linear.dropout[...] for linear in adapted]) if drops else None,
-    )
-    places = [linear._place for linear in adapted]
-    return dataclasses.replace(
-        routing,
-        settings=dict(zip(places, settings, strict=True)),
-        words=_mask_words(adapted, routing),
-    )
-
-
-def _mask_words(
-    linears: Sequence[MultiLoraLinear], routing: Routing
-) -> dict[tuple[int, int], MaskWords]:
-    """Computes the words of the dropout masks, by place."""
-    token_index = routing.token_index
-    if token_index is None:
-        return {}
-    places: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for linear in linears:
-        places[linear.in_features].append(linear._place)
-    words = {}
-    for num_features, some in places.items():
-        layers, projections = np.array(some, np.int32).T[:, :, None]
-        key = dropout_keys(*routing.seed_and_step(), layers, projections)
-        made = mask_words(key, routing.block_adapter, token_index, num_features)
-        words |= zip(some, made, strict=True)
-    return words
 
 
 def apply_together(
@@ -360,7 +366,7 @@ def apply_together(
     for places in _by_format(linears).values():
         made = multi_lora_linears(
             x,
-            [linears[i]._projection(routing) for i in places],
+            [linears[i]._projection(x, routing) for i in places],
             routing.block_adapter,
             implementation=linears[places[0]].implementation,
         )

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -36,6 +39,15 @@ class QuantizedKernel(nnx.Module):
                 for name, value in values.items()
             }
         )
+
+
+def as_dense(
+    weight: jax.Array | np.ndarray | QuantizedWeight, dtype: DTypeLike
+) -> jax.Array:
+    """Returns a frozen weight as K N in the dtype of the products."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.dequantize(dtype).T
+    return jnp.asarray(weight, dtype)
 
 
 def make_kernel(

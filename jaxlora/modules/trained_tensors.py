@@ -6,12 +6,19 @@ single tensors: `MultiLoraLinear` in training, and `merge_adapter`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxlora.config import LoraJob
+from jaxlora.modules.quantized_kernel import as_dense
+from jaxlora.pallas_kernels import column_norms
+from jaxlora.sharding.global_arrays import everywhere
 
 # Letters of docs/conventions.md: input features, output features and rank.
 Dimension = Literal["K", "N", "R"]
@@ -29,7 +36,11 @@ class TrainedTensor:
         peft_name: Its name in a PEFT folder, after the name of the linear. PEFT stores
             the transpose of our array.
         dimensions: Its dimensions; a slot pads those of rank with zeros.
-        start: Makes its initial value at the adapter's own rank.
+        start: Makes its initial value at the adapter's own rank; None: `from_weight`
+            does.
+        from_weight: Makes its initial value from the frozen weight alone, K N or a
+            quantized weight, in the dtype of the products. It runs programs on the
+            weight's devices.
         rate_ratio: Its learning rate in a job, divided by the job's; None: always 1.
         setting: The setting of `LoraJob` and of PEFT's adapter_config.json, true or
             false, that gives it to an adapter; None: every adapter has it.
@@ -38,9 +49,15 @@ class TrainedTensor:
     name: str
     peft_name: str
     dimensions: tuple[Dimension, ...]
-    start: Start
+    start: Start | None
+    from_weight: Callable[[Any, DTypeLike], np.ndarray] | None = None
     rate_ratio: Callable[[LoraJob], float] | None = None
     setting: str | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether rows are multiplied by it, in their dtype."""
+        return len(self.dimensions) == 2
 
     def shape(self, in_features: int, out_features: int, rank: int) -> tuple[int, ...]:
         """Shape of the tensor in a linear with a weight K N, at a rank R."""
@@ -73,8 +90,30 @@ LORA_B = TrainedTensor(
     rate_ratio=lambda job: job.lora_plus_ratio,  # LoRA+, arXiv 2402.12354
 )
 
+
+def _norms(kernel: Any, dtype: DTypeLike) -> np.ndarray:
+    """Norms of the columns of W, as the magnitudes of DoRA start."""
+    return np.asarray(everywhere(_column_norms(kernel, jnp.dtype(dtype))))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _column_norms(kernel: Any, dtype: jnp.dtype) -> jax.Array:
+    k, n = kernel.shape
+    a, b = jnp.zeros((1, k, 1), dtype), jnp.zeros((1, 1, n), dtype)
+    return column_norms(as_dense(kernel, dtype), a, b, jnp.zeros(1))[0]
+
+
+MAGNITUDE = TrainedTensor(
+    name="lora_magnitude_vector",
+    peft_name="lora_magnitude_vector",
+    dimensions=("N",),
+    start=None,
+    from_weight=_norms,
+    setting="use_dora",  # DoRA, arXiv 2402.09353
+)
+
 # The initial values are drawn in this order, so new entries go to the end.
-TENSORS: tuple[TrainedTensor, ...] = (LORA_A, LORA_B)
+TENSORS: tuple[TrainedTensor, ...] = (LORA_A, LORA_B, MAGNITUDE)
 
 
 def trained_tensors() -> tuple[TrainedTensor, ...]:

@@ -1,6 +1,7 @@
 """The state of a job in a run: its progress, its slot, and what is due."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -304,4 +305,5 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
         for name in prepared.modules
     }
     given = prepared.settings, prepared.modules, kernels
-    return JobState(prepared, blank_adapter(*given), lambda: fresh_adapter(*given))
+    draw = functools.partial(fresh_adapter, *given, model.dtype)
+    return JobState(prepared, blank_adapter(*given), draw)

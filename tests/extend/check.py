@@ -19,7 +19,7 @@ from jaxlora.pallas_kernels import OPTIONS, Projection, multi_lora_linears
 from jaxlora.run.log import read_events
 from tests import tiny
 
-MAGNITUDE = "lora_magnitude_vector"
+OUTPUT_SCALE = "lora_output_scale"
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     assert all(len(found) == 3 for found in losses.values()), losses
     alone = train(model, folder / "alone", [plain])
     np.testing.assert_allclose(losses["plain"], alone["plain"], rtol=1e-5)
-    check_dora_export(folder / "together" / "adapters" / "dora", model)
+    check_exported_scale(folder / "together" / "adapters" / "scale")
     int4 = {"quantize_base": "int4", "quantize_base_args": {"group": 16}}
     quantized = train(model, folder / "int4", [plain], **int4)
     gap = np.array(quantized["plain"]) - alone["plain"]
@@ -45,7 +45,7 @@ def make_jobs(folder: pathlib.Path) -> list[LoraJob]:
     """A job without a change, and one with each change of a job."""
     changes = {
         "plain": {},
-        "dora": {"use_dora": True},
+        "scale": {"use_output_scale": True},
         "adagrad": {"optimizer": "adagrad", "optimizer_args": {"eps": 1e-6}},
         "means": {"objective": "sample_mean"},
     }
@@ -106,19 +106,19 @@ def train(model: pathlib.Path, out: pathlib.Path, jobs, **settings) -> dict[str,
     return {j.name: [e["loss"] for e in steps if e["job"] == j.name] for j in jobs}
 
 
-def check_dora_export(folder: pathlib.Path, model: pathlib.Path) -> None:
-    """The magnitudes are exported, and have moved from the norms they start from."""
-    assert json.loads((folder / "adapter_config.json").read_text())["use_dora"]
+def check_exported_scale(folder: pathlib.Path) -> None:
+    """The factors are exported, and have moved from the 1 that they start from."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["use_output_scale"] and not config["use_dora"]
     tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
     name = "model.layers.0.self_attn.q_proj"
-    magnitude = tensors[f"base_model.model.{name}.{MAGNITUDE}"]
-    weight = safetensors.numpy.load_file(model / "model.safetensors")[f"{name}.weight"]
-    moved = np.abs(magnitude - np.linalg.norm(weight, axis=1)).max()
+    scale = tensors[f"base_model.model.{name}.{OUTPUT_SCALE}"]
+    moved = np.abs(scale - 1).max()
     assert 1e-3 < moved < 0.1, moved
 
 
 def check_gradients() -> None:
-    """DoRA of one slot beside LoRA of another, against the definition in PEFT."""
+    """Factors of one slot beside LoRA of another, against the definition."""
     rng = np.random.default_rng(0)
 
     def random(*shape: int) -> jax.Array:
@@ -127,8 +127,8 @@ def check_gradients() -> None:
     x, w, dy = random(32, 8), random(8, 6), random(32, 6)
     scaling = jnp.array([0.5, 2.0])
     slots, of_row = jnp.array([0, 1]), jnp.repeat(jnp.array([0, 1]), 16)
-    params = {"a": random(2, 8, 2), "b": random(2, 2, 6), "m": 1 + random(2, 6) ** 2}
-    params["m"] = params["m"].at[1].set(0.0)  # slot 1 has LoRA only
+    params = {"a": random(2, 8, 2), "b": random(2, 2, 6), "v": random(2, 6)}
+    params["v"] = params["v"].at[1].set(0.0)  # slot 1 has LoRA only
 
     def ours(params, x):
         projection = Projection(
@@ -136,16 +136,14 @@ def check_gradients() -> None:
             a=params["a"],
             b=params["b"],
             scaling=scaling,
-            extra={MAGNITUDE: params["m"]},
+            extra={OUTPUT_SCALE: params["v"]},
         )
         return multi_lora_linears(x, [projection], slots, implementation="xla")[0]
 
     def definition(params, x):
-        whole = w + scaling[:, None, None] * params["a"] @ params["b"]
-        norm = jax.lax.stop_gradient(jnp.linalg.norm(whole, axis=1))
-        factor = jnp.array([[1.0], [0.0]]) * params["m"] / norm
-        factor += jnp.array([[0.0], [1.0]])
-        return jnp.einsum("tk,tkn->tn", x, whole[of_row]) * factor[of_row]
+        factor = jnp.stack([params["v"][0], jnp.ones(6)])
+        delta = scaling[:, None, None] * params["a"] @ params["b"] * factor[:, None]
+        return jnp.einsum("tk,tkn->tn", x, (w + delta)[of_row])
 
     def result(run):
         y, gradients = jax.vjp(run, params, x)

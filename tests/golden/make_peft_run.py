@@ -1,4 +1,4 @@
-"""Trains two adapters with transformers and peft, and records every number.
+"""Trains three adapters with transformers and peft, and records every number.
 
 Run from the repository root, where torch, transformers and peft are installed:
 
@@ -46,6 +46,19 @@ JOBS = {
         "warmup_steps": 0,
         "lora_plus_ratio": 4.0,
         "seed": 2,
+    },
+    "c": {
+        "rank": 3,
+        "lora_alpha": 9,
+        "use_dora": True,
+        "target_modules": ["k_proj", "o_proj", "up_proj", "down_proj"],
+        "learning_rate": 1e-2,
+        "weight_decay": 0.05,
+        "max_grad_norm": 0.5,
+        "lr_schedule": "cosine",
+        "warmup_steps": 1,
+        "lora_plus_ratio": 2.0,
+        "seed": 3,
     },
 }
 
@@ -103,6 +116,7 @@ def adapted(job: dict):
         lora_alpha=job["lora_alpha"],
         lora_dropout=0.0,
         use_rslora=job.get("use_rslora", False),
+        use_dora=job.get("use_dora", False),
         target_modules=job["target_modules"],
         rank_pattern=job.get("rank_pattern", {}),
         alpha_pattern=job.get("alpha_pattern", {}),
@@ -129,7 +143,11 @@ def optimizer_of(model, job: dict):
             "params": [p for n, p in named if f"lora_{part}" in n],
             "lr": job["learning_rate"] * ratio,
         }
-        for part, ratio in (("A", 1.0), ("B", job.get("lora_plus_ratio", 1.0)))
+        for part, ratio in (
+            ("A", 1.0),
+            ("B", job.get("lora_plus_ratio", 1.0)),
+            ("magnitude_vector", 1.0),
+        )
     ]
     optimizer = torch.optim.AdamW(groups, weight_decay=job.get("weight_decay", 0.0))
     make = {

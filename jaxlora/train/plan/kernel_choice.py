@@ -12,7 +12,7 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.attention_table import ATTENTIONS, AttentionChoice
-from jaxlora.modules.trained_tensors import LORA_A, LORA_B
+from jaxlora.modules.trained_tensors import LORA_A, LORA_B, MAGNITUDE
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
 from jaxlora.pallas_kernels.device import device_kind, planned_device
 
@@ -169,7 +169,8 @@ def kernels_unsupported(
 ) -> str | None:
     """Returns why a back end cannot run some adapted linear, or None if it can."""
     assert spec.slots is not None
-    extra = tuple(t.name for t in spec.slots.tensors if t not in (LORA_A, LORA_B))
+    own = LORA_A, LORA_B, MAGNITUDE  # the op applies magnitudes after the kernels
+    extra = tuple(t.name for t in spec.slots.tensors if t not in own)
     for path in spec.adapted:
         linear = spec.linear(path)
         shape = LinearShape(

@@ -76,6 +76,7 @@ def decoder_spec(
             for setting in tensor_settings()
             if any(getattr(job, setting) for job in config.jobs)
         ),
+        dora_dropout=any(job.use_dora and job.dropout > 0 for job in config.jobs),
         optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
     )
     spec = DecoderSpec(
@@ -110,6 +111,13 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
             f"job {name!r} has dropout {prepared.settings.dropout}, and the slots of "
             "this run were made without dropout. Set slot_dropout: true when the run "
             "starts."
+        )
+    drops_dora = prepared.settings.dropout > 0 and prepared.is_set("use_dora")
+    if drops_dora and not spec.slots.dora_dropout:
+        raise ConfigError(
+            f"job {name!r} has use_dora and dropout {prepared.settings.dropout}, and "
+            "this run was started without a job that has both. Start a run with such "
+            "a job, or leave dropout out."
         )
     if largest > spec.slots.rank:
         raise ConfigError(

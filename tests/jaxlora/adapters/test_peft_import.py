@@ -118,7 +118,8 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
         ({"use_rslora": "false"}, "use_rslora='false'; wanted true or false"),
         ({"peft_type": "IA3"}, "peft_type='IA3'; only 'LORA' is read"),
         ({"peft_type": None}, "peft_type=None; only 'LORA' is read"),
-        ({"use_dora": True}, "use_dora=True, which is not supported and may change"),
+        ({"use_dora": True}, r"lacks .*q_proj\.lora_magnitude_vector"),
+        ({"use_dora": "yes"}, "use_dora='yes'; wanted true or false"),
         ({"bias": "all"}, "bias='all'; only 'none' is supported: biases stay"),
         ({"lora_bias": True}, "lora_bias=True, which is not supported"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out=True, which is not supported"),
@@ -192,7 +193,7 @@ def holding(value, dtype=np.float16):
         ),
         (
             with_extra(f"{PREFIX}{Q}.lora_magnitude_vector"),
-            "lora_magnitude_vector, which is no LoRA weight of a linear",
+            "lora_magnitude_vector, but its adapter_config.json does not set use_dora",
         ),
         (
             with_extra(f"{PREFIX}model.embed_tokens.lora_embedding_A"),

@@ -1,4 +1,4 @@
-"""Two jobs trained together end where transformers and peft took each alone.
+"""Jobs trained together end where transformers and peft took each alone.
 
 The golden files are those of tests/golden/make_peft_run.py.
 """
@@ -26,7 +26,9 @@ from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
-RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in ("a", "b")}
+RECORDS = {
+    n: json.loads((GOLDEN / n / "run.json").read_text()) for n in ("a", "b", "c")
+}
 
 
 def job_run(name: str, model) -> JobState:
@@ -69,7 +71,11 @@ def job_run(name: str, model) -> JobState:
     return JobState(prepared, start)
 
 
-@pytest.fixture(scope="module", params=[("a",), ("b",), ("b", "a")], ids="".join)
+# The job c has DoRA.
+RUNS = [("a",), ("b",), ("b", "a"), ("c", "b")]
+
+
+@pytest.fixture(scope="module", params=RUNS, ids="".join)
 def trained(request):
     return train_together(request.param)
 
@@ -131,5 +137,7 @@ def test_final_weights(trained):
         actual = slots.read(run.slot, run.start)
         assert actual.modules.keys() == wanted.modules.keys()
         for name, weights in actual.modules.items():
-            assert relative_error(weights.a, wanted.modules[name].a) < 1e-4
-            assert relative_error(weights.b, wanted.modules[name].b) < 1e-4
+            others = wanted.modules[name].tensors
+            assert weights.tensors.keys() == others.keys()
+            for tensor, array in weights.tensors.items():
+                assert relative_error(array, others[tensor]) < 1e-4, tensor

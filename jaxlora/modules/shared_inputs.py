@@ -1,0 +1,61 @@
+"""Inputs of kernels that all linears of a model share, computed once."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing
+from jaxlora.pallas_kernels import (
+    MaskWords,
+    dropout_keys,
+    kernel_settings,
+    mask_words,
+)
+
+
+def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
+    """Adds to the routing the inputs that the kernels of all linears can share.
+
+    Otherwise each linear would compute its own in small XLA kernels. A decoder would
+    have hundreds of these, which take XLA longer to compile than everything else; in
+    plain JAX, the random words would be a third of the program.
+    """
+    adapted = [linear for linear in linears if linear.slots is not None]
+    if not adapted:
+        return routing
+    drops = routing.token_index is not None
+    rank = jnp.stack([linear.rank[...] for linear in adapted])
+    scaling = jnp.stack([linear.scaling[...] for linear in adapted])
+    settings = kernel_settings(
+        jnp.where(rank > 0, scaling, 0.0),
+        rank,
+        jnp.stack([linear.dropout[...] for linear in adapted]) if drops else None,
+    )
+    places = [linear.place for linear in adapted]
+    return dataclasses.replace(
+        routing,
+        settings=dict(zip(places, settings, strict=True)),
+        words=_mask_words(adapted, routing),
+    )
+
+
+def _mask_words(
+    linears: Sequence[MultiLoraLinear], routing: Routing
+) -> dict[tuple[int, int], MaskWords]:
+    """Computes the words of the dropout masks, by place."""
+    token_index = routing.token_index
+    if token_index is None:
+        return {}
+    places: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for linear in linears:
+        places[linear.in_features].append(linear.place)
+    words = {}
+    for num_features, some in places.items():
+        layers, projections = np.array(some, np.int32).T[:, :, None]
+        key = dropout_keys(*routing.seed_and_step(), layers, projections)
+        made = mask_words(key, routing.block_adapter, token_index, num_features)
+        words |= zip(some, made, strict=True)
+    return words

@@ -1,0 +1,209 @@
+"""Checks of the arguments of `multi_lora_linears`, with errors that say the cure."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlora.pallas_kernels.backends import BACKENDS, Backend, is_partitioned
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS, MaskWords
+from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
+from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
+from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
+
+
+def check_alike(projections: Sequence[Projection]) -> None:
+    """Checks that linears can run in one call."""
+    kinds = sorted({type(p.dropout).__name__ for p in projections})
+    if len(kinds) != 1:
+        raise ValueError(
+            "projections must have the same kind of dropout or none, got "
+            f"{' and '.join(kinds)}. Give those without one a Dropout of rate 0, or a "
+            "GivenMask that keeps everything."
+        )
+    if len({p.a.shape[0] for p in projections}) != 1:
+        raise ValueError(
+            "projections must have the same number of slots, got "
+            f"{[p.a.shape[0] for p in projections]}."
+        )
+    formats = [_weight_format(p) for p in projections]
+    if len(set(formats)) != 1:
+        raise ValueError(
+            "projections must have base weights of one format, got "
+            f"{' and '.join(map(str, formats))}. Call multi_lora_linears once for each "
+            "format."
+        )
+    constants = [p.w.constants for p in projections if isinstance(p.w, QuantizedWeight)]
+    for name in constants[0] if constants else ():
+        values = [found[name] for found in constants]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"projections must have the same {name}, got {values}. Change it with "
+                f"dataclasses.replace(w, {name}=...)."
+            )
+
+
+def _weight_format(projection: Projection) -> str | None:
+    w = projection.w
+    return w.format if isinstance(w, QuantizedWeight) else None
+
+
+def check_quantized(w: QuantizedWeight, x, *, is_stack, w_transposed) -> None:
+    """Checks a quantized weight, and that x can be multiplied by it."""
+    w.check()
+    if is_stack or w_transposed:
+        given = "layer" if is_stack else "w_transposed=True"
+        raise ValueError(
+            f"{given} was given with a quantized weight ({w.format}), which is always "
+            "one weight stored N K. Leave it out, and give each layer's own weight."
+        )
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(
+            f"x is {x.dtype}, but linears on a quantized weight ({w.format}) compute "
+            "in bfloat16, float16 or float32. Cast x."
+        )
+
+
+def checked(
+    backend: Backend,
+    x,
+    projection: Projection,
+    block_adapter,
+    *,
+    is_stack,
+    w_transposed,
+) -> Projection:
+    """Checks a projection; returns it with every slot's rank."""
+    p = projection
+    num_slots, _, rank = p.a.shape
+    _check_shapes(x, p, block_adapter, is_stack, w_transposed)
+    _check_supported(
+        backend,
+        LinearShape(
+            dtype=x.dtype,
+            in_features=x.shape[1],
+            out_features=p.b.shape[2],
+            rank=rank,
+            block_tokens=x.shape[0] // block_adapter.shape[0],
+            extra=tuple(p.extra),
+            weight_format=_weight_format(p),
+        ),
+    )
+    if p.settings is not None:
+        _check_settings(p.settings, num_slots)
+    if p.dora is not None:
+        _check_dora(p)
+    if isinstance(p.dropout, GivenMask):
+        _check_given_mask(p, x)
+    elif p.dropout is not None and p.dropout.words is not None:
+        _check_words(p.dropout.words, x, num_slots)
+    ranks = jnp.full((num_slots,), rank, jnp.int32) if p.rank is None else p.rank
+    return dataclasses.replace(p, rank=ranks)
+
+
+def _check_shapes(
+    x, projection: Projection, block_adapter, is_stack, w_transposed
+) -> None:
+    (t, k), num_blocks = x.shape, block_adapter.shape[0]
+    w, a, b = projection.w, projection.a, projection.b
+    w_shape = w.shape[1:] if is_stack else w.shape
+    k_n = w_shape[::-1] if w_transposed else w_shape
+    if k_n != (k, b.shape[2]) or a.shape[1] != k:
+        raise ValueError(
+            f"shapes do not match: x {x.shape}, w {w_shape}, a {a.shape}, "
+            f"b {b.shape}; wanted T K, {'N K' if w_transposed else 'K N'}, G K R, "
+            "G R N."
+        )
+    if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
+        raise ValueError(f"a {a.shape} and b {b.shape} must share G and R.")
+    if num_blocks == 0 or t % num_blocks:
+        raise ValueError(
+            f"x has T={t} rows, not a multiple of the NB={num_blocks} entries of "
+            "block_adapter. Pad each adapter's rows to whole blocks first."
+        )
+    if not isinstance(w, QuantizedWeight) and x.dtype != w.dtype:
+        raise ValueError(f"x and w must share a dtype, got {x.dtype} and {w.dtype}.")
+
+
+def _check_words(words: MaskWords, x, num_slots: int) -> None:
+    t, k = x.shape
+    blocks, slots, features = (*words.token.shape[1:2], *words.feature.shape[1:])
+    num_blocks = -(-t // TILE_TOKENS)
+    if (blocks, slots) != (num_blocks, num_slots) or features < k:
+        raise ValueError(
+            f"dropout's words are for {blocks * TILE_TOKENS} tokens, {slots} slots and "
+            f"{features} features, wanted {t}, {num_slots} and {k} or more. Make them "
+            "with mask_words for this layer."
+        )
+
+
+def _check_given_mask(projection: Projection, x) -> None:
+    mask: Any = projection.dropout
+    wanted = (num_words(x.shape[0]), x.shape[1])
+    if mask.bits.shape != wanted or mask.bits.dtype != jnp.uint32:
+        raise ValueError(
+            f"a given mask has bits of shape {mask.bits.shape} and dtype "
+            f"{mask.bits.dtype}, wanted {wanted} and uint32 for x {x.shape}. Make them "
+            "with pack_mask from a mask of x's shape."
+        )
+    slots = (projection.a.shape[0],)
+    if jnp.shape(mask.inverse_keep) != slots:
+        raise ValueError(
+            "a given mask has inverse_keep of shape "
+            f"{jnp.shape(mask.inverse_keep)}, wanted {slots}: one factor per slot."
+        )
+    if projection.settings is not None:
+        raise ValueError(
+            "a projection has a given mask and settings, but settings hold the factors "
+            "of a Dropout. Leave settings out: the kernels compute them from "
+            "inverse_keep."
+        )
+
+
+def _check_dora(projection: Projection) -> None:
+    dora: Any = projection.dora
+    wanted = projection.b.shape[0], projection.b.shape[2]
+    if dora.gain.shape != wanted:
+        raise ValueError(
+            f"dora has gains of shape {dora.gain.shape}, wanted {wanted}: one for each "
+            "slot and output feature."
+        )
+    if dora.drops is not None and projection.dropout is None:
+        raise ValueError(
+            "dora says that slots drop features, and the projection has no dropout. "
+            "Give it one, or leave drops out."
+        )
+
+
+def _check_settings(settings: KernelSettings, num_slots: int) -> None:
+    shapes = {name: np.shape(getattr(settings, name)) for name in ROWS}
+    if any(shape[1:] != (num_slots,) for shape in shapes.values()):
+        raise ValueError(
+            f"settings has rows of shapes {shapes}, wanted (P, {num_slots}), as the "
+            f"layer has {num_slots} slots. Make settings with kernel_settings for "
+            "these slots."
+        )
+
+
+def _check_supported(backend: Backend, shape: LinearShape) -> None:
+    if (reason := backend.unsupported(shape)) is not None:
+        able = [b.name for b in BACKENDS.values() if b.unsupported(shape) is None]
+        raise ValueError(
+            f"implementation={backend.name!r} cannot run this layer: {reason}. "
+            f"Use one of: {', '.join(able)}."
+        )
+
+
+def check_mesh(backend: Backend) -> None:
+    """Checks that XLA does not partition kernels that cannot be partitioned."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if is_partitioned(mesh) and not backend.partitionable:
+        raise ValueError(
+            f"implementation={backend.name!r} under the mesh {mesh}: its kernels "
+            "cannot be partitioned and would run on the whole array on every device. "
+            "Call it inside jax.shard_map(check_vma=False)."
+        )

@@ -1,0 +1,132 @@
+"""Variants of LoRA as peft saves them: the same logits, merged or not, and bytes.
+
+The golden files are those of tests/golden/make_variant_folders.py.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxlora import (
+    DecoderOptions,
+    DecoderSpec,
+    Routing,
+    SlotShape,
+    export_peft,
+    import_peft,
+    load_model,
+)
+from jaxlora.adapters.gguf_export import export_gguf
+from jaxlora.adapters.merge import merge_adapter
+from jaxlora.adapters.slots import SlotTable
+from jaxlora.errors import AdapterError
+from jaxlora.hf.names import linear_path, linear_shapes
+from jaxlora.models.stacks import to_paths
+from jaxlora.train.execute.step import CompiledSteps
+from tests.oracle import relative_error
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
+BASE = GOLDEN / "peft_run" / "base"
+FOLDERS = sorted(
+    path for path in (GOLDEN / "variant_folders").iterdir() if path.is_dir()
+)
+WANTED = np.load(GOLDEN / "variant_folders" / "wanted.npz")
+NUM_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(BASE, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def adapters(model):
+    shapes = linear_shapes(model.config)
+    return {folder.name: import_peft(folder, shapes) for folder in FOLDERS}
+
+
+def logits_of(model, adapters) -> dict[str, np.ndarray]:
+    """Logits of each adapter's tokens, all in one microbatch."""
+    shape = SlotShape(num_slots=len(adapters), rank=8, settings=("use_dora",))
+    paths = {
+        linear_path(name) for adapter in adapters.values() for name in adapter.modules
+    }
+    spec = DecoderSpec(
+        config=model.config,
+        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=NUM_TOKENS),
+        slots=shape,
+        adapted=tuple(sorted(paths)),
+    )
+    table = SlotTable(spec, CompiledSteps(spec).write_slot)
+    for slot, adapter in enumerate(adapters.values()):
+        table.load(slot, adapter, "adamw")
+    tokens = np.concatenate([WANTED[f"{name}.tokens"] for name in adapters])
+    positions = np.tile(np.arange(NUM_TOKENS), len(adapters))
+    segments = np.repeat(np.arange(len(adapters)), NUM_TOKENS)
+
+    @jax.jit
+    def run(base, params, settings):
+        tables = to_paths(spec.stacks, params, axis=1)
+        decoder = spec.bind(base, tables, settings=settings)
+        routing = Routing(block_adapter=jnp.arange(len(adapters)))
+        hidden = decoder(*map(jnp.asarray, (tokens, positions, segments)), routing)
+        head, transposed = decoder.stored_head(hidden)
+        return hidden @ (head.T if transposed else head)
+
+    out = np.asarray(run(model.params, table.state.params, table.settings))
+    return dict(zip(adapters, np.split(out, len(adapters)), strict=True))
+
+
+def test_all_mean_what_peft_means(model, adapters):
+    """In one microbatch, with different ranks, layers and linears."""
+    assert len(adapters) >= 20
+    found = logits_of(model, adapters)
+    for name, logits in found.items():
+        assert relative_error(logits, WANTED[f"{name}.logits"]) < 2e-5, name
+
+
+def test_merged_models_equal_those_of_peft(model, adapters, tmp_path):
+    merged, names = {}, list(adapters)[:4]
+    for name in names:
+        folder = merge_adapter(BASE, GOLDEN / "variant_folders" / name, tmp_path / name)
+        merged[name] = load_model(folder, dtype="float32").params
+    spec = DecoderSpec(
+        config=model.config,
+        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=NUM_TOKENS),
+    )
+    rows = jnp.arange(NUM_TOKENS)
+
+    @jax.jit
+    def run(base, tokens):
+        routing = Routing(block_adapter=jnp.zeros(1, jnp.int32))
+        decoder = spec.bind(base)
+        hidden = decoder(tokens, rows, jnp.zeros_like(rows), routing)
+        head, transposed = decoder.stored_head(hidden)
+        return hidden @ (head.T if transposed else head)
+
+    for name in names:
+        found = run(merged[name], WANTED[f"{name}.tokens"])
+        assert relative_error(found, WANTED[f"{name}.merged"]) < 2e-5, name
+        assert relative_error(found, WANTED[f"{name}.logits"]) < 2e-5, name
+
+
+def test_round_trips_keep_every_byte(model, adapters, tmp_path):
+    shapes = linear_shapes(model.config)
+    for name, adapter in adapters.items():
+        export_peft(adapter, tmp_path / name, base_model="b", linear_names=list(shapes))
+        before, after = (
+            safetensors.numpy.load_file(folder / name / "adapter_model.safetensors")
+            for folder in (GOLDEN / "variant_folders", tmp_path)
+        )
+        assert before.keys() == after.keys()
+        for key, array in before.items():
+            assert array.tobytes() == after[key].tobytes()
+
+
+def test_gguf_refuses_them(tmp_path):
+    with pytest.raises(AdapterError, match=r"has use_dora, .* Merge it into its base"):
+        export_gguf(FOLDERS[0], tmp_path / "a.gguf", base=str(BASE))

@@ -1,0 +1,123 @@
+"""DoRA beside LoRA in one run, each job as if it were alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.adapters.fresh import fresh_adapter
+from jaxlora.adapters.targets import resolve_targets
+from jaxlora.config import DataConfig
+from jaxlora.errors import ConfigError
+from jaxlora.hf.config import model_config
+from jaxlora.memory.footprint import StageUse, stage_resident
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.trained_tensors import MAGNITUDE
+from jaxlora.pallas_kernels import Nf4Weight
+from jaxlora.train.plan.slot_spec import check_fits
+from tests import tiny
+from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
+from tests.oracle import relative_error
+
+
+def dora(job: LoraJob, **changes) -> LoraJob:
+    return job.replace(use_dora=True, **changes)
+
+
+def test_jobs_train_beside_dora_as_if_alone(train, jobs):
+    """With dropout and without; a run of LoRA alone has other programs and tables."""
+    first, second, third = dora(jobs[0]), jobs[1], dora(jobs[2], dropout=0.0)
+    together = train([first, second, third])
+    lora, with_dropout = train([second]), train([first], microbatch_tokens=256)
+    assert_same_training(together, lora, [second.name])
+    assert_same_training(together, with_dropout, [first.name])
+    for module, weights in together.adapters[first.name].items():
+        other = with_dropout.adapters[first.name][module]
+        assert relative_error(weights.magnitude, other.magnitude) < ROUNDING
+    assert all(w.magnitude is None for w in together.adapters[second.name].values())
+    trainer = together.trainer
+    slots = dataclasses.replace(trainer.layout.stages[0].spec.slots, dora_dropout=False)
+    spec = dataclasses.replace(trainer.layout.stages[0].spec, slots=slots)
+    with pytest.raises(ConfigError, match="started without a job that has both"):
+        check_fits(trainer.jobs[0].prepared, spec, 512)
+    with pytest.raises(ConfigError, match="has use_dora, and the slots of this run"):
+        lora.trainer.add_job(third)
+
+
+@pytest.fixture(scope="module")
+def on_meshes(two_layers, jobs, tmp_path_factory):
+    """Trains three jobs in two slots on a mesh; returns the adapters, by job."""
+    run = [dora(jobs[0], steps=4), jobs[4].replace(steps=4), dora(jobs[2], steps=4)]
+
+    @functools.cache
+    def trained(mesh: str, *, stop: bool) -> dict[str, dict[str, np.ndarray]]:
+        folder = tmp_path_factory.mktemp("run")
+        config = RunConfig(
+            model=str(two_layers.folder),
+            output_dir=str(folder),
+            jobs=run,
+            max_concurrent_jobs=2,
+            window_steps=1,
+            microbatch_tokens=256,
+            block_tokens=16,
+            checkpoint_every=1,
+            dtype="float32",
+            mesh=mesh,
+        )
+        if stop:
+            assert Trainer(config).train(callbacks=[InterruptAt(1)]).interrupted
+        Trainer(config).train(resume=stop)
+        found = (folder / "adapters").rglob("*.safetensors")
+        return {p.parent.name: safetensors.numpy.load_file(p) for p in found}
+
+    return trained
+
+
+@pytest.mark.needs_devices(8)
+def test_a_resumed_run_ends_in_the_same_bits_on_any_mesh(on_meshes):
+    """Magnitudes start from shards of the weights, and are parked, saved and staged."""
+    one = on_meshes("stage=1", stop=False)
+    mesh = "data=2,stage=2,fsdp=2"
+    whole, stopped = (on_meshes(mesh, stop=stop) for stop in (False, True))
+    assert len(one) == len(whole) == 3
+    jax.tree.map(np.testing.assert_array_equal, whole, stopped)
+    for name, tensors in one.items():
+        assert any(MAGNITUDE.peft_name in key for key in tensors) == (name != "job4")
+        for key, array in tensors.items():
+            assert relative_error(whole[name][key], array) < ROUNDING, key
+
+
+def test_magnitudes_start_from_the_norms_of_what_is_multiplied(linear_shapes):
+    """With a quantized base, of the dequantized weights."""
+    job = LoraJob(
+        name="a", data=DataConfig(path="x"), use_dora=True, target_modules=["o_proj"]
+    )
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(64, 128)).astype(np.float32)
+    quantized = Nf4Weight.quantize(jnp.asarray(w))
+    targets = resolve_targets(job, list(linear_shapes))
+    for kernel, dense in ((w.T, w.T), (quantized, quantized.dequantize(jnp.float32).T)):
+        found = fresh_adapter(job, targets, dict.fromkeys(targets, kernel))
+        norms = np.linalg.norm(np.asarray(dense, np.float64), axis=0)
+        for weights in found.modules.values():
+            assert relative_error(weights.magnitude, norms) < 1e-6
+
+
+def test_memory_counts_the_magnitudes():
+    spec = DecoderSpec(
+        config=model_config(tiny.CONFIG),
+        options=DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
+        slots=SlotShape(num_slots=2, rank=4, settings=("use_dora",)),
+        adapted=("layers.0.self_attn.q_proj",),
+    )
+    use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
+    found = stage_resident(spec, use)
+    assert found.adapter_bytes == 4 * 4 * 2 * (32 * 4 + 4 * 32 + 32)
