@@ -80,15 +80,22 @@ class Adapter:
             (`model.layers.0.self_attn.q_proj`).
         use_rslora: Whether the scaling divides by the root of the rank.
         dropout: Dropout rate in training.
+        keeps_start: Whether the second half of each module's ranks is fixed; see
+            `jaxlora.adapters.initial`.
     """
 
     modules: dict[str, LoraWeights]
     use_rslora: bool = False
     dropout: float = 0.0
+    keeps_start: bool = False
 
     def scaling(self, weights: LoraWeights) -> float:
         """Factor of A B in one of the adapter's linears."""
         return lora_scaling(weights.lora_alpha, weights.rank, self.use_rslora)
+
+    def trained_rank(self, weights: LoraWeights) -> int:
+        """Number of ranks of one of the adapter's linears that are trained."""
+        return weights.rank // 2 if self.keeps_start else weights.rank
 
     def is_set(self, setting: str) -> bool:
         """Whether a setting of `TrainedTensor` is on, so that the tensor is there."""

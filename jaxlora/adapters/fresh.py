@@ -9,10 +9,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.common.cores import num_cores
 from jaxlora.config import LoraJob
-from jaxlora.modules.trained_tensors import TrainedTensor, tensors_with
+from jaxlora.modules.trained_tensors import (
+    LORA_A,
+    LORA_B,
+    TrainedTensor,
+    tensors_with,
+)
 
 _MAX_THREADS = 8
 
@@ -36,29 +42,52 @@ def fresh_adapter(
     """
     # Programs on several devices must start in the same order on all, so no thread
     # runs them.
-    from_weights = {
-        name: {
-            tensor.name: tensor.from_weight(kernels[name], dtype)
-            for tensor in _tensors(job)
-            if tensor.from_weight is not None
-        }
-        for name in modules
+    made = {
+        name: _of_weight(job, module, kernels[name], _random(job, name), dtype)
+        for name, module in modules.items()
     }
 
     def drawn(name: str) -> dict[str, np.ndarray]:
-        stream = np.random.Philox(key=[job.seed, zlib.crc32(name.encode())])
-        rng, rank = np.random.Generator(stream), modules[name].rank
-        drawn = {
-            tensor.name: tensor.start(rng, kernels[name], rank).astype(np.float32)
-            for tensor in _tensors(job)
-            if tensor.start is not None
-        }
-        return drawn | from_weights[name]
+        rng, rank = _random(job, name), modules[name].rank
+        tensors = {}
+        if (draw := DRAWN.get(job.init_lora_weights)) is not None:
+            pair = draw(rng, kernels[name].shape, rank)
+            tensors = dict(zip((LORA_A.name, LORA_B.name), pair, strict=True))
+        tensors |= made[name]
+        for tensor in _tensors(job):
+            if tensor.name not in tensors:
+                assert tensor.start is not None
+                tensors[tensor.name] = tensor.start(rng, kernels[name], rank)
+        return {t.name: tensors[t.name].astype(np.float32) for t in _tensors(job)}
 
     # NumPy draws without the interpreter's lock.
     with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as pool:
         tensors = dict(zip(modules, pool.map(drawn, modules), strict=True))
     return _adapter(job, modules, tensors)
+
+
+def _random(job: LoraJob, name: str) -> np.random.Generator:
+    stream = np.random.Philox(key=[job.seed, zlib.crc32(name.encode())])
+    return np.random.Generator(stream)
+
+
+def _of_weight(
+    job: LoraJob,
+    module: ModuleLora,
+    kernel: Any,
+    rng: np.random.Generator,
+    dtype: DTypeLike,
+) -> dict[str, np.ndarray]:
+    """Makes the tensors that start from the frozen weight."""
+    tensors = {
+        tensor.name: tensor.from_weight(kernel, dtype)
+        for tensor in _tensors(job)
+        if tensor.from_weight is not None
+    }
+    if job.keeps_start:
+        init, rank = str(job.init_lora_weights), module.rank // 2
+        tensors |= kept_start(init, rng, kernel, rank, module.scaling)
+    return tensors
 
 
 def blank_adapter(
@@ -99,4 +128,9 @@ def _adapter(
         )
         for name, module in modules.items()
     }
-    return Adapter(modules=weights, use_rslora=job.use_rslora, dropout=job.dropout)
+    return Adapter(
+        modules=weights,
+        use_rslora=job.use_rslora,
+        dropout=job.dropout,
+        keeps_start=job.keeps_start,
+    )

@@ -88,6 +88,9 @@ class SlotTable:
             scaling=np.zeros(shape, np.float32),
             dropout=np.zeros(shape, np.float32),
             rank=np.zeros(shape, np.int32),
+            trained_rank=(
+                np.zeros(shape, np.int32) if spec.slots.keeps_start else None
+            ),
         )
         self._upload_settings()
         # By slot: shapes of the tensors of each kind without their padding, by path,
@@ -153,6 +156,9 @@ class SlotTable:
             self._host_settings.scaling[place] = adapter.scaling(weights)
             self._host_settings.dropout[place] = adapter.dropout
             self._host_settings.rank[place] = weights.rank
+            if self._host_settings.trained_rank is not None:
+                trained = adapter.trained_rank(weights)
+                self._host_settings.trained_rank[place] = trained
         self._upload_settings()
 
     def has_job(self, slot: int) -> bool:

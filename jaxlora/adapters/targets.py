@@ -27,6 +27,13 @@ class ModuleLora:
     lora_alpha: float
     scaling: float
 
+    def doubled(self, job: LoraJob) -> "ModuleLora":
+        """Returns the settings of twice the rank with the same scaling."""
+        factor = 2**0.5 if job.use_rslora else 2
+        return dataclasses.replace(
+            self, rank=2 * self.rank, lora_alpha=factor * self.lora_alpha
+        )
+
 
 def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, ModuleLora]:
     """Selects the linears that a job adapts, in the model's order.

@@ -4,6 +4,7 @@ Each returns the setting that breaks it, and the rule with the cure; None if non
 """
 
 import collections
+import re
 from typing import Any
 
 from jaxlora.config.clone import copies_follow_their_jobs
@@ -68,6 +69,66 @@ def _held_out_sets_are_whole(job: Any) -> tuple[str, str] | None:
 def _schedule_has_its_settings(job: Any) -> tuple[str, str] | None:
     problem = schedule_problem(job)
     return None if problem is None else ("lr_schedule_args", problem)
+
+
+# Starts of A and B in PEFT's words. The latter are of parts of the frozen weight.
+_DRAWN_STARTS = True, "gaussian", "orthogonal"
+_PISSA = re.compile(r"pissa(?:_niter_([1-9]\d?))?")
+
+
+def check_start(start: object) -> object:
+    """Returns a value of `init_lora_weights` if there is such a start.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if start is False or not (start in _DRAWN_STARTS or is_part_of_weight(start)):
+        raise ValueError(
+            "expected true, gaussian, orthogonal, pissa, pissa_niter_N (with a number "
+            "from 1 to 99) or olora."
+        )
+    return start
+
+
+def is_part_of_weight(start: object) -> bool:
+    """Whether A and B start from a part of the frozen weight, which has to be kept."""
+    return start == "olora" or _is_pissa(start)
+
+
+def _is_pissa(start: object) -> bool:
+    return isinstance(start, str) and _PISSA.fullmatch(start) is not None
+
+
+def num_power_iterations(start: str) -> int | None:
+    """Returns N of `pissa_niter_N`; None for `pissa`."""
+    found = _PISSA.fullmatch(start)
+    assert found is not None
+    return None if found[1] is None else int(found[1])
+
+
+def _start_fits(job: Any) -> tuple[str, str] | None:
+    start = job.init_lora_weights
+    if start is not True and job.init_from is not None:
+        return "init_lora_weights", (
+            "init_from gives the first weights: leave init_lora_weights out."
+        )
+    odd = [rank for rank in (job.rank, *job.rank_pattern.values()) if rank % 2]
+    if start == "orthogonal" and odd:
+        return "init_lora_weights", (
+            f"init_lora_weights=orthogonal needs even ranks, and there is {odd[0]}."
+        )
+    if not is_part_of_weight(start):
+        return None
+    for setting, why in (
+        ("dropout", "PEFT drops features in front of one half of the weight only"),
+        ("weight_decay", "the kept first weights would decay"),
+    ):
+        if getattr(job, setting):
+            return setting, (
+                f"{setting} and init_lora_weights={start} cannot be combined: {why}. "
+                f"Set {setting} to 0, or choose another start."
+            )
+    return None
 
 
 def _there_are_jobs(run: Any) -> tuple[str, str] | None:
@@ -185,6 +246,7 @@ OF_A_JOB: tuple[Rule, ...] = (
     _starts_in_one_way,
     _held_out_sets_are_whole,
     _schedule_has_its_settings,
+    _start_fits,
 )
 OF_A_RUN: tuple[Rule, ...] = (
     _there_are_jobs,

@@ -13,7 +13,13 @@ from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import BASE, SamplesConfig
-from jaxlora.config.rules import OF_A_JOB, OF_A_RUN, mesh_text
+from jaxlora.config.rules import (
+    OF_A_JOB,
+    OF_A_RUN,
+    check_start,
+    is_part_of_weight,
+    mesh_text,
+)
 from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.strict import (
     Bool,
@@ -71,6 +77,9 @@ class LoraJob(StrictModel):
         lora_alpha: The update is scaled by lora_alpha / r (see `use_rslora`).
         use_rslora: Scale by lora_alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
         use_dora: Also train the norms of the columns of W (DoRA, arXiv 2402.09353).
+        init_lora_weights: How A and B start, in PEFT's words: true (A uniform, B zero),
+            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N` or `olora`; see
+            `jaxlora.adapters.initial`.
         dropout: Probability of dropping an input feature of the LoRA path.
         target_modules: Suffixes (`q_proj`), one regular expression for the whole
             module name, or `all-linear`.
@@ -137,6 +146,7 @@ class LoraJob(StrictModel):
     lora_alpha: PositiveFloat = 32.0
     use_rslora: Bool = False
     use_dora: Bool = False
+    init_lora_weights: Literal[True] | str = True
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"
     exclude_modules: Texts = ()
@@ -181,6 +191,16 @@ class LoraJob(StrictModel):
     @classmethod
     def _name_is_a_plain_folder_name(cls, name: str) -> str:
         return check_job_name(name)
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the adapter is relative to its first weights, which it keeps."""
+        return is_part_of_weight(self.init_lora_weights)
+
+    @pydantic.field_validator("init_lora_weights", mode="before")
+    @classmethod
+    def _start_is_known(cls, start: object) -> object:
+        return check_start(start)
 
     @pydantic.field_validator("target_modules")
     @classmethod

@@ -56,7 +56,6 @@ _REASONS = {
     "lora_fan_in_fan_out": "Linears are never transposed here.",
     "lora_target_parameters": "Adapters are on linears; experts are not supported.",
     "quantize_moe_experts": "Mixtures of experts are not supported.",
-    "peft_init_lora_weights": reasons.START,
     "loraplus_lr_embedding": "The embedding stays frozen.",
     "unfrozen_parameters": "The weights of the base stay frozen.",
     "sample_packing_sequentially": "Each optimizer step is packed by itself.",

@@ -144,6 +144,12 @@ def _set_adapter(migration: Migration) -> None:
     twice = 2 * rank if isinstance(rank, int) else None
     job["lora_alpha"] = migration.take("lora_alpha", twice)
     job["dropout"] = migration.take("lora_dropout", 0.0)
+    iterations = migration.take("pissa_iter", 16)
+    if migration.take("pissa_init"):
+        job["init_lora_weights"] = (
+            "pissa" if iterations == -1 else f"pissa_niter_{iterations}"
+        )
+        migration.given.pop("pissa_convert", None)  # it is always converted
     targets = migration.take("lora_target", "all")
     if isinstance(targets, str):
         targets = [name.strip() for name in targets.split(",")]

@@ -21,6 +21,7 @@ _SAME_NAME = {
     "max_grad_norm",
     "warmup_steps",
     "warmup_ratio",
+    "init_lora_weights",
     "use_dora",
     "use_rslora",
     "rank_pattern",

@@ -3,7 +3,6 @@
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate import reasons
 from jaxlora.migrate.migration import Migration
 
 _NO_SUCH_ADAPTER = "There are no such adapters here; this one is trained without it."
@@ -12,7 +11,6 @@ _REASONS = {
     "task_type": "Models are causal language models.",
     "inference_mode": "It does not matter for training.",
     "bias": "Biases stay frozen.",
-    "init_lora_weights": reasons.START,
     "peft_version": "It does not matter for training.",
     "layers_pattern": "Set target_modules to a regular expression for whole names.",
     "fan_in_fan_out": "Linears are never transposed here.",

@@ -29,7 +29,7 @@ RESUME = "`jaxlora train --resume` continues a run."
 MEMORY = "Set remat of the run, if memory is short."
 TEXT_ONLY = "Models are trained on text only."
 RATE = "Set lr_schedule and lr_schedule_args of the job; docs/run_file.md has them."
-START = "A starts as by PEFT's default, and B at zero."
+START = "Set init_lora_weights of the job, if its start is one of those."
 NF4 = "nf4 is as bitsandbytes stores it, with double quantization."
 _SAMPLES = "Set samples of the run for texts that are generated at evaluations."
 

@@ -38,11 +38,14 @@ class SlotSettings:
         scaling: `lora_alpha / rank`.
         dropout: Dropout rate.
         rank: Rank of the slot's adapter there; 0 where it does not adapt.
+        trained_rank: Ranks that are trained; the others are fixed. None: all are, as
+            no slot keeps its first weights.
     """
 
     scaling: Float[Array | np.ndarray, "M G"]
     dropout: Float[Array | np.ndarray, "M G"]
     rank: Int[Array | np.ndarray, "M G"]
+    trained_rank: Int[Array | np.ndarray, "M G"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,9 +192,10 @@ class DecoderSpec:
         if settings is None:
             return {}
         return {
-            f"{path}.{field.name}": getattr(settings, field.name)[i]
+            f"{path}.{field.name}": values[i]
             for i, path in enumerate(self.adapted)
             for field in dataclasses.fields(settings)
+            if (values := getattr(settings, field.name)) is not None
         }
 
     # ---- shapes ----------------------------------------------------------------------

@@ -57,6 +57,8 @@ class SlotShape:
             `TrainedTensor.setting`.
         dora_dropout: Whether a slot can have both DoRA and dropout, which takes a
             second product with W. It is compiled into the programs.
+        keeps_start: Whether a slot can hold an adapter of which half of the ranks is
+            fixed; see `jaxlora.adapters.initial`. It is compiled into the programs.
         optimizers: Names of the optimizers of jobs, sorted, for whose state there are
             tables; see `jaxlora.adapters.optimizers`.
 
@@ -69,6 +71,7 @@ class SlotShape:
     use_dropout: bool = True
     settings: tuple[str, ...] = ()
     dora_dropout: bool = False
+    keeps_start: bool = False
     optimizers: tuple[str, ...] = ("adamw",)
 
     @property
@@ -144,12 +147,15 @@ class MultiLoraLinear(nnx.Module):
         scaling: `lora_alpha / rank` of each slot, G.
         dropout: Dropout rate of each slot, G.
         rank: Rank of each slot's adapter here, G; 0 where it does not adapt.
+        trained_rank: Its first ranks, which are trained, G; absent if all are, see
+            `SlotShape.keeps_start`.
         dora_norms: Norms that `keep_norms` computed, G N; None: each call computes
             them.
     """
 
     lora_a: nnx.LoRAParam
     lora_b: nnx.LoRAParam
+    trained_rank: SlotVariable
     dora_norms: SlotVariable | None
 
     def __init__(
@@ -205,6 +211,8 @@ class MultiLoraLinear(nnx.Module):
         self.scaling = SlotVariable(jnp.zeros((g,), jnp.float32))
         self.dropout = SlotVariable(jnp.zeros((g,), jnp.float32))
         self.rank = SlotVariable(jnp.zeros((g,), jnp.int32))
+        if slots.keeps_start:
+            self.trained_rank = SlotVariable(jnp.zeros((g,), jnp.int32))
 
     def load_slot(
         self,
@@ -246,6 +254,7 @@ class MultiLoraLinear(nnx.Module):
             (self.scaling, scaling),
             (self.dropout, dropout),
             (self.rank, rank),
+            *([(self.trained_rank, rank)] if self.slots.keeps_start else []),
         ):
             variable[...] = variable[...].at[slot].set(value)
 
@@ -313,12 +322,23 @@ class MultiLoraLinear(nnx.Module):
         magnitude = getattr(self, MAGNITUDE.name)[...]
         return dora_gain(magnitude, norms, self.dropout[...] > 0 if drops else None)
 
+    def _trainable(self, tensor: TrainedTensor) -> Float[Array, "G ..."]:
+        """The table of A or B, without a gradient of the ranks that are fixed."""
+        table = getattr(self, tensor.name)[...]
+        assert self.slots is not None
+        if not self.slots.keeps_start:
+            return table
+        axis = 1 + tensor.dimensions.index("R")
+        rank = jax.lax.broadcasted_iota(jnp.int32, table.shape, axis)
+        is_trained = rank < self.trained_rank[...][:, None, None]
+        return jnp.where(is_trained, table, jax.lax.stop_gradient(table))
+
     def _projection(self, x: Float[Array, "T K"], routing: Routing) -> Projection:
         assert self.slots is not None
         return Projection(
             w=self._weight,
-            a=self.lora_a[...],
-            b=self.lora_b[...],
+            a=self._trainable(LORA_A),
+            b=self._trainable(LORA_B),
             scaling=self._scaling,
             rank=self.rank[...],
             bias=None if self.bias is None else self.bias[...],

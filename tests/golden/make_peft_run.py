@@ -1,4 +1,4 @@
-"""Trains three adapters with transformers and peft, and records every number.
+"""Trains adapters with transformers and peft, and records every number.
 
 Run from the repository root, where torch, transformers and peft are installed:
 
@@ -60,6 +60,29 @@ JOBS = {
         "lora_plus_ratio": 2.0,
         "seed": 3,
     },
+    "d": {
+        "rank": 2,
+        "lora_alpha": 4,
+        "use_rslora": True,
+        "init_lora_weights": "pissa",
+        "target_modules": ["q_proj", "down_proj"],
+        "learning_rate": 2e-3,
+        "lr_schedule": "linear",
+        "warmup_steps": 0,
+        "max_grad_norm": 1.0,
+        "seed": 4,
+    },
+    "e": {
+        "rank": 3,
+        "lora_alpha": 6,
+        "init_lora_weights": "olora",
+        "target_modules": ["v_proj", "up_proj"],
+        "learning_rate": 2e-3,
+        "lr_schedule": "linear",
+        "warmup_steps": 1,
+        "max_grad_norm": 1.0,
+        "seed": 5,
+    },
 }
 
 
@@ -117,6 +140,7 @@ def adapted(job: dict):
         lora_dropout=0.0,
         use_rslora=job.get("use_rslora", False),
         use_dora=job.get("use_dora", False),
+        init_lora_weights=job.get("init_lora_weights", True),
         target_modules=job["target_modules"],
         rank_pattern=job.get("rank_pattern", {}),
         alpha_pattern=job.get("alpha_pattern", {}),
@@ -124,9 +148,9 @@ def adapted(job: dict):
     return peft.get_peft_model(base, config)
 
 
-def save(model, folder: pathlib.Path) -> None:
+def save(model, folder: pathlib.Path, **options) -> None:
     """Saves as peft does, without fields that differ between machines."""
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **options)
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     config["base_model_name_or_path"] = "base"
@@ -159,6 +183,12 @@ def optimizer_of(model, job: dict):
 
 def train(name: str, job: dict) -> None:
     model = adapted(job)
+    options = {}
+    if "init_lora_weights" in job:
+        # peft reads these weights again to convert what was trained.
+        model.peft_config["default"].init_lora_weights = True
+        initial = str(OUT / name / "initial")
+        options["path_initial_model_for_weight_conversion"] = initial
     save(model, OUT / name / "initial")
     optimizer, schedule, parameters = optimizer_of(model, job)
     record = {"settings": job, "batches": samples(job)}
@@ -177,7 +207,9 @@ def train(name: str, job: dict) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    save(model, OUT / name / "final")
+    if options:
+        model.peft_config["default"].init_lora_weights = job["init_lora_weights"]
+    save(model, OUT / name / "final", **options)
     record |= {"losses": losses, "grad_norms": norms, "learning_rates": rates}
     record["versions"] = {
         m.__name__: m.__version__ for m in (torch, transformers, peft)

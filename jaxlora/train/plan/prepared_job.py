@@ -257,6 +257,8 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     if job.init_from is None:
         modules = resolve_targets(job, tuple(shapes))
         check_ranks(job, modules, shapes)
+        if job.keeps_start:
+            modules = {name: module.doubled(job) for name, module in modules.items()}
         return ChosenModules(modules=modules, start=None)
     start = import_peft(job.init_from, shapes)
     start = dataclasses.replace(start, dropout=job.dropout)

@@ -76,6 +76,7 @@ def decoder_spec(
             for setting in tensor_settings()
             if any(getattr(job, setting) for job in config.jobs)
         ),
+        keeps_start=any(job.keeps_start for job in config.jobs),
         dora_dropout=any(job.use_dora and job.dropout > 0 for job in config.jobs),
         optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
     )
@@ -112,6 +113,12 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
             "this run were made without dropout. Set slot_dropout: true when the run "
             "starts."
         )
+    if prepared.settings.keeps_start and not spec.slots.keeps_start:
+        raise ConfigError(
+            f"job {name!r} has init_lora_weights {prepared.settings.init_lora_weights},"
+            " and this run was started without a job of this kind. Start a run with "
+            "such a job."
+        )
     drops_dora = prepared.settings.dropout > 0 and prepared.is_set("use_dora")
     if drops_dora and not spec.slots.dora_dropout:
         raise ConfigError(
@@ -143,7 +150,15 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
             "job of this objective."
         )
     for module in prepared.modules:
-        if linear_path(module) not in spec.adapted:
+        path = linear_path(module)
+        if prepared.settings.keeps_start and spec.options.weight_format(path):
+            raise ConfigError(
+                f"job {name!r} has init_lora_weights "
+                f"{prepared.settings.init_lora_weights}, which takes a part of {module}"
+                ", and this weight is quantized. Use a base that is not, or leave "
+                "init_lora_weights out."
+            )
+        if path not in spec.adapted:
             raise ConfigError(
                 f"job {name!r} adapts {module}, which has no slots in this run. Add "
                 "the module to slot_targets when the run starts."

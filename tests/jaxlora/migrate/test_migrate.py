@@ -351,3 +351,21 @@ def test_the_command(tmp_path, capsys):
     assert isinstance(load_run(out), RunConfig)
     assert main(["migrate", str(source), "-o", str(out)]) == 1
     assert "File exists" in capsys.readouterr().err
+
+
+def test_variants_and_starts_are_kept(migrated):
+    text = PEFT.replace('"use_dora": false', '"use_dora": true')
+    text = text.replace('"init_lora_weights": true', '"init_lora_weights": "gaussian"')
+    _, run = migrated(text)
+    assert run.jobs[0].use_dora and run.jobs[0].init_lora_weights == "gaussian"
+    for more, wanted in {
+        "": "pissa_niter_16",
+        "pissa_iter: -1\n": "pissa",
+        "pissa_iter: 4\npissa_convert: true\n": "pissa_niter_4",
+    }.items():
+        migration, run = migrated(LLAMA_FACTORY + "pissa_init: true\n" + more)
+        assert run.jobs[0].init_lora_weights == wanted
+        assert not any("pissa" in key for key in migration.left_out)
+    migration, run = migrated(PEFT.replace(': true, "modules', ': "eva", "modules'))
+    assert run.jobs[0].init_lora_weights is True
+    assert "'eva' cannot be used here" in migration.left_out["init_lora_weights"]

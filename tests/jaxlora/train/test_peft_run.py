@@ -10,25 +10,23 @@ import numpy as np
 import pytest
 
 from jaxlora import LoraJob, import_peft, load_model
-from jaxlora.adapters.targets import resolve_targets
+from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.config import RunConfig
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
-from jaxlora.hf.names import linear_shapes
+from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.job_slots import pack_whole
-from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.prepared_job import PreparedJob, choose_modules
 from jaxlora.train.plan.stream_plan import FixedTicks
 from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
-RECORDS = {
-    n: json.loads((GOLDEN / n / "run.json").read_text()) for n in ("a", "b", "c")
-}
+RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in "abcde"}
 
 
 def job_run(name: str, model) -> JobState:
@@ -60,8 +58,12 @@ def job_run(name: str, model) -> JobState:
         num_without_target=0,
     )
     shapes = linear_shapes(model.config)
-    start = import_peft(GOLDEN / name / "initial", shapes)
-    targets = resolve_targets(job, list(shapes))
+    targets = choose_modules(job, model.config).modules
+    if job.keeps_start:
+        kernels = {n: model.params[f"{linear_path(n)}.kernel"] for n in targets}
+        start = fresh_adapter(job, targets, kernels)
+    else:
+        start = import_peft(GOLDEN / name / "initial", shapes)
     assert {n: (m.rank, m.lora_alpha) for n, m in targets.items()} == {
         n: (w.rank, w.lora_alpha) for n, w in start.modules.items()
     }
@@ -71,8 +73,8 @@ def job_run(name: str, model) -> JobState:
     return JobState(prepared, start)
 
 
-# The job c has DoRA.
-RUNS = [("a",), ("b",), ("b", "a"), ("c", "b")]
+# The job c has DoRA; d starts by PiSSA, and e by OLoRA.
+RUNS = [("a",), ("b",), ("b", "a"), ("c", "b"), ("d", "e")]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids="".join)
@@ -137,7 +139,20 @@ def test_final_weights(trained):
         actual = slots.read(run.slot, run.start)
         assert actual.modules.keys() == wanted.modules.keys()
         for name, weights in actual.modules.items():
-            others = wanted.modules[name].tensors
-            assert weights.tensors.keys() == others.keys()
+            others = wanted.modules[name]
+            assert weights.tensors.keys() == others.tensors.keys()
+            if run.settings.keeps_start:
+                # The signs of singular vectors are arbitrary; their products are not.
+                assert (weights.rank, actual.scaling(weights)) == (
+                    others.rank,
+                    pytest.approx(wanted.scaling(others)),
+                )
+                product = weights.a @ weights.b
+                assert relative_error(product, others.a @ others.b) < 1e-3
+                half = weights.rank // 2
+                first = run.start.modules[name]
+                np.testing.assert_array_equal(weights.a[:, half:], first.a[:, half:])
+                np.testing.assert_array_equal(weights.b[half:], first.b[half:])
+                continue
             for tensor, array in weights.tensors.items():
-                assert relative_error(array, others[tensor]) < 1e-4, tensor
+                assert relative_error(array, others.tensors[tensor]) < 1e-4, tensor
