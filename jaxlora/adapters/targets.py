@@ -40,7 +40,8 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
 
     The rules are those of PEFT. A list matches complete names, or suffixes after a dot.
     A string is `all-linear` or a regular expression for the complete name. Linears that
-    match `exclude_modules` are removed. The first pattern that matches the end of a
+    match `exclude_modules` are removed, and so are those in other layers than
+    `layers_to_transform`. The first pattern that matches the end of a
     name sets its rank or alpha.
 
     Args:
@@ -58,6 +59,16 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
             patterns.check(key, getattr(job, key))
     chosen = [n for n in linear_names if _matches(job.target_modules, n, patterns)]
     _check_targets(job, linear_names, chosen, patterns)
+    if job.layers_to_transform:
+        _check_layers(job, linear_names, patterns)
+        here = [n for n in chosen if _layer(n) in job.layers_to_transform]
+        if not here:
+            raise ConfigError(
+                f"job {job.name!r}: the targets are in no layer of "
+                f"layers_to_transform={list(job.layers_to_transform)}; the first is "
+                f"{chosen[0]}. Correct one of the two."
+            )
+        chosen = here
     if job.exclude_modules:
         _check_exclusions(job, linear_names)
         excluded = [n for n in chosen if _matches(job.exclude_modules, n, patterns)]
@@ -73,6 +84,31 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
     for key in ("rank_pattern", "alpha_pattern"):
         _check_pattern(job, key, getattr(job, key), chosen, patterns)
     return {name: _module(job, name, patterns) for name in chosen}
+
+
+def _layer(name: str) -> int:
+    """Number of a linear's layer, of `model.layers.N.` in its name."""
+    return int(name.split(".")[2])
+
+
+def _check_layers(
+    job: LoraJob, linear_names: Sequence[str], patterns: Patterns
+) -> None:
+    last = max(map(_layer, linear_names))
+    if (wrong := max(job.layers_to_transform)) > last:
+        raise ConfigError(
+            f"job {job.name!r}: layers_to_transform has {wrong}, and the model's "
+            f"layers are 0 to {last}."
+        )
+    pattern = job.layers_pattern
+    given = [pattern] if isinstance(pattern, str) else pattern
+    for one in given:
+        patterns.check("layers_pattern", one)
+    if given and not any(patterns.fullmatch(one, "layers") for one in given):
+        raise ConfigError(
+            f"job {job.name!r}: layers_pattern={pattern!r} does not match the name of "
+            "the list of layers, which is 'layers'. Correct it, or leave it out."
+        )
 
 
 def check_ranks(

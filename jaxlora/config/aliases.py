@@ -198,6 +198,8 @@ OF_JOB = OtherNames(
         "lora_dropout": "dropout",
         "lora_target_modules": "target_modules",
         "peft_init_lora_weights": "init_lora_weights",
+        "peft_layers_pattern": "layers_pattern",
+        "peft_layers_to_transform": "layers_to_transform",
         "peft_use_dora": "use_dora",
         "peft_use_rslora": "use_rslora",
         "loraplus_lr_ratio": "lora_plus_ratio",
@@ -232,8 +234,6 @@ OF_JOB = OtherNames(
         "evals_per_epoch": "Set eval_every, in optimizer steps.",
         "lora_target": "Set target_modules: a list of suffixes, or all-linear.",
         "lora_target_linear": "Set `target_modules: all-linear`.",
-        "layers_to_transform": "Set target_modules to a regular expression for whole "
-        r"names, such as model\.layers\.[0-3]\..*_proj.",
         "modules_to_save": _FROZEN,
         "lora_modules_to_save": _FROZEN,
         "additional_target": _FROZEN,

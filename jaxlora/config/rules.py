@@ -106,6 +106,22 @@ def num_power_iterations(start: str) -> int | None:
     return None if found[1] is None else int(found[1])
 
 
+def _layers_are_of_a_list(job: Any) -> tuple[str, str] | None:
+    targets = job.target_modules
+    is_regex = isinstance(targets, str) and targets.lower() != "all-linear"
+    if job.layers_pattern and not job.layers_to_transform:
+        return "layers_pattern", (
+            "layers_pattern says where layers_to_transform counts: set that, or leave "
+            "both out."
+        )
+    if job.layers_to_transform and is_regex:
+        return "layers_to_transform", (
+            "layers_to_transform selects layers of a list of target_modules, or of "
+            "all-linear; a regular expression selects them by itself."
+        )
+    return None
+
+
 def _start_fits(job: Any) -> tuple[str, str] | None:
     start = job.init_lora_weights
     if start is not True and job.init_from is not None:
@@ -247,6 +263,7 @@ OF_A_JOB: tuple[Rule, ...] = (
     _held_out_sets_are_whole,
     _schedule_has_its_settings,
     _start_fits,
+    _layers_are_of_a_list,
 )
 OF_A_RUN: tuple[Rule, ...] = (
     _there_are_jobs,

@@ -24,6 +24,7 @@ from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.strict import (
     Bool,
     Fraction,
+    Indices,
     Int,
     NonNegativeFloat,
     NonNegativeInt,
@@ -84,6 +85,8 @@ class LoraJob(StrictModel):
         target_modules: Suffixes (`q_proj`), one regular expression for the whole
             module name, or `all-linear`.
         exclude_modules: Suffixes or one regular expression, taken from the targets.
+        layers_to_transform: Numbers of the layers that are adapted; empty: all.
+        layers_pattern: Name of the list of layers, `layers`, as PEFT asks for it.
         rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
         alpha_pattern: lora_alpha of modules whose name matches the pattern.
         init_from: PEFT folder whose weights the adapter starts from.
@@ -150,6 +153,8 @@ class LoraJob(StrictModel):
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"
     exclude_modules: Texts = ()
+    layers_to_transform: Indices = ()
+    layers_pattern: Texts = ()
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
     init_from: str | None = None

@@ -56,6 +56,11 @@ def _check_texts(value: Any) -> Any:
     return value
 
 
+def _as_tuple(value: Any) -> Any:
+    is_one = isinstance(value, int | float | str) and not isinstance(value, bool)
+    return (value,) if is_one else value
+
+
 # This validator must come after the constraints of a number.
 Number = BeforeValidator(_check_number)
 
@@ -64,6 +69,7 @@ Bool = Annotated[bool, BeforeValidator(_check_bool)]
 Int = Annotated[int, Field(ge=-_LARGEST_INT, le=_LARGEST_INT), Number]
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST_INT), Number]
+Indices = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]

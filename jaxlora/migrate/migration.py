@@ -22,6 +22,8 @@ _SAME_NAME = {
     "warmup_steps",
     "warmup_ratio",
     "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
     "use_dora",
     "use_rslora",
     "rank_pattern",

@@ -12,7 +12,6 @@ _REASONS = {
     "inference_mode": "It does not matter for training.",
     "bias": "Biases stay frozen.",
     "peft_version": "It does not matter for training.",
-    "layers_pattern": "Set target_modules to a regular expression for whole names.",
     "fan_in_fan_out": "Linears are never transposed here.",
     **dict.fromkeys(
         ("use_qalora", "layer_replication", "alora_invocation_tokens", "arrow_config"),

@@ -3,6 +3,7 @@
 The golden files are those of tests/golden/make_variant_folders.py.
 """
 
+import json
 import pathlib
 
 import jax
@@ -14,6 +15,7 @@ import safetensors.numpy
 from jaxlora import (
     DecoderOptions,
     DecoderSpec,
+    LoraJob,
     Routing,
     SlotShape,
     export_peft,
@@ -23,6 +25,7 @@ from jaxlora import (
 from jaxlora.adapters.gguf_export import export_gguf
 from jaxlora.adapters.merge import merge_adapter
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError
 from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.stacks import to_paths
@@ -87,6 +90,24 @@ def test_all_mean_what_peft_means(model, adapters):
     found = logits_of(model, adapters)
     for name, logits in found.items():
         assert relative_error(logits, WANTED[f"{name}.logits"]) < 2e-5, name
+
+
+def test_the_same_settings_select_the_same_linears(model, adapters):
+    """Ranks, alphas and layers by PEFT's names, of PEFT's own files."""
+    same = "lora_alpha", "use_rslora", "target_modules", "rank_pattern"
+    same = *same, "alpha_pattern", "layers_to_transform", "r", "use_dora"
+    num_with_layers = 0
+    for name, adapter in adapters.items():
+        path = GOLDEN / "variant_folders" / name / "adapter_config.json"
+        config = json.loads(path.read_text())
+        given = {key: config[key] for key in same if config[key] is not None}
+        num_with_layers += "layers_to_transform" in given
+        job = LoraJob(name="a", data={"path": "x"}, **given)
+        chosen = resolve_targets(job, list(linear_shapes(model.config)))
+        assert {n: (m.rank, m.scaling) for n, m in chosen.items()} == {
+            n: (w.rank, adapter.scaling(w)) for n, w in adapter.modules.items()
+        }
+    assert num_with_layers > 5
 
 
 def test_merged_models_equal_those_of_peft(model, adapters, tmp_path):

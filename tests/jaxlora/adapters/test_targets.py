@@ -189,3 +189,36 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
 def test_refused(options, match):
     with pytest.raises(ConfigError, match=match):
         resolve(**options)
+
+
+@pytest.mark.parametrize("layers", [1, [1], [11, 0]])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "up_proj"]])
+def test_layers(layers, targets):
+    numbers = [layers] if isinstance(layers, int) else layers
+    found = list(resolve(target_modules=targets, layers_to_transform=layers))
+    whole = resolve(target_modules=targets)
+    assert found == [n for n in whole if int(n.split(".")[2]) in numbers]
+    same = {"layers_to_transform": layers, "layers_pattern": "layers"}
+    assert list(resolve(target_modules=targets, **same)) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers_to_transform": 12}, "has 12, and the model's layers are 0 to 11"),
+        ({"layers_to_transform": -1}, "greater than or equal to 0"),
+        ({"layers_pattern": "layers"}, "set that, or leave both out"),
+        ({"layers_to_transform": 1, "layers_pattern": "h"}, "does not match the name"),
+        (
+            {"layers_to_transform": 1, "target_modules": ".*q_proj"},
+            "a regular expression selects them by itself",
+        ),
+        (
+            {"layers_to_transform": 1, "target_modules": ["layers.0.mlp.up_proj"]},
+            r"in no layer of layers_to_transform=\[1\]",
+        ),
+    ],
+)
+def test_layers_that_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(**options)
