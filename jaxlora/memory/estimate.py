@@ -29,6 +29,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
+from jaxlora.modules.trained_tensors import MAGNITUDE
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
 from jaxlora.programs.program import kept_value
@@ -356,17 +357,17 @@ def _mask_bytes(spec: DecoderSpec) -> int:
 
 
 def scratch_bytes(spec: DecoderSpec) -> int:
-    """Returns the bytes that the largest call of quantized linears takes for weights.
+    """Returns the bytes that the largest call of linears takes beside its results.
 
-    These are dequantized weights, or transposed ones. They are freed when the
-    call has ended.
+    These are dequantized weights, transposed ones, or the products of which the norms
+    of DoRA are made. They are freed when the call has ended.
 
     Args:
         spec: The decoder, or one stage of it.
     """
-    base = spec.options.base_format
+    base, of_norms = spec.options.base_format, _norm_bytes(spec)
     if base is None:
-        return 0
+        return of_norms
     each = _bytes_per_weight(spec, base)
     calls: dict[tuple[int, str], int] = {}
     for number in spec.layer_numbers:
@@ -374,7 +375,20 @@ def scratch_bytes(spec: DecoderSpec) -> int:
             call = number, _TOGETHER.get(linear.name, linear.name)
             size = each * linear.in_features * linear.out_features
             calls[call] = calls.get(call, 0) + size
-    return max(calls.values(), default=0)
+    return max(of_norms, *calls.values(), 0)
+
+
+def _norm_bytes(spec: DecoderSpec) -> int:
+    """Bytes for the norms of DoRA of one linear: see `column_norms`."""
+    if spec.slots is None or MAGNITUDE not in spec.slots.tensors:
+        return 0
+    products = 2 * 4 * spec.slots.num_slots * spec.slots.rank  # two in float32
+    sizes = [0]
+    for path in spec.adapted:
+        linear, is_dense = spec.linear(path), not spec.options.weight_format(path)
+        copy = 0 if is_dense else linear.in_features * spec.options.dtype.itemsize
+        sizes.append(linear.out_features * (products + copy))
+    return max(sizes)
 
 
 def _bytes_per_weight(spec: DecoderSpec, base: BaseFormat) -> int:

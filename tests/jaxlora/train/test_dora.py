@@ -15,6 +15,7 @@ from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
+from jaxlora.memory.estimate import scratch_bytes, step_bytes
 from jaxlora.memory.footprint import StageUse, stage_resident
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
@@ -127,3 +128,11 @@ def test_memory_counts_the_magnitudes():
     use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
     found = stage_resident(spec, use)
     assert found.adapter_bytes == 4 * 4 * 2 * (32 * 4 + 4 * 32 + 32)
+    assert scratch_bytes(spec) == 2 * 4 * 2 * 4 * 32
+    plain = dataclasses.replace(spec, slots=SlotShape(num_slots=2, rank=4))
+    assert scratch_bytes(plain) == 0
+    # The outputs of linears are kept for the gradient of the magnitudes.
+    both = (*spec.adapted, "layers.1.self_attn.q_proj")
+    specs = (dataclasses.replace(s, adapted=both) for s in (spec, plain))
+    kept, without = (step_bytes(s, 16, None).kept_by_layer for s in specs)
+    assert kept == pytest.approx(without + 32 * 4)
