@@ -30,7 +30,7 @@ NO_TOKEN = -1  # stands in the output of `decode` where no token was generated
 # XLA would copy the weights of q, k and v into one matrix for each token.
 _OPTIONS = {"xla_disable_hlo_passes": "dot-merger", **SINGLE_CALLS}
 
-Tables = dict[str, Float[Array, "G L P Q"]]
+Tables = dict[str, Float[Array, "G L ..."]]
 
 
 class Weights(NamedTuple):
@@ -298,7 +298,9 @@ def choose(
     return token, logprob, jnp.where(is_done, NO_TOKEN, token), is_done | is_end
 
 
-def rounded(tables: Tables, dtype: DTypeLike) -> Tables:
+def rounded(
+    tables: dict[str, Float[Array, "G ..."]], dtype: DTypeLike
+) -> dict[str, Float[Array, "G ..."]]:
     """Rounds slot tables that are multiplied by rows to the dtype of the rows.
 
     Args:

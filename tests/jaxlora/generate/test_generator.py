@@ -15,6 +15,7 @@ from jaxlora.errors import ConfigError, DataError, JaxloraError, ModelError
 from jaxlora.generate.generator import end_ids, prompt_ids
 from jaxlora.generate.prompt import as_prompts
 from jaxlora.hf.load import OpenedModel
+from jaxlora.modules.trained_tensors import MAGNITUDE
 from jaxlora.programs.program import Program
 
 LIVELY = GenerationSettings(max_new_tokens=12, temperature=2.0, top_p=0.95, seed=3)
@@ -67,15 +68,23 @@ def test_another_seed_gives_another_sample_and_the_same_seed_the_same(model):
     assert one.token_ids != two.token_ids
 
 
+@pytest.mark.parametrize("with_dora", [False, True])
 def test_an_adapter_generates_what_its_merged_model_generates(
-    model, adapters, export, tiny_folder, tmp_path
+    model, adapters, export, tiny_folder, tmp_path, with_dora
 ):
+    if with_dora:
+        for weights in adapters["three"].modules.values():
+            n = weights.b.shape[1]
+            magnitude = np.random.default_rng(n).uniform(0.5, 2, n).astype(np.float32)
+            weights.tensors[MAGNITUDE.name] = magnitude
     folder = export(adapters["three"], "three")
     merge_adapter(tiny_folder, folder, tmp_path / "merged")
     merged = load_model(tmp_path / "merged", dtype="float32")
     given = model.generate(TEXTS, adapters=[folder], max_new_tokens=12)
     wanted = jaxlora.generate(merged, TEXTS, max_new_tokens=12)
     assert [g.token_ids for g in given] == [w.token_ids for w in wanted]
+    for one, other in zip(given, wanted, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
     assert [g.prompt.adapter for g in given] == ["three"] * len(TEXTS)
     base = jaxlora.generate(model, TEXTS, max_new_tokens=12)
     assert [g.token_ids for g in given] != [b.token_ids for b in base]
