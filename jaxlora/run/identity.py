@@ -29,9 +29,12 @@ FIXED_IN_JOB: dict[str, str] = {
     "rank_pattern": _SHAPE,
     "target_modules": _SHAPE,
     "exclude_modules": _SHAPE,
+    "layers_to_transform": _SHAPE,
+    "layers_pattern": _SHAPE,
     "lora_alpha": _SCALING,
     "alpha_pattern": _SCALING,
     "use_rslora": _SCALING,
+    "init_lora_weights": "the job has started by it",
     "init_from": "the job has started from it",
     "init_from_fingerprint": "the job has started from it",
     "clone_of": "the job has started as that copy",
@@ -56,6 +59,9 @@ OLDER_JOBS: dict[str, Any] = {
     "optimizer_args": {},
     "lr_schedule_args": {},
     "clone_of": None,
+    "init_lora_weights": True,
+    "layers_to_transform": [],
+    "layers_pattern": [],
     **dict.fromkeys(tensor_settings(), False),
 }
 # Settings of a job that may change: they take effect from the next optimizer step on.
