@@ -310,10 +310,11 @@ class MultiLoraLinear(nnx.Module):
         if not self._has_dora:
             return None
         if self.dora_norms is None:
-            # The norms are computed beside the product with x. Otherwise XLA could
-            # dequantize the weights of many layers in advance.
-            fixed = jax.lax.stop_gradient((self._weight, x))
-            w, _ = jax.lax.optimization_barrier(fixed)
+            w = self._weight
+            if isinstance(w, QuantizedWeight):
+                # It is dequantized beside the product with x. Otherwise XLA could
+                # dequantize the weights of many layers in advance.
+                w, _ = jax.lax.optimization_barrier(jax.lax.stop_gradient((w, x)))
             norms = checkpoint_name(self._norms(w, x.dtype), LINEAR_RESULTS)
         else:
             norms = self.dora_norms[...]

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from jaxlora import MultiLoraLinear, Routing, SlotShape
+from jaxlora.pallas_kernels import FORMATS
 from tests.oracle import relative_error
 
 K, N, BLOCK = 12, 20, 8
@@ -161,3 +162,39 @@ def test_dropout_without_a_seed_says_so():
 def test_slot_shape_is_positive():
     with pytest.raises(ValueError, match="must be positive, got 0 and 4"):
         SlotShape(num_slots=0, rank=4)
+
+
+@pytest.mark.parametrize("name", [None, "nf4", "int8"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_dora_on_any_base_with_a_bias(name, kept):
+    """Slot 0 has DoRA, slot 1 has not; norms may be computed once."""
+    k, n, rng = 128, 64, np.random.default_rng(0)
+    kernel = None
+    if name is not None:
+        w = jnp.asarray(rng.normal(size=(n, k)), jnp.float32)
+        kernel = FORMATS[name].quantize(w)
+    layer = MultiLoraLinear(
+        k,
+        n,
+        slots=SlotShape(num_slots=2, rank=3, settings=("use_dora",)),
+        use_bias=True,
+        dtype=jnp.float32,
+        kernel=kernel,
+        rngs=nnx.Rngs(0),
+    )
+    layer.bias[...] = jnp.arange(n, dtype=jnp.float32)
+    dense = layer.kernel[...] if kernel is None else kernel.dequantize(jnp.float32).T
+    w = np.asarray(dense, np.float64)
+    tensors = [rng.normal(size=s).astype(np.float32) for s in ((k, 3), (3, n), (n,))]
+    layer.load_slot(0, *tensors, scaling=0.5)
+    layer.load_slot(1, *tensors[:2], np.zeros(n, np.float32), scaling=0.5)
+    if kept:
+        layer.keep_norms(jnp.float32)
+    x = rng.normal(size=(2 * BLOCK, k)).astype(np.float32)
+    y = jax.jit(lambda x: layer(x, Routing(block_adapter=jnp.array([0, 1]))))(x)
+    whole = w + 0.5 * tensors[0].astype(np.float64) @ tensors[1]
+    factor = tensors[2] / np.linalg.norm(whole, axis=0)
+    for slot, c in enumerate((factor, 1)):
+        here = slice(slot * BLOCK, (slot + 1) * BLOCK)
+        wanted = c * (x[here] @ whole) + np.arange(n)
+        assert relative_error(y[here], wanted) < 1e-5
