@@ -280,6 +280,12 @@ def find_optimizer(job: LoraJob) -> Optimizer:
             "weights instead of lowering the rate. Set `lr_schedule: constant`; "
             "warm-up is as for other optimizers."
         )
+    if job.keeps_start and (found.mixes_elements or found.evaluation is not None):
+        raise ConfigError(
+            f"init_lora_weights={job.init_lora_weights} keeps the first weights beside "
+            f"those in training, and {found.name} would take both for one matrix. Set "
+            "`optimizer: adamw`, lion or sgd, or choose another start."
+        )
     return found
 
 

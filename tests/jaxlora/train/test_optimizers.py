@@ -296,6 +296,10 @@ def test_memory_counts_the_state_tensors_of_the_run(optimizers, state_bytes):
         ({"optimizer": "adamw_torch_8bit"}, "Set `optimizer: adamw_8bit`"),
         ({"optimizer": "paged_adamw_8bit"}, "Set `optimizer: adamw_8bit`"),
         (
+            {"optimizer": "muon", "init_lora_weights": "pissa"},
+            "muon would take both for one matrix",
+        ),
+        (
             {"optimizer": "schedule_free_adamw"},
             "lr_schedule='cosine', and optimizer schedule_free_adamw .* constant`",
         ),
