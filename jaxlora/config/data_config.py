@@ -22,8 +22,9 @@ class DataConfig(StrictModel):
         revision: Branch, tag or commit of a dataset on the hub.
         kind: Which fields to read; `auto` decides by the first record's fields, and
             refuses records that can be read in two ways. `alpaca` reads `instruction`,
-            `input` and `output`; `preference` a chosen and a rejected answer, which
-            `auto` does for objectives that learn from pairs.
+            `input` and `output`; `preference` a chosen and a rejected answer, and
+            `unpaired` one answer with a label, which `auto` does for objectives that
+            learn from them.
         prompt: Field of the prompt, or a Jinja template over the record's fields
             (anything that contains `{{`).
         completion: Field of the completion, or a Jinja template.
@@ -32,6 +33,8 @@ class DataConfig(StrictModel):
         text: Field of the plain text.
         chosen: Field of the better answer of a preference: text or a list of messages.
         rejected: Field of the worse answer of a preference.
+        label: Field that says whether the answer of an unpaired record is desirable:
+            true or false. With its default, also `kto_tag`.
         chat: Wrap prompt and completion as a user's and an assistant's message in
             the tokenizer's own chat template.
         system: System message put before the prompt (with `chat`).
@@ -51,7 +54,13 @@ class DataConfig(StrictModel):
     subset: str | None = None
     revision: str | None = None
     kind: Literal[
-        "auto", "prompt_completion", "messages", "text", "alpaca", "preference"
+        "auto",
+        "prompt_completion",
+        "messages",
+        "text",
+        "alpaca",
+        "preference",
+        "unpaired",
     ] = "auto"
     prompt: str = "prompt"
     completion: str = "completion"
@@ -59,6 +68,7 @@ class DataConfig(StrictModel):
     text: str = "text"
     chosen: str = "chosen"
     rejected: str = "rejected"
+    label: str = "label"
     chat: Bool = False
     system: str | None = None
     loss_on: Literal["completion", "all"] = "completion"

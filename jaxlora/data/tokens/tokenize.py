@@ -17,7 +17,7 @@ from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
 from jaxlora.data.records.read import open_records
-from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD
+from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD, SPECIAL_KINDS, has_kind
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode_records import encode_records
 from jaxlora.data.tokens.samples import EncodedRecords, Samples, TokenizedSample
@@ -28,6 +28,8 @@ _Flags = Bool[np.ndarray, "..."]
 
 logger = logging.getLogger(__name__)
 
+# TRL takes so many pairs apart at a time.
+_PAIRS_AT_ONCE = 1000
 # The random stream of the held-out records; no epoch number is as large.
 _HELD_OUT_STREAM = 2**63
 
@@ -50,6 +52,7 @@ class TokenizedData:
         num_bad: Records that were dropped because they are invalid
             (`data.bad_records`).
         group_size: Consecutive samples that the job's objective takes together.
+        is_recombined: Whether prompts are also used with the completions of others.
     """
 
     source: str
@@ -61,6 +64,7 @@ class TokenizedData:
     num_without_target: int
     num_bad: int = 0
     group_size: int = 1
+    is_recombined: bool = False
 
     @functools.cached_property
     def lengths(self) -> Int[np.ndarray, " S"]:
@@ -73,6 +77,25 @@ class TokenizedData:
     def group_lengths(self) -> Int[np.ndarray, " _"]:
         """Tokens of each group of samples."""
         return self.lengths.reshape(-1, self.group_size).sum(axis=1)
+
+    @property
+    def longest_sample(self) -> int:
+        """Upper bound on the tokens of a sample, also of recombined ones."""
+        return max(int(self.lengths.max()), self._longest_recombined)
+
+    @property
+    def longest_group(self) -> int:
+        """Upper bound on the tokens of a group, likewise."""
+        return max(int(self.group_lengths.max()), self._longest_recombined)
+
+    @functools.cached_property
+    def _longest_recombined(self) -> int:
+        if not self.is_recombined:
+            return 0
+        parts = [(s.prompt_length, len(s.token_ids)) for s in self.samples]
+        prompt = max(length for length, _ in parts)
+        completion = max(whole - length for length, whole in parts)
+        return min(prompt + completion, self.max_length)
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +126,8 @@ class TokenizedData:
             digest.update(len(sample.token_ids).to_bytes(8, "little"))
             digest.update(sample.token_ids.tobytes())
             digest.update(sample.is_target.tobytes())
+            if sample.value:
+                digest.update(np.float64(sample.value).tobytes())
         return digest.hexdigest()
 
     @property
@@ -181,7 +206,9 @@ class DataReader:
         data = with_kind(data, job)
         key, records = self._encode(data, job.max_length)
         split = (which, fraction, job.eval_seed) if fraction else ()
-        choice = (key, data.path, split, job.too_long)
+        objective = find_objective(job.objective)
+        groups = objective.group_size, objective.baseline is not None
+        choice = (key, data.path, split, job.too_long, groups)
         if choice not in self._tokenized:
             size = SAMPLES_PER_RECORD.get(data.kind, 1)
             num_records = len(records.lengths) // size
@@ -190,7 +217,7 @@ class DataReader:
                 is_held_out = _choose_held_out(job, num_records)
                 is_included = is_held_out == (which == "eval")
             chosen = _choose_samples(records, is_included, job, data.path, size)
-            self._tokenized[choice] = chosen
+            self._tokenized[choice] = _grouped(chosen, job)
         return self._tokenized[choice]
 
     def _encode(self, data: DataConfig, max_length: int) -> tuple[str, EncodedRecords]:
@@ -221,15 +248,21 @@ class DataReader:
 def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
     """Returns the settings with the kind of records that the job's objective needs.
 
+    If it learns from several kinds, the first record decides.
+
     Raises:
-        DataError: The objective does not learn from the kind that is set.
+        DataError: The objective does not learn from the kind that is set, or the first
+            record cannot be read.
     """
-    objective = find_objective(job.objective)
-    if objective.kind is not None and data.kind == "auto":
-        return data.replace(kind=objective.kind)
-    if (objective.kind or "auto") == data.kind or (
-        objective.kind is None and data.kind != "preference"
-    ):
+    kinds = find_objective(job.objective).kinds
+    if data.kind == "auto" and len(kinds) == 1:
+        return data.replace(kind=kinds[0])
+    if data.kind == "auto" and kinds:
+        first = next(iter(open_records(data)))
+        fits = [kind for kind in kinds if has_kind(data.replace(kind=kind), first)]
+        return data.replace(kind=fits[0] if fits else kinds[0])
+    others = SPECIAL_KINDS.difference(kinds)
+    if data.kind in kinds or not (kinds or data.kind in others):
         return data
     raise DataError(
         f"job {job.name!r} has objective {job.objective}, which does not learn from "
@@ -304,6 +337,32 @@ def _choose_samples(
             "records."
         )
     return out
+
+
+def _grouped(data: TokenizedData, job: LoraJob) -> TokenizedData:
+    """Takes pairs apart for an objective that learns from single samples.
+
+    As in TRL, all chosen answers of 1000 pairs come before their rejected ones. A
+    chosen answer gets the label 1, and a rejected one 0.
+    """
+    objective = find_objective(job.objective)
+    is_recombined = objective.baseline is not None
+    if data.group_size == objective.group_size:
+        return dataclasses.replace(data, is_recombined=is_recombined)
+    assert (data.group_size, objective.group_size) == (2, 1), "pairs are taken apart"
+    samples = data.samples
+    assert isinstance(samples, Samples), "the reader makes them"
+    pair, is_rejected = np.divmod(samples.numbers, 2)
+    order = np.lexsort((pair, is_rejected, pair // _PAIRS_AT_ONCE))
+    values = 1.0 - is_rejected[order]
+    counts = ("num_records", "num_truncated", "num_dropped", "num_without_target")
+    return dataclasses.replace(
+        data,
+        samples=Samples(samples.records, samples.numbers[order], values),
+        group_size=1,
+        is_recombined=is_recombined,
+        **{name: 2 * getattr(data, name) for name in (*counts, "num_bad")},
+    )
 
 
 def _too_long(

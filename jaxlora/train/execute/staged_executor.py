@@ -16,12 +16,13 @@ from jaxlora.data.pack import (
     pack_tick,
     split_by_segment_limit,
 )
-from jaxlora.models.forward import Base, JobLosses
+from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch, Sample
 from jaxlora.scheduler.algorithms import greedy
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
+from jaxlora.train.execute.baselines import Baselines
 from jaxlora.train.execute.executor import Outcomes, TickSource
 from jaxlora.train.execute.feed import Feed
 from jaxlora.train.execute.layout import Layout
@@ -67,6 +68,7 @@ class StagedExecutor:
         self._bases = layout.bases(params)
         self._wait_for, self._options = wait_for, spec.options
         self._stream: StagedStream | None = None  # that runs
+        self._baselines = Baselines(layout.stages[-1], self._queue_evaluation)
         self.slots = slots
 
     # ---- slots ---------------------------------------------------------------------
@@ -124,7 +126,9 @@ class StagedExecutor:
             split=lambda tick: self._split_tick(tick.tick, tick.rows, lengths),
             upload=self._upload,
         )
-        self._stream = StagedStream(self._layout, self._bases, self.slots, jobs, feed)
+        self._stream = StagedStream(
+            self._layout, self._bases, self.slots, jobs, feed, self._baselines
+        )
         yield from self._stream.outcomes()
         self._stream = None
 
@@ -168,10 +172,13 @@ class StagedExecutor:
     def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
         """Returns the mean loss and metrics over held-out samples, by slot."""
         batches = {slot: job.eval_batch(slot) for slot, job in jobs.items()}
-        queued = [
-            self._evaluate(pack_tick(tick, batches, self._limits, self._objectives))
-            for tick in self._evaluation_ticks(batches)
-        ]
+        recombined = {
+            slot: batch
+            for slot, job in jobs.items()
+            if (batch := job.baseline_batch(slot)) is not None
+        }
+        baseline = self._baselines.add(self._baselines.none, recombined)
+        queued = list(self._queue_evaluation(batches, baseline))
         wanted = [({"loss": o.loss} | o.metrics, o.is_finite) for o in queued]
         host = jax.device_get(everywhere(wanted))
 
@@ -184,7 +191,7 @@ class StagedExecutor:
         return {
             slot: {
                 name: mean(slot, name) if is_finite[slot] else math.nan
-                for name in ("loss", *batch.objective.metric_names)
+                for name in ("loss", *batch.metric_names)
             }
             for slot, batch in batches.items()
         }
@@ -195,7 +202,8 @@ class StagedExecutor:
         out, queued = np.zeros(len(batch.samples)), []
         for tick in self._evaluation_ticks(batches):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
-            queued.append((tick, packed.segment_ids, self._evaluate(packed).nll))
+            nll = self._evaluate(packed, self._baselines.none).nll
+            queued.append((tick, packed.segment_ids, nll))
         found = jax.device_get(everywhere([nll for *_, nll in queued]))
         for (tick, segments, _), nll in zip(queued, found, strict=True):
             lanes = len(tick), -1
@@ -210,6 +218,14 @@ class StagedExecutor:
                 )
                 out[numbers] = -sums
         return out
+
+    def _queue_evaluation(
+        self, batches: Mapping[int, JobBatch], baseline: jax.Array | None
+    ) -> Iterator[JobLosses]:
+        """Queues the evaluation of all samples of some batches, tick by tick."""
+        for tick in self._evaluation_ticks(batches):
+            packed = pack_tick(tick, batches, self._limits, self._objectives)
+            yield self._evaluate(packed, baseline)
 
     def _evaluation_ticks(self, batches: Mapping[int, JobBatch]) -> Iterator[Tick]:
         """Yields ticks with all samples of some batches."""
@@ -247,13 +263,14 @@ class StagedExecutor:
             for queue in queues
         ]
 
-    def _evaluate(self, packed: PackedBatch) -> JobLosses:
-        """Queues an evaluation of a tick."""
+    def _evaluate(self, packed: PackedBatch, baseline: jax.Array | None) -> JobLosses:
+        """Queues an evaluation of a tick, given the baselines of the slots."""
         h: tuple[Any, ...] = ()  # what the stage before returned
         uploaded = self._upload(packed)
         for number, stage in enumerate(self._layout.stages):
             table, placement = self.slots.tables[number], stage.placement
             args = self._bases[number], table.state.params, table.settings
             h = tuple(jax.device_put(x, placement.sharding(placement.rows)) for x in h)
-            h = (stage.steps.evaluate(*args, uploaded[number], *h),)
+            keys = SlotKeys(baseline=baseline if stage.spec.has_head else None)
+            h = (stage.steps.evaluate(*args, uploaded[number], keys, *h),)
         return h[0]

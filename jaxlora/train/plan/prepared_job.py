@@ -19,10 +19,12 @@ from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.sweep_config import Sweep
+from jaxlora.data.kto_objective import recombined
 from jaxlora.data.objective import Objective
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader, TokenizedData
 from jaxlora.errors import ConfigError
@@ -123,6 +125,32 @@ class PreparedJob:
     def objective_settings(self) -> dict[str, float | str]:
         """Values of the settings of the job's objective."""
         return self.objective.settings_of(self.settings.objective_args)
+
+    @property
+    def baseline(self) -> Objective | None:
+        """Defines the baselines of the job's global batches; None: it has none."""
+        is_needed = self.objective.needs_baseline(self.objective_settings)
+        return self.objective.baseline if is_needed else None
+
+    @functools.cached_property
+    def neighbors(self) -> Mapping[str, Int[np.ndarray, " N"]]:
+        """The sample whose completion is recombined with each sample's prompt."""
+        out = {"train": self.order.neighbors()}
+        if self.eval_data is not None:
+            out["eval"] = np.roll(np.arange(len(self.eval_data.samples)), 1)
+        return out
+
+    def recombined(self, which: str, number: int) -> TokenizedSample:
+        """Returns the prompt of a sample with its neighbor's completion.
+
+        Args:
+            which: `train` or `eval`.
+            number: Number of the sample.
+        """
+        data = self.train_data if which == "train" else self.eval_data
+        assert data is not None
+        other = data.samples[int(self.neighbors[which][number])]
+        return recombined(data.samples[number], other, self.settings.max_length)
 
     def sample_numbers(self, step: int) -> Int[np.ndarray, " B"]:
         """Returns the indices of the samples of an optimizer step's global batch."""
@@ -333,13 +361,14 @@ def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray
 
 def longest_sample(prepared: PreparedJob) -> int:
     """Returns the number of tokens of a job's longest sample, held out or not."""
-    return int(_lengths(prepared.train_data, prepared.eval_data).max())
+    data = filter(None, (prepared.train_data, prepared.eval_data))
+    return max(one.longest_sample for one in data)
 
 
 def longest_group(prepared: PreparedJob) -> int:
     """Returns the number of tokens of a job's longest group of samples."""
     data = filter(None, (prepared.train_data, prepared.eval_data))
-    return max(int(one.group_lengths.max()) for one in data)
+    return max(one.longest_group for one in data)
 
 
 def _hash_adapter(adapter: Adapter) -> str:

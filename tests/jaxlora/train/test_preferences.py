@@ -12,6 +12,7 @@ from jaxlora.run.log import read_events
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
+from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import is_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 
@@ -19,11 +20,13 @@ METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
+KTO_METRICS = (*(name for name in METRICS if "accuracies" not in name), "kl")
 SETTINGS = {
     "simpo": {"beta": 2.5, "simpo_gamma": 1.0, "cpo_alpha": 0.3},
     "cpo": {"loss_type": "hinge", "beta": 0.3},
     "orpo": {"beta": 0.5},
     "dpo": {"loss_type": "robust", "label_smoothing": 0.1},
+    "kto": {"beta": 0.3, "desirable_weight": 1.5},
 }
 
 
@@ -40,11 +43,25 @@ def write_pairs(path: pathlib.Path, count: int, seed: int) -> str:
     return str(path)
 
 
+def take_apart(path: str) -> str:
+    """Writes pairs as labelled answers, in a random order; returns their path."""
+    pairs = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+    records = [
+        {"prompt": pair["prompt"], "completion": pair[answer], "label": label}
+        for pair in pairs
+        for answer, label in (("chosen", True), ("rejected", False))
+    ]
+    order = np.random.default_rng(len(records)).permutation(len(records))
+    file = pathlib.Path(path).with_suffix(".labels.jsonl")
+    file.write_text("".join(json.dumps(records[i]) + "\n" for i in order))
+    return str(file)
+
+
 @pytest.fixture(scope="module")
 def preference_jobs(jobs, tmp_path_factory) -> dict[str, LoraJob]:
     """A job of each objective."""
     folder = tmp_path_factory.mktemp("pairs")
-    return {
+    out = {
         objective: jobs[i].replace(
             name=objective,
             objective=objective,
@@ -54,6 +71,8 @@ def preference_jobs(jobs, tmp_path_factory) -> dict[str, LoraJob]:
         )
         for i, (objective, args) in enumerate(SETTINGS.items())
     }
+    labelled = {"path": take_apart(out["kto"].data.path)}
+    return out | {"kto": out["kto"].replace(data=labelled)}
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +89,8 @@ def together(train, jobs, preference_jobs, done):
 
 
 def test_each_job_trains_as_if_it_were_alone(train, jobs, preference_jobs, together):
-    for job in (*map(preference_jobs.get, ("simpo", "orpo", "dpo")), jobs[3]):
-        alone = train([job], max_concurrent_jobs=5)
+    for job in (*map(preference_jobs.get, ("simpo", "orpo", "dpo", "kto")), jobs[3]):
+        alone = train([job], max_concurrent_jobs=6)
         assert_same_training(together, alone, [job.name])
 
 
@@ -150,10 +169,26 @@ def test_metrics_are_reported_as_trl_names_them(jobs, preference_jobs, together)
             found = [e for e in events if is_of(e, kind, job.name)]
             assert found
             for event in found:
-                of = {name: event[f"{prefix}{name}"] for name in METRICS}
+                names = KTO_METRICS if job.name == "kto" else METRICS
+                of = {name: event[f"{prefix}{name}"] for name in names}
                 margin = of["rewards/chosen"] - of["rewards/rejected"]
                 assert of["rewards/margins"] == pytest.approx(margin, abs=1e-4)
-                assert 0 <= of["rewards/accuracies"] <= 1
+                assert 0 <= of.get("rewards/accuracies", 0) <= 1
                 assert of["logps/chosen"] < 0 > of["logps/rejected"]
+                assert of.get("kl", 0) >= 0
+    kl = [e["kl"] for e in events if is_of(e, "step", "kto")]
+    assert kl[0] == pytest.approx(0, abs=1e-4), "a fresh adapter changes nothing"
+    assert max(kl) > 1e-3, "the baseline takes part"
     others = [e for e in events if e.get("job") == jobs[3].name]
     assert not any("rewards" in key for event in others for key in event)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", ["stage=2,fsdp=2", "data=2,fsdp=2"])
+def test_a_mesh_trains_what_one_device_trains(meshes, preference_jobs, mesh):
+    """Pairs and baselines: on stages, and with slots and rows divided among devices."""
+    common = {"target_modules": ("v_proj", "up_proj"), "adam_eps": 1e-4}
+    jobs = [preference_jobs[name].replace(**common) for name in ("dpo", "kto")]
+    shape = {"microbatch_tokens": 256, "max_concurrent_jobs": 2}
+    one = meshes.train("fsdp=1", jobs, **shape)
+    assert_same_on_meshes(one, meshes.train(mesh, jobs, **shape))
