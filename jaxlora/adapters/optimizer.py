@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS, Optimizer, state_names
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.modules.trained_tensors import tensor_of
 
 Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stacks.py
 
@@ -228,7 +227,7 @@ def _updated(
     before = optax.tree.set(before, **count, **state)
     updates, after = transformation.update(gradients, before, params)
     factors = inputs.rate_ratio
-    ratio = {path: factors.get(tensor_of(path).name, 1.0) for path in params}
+    ratio = {path: factors.get(path.rpartition(".")[2], 1.0) for path in params}
     updates = jax.tree.map(jnp.multiply, updates, ratio)
     params = jax.tree.map(jnp.add, params, updates)
     return params, {name: optax.tree.get(after, name) for name in state}

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.hf.names import linear_path
+from jaxlora.models.score import SCORE_PATH
 from jaxlora.modules.trained_tensors import tensor_paths, unpadded
 
 # The parts of a slot's state that outlast a global batch: the weights, and each state
@@ -30,7 +31,8 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
             if tensor.name in old.tensors
         }
         modules[name] = dataclasses.replace(old, tensors=tensors)
-    return dataclasses.replace(like, modules=modules)
+    score = None if like.score is None else np.array(rows[SCORE_PATH])
+    return dataclasses.replace(like, modules=modules, score=score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

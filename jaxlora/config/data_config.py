@@ -33,6 +33,9 @@ class DataConfig(StrictModel):
         text: Field of the plain text.
         chosen: Field of the better answer of a preference: text or a list of messages.
         rejected: Field of the worse answer of a preference.
+        margin: Field of a preference that says by how much the reward of the better
+            answer should be higher, a number; None: `margin`, if there is one. Only for
+            reward models.
         label: Field that says whether the answer of an unpaired record is desirable:
             true or false. With its default, also `kto_tag`.
         chat: Wrap prompt and completion as a user's and an assistant's message in
@@ -68,6 +71,7 @@ class DataConfig(StrictModel):
     text: str = "text"
     chosen: str = "chosen"
     rejected: str = "rejected"
+    margin: str | None = None
     label: str = "label"
     chat: Bool = False
     system: str | None = None

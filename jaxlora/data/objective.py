@@ -109,6 +109,8 @@ class Objective:
             from the same arguments.
         metric_parts: Numbers of the parts that a metric is a mean over, by its name; it
             is not reported if one of them is empty.
+        has_score: Whether its jobs train a score head, whose product with the last
+            hidden state of each row `losses` and `metrics` read as the input `score`.
         sums_groups: Whether `losses` reads the groups although they are single samples.
         baseline: Defines a number that the losses and metrics of a global batch read as
             the input `baseline` of each row. It is the sum of this objective's losses
@@ -143,6 +145,7 @@ class Objective:
     metric_parts: Mapping[str, tuple[int, ...]] = dataclasses.field(
         default_factory=dict
     )
+    has_score: bool = False
     sums_groups: bool = False
     baseline: "Objective | None" = None
     needs_baseline: Callable[[Mapping[str, Any]], bool] = lambda settings: True

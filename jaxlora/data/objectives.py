@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.data.kto_objective import KTO
 from jaxlora.data.objective import Objective, RowInputs, Terms, next_token_targets
 from jaxlora.data.preference_objectives import CPO, DPO, ORPO, SIMPO
+from jaxlora.data.reward_objective import REWARD
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 
@@ -46,7 +47,7 @@ NEXT_TOKEN = Objective(
     is_target=_has_weight,
     losses=_weighted_nll,
 )
-_ALL = (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO, KTO)
+_ALL = (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO, KTO, REWARD)
 OBJECTIVES: dict[str, Objective] = {one.name: one for one in _ALL}
 
 

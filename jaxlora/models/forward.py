@@ -128,20 +128,29 @@ def label_nll(
 
 
 def _loss_inputs(
-    decoder: Decoder, batch: PackedBatch, keys: SlotKeys | None
+    decoder: Decoder,
+    batch: PackedBatch,
+    keys: SlotKeys | None,
+    hidden: Float[Array, "T D"],
 ) -> dict[str, RowInputs]:
-    """Inputs of the run's objectives, with the baselines of the rows' slots."""
-    inputs = {name: batch.loss_inputs[name] for name in decoder.options.objectives}
-    if not has_baseline(decoder.options.objectives):
-        return inputs
-    assert keys is not None and keys.baseline is not None, "an objective needs it"
-    block = batch.block_adapter
-    by_block = jnp.where(block >= 0, keys.baseline[jnp.maximum(block, 0)], 0.0)
-    rows = jnp.repeat(by_block, len(batch.token_ids) // len(block))
-    return {
-        name: x | {"baseline": rows} if OBJECTIVES[name].baseline else x
-        for name, x in inputs.items()
-    }
+    """Inputs of the run's objectives, with the baselines and scores of rows."""
+    names, block = decoder.options.objectives, batch.block_adapter
+    inputs = {name: batch.loss_inputs[name] for name in names}
+    if has_baseline(names):
+        assert keys is not None and keys.baseline is not None, "an objective needs it"
+        by_block = jnp.where(block >= 0, keys.baseline[jnp.maximum(block, 0)], 0.0)
+        rows = jnp.repeat(by_block, len(batch.token_ids) // len(block))
+        for name in names:
+            if OBJECTIVES[name].baseline is not None:
+                inputs[name] = inputs[name] | {"baseline": rows}
+    if decoder.score is not None:
+        for name in names:
+            if OBJECTIVES[name].has_score:
+                is_scored = inputs[name]["side"] != 0
+                wanted = jnp.where(is_scored[:, None], hidden, 0)
+                score = decoder.score(wanted, block)
+                inputs[name] = inputs[name] | {"score": score}
+    return inputs
 
 
 def losses(
@@ -165,7 +174,7 @@ def losses(
     """
     hidden = decoder.final_norm(h)
     nll = label_nll(decoder, batch, hidden, before)
-    loss_inputs = _loss_inputs(decoder, batch, keys)
+    loss_inputs = _loss_inputs(decoder, batch, keys, hidden)
     loss_T = functools.reduce(
         jnp.add,
         [

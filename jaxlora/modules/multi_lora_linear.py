@@ -55,6 +55,7 @@ class SlotShape:
             `TrainedTensor.setting`.
         optimizers: Names of the optimizers of jobs, sorted, for whose state there are
             tables; see `jaxlora.adapters.optimizers`.
+        has_score: Whether slots have a score head; see `jaxlora.models.score`.
 
     Raises:
         ValueError: A size is not positive.
@@ -65,6 +66,7 @@ class SlotShape:
     use_dropout: bool = True
     settings: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ("adamw",)
+    has_score: bool = False
 
     @property
     def tensors(self) -> tuple[TrainedTensor, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.fresh import blank_adapter, fresh_adapter
+from jaxlora.adapters.fresh import blank_adapter, fresh_adapter, fresh_score
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.data.objective import Objective
@@ -329,7 +329,15 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
         for name in prepared.modules
     }
     given = prepared.settings, prepared.modules, kernels
-    return JobState(prepared, blank_adapter(*given), lambda: fresh_adapter(*given))
+
+    def with_score(adapter: Adapter) -> Adapter:
+        if not prepared.objective.has_score:
+            return adapter
+        score = fresh_score(prepared.settings, model.config.hidden_size)
+        return dataclasses.replace(adapter, score=score)
+
+    blank = with_score(blank_adapter(*given))
+    return JobState(prepared, blank, lambda: with_score(fresh_adapter(*given)))
 
 
 def learning_rate(job: LoraJob, step: int, num_steps: int) -> float:

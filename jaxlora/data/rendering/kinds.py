@@ -20,7 +20,7 @@ _SETTINGS: Mapping[Kind, tuple[str, ...]] = {
     "messages": ("messages",),
     "text": ("text",),
     "alpaca": (),
-    "preference": ("prompt", "chosen", "rejected"),
+    "preference": ("prompt", "chosen", "rejected", "margin"),
     "unpaired": ("label",),
 }
 # The name that ShareGPT gives to the messages.

@@ -1,6 +1,7 @@
 """Renders records of preferences: pairs of answers, and answers with labels."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.config import DataConfig
@@ -65,7 +66,7 @@ class _PairRenderer:
     ):
         *prompts, self._chosen, self._rejected = reading.fields
         self._prompt = prompts[0] if prompts else data.prompt
-        self._reading = reading
+        self._reading, self._margin = reading, data.margin
         self._renderers = [
             plain_renderer(
                 data.replace(kind="prompt_completion"),
@@ -80,22 +81,32 @@ class _PairRenderer:
             for answer in (self._chosen, self._rejected)
         ]
 
-    def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
+    def __call__(
+        self, records: Sequence[Record]
+    ) -> list[Valued | Rendered | DataError]:
         read = list(map(self._read, records))
         good = [record for record in read if not isinstance(record, DataError)]
         rendered = [iter(render(good)) for render in self._renderers]
-        return [
-            text
-            for record in read
-            for text in (
-                (record, record)
-                if isinstance(record, DataError)
-                else map(next, rendered)
-            )
-        ]
+        out = []
+        for record in read:
+            if isinstance(record, DataError):
+                out += [record, record]
+                continue
+            chosen, rejected = map(next, rendered)
+            if self._margin is not None and not isinstance(chosen, DataError):
+                chosen = Valued(chosen, float(record[self._margin]))
+            out += [chosen, rejected]
+        return out
 
     def _read(self, record: Record) -> Record | DataError:
         """Returns a record with a prompt, and with lists where it had one message."""
+        if self._margin is not None:
+            margin = record.get(self._margin)
+            is_number = isinstance(margin, int | float) and math.isfinite(margin)
+            if not is_number or isinstance(margin, bool):
+                return DataError(
+                    f"the margin {self._margin!r} is {margin!r:.80}. Write a number."
+                )
         answers = {}
         for field in (self._chosen, self._rejected):
             answer = record.get(field)

@@ -16,7 +16,7 @@ from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
-from jaxlora.data.records.read import open_records
+from jaxlora.data.records.read import Record, open_records
 from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD, SPECIAL_KINDS, has_kind
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode_records import encode_records
@@ -28,6 +28,8 @@ _Flags = Bool[np.ndarray, "..."]
 
 logger = logging.getLogger(__name__)
 
+# The field that has the margin of a pair, if the user names no other.
+_MARGIN = "margin"
 # TRL takes so many pairs apart at a time.
 _PAIRS_AT_ONCE = 1000
 # The random stream of the held-out records; no epoch number is as large.
@@ -248,21 +250,31 @@ class DataReader:
 def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
     """Returns the settings with the kind of records that the job's objective needs.
 
-    If it learns from several kinds, the first record decides.
+    The first record decides what the objective leaves open: the kind if it learns from
+    several, and whether there are margins.
 
     Raises:
         DataError: The objective does not learn from the kind that is set, or the first
             record cannot be read.
     """
-    kinds = find_objective(job.objective).kinds
-    if data.kind == "auto" and len(kinds) == 1:
-        return data.replace(kind=kinds[0])
-    if data.kind == "auto" and kinds:
+    objective = find_objective(job.objective)
+    kinds, has_margin = objective.kinds, objective.has_score
+    leaves_open = kinds if data.kind == "auto" else ()
+    first: Record = {}
+    if len(leaves_open) > 1 or (has_margin and data.margin is None):
         first = next(iter(open_records(data)))
+    if data.kind == "auto" and kinds:
         fits = [kind for kind in kinds if has_kind(data.replace(kind=kind), first)]
-        return data.replace(kind=fits[0] if fits else kinds[0])
-    others = SPECIAL_KINDS.difference(kinds)
-    if data.kind in kinds or not (kinds or data.kind in others):
+        data = data.replace(kind=(*fits, *kinds)[0])
+    if has_margin and data.margin is None and _MARGIN in first:
+        data = data.replace(margin=_MARGIN)
+    if data.margin is not None and not has_margin:
+        raise DataError(
+            f"job {job.name!r} has data.margin {data.margin!r}, which objective "
+            f"{job.objective} does not use. Leave it out."
+        )
+    is_special = data.kind in SPECIAL_KINDS
+    if data.kind in kinds or not (kinds or is_special):
         return data
     raise DataError(
         f"job {job.name!r} has objective {job.objective}, which does not learn from "

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.fresh import fresh_score
 from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
@@ -284,8 +285,12 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         modules = resolve_targets(job, tuple(shapes))
         check_ranks(job, modules, shapes)
         return ChosenModules(modules=modules, start=None)
-    start = import_peft(job.init_from, shapes)
+    has_score = find_objective(job.objective).has_score
+    size = model.hidden_size if has_score else None
+    start = import_peft(job.init_from, shapes, score_size=size)
     start = dataclasses.replace(start, dropout=job.dropout)
+    if has_score and start.score is None:
+        start = dataclasses.replace(start, score=fresh_score(job, model.hidden_size))
     _check_stated_settings(job, start, tuple(shapes))
     modules = {
         name: ModuleLora(
@@ -377,4 +382,6 @@ def _hash_adapter(adapter: Adapter) -> str:
         digest.update(name.encode())
         for tensor in tensors_with(adapter.is_set):
             digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
+    if adapter.score is not None:
+        digest.update(adapter.score.tobytes())
     return digest.hexdigest()

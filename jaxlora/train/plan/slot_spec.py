@@ -77,6 +77,7 @@ def decoder_spec(
             if any(getattr(job, setting) for job in config.jobs)
         ),
         optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
+        has_score=any(job.objective.has_score for job in jobs),
     )
     spec = DecoderSpec(
         config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))

@@ -5,28 +5,31 @@ import pathlib
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import CheckpointError, JaxloraError
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
-from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import is_of
-from tests.jaxlora.train.test_contracts import assert_same_training
+from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
+from tests.oracle import relative_error
 
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
 KTO_METRICS = (*(name for name in METRICS if "accuracies" not in name), "kl")
+REWARD_METRICS = ("accuracy", "margin", "mean_reward")
 SETTINGS = {
     "simpo": {"beta": 2.5, "simpo_gamma": 1.0, "cpo_alpha": 0.3},
     "cpo": {"loss_type": "hinge", "beta": 0.3},
     "orpo": {"beta": 0.5},
     "dpo": {"loss_type": "robust", "label_smoothing": 0.1},
     "kto": {"beta": 0.3, "desirable_weight": 1.5},
+    "reward": {"center_rewards_coefficient": 0.1},
 }
 
 
@@ -89,9 +92,23 @@ def together(train, jobs, preference_jobs, done):
 
 
 def test_each_job_trains_as_if_it_were_alone(train, jobs, preference_jobs, together):
-    for job in (*map(preference_jobs.get, ("simpo", "orpo", "dpo", "kto")), jobs[3]):
-        alone = train([job], max_concurrent_jobs=6)
+    some = ("simpo", "orpo", "dpo", "kto", "reward")
+    for job in (*map(preference_jobs.get, some), jobs[3]):
+        alone = train([job], max_concurrent_jobs=7)
         assert_same_training(together, alone, [job.name])
+        if job.name == "reward":
+            assert_same_score(together, alone)
+
+
+def score(outcome) -> np.ndarray:
+    """The score head that the reward job has exported, as PEFT names it."""
+    folder = outcome.trainer.output_dir / "adapters" / "reward"
+    tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    return tensors["base_model.model.score.weight"]
+
+
+def assert_same_score(one, other) -> None:
+    assert relative_error(score(one), score(other)) < ROUNDING
 
 
 def test_layout_does_not_matter(train, jobs, preference_jobs, together):
@@ -99,6 +116,7 @@ def test_layout_does_not_matter(train, jobs, preference_jobs, together):
     both = [jobs[3], *preference_jobs.values()]
     small = train(both, microbatch_tokens=192)
     assert_same_training(together, small, [job.name for job in both])
+    assert_same_score(together, small)
 
 
 def test_the_reference_is_the_base_without_the_adapter(train, preference_jobs):
@@ -164,7 +182,12 @@ def test_a_resumed_run_ends_in_the_same_bits(
 
 def test_metrics_are_reported_as_trl_names_them(jobs, preference_jobs, together):
     events = read_events(together.trainer.output_dir / "metrics.jsonl")
+    rewards = {e["job"]: e for e in events if "mean_reward" in e}
+    assert rewards.keys() == {"reward"}
+    assert rewards["reward"].keys() >= {*REWARD_METRICS}
     for job in preference_jobs.values():
+        if job.name == "reward":
+            continue
         for kind, prefix in (("step", ""), ("eval", "eval_")):
             found = [e for e in events if is_of(e, kind, job.name)]
             assert found
@@ -183,12 +206,33 @@ def test_metrics_are_reported_as_trl_names_them(jobs, preference_jobs, together)
     assert not any("rewards" in key for event in others for key in event)
 
 
+def test_a_reward_model_is_exported_and_imported(train, preference_jobs, together):
+    """As PEFT saves a sequence classifier with one label."""
+    folder = together.trainer.output_dir / "adapters" / "reward"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS"
+    assert config["modules_to_save"] == ["score"]
+    found = score(together)
+    assert found.shape == (1, 32)
+    assert found.dtype == np.float32
+    job = preference_jobs["reward"].replace(
+        name="again", init_from=str(folder), learning_rate=0.0, steps=1
+    )
+    again = train([job], max_concurrent_jobs=7)
+    last = together.evals["reward"][-1]
+    assert again.evals["again"] == pytest.approx([last, last], rel=1e-5)
+    with pytest.raises(JaxloraError, match="score head of a reward model"):
+        train([job.replace(objective="simpo", objective_args={})])
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("mesh", ["stage=2,fsdp=2", "data=2,fsdp=2"])
 def test_a_mesh_trains_what_one_device_trains(meshes, preference_jobs, mesh):
     """Pairs and baselines: on stages, and with slots and rows divided among devices."""
     common = {"target_modules": ("v_proj", "up_proj"), "adam_eps": 1e-4}
-    jobs = [preference_jobs[name].replace(**common) for name in ("dpo", "kto")]
-    shape = {"microbatch_tokens": 256, "max_concurrent_jobs": 2}
+    names = ("dpo", "kto", "reward")
+    jobs = [preference_jobs[name].replace(**common) for name in names]
+    shape = {"microbatch_tokens": 256}
     one = meshes.train("fsdp=1", jobs, **shape)
-    assert_same_on_meshes(one, meshes.train(mesh, jobs, **shape))
+    other = meshes.train(mesh, jobs, **shape)
+    assert_same_training(one, other, [job.name for job in jobs])

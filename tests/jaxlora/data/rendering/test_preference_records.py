@@ -241,6 +241,21 @@ def test_what_has_no_label_is_refused(pairs, record, data, match):
         pairs([record], data=data, objective="kto")
 
 
+def test_margins_of_pairs(pairs):
+    one, other = (RECORDS["TRL"] | {"margin": value} for value in (2, 0.5))
+    _, data = pairs([one, other], objective="reward")
+    assert [s.value for s in data.samples] == [2.0, 0.0, 0.5, 0.0]
+    named = [{**RECORDS["TRL"], "gap": 3.0}]
+    _, data = pairs(named, objective="reward", data={"margin": "gap"})
+    assert data.samples[0].value == 3.0
+    _, data = pairs([RECORDS["TRL"]], objective="reward")
+    assert data.samples[0].value == 0.0
+    with pytest.raises(DataError, match="record 2: the margin 'margin' is None"):
+        pairs([one, RECORDS["TRL"]], objective="reward")
+    with pytest.raises(DataError, match=r"data.margin 'gap', which objective simpo"):
+        pairs(named, data={"margin": "gap"})
+
+
 def test_the_longest_recombined_sample_is_bounded(pairs):
     records = [
         {"prompt": "a" * 20, "completion": "b", "label": True},
