@@ -1,7 +1,7 @@
 """The data sets of LLaMA-Factory, which its dataset_info.json describes."""
 
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 from jaxlora.common.json_file import read_json_file
 from jaxlora.errors import ConfigError
@@ -20,7 +20,13 @@ _ROLE_OF_TAG = {
 
 
 def take_data(
-    migration: Migration, key: str, names: Any, folder: str, *, is_text: bool
+    migration: Migration,
+    key: str,
+    names: Any,
+    folder: str,
+    *,
+    is_text: bool,
+    preferences: Literal["pairs", "labels"] | None = None,
 ) -> dict[str, Any]:
     """Converts the name of one data set into `data`.
 
@@ -30,10 +36,11 @@ def take_data(
         names: Its value: a list, or names with commas between them.
         folder: The folder of dataset_info.json, which is used if it is there.
         is_text: Whether the records are trained on as plain text.
+        preferences: Which preferences the job learns from.
 
     Raises:
         ConfigError: There are several data sets, dataset_info.json is damaged, or the
-            records are preferences.
+            records are preferences and the job does not learn from these.
     """
     names = names if isinstance(names, list) else str(names).split(",")
     names = [name for one in names if (name := str(one).strip())]
@@ -42,6 +49,8 @@ def take_data(
     if entry is not None:
         where = f"{key}: {first}"
         data = _source(migration, where, entry, folder)
+        if preferences is not None:
+            return data | _preferences(migration, where, entry, preferences)
         return data | _fields(migration, where, entry, is_text=is_text)
     setting = "data" if key == "dataset" else "eval_data"
     migration.to_do.append(
@@ -49,7 +58,9 @@ def take_data(
         "its file or hub id. LLaMA-Factory renders all records by a chat template: for "
         "records with instruction, input and output, set kind: alpaca and chat: true."
     )
-    guess = {"path": f"{folder}/{first}.json"}
+    guess: dict[str, Any] = {"path": f"{folder}/{first}.json"}
+    if preferences is not None:
+        return guess
     return guess | {"kind": "text"} if is_text else guess
 
 
@@ -94,8 +105,8 @@ def _fields(
     given: dict[str, Any] = {} if is_default else dict(columns)
     if entry.get("ranking") or "kto_tag" in given:
         raise ConfigError(
-            f"{where} has records with preferences, and jaxlora trains on given "
-            "answers only."
+            f"{where} has records with preferences, which supervised training does "
+            "not learn from. Set stage: dpo, kto or rm, or give other records."
         )
     if entry.get("formatting", "alpaca") != "alpaca":
         field = given.pop("messages", None) or "conversations"
@@ -110,6 +121,43 @@ def _fields(
                 if column in _MEDIA
                 else f"{field}: put it into the messages or the prompts of the records."
             )
+    return data
+
+
+def _preferences(
+    migration: Migration, where: str, entry: dict[str, Any], preferences: str
+) -> dict[str, Any]:
+    """Converts the description of pairs, or of answers with labels."""
+    columns = entry.get("columns")
+    given = dict(columns) if isinstance(columns, dict) else {}
+    is_pairs = preferences == "pairs"
+    has_pairs = bool(entry.get("ranking"))
+    if has_pairs != is_pairs:
+        raise ConfigError(
+            f"{where} has ranking: {str(has_pairs).lower()}, and the stage of the file "
+            f"learns from {preferences}. Give other records."
+        )
+    data: dict[str, Any] = {}
+    if is_pairs:
+        for name in ("chosen", "rejected"):
+            if field := given.pop(name, None):
+                data[name] = str(field)
+    elif field := given.pop("kto_tag", None):
+        data["label"] = str(field)
+    if entry.get("formatting", "alpaca") != "alpaca":
+        field = str(given.pop("messages", None) or "conversations")
+        found = _conversations(migration, entry, field)
+        data["prompt" if is_pairs else "messages"] = found["messages"]
+        return data
+    used = {k: given.pop(k, None) for k in _ALPACA} if given else dict(_ALPACA)
+    used["response"] = used["response"] or "output"
+    found = _instructions(migration, used, is_text=False)
+    if found["kind"] == "alpaca":
+        prompt = "{{ instruction }}\n{{ input }}"
+        found = {"prompt": prompt, "completion": "output", "chat": True}
+    data |= {"prompt": found["prompt"], "chat": True}
+    if not is_pairs:
+        data["completion"] = found["completion"]
     return data
 
 
