@@ -180,6 +180,45 @@ def test_a_resumed_run_ends_in_the_same_bits(
         assert whole.read_bytes() == cut.read_bytes()
 
 
+def test_copies_and_continued_jobs_keep_the_reference(
+    model, preference_jobs, tmp_path, monkeypatch
+):
+    """It is not computed again, and is there when they are resumed."""
+
+    def trainer(name: str, *jobs: LoraJob) -> Trainer:
+        config = RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / name),
+            jobs=jobs,
+            microbatch_tokens=256,
+            block_tokens=16,
+            checkpoint_every=1,
+            window_steps=1,
+            slot_rank=8,
+            slot_targets="all-linear",
+            slot_dropout=True,
+            max_concurrent_jobs=2,
+        )
+        return Trainer(config, model)
+
+    def kept(name: str, job: str) -> bytes:
+        return (tmp_path / name / "references" / f"{job}.safetensors").read_bytes()
+
+    dpo = preference_jobs["dpo"].replace(steps=4)
+    at = {"job": "dpo", "step": 1}
+    copy = dpo.replace(name="copy", learning_rate=1e-3, clone_of=at)
+    assert trainer("one", dpo, copy).train(callbacks=[InterruptAt(2)]).interrupted
+    assert kept("one", "dpo") == kept("one", "copy")
+    monkeypatch.setattr(StagedExecutor, "log_likelihoods", None)
+    there = str(tmp_path / "one")
+    more = dpo.replace(steps=6, continue_from=there)
+    (continued,) = trainer("two", more).train().jobs
+    assert continued.progress.step == 6
+    assert kept("two", "dpo") == kept("one", "dpo")
+    result = trainer("one", dpo, copy).train(resume=True)
+    assert [job.progress.step for job in result.jobs] == [4, 4]
+
+
 def test_metrics_are_reported_as_trl_names_them(jobs, preference_jobs, together):
     events = read_events(together.trainer.output_dir / "metrics.jsonl")
     rewards = {e["job"]: e for e in events if "mean_reward" in e}
