@@ -16,6 +16,15 @@ GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "preferences.json"
 CASES = json.loads(GOLDEN.read_text())["cases"]["reward"]
 
 
+@jax.jit
+def compute(nll, inputs, groups):
+    def loss(score):
+        return REWARD.losses(nll, inputs | {"score": score}, groups).sum()
+
+    metrics = {k: x.sum() for k, x in REWARD.metrics(nll, inputs, groups).items()}
+    return *jax.value_and_grad(loss)(inputs["score"]), metrics
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_trl(case):
     chosen, rejected = np.array(case["rewards"]).reshape(2, -1)
@@ -49,10 +58,8 @@ def test_losses_are_those_of_trl(case):
         # Rows that are not the last of a sequence have scores that are not read.
         score = jnp.full(len(groups), 9.0).at[last[::2]].set(chosen)
         score = score.at[last[1::2]].set(rejected)
-        loss = lambda score: REWARD.losses(nll, inputs | {"score": score}, groups).sum()
-        found, gradient = jax.value_and_grad(loss)(score)
-        metrics = REWARD.metrics(nll, inputs | {"score": score}, groups)
-        sums = {name: float(x.sum()) for name, x in metrics.items()}
+        found, gradient, metrics = compute(nll, inputs | {"score": score}, groups)
+        sums = {name: float(x) for name, x in metrics.items()}
     assert float(found) == pytest.approx(case["loss"], rel=1e-10)
     assert sums == pytest.approx(case["metrics"], rel=1e-10)
     expected = np.zeros(len(groups))
