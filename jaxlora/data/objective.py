@@ -109,8 +109,9 @@ class Objective:
             from the same arguments.
         metric_parts: Numbers of the parts that a metric is a mean over, by its name; it
             is not reported if one of them is empty.
-        has_score: Whether its jobs train a score head, whose product with the last
-            hidden state of each row `losses` and `metrics` read as the input `score`.
+        is_scored: Which rows need their score: the product of the last hidden state
+            with the score head that its jobs train. `losses` and `metrics` read it as
+            the input `score`. None: its jobs have no score head.
         sums_groups: Whether `losses` reads the groups although they are single samples.
         baseline: Defines a number that the losses and metrics of a global batch read as
             the input `baseline` of each row. It is the sum of this objective's losses
@@ -145,10 +146,15 @@ class Objective:
     metric_parts: Mapping[str, tuple[int, ...]] = dataclasses.field(
         default_factory=dict
     )
-    has_score: bool = False
+    is_scored: Callable[[RowInputs], Bool[Array, " T"]] | None = None
     sums_groups: bool = False
     baseline: "Objective | None" = None
     needs_baseline: Callable[[Mapping[str, Any]], bool] = lambda settings: True
+
+    @property
+    def has_score(self) -> bool:
+        """Whether its jobs train a score head."""
+        return self.is_scored is not None
 
     def settings_of(self, args: Mapping[str, float | str]) -> dict[str, float | str]:
         """Returns the values of all settings, of which a job gives some.

@@ -41,6 +41,10 @@ def _is_target(inputs: RowInputs) -> Bool[Array, " T"]:
     return jnp.zeros(inputs["side"].shape, bool)  # no token is predicted
 
 
+def _is_scored(inputs: RowInputs) -> Bool[Array, " T"]:
+    return inputs["side"] != 0
+
+
 def _rewards(
     inputs: RowInputs, groups: Int[Array, " T"] | None
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
@@ -78,7 +82,7 @@ def _metrics(
 REWARD = Objective(
     name="reward",
     kinds=("preference",),
-    has_score=True,
+    is_scored=_is_scored,
     group_size=2,
     settings={"center_rewards_coefficient": ObjectiveSetting(default=0.0)},
     input_names=_INPUTS,

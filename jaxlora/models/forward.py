@@ -143,13 +143,12 @@ def _loss_inputs(
         for name in names:
             if OBJECTIVES[name].baseline is not None:
                 inputs[name] = inputs[name] | {"baseline": rows}
-    if decoder.score is not None:
-        for name in names:
-            if OBJECTIVES[name].has_score:
-                is_scored = inputs[name]["side"] != 0
-                wanted = jnp.where(is_scored[:, None], hidden, 0)
-                score = decoder.score(wanted, block)
-                inputs[name] = inputs[name] | {"score": score}
+    for name in names:
+        if (is_scored := OBJECTIVES[name].is_scored) is not None:
+            assert decoder.score is not None, "an objective needs it"
+            wanted = jnp.where(is_scored(inputs[name])[:, None], hidden, 0)
+            score = decoder.score(wanted, block)
+            inputs[name] = inputs[name] | {"score": score}
     return inputs
 
 
