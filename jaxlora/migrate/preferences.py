@@ -28,6 +28,12 @@ _LEFT_OUT = {
     "ref_model_init_kwargs": "The reference is the base of the run.",
     "force_use_ref_model": "The reference is the base of the run.",
 }
+# Axolotl's settings of the objectives.
+_OF_AXOLOTL = (
+    *("rl_beta", "dpo_beta", "orpo_alpha", "dpo_loss_type", "dpo_label_smoothing"),
+    *("cpo_alpha", "simpo_gamma", "kto_desirable_weight", "kto_undesirable_weight"),
+    "center_rewards_coefficient",
+)
 # Losses of TRL's DPO trainer that are here.
 _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")
 _LOSSES = {
@@ -114,19 +120,10 @@ def set_axolotl(migration: Migration) -> bool:
     rl, is_reward = migration.take("rl"), migration.take("reward_model")
     if not rl and not is_reward:
         return False
-    beta = migration.take("rl_beta", migration.take("dpo_beta"))
-    alpha = migration.take("orpo_alpha")
-    args: dict[str, Any] = {}
-    loss, smoothing = (
-        migration.take("dpo_loss_type"),
-        migration.take("dpo_label_smoothing"),
-    )
-    center = migration.take("center_rewards_coefficient")
-    cpo_alpha, gamma = migration.take("cpo_alpha"), migration.take("simpo_gamma")
-    weights = {
-        ours: migration.take(f"kto_{ours}")
-        for ours in ("desirable_weight", "undesirable_weight")
-    }
+    given = {key: migration.take(key) for key in _OF_AXOLOTL}
+    loss = given["dpo_loss_type"]
+    if isinstance(loss, list) and len(loss) == 1:
+        (loss,) = loss
     name = "reward" if is_reward else str(rl).lower()
     if name == "ipo":
         name, loss = "dpo", "ipo"
@@ -135,26 +132,27 @@ def set_axolotl(migration: Migration) -> bool:
             f"rl is {rl!r}, which jaxlora does not train. Files with rl: dpo, ipo, "
             "orpo, simpo or kto can be converted."
         )
+    beta = given["dpo_beta"] if given["rl_beta"] is None else given["rl_beta"]
+    args: dict[str, Any] = {"beta": beta}
     if name == "dpo":
-        loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         if loss is not None:
             _check_loss(loss, _DPO_LOSSES)
-        args = {"loss_type": loss, "label_smoothing": smoothing}
-        if smoothing and loss in (None, "sigmoid"):
+        args |= {"loss_type": loss, "label_smoothing": given["dpo_label_smoothing"]}
+        if args["label_smoothing"] and loss in (None, "sigmoid"):
             migration.to_do.append(_SMOOTHED)
-    elif name == "simpo":  # Axolotl's is CPO's with its defaults
-        args = {
-            "cpo_alpha": 1.0 if cpo_alpha is None else cpo_alpha,
-            "simpo_gamma": gamma,
-        }
-        beta = 0.1 if beta is None else beta
+    elif name == "simpo":  # it is CPO's, with the defaults of CPO
+        found = {key: given[key] for key in ("cpo_alpha", "simpo_gamma")}
+        found |= args
+        args = {"beta": 0.1, "cpo_alpha": 1.0}
+        args |= {key: value for key, value in found.items() if value is not None}
     elif name == "kto":
-        args = weights
+        for key in ("desirable_weight", "undesirable_weight"):
+            args[key] = given[f"kto_{key}"]
     elif name == "orpo":
-        beta = alpha if beta is None else beta
+        args["beta"] = given["orpo_alpha"] if beta is None else beta
     else:
-        args, beta = {"center_rewards_coefficient": center}, None
-    _finish(migration, name, args | {"beta": beta}, has_dropout=False)
+        args = {"center_rewards_coefficient": given["center_rewards_coefficient"]}
+    _finish(migration, name, args, has_dropout=False)
     return True
 
 

@@ -195,7 +195,7 @@ def test_copies_and_continued_jobs_keep_the_reference(
             checkpoint_every=1,
             window_steps=1,
             slot_rank=8,
-            slot_targets="all-linear",
+            slot_targets=LINEARS,
             slot_dropout=True,
             max_concurrent_jobs=2,
         )
