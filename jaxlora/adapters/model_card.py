@@ -54,8 +54,8 @@ def model_card(
     }
     if base.is_on_hub:
         front["tags"].insert(0, f"base_model:adapter:{base.name}")
-    if is_hub_id(str(data.get("path", ""))):
-        front["datasets"] = [data["path"]]
+    if on_hub := [one["path"] for one in _sets(data) if is_hub_id(one["path"])]:
+        front["datasets"] = list(dict.fromkeys(on_hub))
     measured = {key: value for key, value in figures.items() if value is not None}
     settings = {key: job[key] for key in _SHOWN if job.get(key) is not None}
     parts = [
@@ -110,12 +110,30 @@ def _usage(base: BaseName) -> str:
     )
 
 
+def _sets(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the data sets, each with a path."""
+    return data.get("datasets") or [{"path": ""} | dict(data)]
+
+
+_TRAINED = {
+    "completion": "the answers",
+    "last": "the last answer of each chat",
+    "all": "every token",
+}
+
+
 def _data(data: Mapping[str, Any]) -> str:
-    # A path may hold a user's name, so only the file's own name is told.
-    path = str(data.get("path", ""))
-    shown = path if is_hub_id(path) else last_part(path)
-    trained = "every token" if data.get("loss_on") == "all" else "the answers"
-    return f"Records: {_code(shown)}; the loss is that of {trained}."
+    shown = []
+    for one in _sets(data):
+        # A path may hold a user's name, so only the file's own name is told.
+        path = one["path"] if is_hub_id(one["path"]) else last_part(one["path"])
+        trained = _TRAINED[one.get("loss_on", "completion")]
+        shown.append(f"Records: {_code(path)}; the loss is that of {trained}.")
+    if len(shown) > 1:
+        shares = data.get("probabilities")
+        text = "" if shares is None else f" by {', '.join(map(str, shares))}"
+        shown.append(f"They are mixed: {data.get('mix')}{text}.")
+    return "\n\n".join(shown)
 
 
 def _table(values: Mapping[str, Any]) -> str:

@@ -24,7 +24,8 @@ _SETTINGS = {
     "rejected": "field of the rejected answer, with --kind preference",
     "label": "field that says whether the answer is a good one, with --kind unpaired",
     "system": "system message before the prompt, with --chat",
-    "loss_on": "completion or all",
+    "loss_on": "completion, last or all",
+    "chat_template": "file, model's folder, name or text of a chat template",
     "split": "split of a Hugging Face dataset",
     "subset": "configuration of a dataset on the hub",
 }
@@ -68,13 +69,14 @@ def _run(arguments: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(tokenizer_folder(model, revision))
     console = Console()
     for job in jobs:
-        shown = Shown(
-            data=with_kind(job.data, job),
-            max_length=job.max_length,
-            num_samples=arguments.samples,
-            reads_all=arguments.all,
-        )
-        show_data(shown, tokenizer, console)
+        for data in job.data.sets:
+            shown = Shown(
+                data=with_kind(data, job),
+                max_length=job.max_length,
+                num_samples=arguments.samples,
+                reads_all=arguments.all,
+            )
+            show_data(shown, tokenizer, console)
 
 
 def _jobs(

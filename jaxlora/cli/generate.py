@@ -65,6 +65,12 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="send each prompt as a message, through the model's chat template",
     )
+    parser.add_argument(
+        "--chat-template",
+        metavar="TEMPLATE",
+        help="chat template of the adapter's training, if it was not the tokenizer's: "
+        "a file, a model's folder, chatml, llama3, or text",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message of chats")
     parser.add_argument(
         "--output", metavar="FILE", help="also write the texts as .jsonl"
@@ -116,6 +122,10 @@ def _check(arguments: argparse.Namespace) -> None:
                     f"--{option} cannot be combined with --run, which takes it from "
                     "the run. Leave it out."
                 )
+    if arguments.chat_template is not None:
+        from jaxlora.data.templates.known import find_template
+
+        find_template(arguments.chat_template)
     if arguments.system is not None and not (arguments.chat or arguments.interactive):
         raise ConfigError("--system is a message of a chat: add --chat.")
     if arguments.interactive and arguments.output is not None:
@@ -176,7 +186,12 @@ def _generator(arguments: argparse.Namespace) -> "Generator":
         adapters = jobs | adapters
         for name, note in notes.items():
             complain(f"{name}: {note}")
-    return Generator(model, adapters, batch_size=arguments.batch_size)
+    return Generator(
+        model,
+        adapters,
+        batch_size=arguments.batch_size,
+        chat_template=arguments.chat_template,
+    )
 
 
 def _print_all(

@@ -61,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
     file, given, config = read_run(arguments)
     if arguments.picture:
         picture_kind(arguments.picture)
-        data = [job.data.path for job in config.jobs]
+        data = [one.path for job in config.jobs for one in job.data.sets]
         check_output(arguments.picture, [arguments.run_file, config.model, *data])
     with file.rewords(given):
         planned = _plan(config, machine, arguments.steps)

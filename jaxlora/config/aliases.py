@@ -83,20 +83,24 @@ _EIGHT_BITS = "Set `quantize_base: int8` (or fp8, on Hopper) for the run."
 _OPTIMIZER = "Set optimizer: adamw or lion, whose state is float32."
 _FROZEN = "Leave it out: the embedding, the head, norms and biases stay frozen."
 _LOSS_ON = (
-    "Set loss_on in data: completion trains on the answers only, all on every token."
+    "Set loss_on in data: completion trains on the answers only, last on the last one "
+    "of a chat, all on every token."
 )
 _CHECKPOINTS = (
     "Set checkpoint_every of the run, in rounds: one optimizer step of every job."
 )
-_DATASETS = "Give each job its data, with a file, folder or hub id as path."
+_DATASETS = (
+    "Give each job its data, with a file, folder or hub id as path, or with several "
+    "of them in datasets."
+)
 _TRACKING = (
     "Set report_to of the run; environment variables of the tracker choose the project."
 )
 _PUSH = "Leave it out: `jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters."
 _CACHED = "Leave it out: records are tokenized in parallel, and tokens are cached."
 _TEMPLATE = (
-    "Leave it out: the tokenizer's own chat template is used. For prompt and "
-    "completion, set `chat: true` in data."
+    "Set chat_template in data: a file, a model's folder, chatml, llama3 or a text; or "
+    "leave it out for the tokenizer's own. For prompt and completion, set `chat: true`."
 )
 
 _OF_MODELS = {
@@ -270,10 +274,16 @@ OF_RUN = OtherNames(
 OF_DATA = OtherNames(
     same={"dataset_text_field": "text", "max_samples": "limit"},
     hints={
+        "mix_strategy": "Set mix: concat or interleave; interleave_under and "
+        "interleave_over are the stopping_strategy first_exhausted and all_exhausted.",
+        "interleave_probs": "Set probabilities: a list with one for each data set.",
+        "weight": "Set `mix: interleave` and probabilities beside datasets.",
+        "weights": "Set `mix: interleave` and probabilities beside datasets.",
         "type": "Set kind if the fields of the records do not tell what they are.",
         "name": "Set subset for the configuration of a dataset on the hub.",
         "field_messages": "Set messages to the name of the field.",
         "train_on_inputs": _LOSS_ON,
-        "chat_template": _TEMPLATE,
+        "train_on": _LOSS_ON,
+        "mask_history": "Set `loss_on: last` to train on the last answer only.",
     },
 )

@@ -77,6 +77,9 @@ def value_text(value: Any) -> str:
         return "_".join(map(value_text, value))
     if isinstance(value, Mapping):
         path = value.get("path")
+        if sets := value.get("datasets"):
+            paths = (x if isinstance(x, Mapping) else {"path": x} for x in sets)
+            return "_".join(map(value_text, paths))
         if isinstance(path, str):
             return re.sub(r"\.\w+$", "", path.rstrip("/").rpartition("/")[2])
         return "_".join(f"{k}{value_text(v)}" for k, v in value.items())

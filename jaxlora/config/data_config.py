@@ -1,18 +1,93 @@
 """The user's settings of a job's data."""
 
-from typing import Literal
+import pathlib
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pydantic
 
 from jaxlora.config.aliases import OF_DATA
-from jaxlora.config.strict import Bool, PositiveInt, StrictModel
+from jaxlora.config.strict import Bool, NonNegativeFloat, PositiveInt, StrictModel
+
+_OF_SEVERAL = ("mix", "probabilities", "stopping_strategy")
+# `rng.choice` and `datasets` allow the sum of probabilities this distance from 1.
+_ROUNDING = 1e-8
+
+
+def _has_records(data: Any) -> tuple[str, str] | None:
+    if data.path or data.datasets:
+        return None
+    return "path", (
+        "give path: a file, a folder or a hub id. Or list several in datasets."
+    )
+
+
+def _settings_are_of_one_or_several(data: Any) -> tuple[str, str] | None:
+    fields = DataConfig.model_fields
+    if not data.datasets:
+        for name in _OF_SEVERAL:
+            if getattr(data, name) != fields[name].default:
+                return name, (
+                    f"{name} is for several data sets: list them in datasets, or leave "
+                    f"{name} out."
+                )
+        return None
+    for name in fields.keys() - {"datasets", *_OF_SEVERAL}:
+        if getattr(data, name) != fields[name].default:
+            return name, f"{name} belongs to each item of datasets. Put it there."
+    return None
+
+
+def _data_sets_are_plain(data: Any) -> tuple[str, str] | None:
+    # Settings with other problems may hold a plain path here.
+    if any(getattr(one, "datasets", ()) for one in data.datasets):
+        return "datasets", (
+            "an item of datasets has a path, and no datasets of its own. Put all of "
+            "them in one list."
+        )
+    return None
+
+
+def _only_interleaved_sets_are_drawn(data: Any) -> tuple[str, str] | None:
+    if data.mix == "interleave":
+        return None
+    for name in ("probabilities", "stopping_strategy"):
+        default = DataConfig.model_fields[name].default
+        if data.datasets and getattr(data, name) != default:
+            return name, f"{name} needs `mix: interleave`. Set it, or leave {name} out."
+    return None
+
+
+def _probabilities_fit(data: Any) -> tuple[str, str] | None:
+    shares, num = data.probabilities, len(data.datasets)
+    if shares is None or not num:
+        return None
+    if len(shares) != num:
+        return "probabilities", (
+            f"there are {len(shares)} probabilities and {num} datasets. Give one for "
+            "each, in the same order."
+        )
+    total = sum(shares)
+    if abs(total - 1) > _ROUNDING:
+        cure = "Give positive numbers."
+        if total > 0:
+            cure = f"Give [{', '.join(f'{share / total:.4g}' for share in shares)}]."
+        return "probabilities", f"their sum is {total:g}, and must be 1. {cure}"
+    if 0 in shares and data.stopping_strategy != "first_exhausted":
+        return "probabilities", (
+            f"a data set of probability 0 is never read, so {data.stopping_strategy} "
+            "would never end. Leave the data set out."
+        )
+    return None
 
 
 class DataConfig(StrictModel):
     """The location of a job's records, and how a record becomes tokens.
 
-    A record is a prompt with its completion (both texts, or both lists of messages), a
-    list of chat messages, plain text, or an instruction with its input and output.
+    There is one data set, which has a `path`, or there are several in `datasets`, each
+    with settings of its own. A record is a prompt with its completion (both texts, or
+    both lists of messages), a list of chat messages, plain text, or an instruction with
+    its input and output.
 
     Attributes:
         path: A .jsonl, .json, .parquet, .csv, .arrow or .feather file, a folder written
@@ -39,20 +114,43 @@ class DataConfig(StrictModel):
         label: Field that says whether the answer of an unpaired record is desirable:
             true or false. With its default, also `kto_tag`.
         chat: Wrap prompt and completion as a user's and an assistant's message in
-            the tokenizer's own chat template.
+            the chat template.
+        chat_template: Template of chats in place of the tokenizer's own, which a base
+            may not have: a file, the folder of a model that has one, `chatml`,
+            `llama3`, or the template itself.
         system: System message put before the prompt (with `chat`).
-        loss_on: Train on the completion's (assistant's) tokens only, or on all.
+        roles: Role of the chat template, such as `assistant`, for each role or speaker
+            that the messages call otherwise.
+        loss_on: Train on the completion's (assistant's) tokens only, on those of the
+            `last` answer of a chat only, or on all.
         append_eos: End plain text and completions outside chat templates with the
             tokenizer's end-of-sequence token.
         limit: Number of records to use, from the first; None: all.
         bad_records: What to do with a record that cannot be used, such as one without
             the field or one that the chat template refuses: `error` ends the run
             before it trains and names the record; `drop` leaves it out and counts it.
+        datasets: Several data sets, each a mapping of these settings or a path.
+        mix: How several data sets become one, in the words of the package `datasets`:
+            `concat` is one after the other, as in `concatenate_datasets`; `interleave`
+            takes samples in turn, or by `probabilities`, as in `interleave_datasets`
+            with the job's `seed`. The job shuffles the result if it has `shuffle`.
+        probabilities: Share of the samples of each data set, with the sum 1, for
+            `interleave`; None: one of each in turn.
+        stopping_strategy: When `interleave` ends: with the first data set of which all
+            samples were taken (the others are cut), with the last one (the others begin
+            again), or with the last one, each sample once.
     """
 
     aliases = OF_DATA
+    rules = (
+        _has_records,
+        _settings_are_of_one_or_several,
+        _data_sets_are_plain,
+        _only_interleaved_sets_are_drawn,
+        _probabilities_fit,
+    )
 
-    path: str
+    path: str = ""
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
@@ -74,18 +172,65 @@ class DataConfig(StrictModel):
     margin: str | None = None
     label: str = "label"
     chat: Bool = False
+    chat_template: str | None = None
     system: str | None = None
-    loss_on: Literal["completion", "all"] = "completion"
+    roles: dict[str, str] = {}
+    loss_on: Literal["completion", "last", "all"] = "completion"
     append_eos: Bool = True
     limit: PositiveInt | None = None
     bad_records: Literal["error", "drop"] = "error"
+    datasets: tuple["DataConfig", ...] = ()
+    mix: Literal["concat", "interleave"] = "concat"
+    probabilities: tuple[NonNegativeFloat, ...] | None = None
+    stopping_strategy: Literal[
+        "first_exhausted", "all_exhausted", "all_exhausted_without_replacement"
+    ] = "first_exhausted"
+
+    @property
+    def sets(self) -> tuple["DataConfig", ...]:
+        """The data sets, each of which has a path."""
+        return self.datasets or (self,)
+
+    @property
+    def set_names(self) -> tuple[str, ...]:
+        """Short and different names of the data sets, for logs and metrics."""
+        for name in _NAMES:
+            names = tuple(map(name, self.sets))
+            if len(set(names)) == len(names):
+                return names
+        return tuple(f"{n}-{i}" for i, n in enumerate(map(_stem, self.sets), start=1))
+
+    @pydantic.field_validator("datasets", mode="before")
+    @classmethod
+    def _paths_are_data_sets(cls, given: object) -> object:
+        if not isinstance(given, list | tuple):
+            return given
+        return [{"path": one} if isinstance(one, str) else one for one in given]
 
     @pydantic.field_validator("path", mode="before")
     @classmethod
     def _path_is_one(cls, path: object) -> object:
         if isinstance(path, list | tuple):
             raise ValueError(
-                "expected one file, folder or hub id, not a list. Join the files into "
-                "one, or give each file a job."
+                "expected one file, folder or hub id, not a list. List several in "
+                "datasets, in place of path."
             )
         return path
+
+
+DataConfig.nested = {"datasets": DataConfig}
+
+
+def _stem(data: DataConfig) -> str:
+    return pathlib.PurePath(data.path).stem
+
+
+def _stem_and_part(data: DataConfig) -> str:
+    return ".".join(filter(None, (_stem(data), data.subset, data.split)))
+
+
+def _whole_path(data: DataConfig) -> str:
+    return ".".join(filter(None, (data.path, data.subset, data.split)))
+
+
+_NAMES: tuple[Callable[[DataConfig], str], ...] = (_stem, _stem_and_part, _whole_path)

@@ -55,6 +55,15 @@ def _starts_in_one_way(job: Any) -> tuple[str, str] | None:
     return None
 
 
+def _held_out_sets_are_whole(job: Any) -> tuple[str, str] | None:
+    if getattr(job.eval_data, "mix", "concat") != "concat":
+        return "eval_data", (
+            "held-out data sets are evaluated whole, one after the other. Leave mix "
+            "and probabilities out of eval_data."
+        )
+    return None
+
+
 def _there_are_jobs(run: Any) -> tuple[str, str] | None:
     if not run.jobs:
         return "jobs", "jobs is empty, so there is nothing to train."
@@ -99,6 +108,19 @@ def _samples_have_evaluations(run: Any) -> tuple[str, str] | None:
             "samples are generated at evaluations, and no job has held-out records: "
             "set eval_data or eval_fraction, or leave samples out."
         )
+    return None
+
+
+def _samples_have_the_template(run: Any) -> tuple[str, str] | None:
+    if run.samples is None or not run.samples.chat:
+        return None
+    for job in run.jobs:
+        if any(getattr(one, "chat_template", None) for one in job.data.sets):
+            return "samples", (
+                f"samples are rendered by the tokenizer's chat template, and job "
+                f"{job.name!r} has another one. Write prompts as it prints them, and "
+                "leave chat out of samples."
+            )
     return None
 
 
@@ -155,6 +177,7 @@ OF_A_JOB: tuple[Rule, ...] = (
     _needs_held_out("keep_best"),
     _stopping_counts_evaluations,
     _starts_in_one_way,
+    _held_out_sets_are_whole,
 )
 OF_A_RUN: tuple[Rule, ...] = (
     _there_are_jobs,
@@ -162,6 +185,7 @@ OF_A_RUN: tuple[Rule, ...] = (
     _microbatches_hold_whole_blocks,
     _shapes_hold_whole_blocks,
     _samples_have_evaluations,
+    _samples_have_the_template,
     _first_stage_can_fill_the_pipeline,
     _configurations_are_evaluated,
     _groups_have_sizes,

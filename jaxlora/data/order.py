@@ -1,10 +1,15 @@
-"""Computes the samples of a job's global batch from the number of its step."""
+"""Computes the samples of a job's global batch from the number of its step.
+
+`interleave` makes one list of several data sets, before the job's own order.
+"""
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 # A product of floats such as 0.1 * 30 is slightly above the intended integer.
 _ROUNDING = 1e-9
@@ -107,3 +112,88 @@ def permutation(num: int, seed: int, stream: int) -> Int[np.ndarray, " N"]:
     """
     philox = np.random.Philox(key=np.array([seed, stream], np.uint64))
     return np.argsort(philox.random_raw(num), kind="stable")
+
+
+StoppingStrategy = Literal[
+    "first_exhausted", "all_exhausted", "all_exhausted_without_replacement"
+]
+_DRAWS = 2**16
+# More samples than this are refused, before an array of their numbers fills the memory.
+MOST_INTERLEAVED = 2**31
+
+
+def interleave(
+    lengths: Sequence[int],
+    *,
+    probabilities: Sequence[float] | None,
+    stopping_strategy: StoppingStrategy,
+    seed: int,
+) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]:
+    """Interleaves data sets as `datasets.interleave_datasets` does.
+
+    Without probabilities, one sample of each data set comes in turn. With them, the
+    data set of each sample is drawn. A data set whose samples were all taken begins
+    again, or is skipped by `all_exhausted_without_replacement`.
+
+    Args:
+        lengths: Number of samples of each data set; positive.
+        probabilities: Share of each data set, with the sum 1; None: in turn.
+        stopping_strategy: When the list ends: with the last sample of the data set that
+            is exhausted first, or with that of the one that is exhausted last.
+        seed: Seed of the draws.
+
+    Returns:
+        The number of the data set of each sample, and its index in that data set.
+    """
+    ends = np.asarray(lengths)
+    if probabilities is None:
+        num = ends.min() if stopping_strategy == "first_exhausted" else ends.max()
+        sources = np.tile(np.arange(len(ends)), num)
+        indices = np.repeat(np.arange(num), len(ends))
+    else:
+        sources, indices = _draw(
+            ends, np.asarray(probabilities), stopping_strategy, seed
+        )
+    if stopping_strategy == "all_exhausted_without_replacement":
+        is_new = indices < ends[sources]
+        return sources[is_new], indices[is_new]
+    return sources, indices % ends[sources]
+
+
+def _draw(
+    ends: Int[np.ndarray, " D"],
+    shares: Float[np.ndarray, " D"],
+    stopping_strategy: StoppingStrategy,
+    seed: int,
+) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]:
+    """Draws data sets until the first or the last one is exhausted.
+
+    The draws are those of `np.random.default_rng(seed).choice(len(ends), p=shares)`.
+    They are made from the raw numbers of PCG64, whose stream NumPy guarantees never to
+    change, which it does not for `choice`.
+
+    Returns:
+        The data sets, and for each draw the number of earlier draws of the same one.
+    """
+    cdf = np.cumsum(shares)
+    cdf /= cdf[-1]
+    bits, counts, parts = np.random.PCG64(seed), np.zeros_like(ends), []
+    wanted = np.any if stopping_strategy == "first_exhausted" else np.all
+    while not wanted(counts >= ends):
+        uniform = (bits.random_raw(_DRAWS) >> np.uint64(11)) * 2.0**-53
+        parts.append(np.searchsorted(cdf, uniform, side="right"))
+        counts += np.bincount(parts[-1], minlength=len(ends))
+    sources = np.concatenate(parts)
+    indices, last = np.empty_like(sources), []
+    for number, end in enumerate(ends.tolist()):
+        (places,) = np.nonzero(sources == number)
+        indices[places] = np.arange(len(places))
+        last.append(places[end - 1] if len(places) >= end else len(sources))
+    num = 1 + (min(last) if stopping_strategy == "first_exhausted" else max(last))
+    return sources[:num], indices[:num]
+
+
+def expected_draws(lengths: Sequence[int], shares: Sequence[float]) -> float:
+    """Returns about how many draws exhaust the data set that takes the most."""
+    pairs = zip(lengths, shares, strict=True)
+    return max(length / share for length, share in pairs if share > 0)

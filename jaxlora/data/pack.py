@@ -97,6 +97,13 @@ class JobBatch:
         """Number of terms of the loss."""
         return self.objective.num_terms(self.samples)
 
+    def num_terms_of(self, groups: range) -> int:
+        """Returns the number of terms of the loss of some consecutive groups."""
+        size = self.objective.group_size
+        return self.objective.num_terms(
+            self.samples[size * groups.start : size * groups.stop]
+        )
+
     def group(self, index: int) -> Sequence[TokenizedSample]:
         """Returns the samples of a group, which lie in one microbatch."""
         size = self.objective.group_size

@@ -1,6 +1,7 @@
 """Loads the tokenizer of a Hugging Face model without transformers."""
 
 import contextlib
+import copy
 import datetime
 import functools
 import hashlib
@@ -18,6 +19,7 @@ from jaxtyping import Int, Int32
 from jaxlora.common.json_file import shown
 from jaxlora.common.rust import wrap_errors, wrap_panics
 from jaxlora.data.templates.chat import ModelChat
+from jaxlora.data.templates.known import find_template
 from jaxlora.data.tokenizer_files import read_tokenizer_files
 from jaxlora.errors import ModelError
 
@@ -99,6 +101,37 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.prefix_ids, self.suffix_ids = _take_off_post_processor(backend)
+
+    def with_chat_template(
+        self, template: str | dict[str, str], source: str
+    ) -> "Tokenizer":
+        """Returns the tokenizer with another chat template.
+
+        Args:
+            template: The template, or several by name.
+            source: Where it comes from, for errors.
+        """
+        other = copy.copy(self)
+        other.__dict__.pop("fingerprint", None)  # it depends on the template
+        other.chat = ModelChat(
+            template, self._special_tokens, source=source, now=self.chat.now
+        )
+        return other
+
+    def with_setting(self, chat_template: str | None) -> "Tokenizer":
+        """Returns the tokenizer with the template of the setting `chat_template`.
+
+        Args:
+            chat_template: See `find_template`; None: the tokenizer's own.
+
+        Raises:
+            DataError: There is no such template.
+        """
+        if chat_template is None:
+            return self
+        first, *_ = chat_template.splitlines()
+        source = f"chat_template {first!r:.80}"
+        return self.with_chat_template(find_template(chat_template), source)
 
     @functools.cached_property
     def longest_token(self) -> int:

@@ -157,6 +157,15 @@ def _eos_of_model(folder: Path, backend) -> dict[str, str]:
     return {}
 
 
+def read_template(folder: Path) -> str | dict[str, str] | None:
+    """Returns the chat template of a folder, or several by name; None if it has none.
+
+    Raises:
+        ModelError: A file is damaged.
+    """
+    return _template(folder, _object(folder / "tokenizer_config.json"))
+
+
 def _template(folder: Path, config: dict[str, Any]) -> Any:
     """Returns the template of chat_template.jinja, else that of the config."""
     path = folder / "chat_template.jinja"

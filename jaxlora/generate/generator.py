@@ -192,6 +192,7 @@ class Generator:
         adapters: Adapters | None = None,
         *,
         batch_size: int = 16,
+        chat_template: str | None = None,
     ):
         """Loads the adapters and the tokenizer; nothing is compiled yet.
 
@@ -201,11 +202,14 @@ class Generator:
             adapters: PEFT folders or adapters, by name; or folders, which are named
                 like the last part of their path.
             batch_size: Most prompts that are generated together.
+            chat_template: Template of chats in place of the tokenizer's own, as in
+                `DataConfig`.
 
         Raises:
             AdapterError: A folder cannot be read, or does not fit the model.
             ConfigError: The model is divided among devices, `batch_size` is below 1,
                 an adapter is named `base`, or two have the same name.
+            DataError: There is no such chat template.
             DeviceError: A GPU is visible, and JAX does not use it.
             ModelError: The model or the tokenizer cannot be read.
         """
@@ -222,7 +226,7 @@ class Generator:
             self._loading = in_background(model.load)
         self.adapters = tuple(named)
         self._batch_size = batch_size
-        tokenizer = load_tokenizer(model.folder)
+        tokenizer = load_tokenizer(model.folder).with_setting(chat_template)
         tokenizer.check_fits(model.config.vocab_size)
         loaded = [_read(model, adapter) for adapter in named.values()]
         numbered = enumerate(self.adapters, NO_ADAPTER + 1)

@@ -8,7 +8,7 @@ from typing import get_args
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
 from jaxlora.data.objectives import find_objective
-from jaxlora.data.tokens.tokenize import TokenizedData
+from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.layer import Remat
 from jaxlora.pallas_kernels.device import platform
 

@@ -1,9 +1,10 @@
 """Axolotl's YAML."""
 
+import itertools
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate import axolotl_data, common, preferences, reasons
+from jaxlora.migrate import axolotl_data, common, preferences, reasons, sources
 from jaxlora.migrate.migration import Migration
 from jaxlora.migrate.unsupported import describe_quantization
 
@@ -31,7 +32,7 @@ _REASONS = {
     "dataset_prepared_path": reasons.PREPARED,
     "dataset_processes": reasons.PREPARED,
     "skip_prepare_dataset": reasons.TEXT_ONLY,
-    "shuffle_merged_datasets": "shuffle is on; a job has one data set.",
+    "shuffle_merged_datasets": "Data sets are joined, and shuffle is on.",
     "eval_sample_packing": "Samples are always packed, in evaluations too.",
     "evals_per_epoch": reasons.EVERY_EVALUATION,
     "saves_per_epoch": reasons.CHECKPOINTS,
@@ -114,23 +115,30 @@ def _check_kind(migration: Migration) -> None:
 def _set_data(migration: Migration, learns_from_preferences: bool) -> None:
     datasets = migration.take("datasets") or _pretraining(migration)
     held_out = migration.take("test_datasets")
-    template = migration.take("chat_template")
-    if template not in (None, "tokenizer_default"):
-        migration.left_out["chat_template"] = (
-            f"{template!r} is not used. {reasons.OWN_TEMPLATE}"
-        )
+    template = axolotl_data.take_template(
+        migration,
+        "chat_template",
+        migration.take("chat_template"),
+        migration.take("chat_template_jinja"),
+    )
     on_all = migration.take("train_on_inputs") is True
     job = migration.job
     take_data = axolotl_data.take_data
     if learns_from_preferences:
         take_data, on_all = axolotl_data.take_preferences, False
     if datasets:
-        job["data"] = take_data(migration, "datasets", datasets, on_all)
+        job["data"] = take_data(migration, "datasets", datasets, on_all, template)
     else:
         job["data"] = {"path": "records.jsonl"}
         migration.to_do.append("data.path: there were no datasets. Give a file.")
     if held_out:
-        job["eval_data"] = take_data(migration, "test_datasets", held_out, on_all)
+        job["eval_data"] = take_data(
+            migration, "test_datasets", held_out, on_all, template
+        )
+    read = [job[key] for key in ("data", "eval_data") if key in job]
+    sets = itertools.chain(*map(sources.sets_of, read))
+    if template is not None and not any("chat_template" in one for one in sets):
+        migration.left_out["chat_template"] = "No data set has messages."
     common.set_held_out_share(migration, "val_set_size")
     if migration.take("curriculum_sampling"):
         job["shuffle"] = False

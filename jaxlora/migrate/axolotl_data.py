@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlora.data.templates.known import KNOWN
 from jaxlora.migrate import messages, reasons, sources, templates
 from jaxlora.migrate.migration import Migration
 
@@ -24,17 +25,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),
     "field_tools": ("tools",),
-    "chat_template": ("tokenizer_default",),
 }
 _NO_SUCH_SETTING = "Change the records. `jaxlora data show` prints how they are read."
 _ON_ROLES = (
-    "loss_on: completion trains on what the assistant says, and all on every token. A "
-    "message with `weight: 0` is not trained on."
+    "loss_on: completion trains on what the assistant says, last on its last answer, "
+    "and all on every token. A message with `weight: 0` is not trained on."
 )
 _REASONS = {
     "conversation": reasons.OWN_TEMPLATE,
-    "chat_template": reasons.OWN_TEMPLATE,
-    "chat_template_jinja": reasons.TEMPLATE_FILE,
     "roles_to_train": _ON_ROLES,
     "message_field_training": _ON_ROLES,
     "message_field_training_detail": _ON_ROLES,
@@ -48,59 +46,124 @@ _REASONS = {
 
 
 def take_data(
-    migration: Migration, key: str, given: Any, on_all: bool
+    migration: Migration, key: str, given: Any, on_all: bool, template: str | None
 ) -> dict[str, Any]:
-    """Converts a list of one data set into `data`.
+    """Converts a list of data sets into `data`.
 
     Args:
         migration: The settings; it is told what is left out and to do.
         key: The setting that lists the data sets.
         given: Its value.
         on_all: Whether prompts are trained on, too.
+        template: The setting `chat_template` for data sets of chats; None: the
+            tokenizer's own.
 
     Raises:
-        ConfigError: It is not a list of data sets, or lists several.
+        ConfigError: It is not a list of data sets.
     """
-    first = sources.the_only(key, sources.list_datasets(given, key))
-    where = f"{key}.0"
+    listed = sources.list_datasets(given, key)
+    return sources.join(
+        [
+            one
+            for number, dataset in enumerate(listed)
+            for one in _take_set(migration, key, number, dataset, on_all, template)
+        ]
+    )
+
+
+def _take_set(
+    migration: Migration,
+    key: str,
+    number: int,
+    first: dict[str, Any],
+    on_all: bool,
+    template: str | None,
+) -> list[dict[str, Any]]:
+    """Converts a data set, which is one for each of its files."""
+    where = f"{key}.{number}"
     kind = first.pop("type", None) or "completion"
     split = "test" if key == "test_datasets" else "train"
-    data = sources.take_source(migration, where, first, split)
+    found = sources.take_sources(migration, where, first, split)
     first.pop("ds_type", None)  # The suffix of the file says it.
     if isinstance(kind, dict):
-        data |= _own_type(migration, where, kind)
+        data = _own_type(migration, where, kind)
     else:
-        data |= _named_type(migration, str(kind))
+        data = _named_type(migration, str(kind))
     for field, ours in (("field_messages", "messages"), ("field", "text")):
         if value := first.pop(field, None):
             data[ours] = value
     if on_all:
         data["loss_on"] = "all"
-    _note_messages(migration, first)
+    roles, is_chat = _roles(migration, first), data.get("kind") == "messages"
+    if roles and is_chat:
+        data["roles"] = roles
+    own, jinja = first.pop("chat_template", None), first.pop("chat_template_jinja", "")
+    template = take_template(migration, f"{where}.chat_template", own, jinja, template)
+    if template is not None and is_chat:
+        data["chat_template"] = template
     for setting, value in first.items():
         neutral = value in (None, "", [], {}, False)
         if not neutral and value not in _NEUTRAL.get(setting, ()):
             migration.left_out[f"{where}.{setting}"] = _REASONS.get(
                 setting, _NO_SUCH_SETTING
             )
-    return data
+    return [{**one, **data} for one in found]
+
+
+def take_template(
+    migration: Migration, key: str, name: Any, text: Any, otherwise: str | None = None
+) -> str | None:
+    """Returns our setting `chat_template`; None: the tokenizer's own.
+
+    Args:
+        migration: The settings; it is told what is left out.
+        key: The setting that names the template.
+        name: Its value.
+        text: The template, or a file of it, if the name is `jinja` or none.
+        otherwise: The template if nothing is given.
+    """
+    if name in (None, ""):
+        return str(text) if text else otherwise
+    if name == "jinja" and text:
+        return str(text)
+    if str(name) in KNOWN:
+        return str(name)
+    if name != "tokenizer_default":
+        migration.left_out[key] = f"{name!r} is not used. {reasons.OWN_TEMPLATE}"
+    return None
 
 
 def take_preferences(
-    migration: Migration, key: str, given: Any, on_all: bool
+    migration: Migration, key: str, given: Any, on_all: bool, template: str | None
 ) -> dict[str, Any]:
-    """Converts a list of one data set of preferences; see `take_data`.
+    """Converts a list of data sets of preferences; see `take_data`.
 
     Raises:
-        ConfigError: It is not a list of data sets, or lists several.
+        ConfigError: It is not a list of data sets.
     """
     assert not on_all, "prompts are never trained on"
-    first = sources.the_only(key, sources.list_datasets(given, key))
-    where = f"{key}.0"
+    return sources.join(
+        [
+            one
+            for number, dataset in enumerate(sources.list_datasets(given, key))
+            for one in _take_pairs(migration, key, number, dataset, template)
+        ]
+    )
+
+
+def _take_pairs(
+    migration: Migration,
+    key: str,
+    number: int,
+    first: dict[str, Any],
+    template: str | None,
+) -> list[dict[str, Any]]:
+    where = f"{key}.{number}"
     kind = first.pop("type", None)
     split = "test" if key == "test_datasets" else "train"
-    data = sources.take_source(migration, where, first, split)
+    found = sources.take_sources(migration, where, first, split)
     first.pop("ds_type", None)
+    data: dict[str, Any] = {} if template is None else {"chat_template": template}
     own = dict(kind) if isinstance(kind, dict) else {}
     fields = {
         "prompt": own.pop("field_prompt", None) or first.pop("field_messages", None),
@@ -125,7 +188,7 @@ def take_preferences(
     for name, value in first.items():
         if value not in (None, "", [], {}, False):
             migration.left_out[f"{where}.{name}"] = _REASONS.get(name, _NO_SUCH_SETTING)
-    return data
+    return [source | data for source in found]
 
 
 def _named_type(migration: Migration, kind: str) -> dict[str, Any]:
@@ -178,8 +241,8 @@ def _own_type(migration: Migration, where: str, kind: dict[str, Any]) -> dict[st
     return {"kind": "prompt_completion", "prompt": prompt, "completion": output}
 
 
-def _note_messages(migration: Migration, dataset: dict[str, Any]) -> None:
-    """Says which names of fields and of speakers are not known here."""
+def _roles(migration: Migration, dataset: dict[str, Any]) -> dict[str, str]:
+    """Returns the roles of speakers; says which names of fields are not known here."""
     given = dataset.pop("message_property_mappings", None)
     fields = dict(given) if isinstance(given, dict) else {}
     for ours in ("role", "content"):
@@ -187,6 +250,8 @@ def _note_messages(migration: Migration, dataset: dict[str, Any]) -> None:
         fields[ours] = fields.get(ours) or old or ours
     messages.note_fields(migration, fields)
     roles = dataset.pop("roles", None)
-    for role, speakers in (roles if isinstance(roles, dict) else {}).items():
-        known = speakers if isinstance(speakers, list) else [speakers]
-        messages.note_speakers(migration, role, known)
+    speakers = {
+        str(role): names if isinstance(names, list) else [names]
+        for role, names in (roles if isinstance(roles, dict) else {}).items()
+    }
+    return messages.roles_of(migration, speakers)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate import common, llama_factory_data, preferences, reasons
+from jaxlora.migrate import common, llama_factory_data, preferences, reasons, sources
 from jaxlora.migrate.migration import Migration
 
 _NO_INFERENCE = "`jaxlora generate` generates texts with an adapter."
@@ -13,8 +13,6 @@ _REASONS = {
     "overwrite_cache": reasons.PREPARED,
     "tokenized_path": reasons.PREPARED,
     "streaming": "Records are read one after another.",
-    "mask_history": "All answers of a conversation are trained on.",
-    "mix_strategy": "A job has one data set.",
     "default_system": "Set system in data, with chat: true.",
     "plot_loss": "losses.png is always written.",
     "flash_attn": reasons.KERNELS,
@@ -90,6 +88,7 @@ def _set_data(migration: Migration, stage: str) -> None:
     folder = str(migration.take("dataset_dir", "data"))
     on_all = migration.take("train_on_prompt") is True
     limit = migration.take("max_samples")
+    on_last, mix = migration.take("mask_history") is True, _mix(migration)
     job = migration.job
     for key, ours in (("dataset", "data"), ("eval_dataset", "eval_data")):
         names = migration.take(key, "records" if ours == "data" else None)
@@ -102,12 +101,53 @@ def _set_data(migration: Migration, stage: str) -> None:
             folder,
             is_text=stage == "pt",
             preferences=_PREFERENCES.get(stage),
+            mix=mix if ours == "data" else {},
         )
-        if on_all and stage == "sft":
-            data["loss_on"] = "all"
-        if limit:
-            data["limit"] = limit
+        for one in sources.sets_of(data):
+            if (on_all or on_last) and stage == "sft":
+                one["loss_on"] = "all" if on_all else "last"
+            if limit:
+                one["limit"] = limit
+        _check_shares(migration, data)
     common.set_held_out_share(migration, "val_size")
+
+
+_STRATEGIES = {
+    "interleave_under": "first_exhausted",
+    "interleave_over": "all_exhausted",
+    "interleave_once": "all_exhausted_without_replacement",
+}
+
+
+def _mix(migration: Migration) -> dict[str, Any]:
+    """Returns how several data sets are mixed."""
+    strategy = str(migration.take("mix_strategy", "concat"))
+    shares = migration.take("interleave_probs")
+    if strategy not in _STRATEGIES:
+        if strategy != "concat":
+            migration.left_out["mix_strategy"] = f"{strategy!r} is not known."
+        if shares:
+            migration.left_out["interleave_probs"] = "mix_strategy is concat."
+        return {}
+    mix: dict[str, Any] = {"mix": "interleave"}
+    if shares:
+        given = shares if isinstance(shares, list) else str(shares).split(",")
+        try:
+            mix["probabilities"] = [float(share) for share in given]
+        except (TypeError, ValueError):
+            migration.left_out["interleave_probs"] = f"{shares!r}: give numbers."
+    return mix | {"stopping_strategy": _STRATEGIES[strategy]}
+
+
+def _check_shares(migration: Migration, data: dict[str, Any]) -> None:
+    """Leaves out shares of data sets that are not as many."""
+    shares, num = data.get("probabilities"), len(data.get("datasets", ()))
+    if shares is not None and len(shares) != num:
+        del data["probabilities"]
+        migration.left_out["interleave_probs"] = (
+            f"there are {len(shares)} shares, and {num} files or data sets. Set "
+            "probabilities beside datasets."
+        )
 
 
 def _set_adapter(migration: Migration) -> None:

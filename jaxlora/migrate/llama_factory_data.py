@@ -26,9 +26,10 @@ def take_data(
     folder: str,
     *,
     is_text: bool,
+    mix: dict[str, Any],
     preferences: Literal["pairs", "labels"] | None = None,
 ) -> dict[str, Any]:
-    """Converts the name of one data set into `data`.
+    """Converts the names of data sets into `data`.
 
     Args:
         migration: The settings; it is told what is left out and to do.
@@ -36,22 +37,41 @@ def take_data(
         names: Its value: a list, or names with commas between them.
         folder: The folder of dataset_info.json, which is used if it is there.
         is_text: Whether the records are trained on as plain text.
+        mix: How several data sets are mixed.
         preferences: Which preferences the job learns from.
 
     Raises:
-        ConfigError: There are several data sets, dataset_info.json is damaged, or the
-            records are preferences and the job does not learn from these.
+        ConfigError: dataset_info.json is damaged, or records are preferences and the
+            job does not learn from these.
     """
     names = names if isinstance(names, list) else str(names).split(",")
     names = [name for one in names if (name := str(one).strip())]
-    first = sources.the_only(key, names or ["records"])
+    sets = [
+        one
+        for name in names or ["records"]
+        for one in _take_sets(migration, key, name, folder, is_text, preferences)
+    ]
+    return sources.join(sets, **mix)
+
+
+def _take_sets(
+    migration: Migration,
+    key: str,
+    first: str,
+    folder: str,
+    is_text: bool,
+    preferences: Literal["pairs", "labels"] | None,
+) -> list[dict[str, Any]]:
+    """Converts the name of a data set, which is one for each of its files."""
     entry = {"hf_hub_url": first} if folder == "ONLINE" else _look_up(folder, first)
     if entry is not None:
         where = f"{key}: {first}"
-        data = _source(migration, where, entry, folder)
-        if preferences is not None:
-            return data | _preferences(migration, where, entry, preferences)
-        return data | _fields(migration, where, entry, is_text=is_text)
+        found = _sources(migration, where, entry, folder)
+        if preferences is None:
+            fields = _fields(migration, where, entry, is_text=is_text)
+        else:
+            fields = _preferences(migration, where, entry, preferences)
+        return [source | fields for source in found]
     setting = "data" if key == "dataset" else "eval_data"
     migration.to_do.append(
         f"{setting}.path: look up {first!r} in {folder}/dataset_info.json, and give "
@@ -60,8 +80,8 @@ def take_data(
     )
     guess: dict[str, Any] = {"path": f"{folder}/{first}.json"}
     if preferences is not None:
-        return guess
-    return guess | {"kind": "text"} if is_text else guess
+        return [guess]
+    return [guess | {"kind": "text"} if is_text else guess]
 
 
 def _look_up(folder: str, name: str) -> dict[str, Any] | None:
@@ -77,9 +97,9 @@ def _look_up(folder: str, name: str) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def _source(
+def _sources(
     migration: Migration, where: str, entry: dict[str, Any], folder: str
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     dataset = {"split": entry.get("split")}
     if hub_id := entry.get("hf_hub_url"):
         dataset |= {"path": hub_id, "name": entry.get("subset")}
@@ -91,10 +111,10 @@ def _source(
             "Download it, and give the file."
         )
         dataset["path"] = "records.jsonl"
-    source = sources.take_source(migration, where, dataset, "train")
+    found = sources.take_sources(migration, where, dataset, "train")
     if limit := entry.get("num_samples"):
-        source["limit"] = limit
-    return source
+        return [source | {"limit": limit} for source in found]
+    return found
 
 
 def _fields(
@@ -199,7 +219,8 @@ def _conversations(
     fields = {"role": tags.get("role_tag"), "content": tags.get("content_tag")}
     if any(fields.values()):
         messages.note_fields(migration, {k: str(v) for k, v in fields.items()})
-    for tag, role in _ROLE_OF_TAG.items():
-        if speaker := tags.get(tag):
-            messages.note_speakers(migration, role, [speaker])
-    return {"kind": "messages", "messages": field}
+    speakers = {role: [tags[t]] for t, role in _ROLE_OF_TAG.items() if tags.get(t)}
+    data: dict[str, Any] = {"kind": "messages", "messages": field}
+    if roles := messages.roles_of(migration, speakers):
+        data["roles"] = roles
+    return data

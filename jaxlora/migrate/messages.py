@@ -1,6 +1,6 @@
 """Names in messages of other tools' data sets that are not known here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.migrate.migration import Migration
@@ -11,6 +11,7 @@ _FIELDS = (
     {"role": "from", "content": "value"},
 )
 # Names of speakers that these tools and jaxlora read alike, besides the roles.
+_KNOWN = ("system", "user", "assistant", "tool")
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
@@ -30,11 +31,25 @@ def note_fields(migration: Migration, fields: Mapping[str, str]) -> None:
         )
 
 
-def note_speakers(migration: Migration, role: str, speakers: list[Any]) -> None:
-    """Says which speakers of a role have to be renamed."""
-    for speaker in speakers:
-        if _ROLES.get(str(speaker), speaker) != role:
+def roles_of(
+    migration: Migration, speakers: Mapping[str, Sequence[Any]]
+) -> dict[str, str]:
+    """Returns the roles of speakers whose names do not say them here.
+
+    Args:
+        migration: The settings; it is told what to do.
+        speakers: The speakers of each role.
+    """
+    roles = {}
+    for role, names in speakers.items():
+        for name in names:
+            if _ROLES.get(str(name), name) == role:
+                continue
+            if role in _KNOWN:
+                roles[str(name)] = role
+                continue
             migration.to_do.append(
-                f"data: the speaker {speaker!r} was read as the role {role!r}. Rename "
-                "it in the records, unless `jaxlora data show` prints it so."
+                f"data: the speaker {name!r} was read as the role {role!r}. Rename it "
+                "in the records, unless `jaxlora data show` prints it so."
             )
+    return roles

@@ -32,32 +32,26 @@ def list_datasets(given: Any, key: str) -> list[dict[str, Any]]:
     return [dict(one) for one in given]
 
 
-def the_only[T](key: str, given: Sequence[T], what: str = "data sets") -> T:
-    """Returns the one data set, or the one file, that a setting lists.
+def join(sets: Sequence[dict[str, Any]], **mix: Any) -> dict[str, Any]:
+    """Returns `data` of some data sets.
 
-    Raises:
-        ConfigError: It lists several. Training on the first only would be another
-            training.
+    Args:
+        sets: The settings of each data set.
+        **mix: How several of them are mixed.
     """
-    if len(given) == 1:
-        return given[0]
-    names = ", ".join(_name(one) for one in given)
-    raise ConfigError(
-        f"{key} lists {len(given)} {what} ({names:.300}), and a job is trained on one. "
-        "Join their records in one file and give its path there; or keep one of them, "
-        "and add a job for each other one to the run file."
-    )
+    if len(sets) == 1:
+        return dict(sets[0])
+    return {**mix, "datasets": list(sets)}
 
 
-def _name(dataset: Any) -> str:
-    if isinstance(dataset, dict):
-        dataset = dataset.get("path") or dataset.get("data_files")
-    return str(dataset)
+def sets_of(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the settings of each data set of `data`."""
+    return data.get("datasets") or [data]
 
 
-def take_source(
+def take_sources(
     migration: Migration, key: str, dataset: dict[str, Any], default_split: str
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Pops the location of a data set from its description.
 
     Args:
@@ -68,24 +62,29 @@ def take_source(
         default_split: The split of a data set on the hub, if none is given.
 
     Returns:
-        path, subset, split, revision and limit of `data`, where they are needed.
+        path, subset, split, revision and limit of `data`, where they are needed, for
+        each of its files.
     """
     split, name, revision = (
         dataset.pop(setting, None) for setting in ("split", "name", "revision")
     )
-    path = _take_path(migration, key, dataset, str(split or default_split))
-    source: dict[str, Any] = {"path": path}
-    if not is_on_hub(path):
+    paths = _take_paths(migration, key, dataset, str(split or default_split))
+    if not is_on_hub(paths[0]):
         for setting, value in (("name", name), ("revision", revision)):
             if value:
                 migration.left_out[f"{key}.{setting}"] = (
                     f"{value!r}: it is for data sets on the hub."
                 )
-        if split:
-            source |= _split_of_file(migration, key, str(split))
-        return source
+        limit = _split_of_file(migration, key, str(split)) if split else {}
+        if limit and len(paths) > 1:
+            migration.to_do.append(
+                f"data.limit: {key} had the first {limit['limit']} records of "
+                f"{len(paths)} files together; here it is of each."
+            )
+        return [{"path": path, **limit} for path in paths]
+    source: dict[str, Any] = {"path": paths[0]}
     migration.to_do.append(
-        f"data.path: {path} is a data set on the hub. It needs `pip install "
+        f"data.path: {paths[0]} is a data set on the hub. It needs `pip install "
         "'jaxlora[datasets]'`; or download it, and give the file."
     )
     if name:
@@ -93,7 +92,7 @@ def take_source(
     source["split"] = str(split or default_split)
     if revision:
         source["revision"] = revision
-    return source
+    return [source]
 
 
 def is_on_hub(path: str) -> bool:
@@ -106,9 +105,9 @@ def is_on_hub(path: str) -> bool:
     )
 
 
-def _take_path(
+def _take_paths(
     migration: Migration, key: str, dataset: dict[str, Any], split: str
-) -> str:
+) -> list[str]:
     path = str(dataset.pop("path", None) or "")
     files = dataset.pop("data_files", None)
     if isinstance(files, dict):  # of a file, or a list of files, by split
@@ -120,14 +119,20 @@ def _take_path(
                 )
             others = [split]
         files = [f for name in others for f in _as_list(files[name])]
-    if files := _as_list(files):
-        file = str(the_only(f"{key}.data_files", files, "files"))
-        if path and path not in _READERS:
-            verb = "download" if is_on_hub(path) else "find"
+    paths = list(map(str, _as_list(files))) or [path]
+    if files and path and path not in _READERS:
+        verb = "download" if is_on_hub(path) else "find"
+        for file in paths:
             migration.to_do.append(
                 f"data.path: {verb} {file} of {path}, and give its path here."
             )
-        path = file
+    for one in paths:
+        _note_form(migration, one)
+    return paths
+
+
+def _note_form(migration: Migration, path: str) -> None:
+    """Says what to do with a file that cannot be read where or as it is."""
     if path.endswith(_OTHER_FILES):
         migration.to_do.append(
             f"data.path: convert {path} to one of {', '.join(_FILES)}, and give it."
@@ -135,8 +140,7 @@ def _take_path(
     elif "://" in path:
         migration.to_do.append(f"data.path: download {path}, and give the file.")
     elif "*" in path:
-        migration.to_do.append(f"data.path: join the files {path}, and give the file.")
-    return path
+        migration.to_do.append(f"data.path: list the files {path} in datasets.")
 
 
 def _split_of_file(migration: Migration, key: str, split: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """YAML of TRL's `trl sft --config`, with settings of transformers and PEFT."""
 
+import itertools
 from typing import Any
 
 from jaxlora.errors import ConfigError
@@ -88,25 +89,27 @@ def _set_data(migration: Migration, learns_from_preferences: bool) -> None:
     test = str(migration.take("dataset_test_split", "test"))
     has_test = bool(migration.given.get("eval_strategy"))  # `no` is false in YAML 1.1.
     if datasets := migration.take("datasets"):
-        listed = sources.list_datasets(datasets, "datasets")
-        datasets = [sources.the_only("datasets", listed)]
+        datasets = sources.list_datasets(datasets, "datasets")
         if name:
             migration.left_out["dataset_name"] = f"{name}: datasets replaces it in TRL."
     elif name:
         datasets = [{"path": name, "name": subset, "split": train}]
     share = migration.take("test_split_size")
     if datasets:
-        first = dict(datasets[0])
-        job["data"] = sources.take_source(migration, "datasets.0", first, train)
-        for key, value in first.items():
-            if value:
-                migration.left_out[f"datasets.0.{key}"] = "Give a file of the records."
+        found = []
+        for number, dataset in enumerate(map(dict, datasets)):
+            where = f"datasets.{number}"
+            found += sources.take_sources(migration, where, dataset, train)
+            for key, value in dataset.items():
+                if value:
+                    migration.left_out[f"{where}.{key}"] = "Give a file of the records."
+        job["data"] = sources.join(found)
     else:
         job["data"] = {"path": "records.jsonl"}
         migration.to_do.append("data.path: there was no dataset_name. Give a file.")
     if share:
         job["eval_fraction"] = share
-    elif has_test and sources.is_on_hub(job["data"]["path"]):
+    elif has_test and sources.is_on_hub(job["data"].get("path", "")):
         job["eval_data"] = job["data"] | {"split": test}
     elif has_test:
         migration.to_do.append("eval_data: give the file of held-out records.")
@@ -120,7 +123,7 @@ def _set_fields(migration: Migration) -> None:
     field = migration.take("dataset_text_field")
     on_answers = migration.take("assistant_only_loss")
     on_completions = migration.given.pop("completion_only_loss", None)
-    for data in both:
+    for data in itertools.chain(*map(sources.sets_of, both)):
         if field:
             data["text"] = field
         if on_completions is False and not on_answers:

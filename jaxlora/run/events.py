@@ -195,7 +195,8 @@ class EvalEvent(JobEvent):
         eval_loss: Mean over the held-out target tokens, in nats.
         is_best: Whether it is the job's best evaluation so far.
         metric: Value of the sweep's metric of answers; None: there is none.
-        metrics: Metrics of the job's objective, by name.
+        metrics: Metrics of the job's objective, by name; and if there are several
+            held-out data sets, `loss/NAME` of each.
     """
 
     kind = "eval"
@@ -212,6 +213,12 @@ class EvalEvent(JobEvent):
             del values["metric"]
         of_objective = values.pop("metrics")
         return values | {f"eval_{name}": x for name, x in of_objective.items()}
+
+
+def losses_by_set(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the loss on each held-out data set, from the metrics of an evaluation."""
+    sets = {name: name.removeprefix("loss/") for name in metrics}
+    return {sets[n]: loss for n, loss in metrics.items() if sets[n] != n}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """The progress of a job."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 Status = Literal[
@@ -23,6 +24,7 @@ class JobProgress:
         last_loss: Training loss of the latest step.
         first_eval: Evaluation loss before the first step.
         last_eval: Latest evaluation loss.
+        last_eval_sets: Latest loss on each held-out data set, if there are several.
         last_eval_step: Optimizer steps done at `last_eval`.
         best_eval: Lowest evaluation loss; if a sweep has a metric of answers, that at
             the best value of the metric.
@@ -43,6 +45,7 @@ class JobProgress:
     last_loss: float | None = None
     first_eval: float | None = None
     last_eval: float | None = None
+    last_eval_sets: Mapping[str, float] = dataclasses.field(default_factory=dict)
     last_eval_step: int | None = None
     best_eval: float | None = None
     best_step: int | None = None

@@ -39,4 +39,5 @@ def hyperparameters(info: JobInfo) -> dict[str, str | float | bool]:
             continue
         is_plain = isinstance(value, str | int | float | bool)
         found[name] = value if is_plain else str(value)
-    return found | {"data": info.settings.data.path, "num_steps": info.num_steps}
+    paths = ", ".join(one.path for one in info.settings.data.sets)
+    return found | {"data": paths, "num_steps": info.num_steps}

@@ -200,6 +200,12 @@ class JobState:
             settings=self.prepared.objective_settings,
         )
 
+    @property
+    def eval_ranges(self) -> Mapping[str, range]:
+        """The groups of each held-out data set by name, if there are several."""
+        held_out = self.prepared.eval_data
+        return {} if held_out is None else held_out.ranges
+
     def _referred(
         self, samples: Sequence[TokenizedSample], which: str, numbers: Any
     ) -> Sequence[TokenizedSample]:
@@ -274,7 +280,12 @@ class JobState:
         )
 
     def note_eval(
-        self, loss: float, metric: float | None = None, *, is_maximized: bool = False
+        self,
+        loss: float,
+        metric: float | None = None,
+        *,
+        is_maximized: bool = False,
+        by_set: Mapping[str, float] | None = None,
     ) -> bool:
         """Records an evaluation; returns whether it is the best so far.
 
@@ -282,6 +293,7 @@ class JobState:
             loss: Mean loss over the held-out target tokens, in nats.
             metric: The value by which evaluations are compared; None: the loss.
             is_maximized: Whether a higher metric is better.
+            by_set: Mean loss over each held-out data set, if there are several.
         """
         before, sign = self.progress, -1 if is_maximized else 1
         value, best = loss, before.best_eval
@@ -294,6 +306,7 @@ class JobState:
         self.update(
             first_eval=loss if before.first_eval is None else before.first_eval,
             last_eval=loss,
+            last_eval_sets=by_set or {},
             last_eval_step=before.step,
             best_eval=loss if is_best else before.best_eval,
             best_step=before.step if is_best else before.best_step,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_microbatch
-from jaxlora.data.tokens.tokenize import TokenizedSample
+from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.scheduler import Limits
 
 TARGET_SHARE = 0.3  # share of a sample's tokens that are targets: the last ones

@@ -16,7 +16,8 @@ from jaxlora.adapters.optimizer import OptimizerInputs, Pending
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.pack import PackedBatch
-from jaxlora.data.tokens.tokenize import TokenizedData, TokenizedSample
+from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.names import linear_names, linear_path

@@ -117,7 +117,7 @@ def test_words_of_python():
         ConfigError, match=r"RunConfig: jobs\[0\]\.data\.limit: must be"
     ):
         RunConfig(model="m", jobs=[job])
-    with pytest.raises(ConfigError, match="DataConfig: path: this argument is req"):
+    with pytest.raises(ConfigError, match="DataConfig: path: give path: a file"):
         DataConfig()
 
 

@@ -22,14 +22,18 @@ A_LIST = "expected a list: in brackets, or with '- ' before each item"
         ),
         (
             {"data": {"path": ["a", "b"]}},
-            "data.path: expected one file, folder or hub id, not a list. Join the "
-            "files into one, or give each file a job.",
+            "data.path: expected one file, folder or hub id, not a list. List several "
+            "in datasets, in place of path.",
         ),
         (
             {"data": {"path": "a", "text": ["b"]}},
             "data.text: expected one text, not a list",
         ),
-        ({"data": {}}, "data.path: this key is required"),
+        (
+            {"data": {}},
+            "data.path: give path: a file, a folder or a hub id. Or list several in "
+            "datasets.",
+        ),
         (
             {"target_modules": 3},
             "target_modules: expected text, or a list of texts, such as [q_proj, "

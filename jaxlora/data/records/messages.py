@@ -1,7 +1,8 @@
 """Checks a record's messages, and converts them for chat templates."""
 
 import dataclasses
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.data.records.read import Record
@@ -13,8 +14,8 @@ Message = dict[str, Any]
 
 # Advice for records without a message of the assistant.
 RENAME_CURE = (
-    "If the assistant has another name there, rename its role to 'assistant'; if not, "
-    "remove the record"
+    "If the assistant has another name there, set data.roles to {NAME: assistant}; if "
+    "not, remove the record"
 )
 
 # The roles of ShareGPT's speakers, in lower case; other names of speakers are roles
@@ -44,7 +45,13 @@ class Conversation:
     tools: list[Any] | None = None
 
 
-def read_messages(record: Record, field: str, *, is_columnar: bool) -> Conversation:
+def read_messages(
+    record: Record,
+    field: str,
+    *,
+    is_columnar: bool,
+    roles: Mapping[str, str] = types.MappingProxyType({}),
+) -> Conversation:
     """Reads a record's messages, but not its tools.
 
     Args:
@@ -53,6 +60,7 @@ def read_messages(record: Record, field: str, *, is_columnar: bool) -> Conversat
             in ShareGPT. The content is text, or a list of {type: text, text} parts. The
             value of a `function_call` is JSON text.
         is_columnar: Whether null stands for an absent key, at any depth.
+        roles: Roles of the chat template, by the role or speaker in the record.
 
     Raises:
         DataError: The field does not hold a list of messages.
@@ -65,9 +73,18 @@ def read_messages(record: Record, field: str, *, is_columnar: bool) -> Conversat
         )
     if is_columnar:
         messages = without_nulls(messages)
-    read = [_read_message(m, f"{field}[{i}]") for i, m in enumerate(messages)]
+    read = [_read_message(m, f"{field}[{i}]", roles) for i, m in enumerate(messages)]
     untrained = tuple(i for i, (_, is_trained) in enumerate(read) if not is_trained)
     return Conversation([message for message, _ in read], untrained)
+
+
+def without_earlier_answers(conversation: Conversation) -> Conversation:
+    """Returns a conversation of which only the assistant's last message is trained."""
+    answers = [
+        i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"
+    ]
+    untrained = sorted({*conversation.untrained, *answers[:-1]})
+    return dataclasses.replace(conversation, untrained=tuple(untrained))
 
 
 def join_prompt(
@@ -100,9 +117,16 @@ def join_prompt(
     return Conversation(messages, (*untrained, *after))
 
 
-def _read_message(message: Any, where: str) -> tuple[Message, bool]:
+def _read_message(
+    message: Any, where: str, roles: Mapping[str, str]
+) -> tuple[Message, bool]:
     """Checks a message; returns it without its weight, and whether it is trained."""
+    key = "role"
     if isinstance(message, dict) and {"from", "value"} <= message.keys():
+        key = "from"
+    if isinstance(message, dict) and isinstance(given := message.get(key), str):
+        message = message | {key: roles.get(given, given)}
+    if key == "from":
         message = _from_speaker(message, where)
     if not isinstance(message, dict) or "role" not in message:
         raise DataError(

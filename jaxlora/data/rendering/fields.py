@@ -173,8 +173,8 @@ class UnusedFields:
                 if message["role"] not in _KNOWN_ROLES:
                     self._notes.add_once(
                         f"messages with the role {message['role']!r:.80} are not "
-                        "trained on. If they are the assistant's, rename the role to "
-                        "'assistant'."
+                        "trained on. If they are the assistant's, set data.roles to "
+                        f"{{{message['role']:.80}: assistant}}."
                     )
 
     def _name(self, what: str) -> None:

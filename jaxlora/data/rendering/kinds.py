@@ -130,7 +130,7 @@ def _preference(data: DataConfig, first: Record) -> Reading:
     reading = Reading(kind="preference", fields=(data.chosen, data.rejected))
     found = ", ".join(map(str, first)) or "none"
     _check_settings(data, reading, found)
-    if data.loss_on != "completion":
+    if data.loss_on == "all":
         raise DataError(
             f"loss_on={data.loss_on} trains on prompts, which a preference has in "
             "common. Remove data.loss_on."

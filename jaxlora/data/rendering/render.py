@@ -10,6 +10,7 @@ from jaxlora.data.records.messages import (
     Conversation,
     join_prompt,
     read_messages,
+    without_earlier_answers,
 )
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Record
@@ -71,6 +72,16 @@ def plain_renderer(
         raise DataError(
             f"system={data.system!r} is used only with data.chat. Set data.chat to "
             "true, or remove data.system."
+        )
+    if data.chat_template is not None and not (is_chat or data.chat):
+        raise DataError(
+            f"chat_template is for chats, and the records are read as {reading}. Set "
+            "data.chat to true, or remove data.chat_template."
+        )
+    if data.roles and not is_chat:
+        raise DataError(
+            f"roles are those of messages, and the records are read as {reading}. "
+            "Remove data.roles."
         )
     unused = UnusedFields(notes)
     if is_chat:
@@ -167,12 +178,19 @@ class _Messages:
             for field in self._reading.fields:
                 if field not in record:
                     return missing_field(field, record)
-                parts.append(
-                    read_messages(record, field, is_columnar=self._is_columnar)
+                part = read_messages(
+                    record,
+                    field,
+                    is_columnar=self._is_columnar,
+                    roles=self._data.roles,
                 )
-            if not self._reading.has_messages:
-                return parts[0]
-            return join_prompt(*parts, is_prompt_trained=self._data.loss_on == "all")
+                parts.append(part)
+            chat = parts[0]
+            if self._reading.has_messages:
+                learns_all = self._data.loss_on == "all"
+                chat = join_prompt(*parts, is_prompt_trained=learns_all)
+            is_last = self._data.loss_on == "last"
+            return without_earlier_answers(chat) if is_last else chat
         except DataError as error:
             return error
 
@@ -195,7 +213,7 @@ class _ChatRenderer:
         self._fields = [*source.fields, *([Field("tools")] if self._has_tools else [])]
         # A template with {% generation %} itself says what is trained on.
         marks_targets = self._chat.mentions("endgeneration")
-        self._trains_one_role = data.loss_on == "completion" and not marks_targets
+        self._trains_one_role = data.loss_on != "all" and not marks_targets
         self._unused_keys = [k for k in _SIGNIFICANT_KEYS if not self._chat.mentions(k)]
         self._unused = unused
 

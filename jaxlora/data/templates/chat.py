@@ -127,14 +127,15 @@ class ModelChat:
     def render_all(
         self,
         conversations: Sequence[Conversation],
-        loss_on: Literal["completion", "all"],
+        loss_on: Literal["completion", "last", "all"],
     ) -> list[Chat | DataError]:
         """Renders conversations, each with the spans of its target characters.
 
         Args:
             conversations: The conversations.
             loss_on: Whether to train on the assistant's answers or on everything.
-                Messages with the weight 0 are never trained on.
+                Messages with the weight 0, and for `last` all answers but the last one,
+                are never trained on.
 
         Returns:
             For each conversation, a chat or the error that occurred.
@@ -142,7 +143,7 @@ class ModelChat:
         Raises:
             ModelError: There is no template, or it does not parse.
         """
-        wanted = "answers" if loss_on == "completion" else "all"
+        wanted = "all" if loss_on == "all" else "answers"
         chats: list[Chat | DataError] = [DataError("")] * len(conversations)
         for has_tools, task in enumerate(self._tasks):
             chosen = [

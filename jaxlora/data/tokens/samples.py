@@ -102,9 +102,9 @@ class Samples(Sequence[TokenizedSample]):
         return offsets[self.numbers + 1] - offsets[self.numbers]
 
     @property
-    def num_target_tokens(self) -> int:
-        """Number of target tokens of all samples."""
-        return int(self.records.num_targets[self.numbers].sum())
+    def num_targets(self) -> Int64[np.ndarray, " S"]:
+        """Number of target tokens of each sample."""
+        return self.records.num_targets[self.numbers]
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -18,6 +18,7 @@ from jaxlora.config import DataConfig
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import open_records
 from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD
+from jaxlora.data.templates.known import CHATML
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode_records import encode_records
 from jaxlora.data.tokens.marked_text import mark, marked_parts
@@ -28,11 +29,6 @@ from jaxlora.printable import printable
 _TRAINED = ("black on green", "black on bright_green")
 _CONTEXT = ("default", "dim")
 _MAX_TOKENS = 2000
-_CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +67,7 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
     if not shown.reads_all:
         data = data.replace(limit=min(shown.num_samples, data.limit or 2**62))
     max_length = shown.max_length if tokenizer else 2**31
-    used = tokenizer or _stand_in()
+    used = (tokenizer or _stand_in()).with_setting(data.chat_template)
     with _less_log():
         records = encode_records(data, open_records(data), used, max_length)
     size = SAMPLES_PER_RECORD.get(data.kind, 1)
@@ -173,4 +169,4 @@ def _stand_in() -> Tokenizer:
     backend.add_special_tokens(marks)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend, {"eos_token": marks[2]}, _CHATML, source="ChatML")
+    return Tokenizer(backend, {"eos_token": marks[2]}, CHATML, source="ChatML")

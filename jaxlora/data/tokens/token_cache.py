@@ -49,8 +49,8 @@ _ARRAYS: dict[str, type] = {
     "is_bad": np.bool_,
 }
 _FLAGS = ("is_whole", "is_bad")
-# Where the data lie does not affect their tokens.
-_PLACES = {"path", "split", "subset", "revision"}
+# Where the data and the chat template lie does not affect the tokens.
+_PLACES = {"path", "split", "subset", "revision", "chat_template"}
 _CLOCK = re.compile(
     r"strftime_now\s*(?:is\s+defined|\(\s*(?:'([^'\\]*)'|\"([^\"\\]*)\")\s*\))"
 )

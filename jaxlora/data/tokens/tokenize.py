@@ -1,15 +1,12 @@
 """A job's records as token arrays, with the tokens to be learned marked."""
 
 import dataclasses
-import functools
-import hashlib
 import logging
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig, LoraJob
@@ -20,8 +17,10 @@ from jaxlora.data.records.read import Record, open_records
 from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD, SPECIAL_KINDS, has_kind
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode_records import encode_records
-from jaxlora.data.tokens.samples import EncodedRecords, Samples, TokenizedSample
+from jaxlora.data.tokens.mixture import mix
+from jaxlora.data.tokens.samples import EncodedRecords, Samples
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key
+from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import DataError
 
 _Flags = Bool[np.ndarray, "..."]
@@ -34,127 +33,6 @@ _MARGIN = "margin"
 _PAIRS_AT_ONCE = 1000
 # The random stream of the held-out records; no epoch number is as large.
 _HELD_OUT_STREAM = 2**63
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class TokenizedData:
-    """One job's samples for training or for evaluation.
-
-    Attributes:
-        source: Path of the records.
-        samples: The samples, in the order of the records. `DataReader` returns
-            `Samples`, which hold millions of samples in little memory.
-        max_length: Longest allowed sample, in tokens.
-        num_records: Number of records, each of which became a sample or was dropped;
-            or the samples of a group.
-        num_truncated: Records of which a sample was truncated to `max_length`.
-        num_dropped: Records that were dropped because they exceed `max_length`.
-        num_without_target: Records that were dropped because they have no target token
-            within `max_length`.
-        num_bad: Records that were dropped because they are invalid
-            (`data.bad_records`).
-        group_size: Consecutive samples that the job's objective takes together.
-        is_recombined: Whether prompts are also used with the completions of others.
-    """
-
-    source: str
-    samples: Sequence[TokenizedSample]
-    max_length: int
-    num_records: int
-    num_truncated: int
-    num_dropped: int
-    num_without_target: int
-    num_bad: int = 0
-    group_size: int = 1
-    is_recombined: bool = False
-
-    @functools.cached_property
-    def lengths(self) -> Int[np.ndarray, " S"]:
-        """Tokens of each sample."""
-        if isinstance(self.samples, Samples):
-            return self.samples.lengths
-        return np.array([len(s.token_ids) for s in self.samples])
-
-    @functools.cached_property
-    def group_lengths(self) -> Int[np.ndarray, " _"]:
-        """Tokens of each group of samples."""
-        return self.lengths.reshape(-1, self.group_size).sum(axis=1)
-
-    @property
-    def longest_sample(self) -> int:
-        """Upper bound on the tokens of a sample, also of recombined ones."""
-        return max(int(self.lengths.max()), self._longest_recombined)
-
-    @property
-    def longest_group(self) -> int:
-        """Upper bound on the tokens of a group, likewise."""
-        return max(int(self.group_lengths.max()), self._longest_recombined)
-
-    @functools.cached_property
-    def _longest_recombined(self) -> int:
-        if not self.is_recombined:
-            return 0
-        parts = [(s.prompt_length, len(s.token_ids)) for s in self.samples]
-        prompt = max(length for length, _ in parts)
-        completion = max(whole - length for length, whole in parts)
-        return min(prompt + completion, self.max_length)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples."""
-        return int(self.lengths.sum())
-
-    def mean_batch_tokens(self, batch_size: int) -> float:
-        """Mean number of tokens of a global batch.
-
-        Args:
-            batch_size: Groups of a batch; a batch never has more than there are.
-        """
-        num_groups = len(self.group_lengths)
-        return min(batch_size, num_groups) * self.num_tokens / num_groups
-
-    @property
-    def num_target_tokens(self) -> int:
-        """Number of target tokens of all samples."""
-        if isinstance(self.samples, Samples):
-            return self.samples.num_target_tokens
-        return sum(int(s.is_target.sum()) for s in self.samples)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """A hash of every token, and of whether it is a target."""
-        digest = hashlib.sha256()
-        for sample in self.samples:
-            digest.update(len(sample.token_ids).to_bytes(8, "little"))
-            digest.update(sample.token_ids.tobytes())
-            digest.update(sample.is_target.tobytes())
-            if sample.value:
-                digest.update(np.float64(sample.value).tobytes())
-        return digest.hexdigest()
-
-    @property
-    def _noun(self) -> str:
-        return "pair" if self.group_size == 2 else "sample"
-
-    def summary(self) -> str:
-        """Describes the size of the data and the dropped records in one line."""
-        line = (
-            f"{self.source}: {counted(len(self.group_lengths), self._noun)}, "
-            f"{counted(self.num_tokens, 'token')}, {self.num_target_tokens:,} of them "
-            "to predict"
-        )
-        longer = f"longer than max_length={self.max_length}"
-        for number, what in (
-            (self.num_truncated, f"{longer}: truncated"),
-            (self.num_dropped, f"{longer}: dropped"),
-            (self.num_without_target, "without a token to predict: dropped"),
-            (self.num_bad, "unusable: dropped"),
-        ):
-            if number:
-                were = "was" if number == 1 else "were"
-                records = counted(self.num_records, self._noun)
-                line += f"; {number:,} of {records} {were} {what}"
-        return line + "."
 
 
 class DataReader:
@@ -205,6 +83,26 @@ class DataReader:
                 f"job {job.name!r} has no held-out records. Set eval_data or "
                 "eval_fraction."
             )
+        read = [self._read_set(one, job, which, fraction) for one in data.sets]
+        if not data.datasets:
+            return read[0]
+        if which == "eval":  # evaluated whole, in any order
+            data = DataConfig(datasets=data.datasets)
+        order = data.mix, data.probabilities, data.stopping_strategy
+        seed = 0 if data.probabilities is None else job.seed
+        choice = (*map(id, read), data.set_names, order, seed)
+        if choice not in self._tokenized:
+            self._tokenized[choice] = mix(read, data, seed)
+        return self._tokenized[choice]
+
+    def _read_set(
+        self,
+        data: DataConfig,
+        job: LoraJob,
+        which: Literal["train", "eval"],
+        fraction: float,
+    ) -> TokenizedData:
+        """Reads one data set of a job, a fraction of which is held out."""
         data = with_kind(data, job)
         key, records = self._encode(data, job.max_length)
         split = (which, fraction, job.eval_seed) if fraction else ()
@@ -216,7 +114,7 @@ class DataReader:
             num_records = len(records.lengths) // size
             is_included = np.ones(num_records, bool)
             if split:
-                is_held_out = _choose_held_out(job, num_records)
+                is_held_out = _choose_held_out(job, data.path, num_records)
                 is_included = is_held_out == (which == "eval")
             chosen = _choose_samples(records, is_included, job, data.path, size)
             self._tokenized[choice] = _grouped(chosen, job)
@@ -226,7 +124,8 @@ class DataReader:
         """Returns the tokens of a data set, and the key by which they are shared."""
         records = open_records(data)
         content = records.content_hash()
-        key = cache_key(data, content, self.tokenizer, max_length)
+        tokenizer = self.tokenizer.with_setting(data.chat_template)
+        key = cache_key(data, content, tokenizer, max_length)
         if key in self._encoded:
             return key, self._encoded[key]
         found = None
@@ -235,7 +134,7 @@ class DataReader:
         if found is not None:
             log_notes(data.path, found.notes)
         else:
-            found = encode_records(data, records, self.tokenizer, max_length)
+            found = encode_records(data, records, tokenizer, max_length)
             if records.content_hash() != content:
                 raise DataError(
                     f"{data.path}: changed while it was read. Do not change data while "
@@ -283,13 +182,13 @@ def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
     )
 
 
-def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
+def _choose_held_out(job: LoraJob, path: str, num_records: int) -> _Flags:
     """Chooses, for each record, whether it is held out."""
     # The number is rounded up, but 0.07 * 100, slightly above 7, must give 7.
     num_held_out = math.ceil(job.eval_fraction * num_records - 1e-9)
     if num_held_out >= num_records:
         raise DataError(
-            f"{job.data.path}: eval_fraction={job.eval_fraction} of {num_records} "
+            f"{path}: eval_fraction={job.eval_fraction} of {num_records} "
             "records holds out all of them, and none is left to train on. Use a "
             "smaller eval_fraction or more records."
         )

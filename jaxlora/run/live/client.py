@@ -131,12 +131,16 @@ def job_settings(path: pathlib.Path) -> dict[str, Any]:
     job = load_job(path)
     settings = job.model_dump(mode="json", exclude_unset=True)
     for name in ("data", "eval_data"):
-        if settings.get(name):
-            settings[name]["path"] = _absolute(settings[name]["path"])
+        for data in _sets(settings.get(name)):
+            data["path"] = _absolute(data["path"])
     for name in ("init_from", "continue_from"):
         if settings.get(name):
             settings[name] = _absolute(settings[name])
     return settings
+
+
+def _sets(data: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return [] if data is None else data.get("datasets") or [data]
 
 
 def _absolute(path: str) -> str:

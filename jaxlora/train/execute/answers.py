@@ -10,7 +10,7 @@ from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.config.sweep_config import Metric
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.samples import TokenizedSample
-from jaxlora.data.tokens.tokenize import TokenizedData
+from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.batch import Batch, Request

@@ -165,8 +165,9 @@ class Executor(Protocol):
 
         Returns:
             By slot, the job's mean `loss`, for next-token jobs over the held-out target
-            tokens in nats, NaN if a hidden state is not finite; and the metrics of its
-            objective, by name.
+            tokens in nats, NaN if a hidden state is not finite; the metrics of its
+            objective, by name; and if there are several held-out data sets, `loss/NAME`
+            of each.
         """
         ...
 

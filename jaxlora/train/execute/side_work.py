@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.common.counted import counted
-from jaxlora.run.events import EvalEvent, SampleEvent
+from jaxlora.run.events import EvalEvent, SampleEvent, losses_by_set
 from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.job_state import JobState
 
@@ -68,7 +68,12 @@ class SideWork:
                 continue
             of_objective, metric = values[job.slot], metrics.get(job.name)
             loss = of_objective.pop("loss")
-            is_best = job.note_eval(loss, metric, is_maximized=self._is_maximized)
+            is_best = job.note_eval(
+                loss,
+                metric,
+                is_maximized=self._is_maximized,
+                by_set=losses_by_set(of_objective),
+            )
             if is_best and job.settings.keep_best:
                 self.export(job)
             self._send(

@@ -178,20 +178,35 @@ class StagedExecutor:
             if (batch := job.baseline_batch(slot)) is not None
         }
         baseline = self._baselines.add(self._baselines.none, recombined)
-        queued = list(self._queue_evaluation(batches, baseline))
+        ranges = {slot: dict(job.eval_ranges) for slot, job in jobs.items()}
+        queued, numbers = [], []
+        for number, sets in enumerate(_rounds(batches, ranges)):
+            for losses in self._queue_evaluation(batches, baseline, sets):
+                queued.append(losses)
+                numbers.append(number)
         wanted = [({"loss": o.loss} | o.metrics, o.is_finite) for o in queued]
         host = jax.device_get(everywhere(wanted))
+        flags = [is_finite.reshape(-1, self._num_slots) for _, is_finite in host]
+        is_finite = np.concatenate(flags).all(axis=0)
 
         def mean(slot: int, name: str) -> float:
             total = total_losses([sums[name] for sums, _ in host])
             return float(total[slot]) / batches[slot].num_terms
 
-        flags = [is_finite.reshape(-1, self._num_slots) for _, is_finite in host]
-        is_finite = np.concatenate(flags).all(axis=0)
+        def mean_of_set(slot: int, number: int, groups: range) -> float:
+            of_set = zip(host, numbers, strict=True)
+            losses = [sums["loss"] for (sums, _), n in of_set if n == number]
+            total = total_losses(losses)
+            return float(total[slot]) / batches[slot].num_terms_of(groups)
+
         return {
             slot: {
                 name: mean(slot, name) if is_finite[slot] else math.nan
                 for name in ("loss", *batch.metric_names)
+            }
+            | {
+                f"loss/{name}": mean_of_set(slot, number, groups)
+                for number, (name, groups) in enumerate(ranges[slot].items())
             }
             for slot, batch in batches.items()
         }
@@ -200,7 +215,7 @@ class StagedExecutor:
         """Returns the log likelihood of the targets of each sample, in nats."""
         batches, size = {slot: batch}, batch.objective.group_size
         out, queued = np.zeros(len(batch.samples)), []
-        for tick in self._evaluation_ticks(batches):
+        for tick in self._evaluation_ticks(batches, _all_groups(batches)):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
             nll = self._evaluate(packed, self._baselines.none).nll
             queued.append((tick, packed.segment_ids, nll))
@@ -220,24 +235,32 @@ class StagedExecutor:
         return out
 
     def _queue_evaluation(
-        self, batches: Mapping[int, JobBatch], baseline: jax.Array | None
+        self,
+        batches: Mapping[int, JobBatch],
+        baseline: jax.Array | None,
+        groups: Mapping[int, range] | None = None,
     ) -> Iterator[JobLosses]:
-        """Queues the evaluation of all samples of some batches, tick by tick."""
-        for tick in self._evaluation_ticks(batches):
+        """Queues the evaluation of groups of batches (None: all), tick by tick."""
+        for tick in self._evaluation_ticks(batches, groups or _all_groups(batches)):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
             yield self._evaluate(packed, baseline)
 
-    def _evaluation_ticks(self, batches: Mapping[int, JobBatch]) -> Iterator[Tick]:
-        """Yields ticks with all samples of some batches."""
+    def _evaluation_ticks(
+        self, batches: Mapping[int, JobBatch], groups: Mapping[int, range]
+    ) -> Iterator[Tick]:
+        """Yields ticks with some groups of samples of some batches, by slot."""
 
         def lengths(group: Sample) -> Sequence[int]:
             samples = batches[group.owner].group(group.index)
             return [len(sample.token_ids) for sample in samples]
 
-        for whole in ticks_of(self._side_by_side(batches), self._layout.num_lanes):
+        microbatches = self._side_by_side(batches, groups)
+        for whole in ticks_of(microbatches, self._layout.num_lanes):
             yield from self._split_tick(whole, self._limits.capacity, lengths)
 
-    def _side_by_side(self, batches: Mapping[int, JobBatch]) -> list[Microbatch]:
+    def _side_by_side(
+        self, batches: Mapping[int, JobBatch], groups: Mapping[int, range]
+    ) -> list[Microbatch]:
         """Packs samples that may run in any order, on all devices at the same time."""
         placement = self._layout.stages[0].placement
         replicas = placement.num_replicas
@@ -248,8 +271,9 @@ class StagedExecutor:
             samples = [
                 s
                 for slot in mine
-                if slot in batches
+                if slot in groups
                 for s in batches[slot].to_schedule()
+                if s.index in groups[slot]
             ]
             packed = greedy.pack(samples, self._limits).microbatches if samples else ()
             queues += [
@@ -274,3 +298,23 @@ class StagedExecutor:
             keys = SlotKeys(baseline=baseline if stage.spec.has_head else None)
             h = (stage.steps.evaluate(*args, uploaded[number], keys, *h),)
         return h[0]
+
+
+def _all_groups(batches: Mapping[int, JobBatch]) -> dict[int, range]:
+    return {slot: range(batch.num_groups) for slot, batch in batches.items()}
+
+
+def _rounds(
+    batches: Mapping[int, JobBatch], ranges: Mapping[int, Mapping[str, range]]
+) -> list[dict[int, range]]:
+    """Returns the groups that are evaluated together, by slot: a data set of each job.
+
+    Microbatches then hold samples of one data set of a job, so that their sums are
+    those of the data set.
+    """
+    whole = _all_groups(batches)
+    sets = {slot: [*ranges[slot].values()] or [whole[slot]] for slot in batches}
+    return [
+        {slot: groups[number] for slot, groups in sets.items() if number < len(groups)}
+        for number in range(max(map(len, sets.values())))
+    ]

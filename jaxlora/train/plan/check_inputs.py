@@ -2,12 +2,13 @@
 
 import dataclasses
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.config import DataConfig, RunConfig
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.rendering.fields import check_template
+from jaxlora.data.templates.known import find_template
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
@@ -88,7 +89,8 @@ def _check_jobs(
     for number, job in enumerate(config.jobs):
         for key in ("data", "eval_data"):
             if (data := getattr(job, key)) is not None:
-                _check_data(data, inputs, ("jobs", number, key), problems)
+                for path, one in _sets(data, ("jobs", number, key)):
+                    _check_data(one, inputs, path, problems)
         with problems.at("jobs", number, "objective"):
             find_objective(job.objective).settings_of(job.objective_args)
         with problems.at("jobs", number, "optimizer"):
@@ -103,12 +105,23 @@ def _check_jobs(
     return tuple(modules)
 
 
+def _sets(data: DataConfig, path: Path) -> Iterator[tuple[Path, DataConfig]]:
+    """Yields the data sets of a job, and the setting that has each."""
+    if not data.datasets:
+        yield path, data
+    for number, one in enumerate(data.datasets):
+        yield (*path, "datasets", number), one
+
+
 def _check_data(
     data: DataConfig, inputs: Inputs | None, path: Path, problems: Problems
 ) -> None:
     for key in ("prompt", "completion"):
         with problems.at(*path, key):
             check_template(getattr(data, key))
-    if inputs is not None and data.chat:
+    if data.chat_template is not None:
+        with problems.at(*path, "chat_template"):
+            find_template(data.chat_template)
+    elif inputs is not None and data.chat:
         with problems.at(*path, "chat"):
             inputs.tokenizer.chat.check()

@@ -36,8 +36,9 @@ def missing_inputs(values: Mapping[str, Any]) -> list[tuple[Path, JaxloraError]]
         look(("model",), find_local, model)
     for path, job in _jobs(values.get("jobs")):
         for key in ("data", "eval_data"):
-            if (data := _data(job.get(key))) is not None:
-                look((*path, key, "path"), check_found, data)
+            for inner, one in _sets(job.get(key)):
+                if (data := _data(one)) is not None:
+                    look((*path, key, *inner, "path"), check_found, data)
         for key, check in _FOLDERS.items():
             if isinstance(folder := job.get(key), str):
                 look((*path, key), check, folder)
@@ -49,6 +50,19 @@ def _jobs(jobs: Any) -> Iterator[tuple[Path, Mapping[str, Any]]]:
         if not isinstance(job, dict):
             job = dict(job) if hasattr(job, "model_fields_set") else {}
         yield ("jobs", number), job
+
+
+def _sets(data: Any) -> Iterator[tuple[Path, Any]]:
+    """Yields the data sets of a job, and where in its data each of them is."""
+    several = data.get("datasets") if isinstance(data, dict) else None
+    if isinstance(data, DataConfig):
+        several = data.datasets
+    if not isinstance(several, list | tuple) or not several:
+        yield (), data
+        return
+    for number, one in enumerate(several):
+        is_path = isinstance(one, str)
+        yield ("datasets", number), {"path": one} if is_path else one
 
 
 def _data(data: Any) -> DataConfig | None:

@@ -27,7 +27,8 @@ from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.token_cache import user_token_cache
-from jaxlora.data.tokens.tokenize import DataReader, TokenizedData
+from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
@@ -213,9 +214,10 @@ def _read_job(
         eval_data=held_out,
         notes=(
             *(
-                Note(f"{use} {data.summary()}", job=job.name)
+                Note(f"{use} {line}", job=job.name)
                 for use, data in read.items()
                 if data is not None
+                for line in data.summaries()
             ),
             *_notes_on_positions(job.name, _lengths(train, held_out), model),
             _note_on_modules(job.name, chosen.modules),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.data.tokens.tokenize import TokenizedData
+from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.decoder import DecoderOptions

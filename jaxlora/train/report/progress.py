@@ -3,13 +3,21 @@
 import importlib.util
 import logging
 import sys
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.live import Live
 
 from jaxlora.common import console
 from jaxlora.run.callback import Callback
-from jaxlora.run.events import Event, RunEndEvent, StepEvent, WindowEvent
+from jaxlora.run.events import (
+    EvalEvent,
+    Event,
+    RunEndEvent,
+    StepEvent,
+    WindowEvent,
+    losses_by_set,
+)
 from jaxlora.run.status import RunStatus, StatusTracker
 from jaxlora.run.status_view import StatusView, format_seconds
 
@@ -80,6 +88,10 @@ class Progress(Callback):
             return
         if isinstance(event, StepEvent):
             self._losses[event.job] = event.loss
+        elif isinstance(event, EvalEvent):
+            if losses := losses_by_set(event.metrics):
+                shown = format_losses(event.eval_loss, losses)
+                logger.info("%s: step %d: held-out %s", event.job, event.step, shown)
         elif isinstance(event, WindowEvent):
             before = event.round - event.num_rounds
             if event.round // self._log_every > before // self._log_every:
@@ -97,6 +109,12 @@ def _move_log(before: object) -> None:
         for handler in logging.getLogger(name).handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                 handler.setStream(sys.stderr)
+
+
+def format_losses(loss: float, by_set: Mapping[str, float]) -> str:
+    """Describes the loss on several held-out data sets in a few words."""
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in by_set.items())
+    return f"loss {loss:.3f} ({parts})"
 
 
 def log_line(status: RunStatus, losses: dict[str, float]) -> str:

@@ -27,6 +27,7 @@ from jaxlora.sweeps.files import print_sweep, remove_others, write_sweep
 from jaxlora.sweeps.ranking import SweepReport, Trial
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.plot import plot_losses
+from jaxlora.train.report.progress import format_losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +228,11 @@ def print_summary(result: RunResult, console: Console | None = None) -> None:
             show(console, _INTERRUPTED)
         return
     show(console, summary_table(result))
+    for job in result.jobs:
+        last, sets = job.progress.last_eval, job.progress.last_eval_sets
+        if last is not None and sets:
+            losses = one_line(format_losses(last, sets))
+            show(console, f"{job.name}: last held-out {losses}", soft_wrap=True)
     for job in result.jobs:
         if job.folder is not None:
             show(console, f"PEFT folder: {job.folder}", soft_wrap=True)

@@ -91,6 +91,10 @@ def test_an_output_that_is_read_is_refused(folder, tmp_path, monkeypatch, capsys
         (["m", "--job", "a", "--prompt", "a"], "--job a needs --run"),
         (["--run", "r", "--quantize", "nf4", "--prompt", "a"], "--quantize cannot be"),
         (["m", "--system", "a", "--prompt", "a"], "add --chat"),
+        (
+            ["m", "--chat-template", "no", "--prompt", "a"],
+            "'no' is neither a name",
+        ),
         (["m", "--prompt", "a", "--top-p", "2"], "top_p: must be less than"),
         (["m", "--prompt", "a", "--stop", ""], "stop holds an empty text"),
         (["m", "-i", "--output", "a.jsonl"], "--output is for --prompt and --prompts"),

@@ -1,11 +1,13 @@
 import math
+import random
 
+import datasets
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlora.data.order import JobOrder, permutation
+from jaxlora.data.order import JobOrder, expected_draws, interleave, permutation
 
 sizes = st.integers(1, 60)
 seeds = st.integers(0, 2**31 - 1)
@@ -24,6 +26,7 @@ def test_each_epoch_has_each_sample_once(num, batch_size, seed, shuffle):
         assert sorted(np.concatenate(batches)) == list(range(num))
 
 
+@settings(deadline=None)
 @given(sizes, sizes, seeds, st.randoms())
 def test_batch_depends_on_step_alone(num, batch_size, seed, random):
     order = JobOrder(num_samples=num, batch_size=batch_size, seed=seed, epochs=3.0)
@@ -104,3 +107,41 @@ def test_sizes_are_positive(name):
     }
     with pytest.raises(ValueError, match=rf"{name}=0(\.0)? must be positive"):
         JobOrder(**values)
+
+
+STRATEGIES = "first_exhausted", "all_exhausted", "all_exhausted_without_replacement"
+
+
+@pytest.mark.parametrize("case", range(24))
+def test_interleaving_is_that_of_the_package_datasets(case):
+    """Random mixtures of one to four data sets; every rule, in turn and by shares."""
+    rng = random.Random(case)
+    lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 4))]
+    shares = None
+    if case % 4:
+        weights = [rng.random() + 0.02 for _ in lengths]
+        shares = [weight / sum(weights) for weight in weights]
+    rule, seed = STRATEGIES[case % 3], rng.randrange(2**31)
+    sets = [
+        datasets.Dataset.from_dict({"set": [number] * length, "row": range(length)})
+        for number, length in enumerate(lengths)
+    ]
+    wanted = datasets.interleave_datasets(
+        sets, probabilities=shares, seed=seed, stopping_strategy=rule
+    )
+    sources, rows = interleave(
+        lengths, probabilities=shares, stopping_strategy=rule, seed=seed
+    )
+    assert sources.tolist() == list(wanted["set"])
+    assert rows.tolist() == list(wanted["row"])
+
+
+def test_a_set_that_is_never_drawn():
+    sources, rows = interleave(
+        [5, 3], probabilities=[0.0, 1.0], stopping_strategy="first_exhausted", seed=7
+    )
+    assert sources.tolist() == [1, 1, 1] and rows.tolist() == [0, 1, 2]
+
+
+def test_draws_that_exhaust_all():
+    assert expected_draws([10, 400], [0.001, 0.999]) == pytest.approx(10_000)

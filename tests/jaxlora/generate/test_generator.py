@@ -119,6 +119,14 @@ def test_chats_go_through_the_chat_template(model):
     assert one == same
 
 
+def test_another_chat_template_than_the_models(model):
+    chat, text = [{"role": "user", "content": "ab"}], "Q: ab\nA: "
+    template = "{% for m in messages %}Q: {{ m.content }}\nA: {% endfor %}"
+    generator = Generator(model, chat_template=template)
+    out = generator.generate([Prompt(chat), Prompt(text)], LIVELY)
+    assert out[0].token_ids == out[1].token_ids
+
+
 @pytest.fixture
 def unchecked(monkeypatch):
     """Types in signatures are not checked, as for a user."""

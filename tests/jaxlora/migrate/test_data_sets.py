@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxlora.errors import ConfigError
-from tests.jaxlora.migrate.texts import AXOLOTL, MODEL
+from tests.jaxlora.migrate.texts import AXOLOTL, MODEL, ON_DATA, ON_FILE
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from tests.jaxlora.migrate.texts import AXOLOTL, MODEL
         ("path: ./d, data_files: a.csv", {"path": "a.csv"}, "find a.csv of ./d"),
         ("path: 's3://b/a.json'", {"path": "s3://b/a.json"}, "download s3://b/a.json"),
         ("path: d/a.txt", {"path": "d/a.txt"}, "convert d/a.txt to one of .jsonl"),
-        ("path: 'd/*.jsonl'", {"path": "d/*.jsonl"}, "join the files d/*.jsonl"),
+        ("path: 'd/*.jsonl'", {"path": "d/*.jsonl"}, "list the files d/*.jsonl"),
     ],
 )
 def test_where_records_are(migrated, dataset, wanted, said):
@@ -73,8 +73,28 @@ def test_where_records_are(migrated, dataset, wanted, said):
         ),
         (
             "chat_template, roles: {assistant: [gpt, model], user: [human]}",
+            {"kind": "messages", "roles": {"model": "assistant"}},
+            "",
+        ),
+        (
+            "chat_template, roles: {assistant: [gpt], critic: [judge]}",
             {"kind": "messages"},
-            "the speaker 'model' was read as the role 'assistant'",
+            "the speaker 'judge' was read as the role 'critic'",
+        ),
+        (
+            "chat_template, chat_template: llama3",
+            {"kind": "messages", "chat_template": "llama3"},
+            "",
+        ),
+        (
+            "chat_template, chat_template: jinja, chat_template_jinja: '{{ bos }}'",
+            {"kind": "messages", "chat_template": "{{ bos }}"},
+            "",
+        ),
+        (
+            "chat_template, chat_template: gemma",
+            {"kind": "messages"},
+            "datasets.0.chat_template: 'gemma' is not used. The tokenizer's own",
         ),
         (
             "chat_template, roles_to_train: [user, assistant]",
@@ -177,13 +197,13 @@ CHAT = {"chat": True}
         ),
         (
             "chats",
-            {"path": "info/c.json", "kind": "messages", "messages": "talk"},
+            {
+                "path": "info/c.json",
+                "kind": "messages",
+                "messages": "talk",
+                "roles": {"Ann": "assistant"},
+            },
             "{'role': 'who', 'content': 'said'}. Rename them",
-        ),
-        (
-            "chats",
-            {"path": "info/c.json", "kind": "messages", "messages": "talk"},
-            "the speaker 'Ann' was read as the role 'assistant'",
         ),
         (
             "texts",
@@ -217,3 +237,135 @@ def test_dataset_info_that_cannot_be_used(tmp_path, monkeypatch, migrated, info,
     (tmp_path / "dataset_info.json").write_text(info)
     with pytest.raises(ConfigError, match=match):
         migrated(f"{MODEL}stage: sft\ndataset_dir: .\ndataset: pairs\n")
+
+
+A, B = "a.jsonl", "b.jsonl"
+TRL = MODEL + "use_peft: true\n"
+TEXT = {"kind": "text"}
+SEVERAL = {
+    "axolotl": (
+        AXOLOTL + "datasets: [{path: a.jsonl, type: alpaca}, {path: b.jsonl}]\n",
+        "data",
+        [{"path": A, "kind": "alpaca"}, {"path": B} | TEXT],
+    ),
+    "axolotl held out": (
+        ON_FILE + "test_datasets: [{path: a.jsonl}, {path: b.jsonl}]\n",
+        "eval_data",
+        [{"path": A} | TEXT, {"path": B} | TEXT],
+    ),
+    "axolotl files": (
+        AXOLOTL + "datasets: [{path: json, data_files: [a.jsonl, b.jsonl]}]",
+        "data",
+        [{"path": A} | TEXT, {"path": B} | TEXT],
+    ),
+    "axolotl splits": (
+        AXOLOTL + "datasets: [{path: json, data_files: {x: a.jsonl, y: b.jsonl}}]",
+        "data",
+        [{"path": A} | TEXT, {"path": B} | TEXT],
+    ),
+    "axolotl texts": (
+        AXOLOTL + "pretraining_dataset: [{path: a.jsonl}, {path: b.jsonl}]",
+        "data",
+        [{"path": A} | TEXT, {"path": B} | TEXT],
+    ),
+    "axolotl template": (
+        AXOLOTL
+        + "chat_template: chatml\ntrain_on_inputs: true\n"
+        + "datasets: [{path: a.jsonl, type: chat_template}, {path: b.jsonl}]",
+        "data",
+        [
+            {
+                "path": A,
+                "kind": "messages",
+                "chat_template": "chatml",
+                "loss_on": "all",
+            },
+            {"path": B, "loss_on": "all"} | TEXT,
+        ],
+    ),
+    "llama_factory": (
+        ON_DATA.replace("dataset: a", "dataset: a, b\nmask_history: true"),
+        "data",
+        [{"path": f"data/{n}.json", "loss_on": "last"} for n in "ab"],
+    ),
+    "llama_factory list": (
+        ON_DATA.replace("dataset: a", "dataset: [a, b]\nmax_samples: 5"),
+        "data",
+        [{"path": f"data/{n}.json", "limit": 5} for n in "ab"],
+    ),
+    "llama_factory held out": (
+        ON_DATA + "eval_dataset: a,b\nmix_strategy: interleave_over\n",
+        "eval_data",
+        [{"path": "data/a.json"}, {"path": "data/b.json"}],
+    ),
+    "trl": (
+        TRL + "datasets: [{path: a.jsonl}, {path: b.jsonl}]\ndataset_text_field: t",
+        "data",
+        [{"path": A, "text": "t"}, {"path": B, "text": "t"}],
+    ),
+    "trl files": (
+        TRL + "datasets: [{path: m/d, data_files: {train: [a.jsonl, b.jsonl]}}]\n",
+        "data",
+        [{"path": A}, {"path": B}],
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "key", "wanted"), SEVERAL.values(), ids=SEVERAL)
+def test_all_data_sets_are_kept(migrated, text, key, wanted):
+    """Each with its own settings, one after the other, as the tools join them."""
+    migration, run = migrated(text)
+    data = getattr(run.jobs[0], key)
+    assert data.mix == "concat" and data.probabilities is None
+    assert [one.model_dump(exclude_defaults=True) for one in data.sets] == wanted
+    assert "dataset" not in str(migration.left_out)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wanted"),
+    [
+        ("interleave_under", "first_exhausted"),
+        ("interleave_over", "all_exhausted"),
+        ("interleave_once", "all_exhausted_without_replacement"),
+    ],
+)
+def test_interleaving_of_llama_factory(migrated, strategy, wanted):
+    text = ON_DATA.replace("dataset: a", "dataset: a,b")
+    text += f"mix_strategy: {strategy}\ninterleave_probs: 0.3,0.7\n"
+    _, run = migrated(text)
+    data = run.jobs[0].data
+    assert (data.mix, data.stopping_strategy) == ("interleave", wanted)
+    assert data.probabilities == (0.3, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("interleave_probs: 0.5,0.5\n", "interleave_probs: mix_strategy is concat"),
+        ("mix_strategy: stir\n", "mix_strategy: 'stir' is not known"),
+        (
+            "mix_strategy: interleave_over\ninterleave_probs: '0.5, x'\n",
+            "interleave_probs: '0.5, x': give numbers",
+        ),
+        (
+            "mix_strategy: interleave_over\ninterleave_probs: 0.5,0.2,0.3\n",
+            "there are 3 shares, and 2 files or data sets",
+        ),
+    ],
+)
+def test_shares_that_cannot_be_kept(migrated, settings, said):
+    text = ON_DATA.replace("dataset: a", "dataset: a,b") + settings
+    migration, run = migrated(text)
+    assert said in migration.text("a.yml") and run.jobs[0].data.probabilities is None
+
+
+def test_a_limit_of_several_files(migrated):
+    files = "path: json, data_files: [a.jsonl, b.jsonl], split: 'train[:50]'"
+    migration, run = migrated(f"{AXOLOTL}datasets: [{{{files}}}]\n")
+    assert [one.limit for one in run.jobs[0].data.sets] == [50, 50]
+    assert "had the first 50 records of 2 files together" in migration.text("a.yml")
+
+
+def test_a_template_that_no_data_set_uses(migrated):
+    migration, _ = migrated(f"{ON_FILE}chat_template: chatml\n")
+    assert migration.left_out["chat_template"] == "No data set has messages."

@@ -194,14 +194,14 @@ def test_axolotl_on_chats(migrated):
     assert run.quantize_base == "nf4" and job.max_length == 2048
     assert job.too_long == "truncate" and job.target_modules == ("q_proj", "v_proj")
     assert (job.data.kind, job.data.messages) == ("messages", "dialog")
-    assert job.data.loss_on == "all"
+    assert (job.data.loss_on, job.data.chat_template) == ("all", "llama3")
     assert job.eval_data is not None and job.eval_data.messages == "conversations"
     assert settings(job, "steps", "eval_every", "early_stopping") == (100, 20, 3)
     assert settings(job, "lora_plus_ratio", "adam_b2", "batch_size") == (16.0, 0.95, 4)
     # `constant` has no warm-up in transformers.
     assert settings(job, "lr_schedule", "warmup_steps") == ("constant", None)
     left = migration.left_out
-    assert {"warmup_steps", "chat_template", "neftune_noise_alpha"} <= left.keys()
+    assert {"warmup_steps", "neftune_noise_alpha"} <= left.keys()
     assert "datasets.0.roles_to_train" not in left
     assert left["neftune_noise_alpha"] == "No noise is added to embeddings."
 

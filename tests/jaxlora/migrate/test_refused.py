@@ -13,35 +13,6 @@ from jaxlora.migrate.unsupported import find_doubt
 from tests import tiny
 from tests.jaxlora.migrate.texts import AXOLOTL, MODEL, ON_DATA, ON_FILE
 
-SEVERAL = {
-    "axolotl": AXOLOTL + "datasets: [{path: a.jsonl}, {path: b.jsonl}]\n",
-    "axolotl held out": ON_FILE + "test_datasets: [{path: a.json}, {path: b.jsonl}]\n",
-    "axolotl files": AXOLOTL
-    + "datasets: [{path: json, data_files: [a.json, b.jsonl]}]",
-    "axolotl splits": AXOLOTL
-    + "datasets: [{path: json, data_files: {x: a.json, y: b.jsonl}}]",
-    "axolotl texts": AXOLOTL + "pretraining_dataset: [{path: a.json}, {path: b.jsonl}]",
-    "llama_factory": ON_DATA.replace("dataset: a", "dataset: a.jsonl, b.jsonl"),
-    "llama_factory list": ON_DATA.replace("dataset: a", "dataset: [a, b.jsonl]"),
-    "llama_factory held out": ON_DATA + "eval_dataset: a,b.jsonl\n",
-    "trl": MODEL + "use_peft: true\ndatasets: [{path: a.jsonl}, {path: b.jsonl}]\n",
-    "trl files": MODEL
-    + "use_peft: true\ndatasets: [{path: m/d, data_files: {train: [a, b.jsonl]}}]\n",
-}
-
-
-@pytest.mark.parametrize("text", SEVERAL.values(), ids=SEVERAL)
-def test_several_data_sets(tmp_path, capsys, text):
-    """None of them is dropped, and nothing is written."""
-    source, out = tmp_path / "other.yml", tmp_path / "run.yaml"
-    source.write_text(text)
-    assert main(["migrate", str(source), "-o", str(out)]) == 1
-    printed = capsys.readouterr()
-    assert re.search(r"lists 2 (data sets|files) \(.*b\.jsonl\)", printed.err)
-    assert "Join their records in one file" in printed.err
-    assert not out.exists() and not printed.out
-
-
 BREAKS = ("\n", "\r", "\r\n", "\x85", "\u2028", "\u2029", "\x0b", "\x1b[2J", "\u202e")
 
 

@@ -10,7 +10,8 @@ import pytest
 from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.targets import ModuleLora
-from jaxlora.data.tokens.tokenize import TokenizedData, TokenizedSample
+from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.hf.config import model_config
 from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.log import RunLog, read_events

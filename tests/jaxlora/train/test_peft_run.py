@@ -12,7 +12,8 @@ import pytest
 from jaxlora import LoraJob, import_peft, load_model
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import RunConfig
-from jaxlora.data.tokens.tokenize import TokenizedData, TokenizedSample
+from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.hf.names import linear_shapes
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout

@@ -132,7 +132,7 @@ def test_roles_that_are_not_trained_on_are_reported_once(
     (said,) = [entry.getMessage() for entry in caplog.records]
     assert said.endswith(
         "records.jsonl: messages with the role 'agent' are not trained on. If they are "
-        "the assistant's, rename the role to 'assistant'."
+        "the assistant's, set data.roles to {agent: assistant}."
     )
     caplog.clear()
     run(records, tokenizer, data={"loss_on": "all"})
@@ -140,8 +140,8 @@ def test_roles_that_are_not_trained_on_are_reported_once(
     assert not caplog.records
     match = (
         r"no message has the role 'assistant', .* \(roles: user, agent\)\. If the "
-        r"assistant has another name there, rename its role to 'assistant'; if not, "
-        r"remove the record, or set data\.loss_on to all\."
+        r"assistant has another name there, set data.roles to \{NAME: assistant\}; if "
+        r"not, remove the record, or set data\.loss_on to all\."
     )
     with pytest.raises(DataError, match=match):
         run([talk("user", "agent")], tokenizer)

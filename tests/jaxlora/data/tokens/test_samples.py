@@ -58,7 +58,7 @@ def test_samples_come_back(monkeypatch, given, most):
     assert same(found[-1], wanted[-1]) and same(found[np.int64(0)], wanted[0])
     assert all(map(same, found[1::2], wanted[1::2]))
     assert found.lengths.tolist() == [len(s.token_ids) for s in wanted]
-    assert found.num_target_tokens == sum(int(s.is_target.sum()) for s in wanted)
+    assert found.num_targets.tolist() == [s.is_target.sum() for s in wanted]
     with pytest.raises(IndexError):
         found[len(wanted)]
 
@@ -79,7 +79,7 @@ def test_some_of_the_records():
     some = Samples(records, np.array([2, 0]))
     assert [s.token_ids.tolist() for s in some] == [[6, 7], [1, 2, 3]]
     assert some[1].is_target.tolist() == [False, False, True]
-    assert some.lengths.tolist() == [2, 3] and some.num_target_tokens == 2
+    assert some.lengths.tolist() == [2, 3] and some.num_targets.sum() == 2
 
 
 def test_a_sample_has_its_own_arrays():

@@ -1,0 +1,118 @@
+"""Jobs with several data sets: equal to one file, and the same bits after a kill."""
+
+import itertools
+import json
+import logging
+import pathlib
+
+import datasets
+import numpy as np
+import pytest
+
+from jaxlora import LoraJob
+from jaxlora.run.log import read_events
+from jaxlora.train.report.summary import print_summary
+from tests import tiny
+from tests.jaxlora.train.conftest import folder_of
+from tests.jaxlora.train.test_resume import command, killed, results
+
+JOB = {"rank": 4, "batch_size": 3, "learning_rate": 1e-2, "max_length": 96}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("sets")
+    return [
+        tiny.write_records(folder / f"{name}.jsonl", count, seed)
+        for seed, (name, count) in enumerate([("a", 11), ("b", 6)])
+    ]
+
+
+def test_a_mixture_trains_as_the_same_records_in_one_file(train, paths, tmp_path):
+    """To the bit, shuffled or not; the file is made by the package `datasets`."""
+    drawn = {"mix": "interleave", "probabilities": [0.6, 0.4]}
+    lines = [pathlib.Path(path).read_text().splitlines() for path in paths]
+    sets = [datasets.Dataset.from_list(list(map(json.loads, one))) for one in lines]
+    files = {
+        "concat": datasets.concatenate_datasets(sets),
+        "interleave": datasets.interleave_datasets(
+            sets, drawn["probabilities"], seed=4, stopping_strategy="all_exhausted"
+        ),
+    }
+    jobs = []
+    for name, rows in files.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        more = drawn | {"stopping_strategy": "all_exhausted"}
+        mixed = {"datasets": paths} | (more if name == "interleave" else {})
+        settings = JOB | {"seed": 4, "dropout": 0.1, "shuffle": name == "concat"}
+        jobs.append(
+            [
+                LoraJob(name=name, data=data, epochs=1.4, **settings)
+                for data in (mixed, {"path": str(path)})
+            ]
+        )
+    ours, wanted = (
+        train(side, max_concurrent_jobs=2) for side in zip(*jobs, strict=True)
+    )
+    assert ours.losses == wanted.losses and ours.bytes == wanted.bytes
+    assert len(ours.losses["interleave"]) > len(ours.losses["concat"]) > 6
+
+
+def test_losses_are_reported_by_set(train, paths, caplog, capsys):
+    """The loss of each set is that of a job which is evaluated on it alone."""
+    common = JOB | {"data": {"path": paths[0]}, "steps": 2, "eval_every": 1}
+    both = LoraJob(name="both", eval_data={"datasets": paths}, **common)
+    one = LoraJob(name="one", eval_data={"path": paths[1]}, **common)
+    caplog.set_level(logging.INFO, logger="jaxlora")
+    found = train([both, one], max_concurrent_jobs=2)
+    events = [e for e in read_events(folder_of(found) / "metrics.jsonl")]
+    evals = [e for e in events if e["event"] == "eval"]
+    alone = [e["eval_loss"] for e in evals if e["job"] == "one"]
+    assert all("eval_loss/a" not in e for e in evals if e["job"] == "one")
+    of_both = [e for e in evals if e["job"] == "both"]
+    assert len(of_both) == len(alone) == 3
+    (prepared,) = (j.prepared for j in found.trainer.jobs if j.name == "both")
+    parts = prepared.eval_data.parts
+    weights = [parts[name].num_target_tokens for name in ("a", "b")]
+    for event, loss in zip(of_both, alone, strict=True):
+        by_set = [event["eval_loss/a"], event["eval_loss/b"]]
+        assert by_set[1] == pytest.approx(loss, rel=1e-5)
+        assert event["eval_loss"] == pytest.approx(np.average(by_set, weights=weights))
+    last = found.progress["both"].last_eval_sets
+    assert last == {name: of_both[-1][f"eval_loss/{name}"] for name in ("a", "b")}
+    summary = json.loads((folder_of(found) / "summary.json").read_text())
+    assert summary["jobs"]["both"]["last_eval_sets"] == last
+    loss, a, b = of_both[-1]["eval_loss"], last["a"], last["b"]
+    words = f"loss {loss:.3f} (a {a:.3f}, b {b:.3f})"
+    print_summary(found.result)
+    assert f"both: last held-out {words}" in capsys.readouterr().out
+    assert f"both: step 2: held-out {words}" in caplog.text
+
+
+def test_killed_in_the_middle_of_an_epoch(tmp_path, paths):
+    """Ends in the same bits; the shares must stay."""
+    small = tiny.CONFIG | {"num_hidden_layers": 1}
+    model = tiny.write_model(tmp_path / "model", config=small)
+    data = {"datasets": paths, "mix": "interleave", "probabilities": [0.4, 0.6]}
+    job = JOB | {"name": "m", "data": data, "epochs": 2}
+    job |= {"target_modules": ["q_proj"], "eval_fraction": 0.2}
+    run = {"model": str(model), "jobs": [job], "checkpoint_every": 2}
+    run |= {"microbatch_tokens": 256, "block_tokens": 16, "dtype": "float32"}
+    count = itertools.count()
+
+    def make(**changes):
+        run_file = tmp_path / f"{next(count)}.json"
+        output = {"output_dir": str(tmp_path / run_file.stem)}
+        run_file.write_text(json.dumps(run | output | changes))
+        return run_file
+
+    whole, stopped = make(), make()
+    assert command(whole) == 0
+    killed(stopped, "5")
+    other = data | {"probabilities": [0.9, 0.1]}
+    folder = str(tmp_path / stopped.stem)
+    changed = make(jobs=[job | {"data": other}], output_dir=folder)
+    assert command(changed, "--resume") == 1
+    assert command(stopped, "--resume") == 0
+    assert results(stopped) == results(whole)
