@@ -7,6 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from jaxlora.hf.names import linear_path
+from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -82,12 +83,15 @@ class Adapter:
         dropout: Dropout rate in training.
         keeps_start: Whether the second half of each module's ranks is fixed; see
             `jaxlora.adapters.initial`.
+        score: Score head of a reward model, D, float32; None: it is none. See
+            `jaxlora.models.score`.
     """
 
     modules: dict[str, LoraWeights]
     use_rslora: bool = False
     dropout: float = 0.0
     keeps_start: bool = False
+    score: np.ndarray | None = None
 
     def scaling(self, weights: LoraWeights) -> float:
         """Factor of A B in one of the adapter's linears."""
@@ -106,26 +110,28 @@ class Adapter:
         )
 
     def limited_to(self, paths: Collection[str]) -> "Adapter":
-        """Returns the part of the adapter in some linears, such as those of a stage.
+        """Returns the part of the adapter in some modules, such as those of a stage.
 
         Args:
-            paths: Dotted paths of the linears (`layers.0.mlp.up_proj`).
+            paths: Dotted paths of the modules (`layers.0.mlp.up_proj`, `score`).
         """
         modules = {
             name: weights
             for name, weights in self.modules.items()
             if linear_path(name) in paths
         }
-        return dataclasses.replace(self, modules=modules)
+        score = self.score if SCORE in paths else None
+        return dataclasses.replace(self, modules=modules, score=score)
 
     def by_path(self) -> dict[str, np.ndarray]:
         """All trained tensors by path, such as `layers.0.mlp.up_proj.lora_a`."""
-        return {
+        tensors = {
             path: weights.tensors[tensor.name]
             for name, weights in self.modules.items()
             for tensor, path in tensor_paths(linear_path(name))
             if tensor.name in weights.tensors
         }
+        return tensors if self.score is None else tensors | {SCORE_PATH: self.score}
 
 
 def lora_scaling(lora_alpha: float, rank: int, use_rslora: bool) -> float:

@@ -13,6 +13,7 @@ from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.common.cores import num_cores
 from jaxlora.config import LoraJob
+from jaxlora.models.score import SCORE
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -21,6 +22,7 @@ from jaxlora.modules.trained_tensors import (
 )
 
 _MAX_THREADS = 8
+_SCORE_DEVIATION = 0.02  # transformers' default initializer_range
 
 
 def fresh_adapter(
@@ -111,6 +113,13 @@ def blank_adapter(
         }
 
     return _adapter(job, modules, {name: blank(name) for name in modules})
+
+
+def fresh_score(job: LoraJob, size: int) -> np.ndarray:
+    """Draws a score head as transformers does: normal, with its usual deviation."""
+    stream = np.random.Philox(key=[job.seed, zlib.crc32(SCORE.encode())])
+    draws = np.random.Generator(stream).normal(0.0, _SCORE_DEVIATION, size)
+    return draws.astype(np.float32)
 
 
 def _tensors(job: LoraJob) -> tuple[TrainedTensor, ...]:

@@ -370,10 +370,11 @@ def _ranks(
     params: Tables, ranks: jax.Array | None, linears: Mapping[str, Sequence[int]]
 ) -> dict[str, Int[Array, "G L"]]:
     """Returns the ranks in the layers of each stack."""
-    if ranks is not None:
-        return {name: ranks[np.array(linears[name])].T for name in params}
     found = {}
     for name, table in params.items():
+        if ranks is not None and name in linears:
+            found[name] = ranks[np.array(linears[name])].T
+            continue
         axis = rank_axis(name)
         rank = 0 if axis is None else table.shape[2 + axis]
         found[name] = jnp.full(table.shape[:2], rank, jnp.int32)

@@ -9,6 +9,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizer_state import Kind, evaluated, own_shapes
 from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS
 from jaxlora.hf.names import linear_path
+from jaxlora.models.score import SCORE_PATH
 from jaxlora.modules.trained_tensors import tensor_paths, unpadded
 
 # The parts of a slot's state that outlast a global batch: the weights, and each state
@@ -31,7 +32,8 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
             if tensor.name in old.tensors
         }
         modules[name] = dataclasses.replace(old, tensors=tensors)
-    return dataclasses.replace(like, modules=modules)
+    score = None if like.score is None else np.array(rows[SCORE_PATH])
+    return dataclasses.replace(like, modules=modules, score=score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

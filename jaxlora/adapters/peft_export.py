@@ -21,6 +21,7 @@ from jaxlora.adapters.export_record import (
 )
 from jaxlora.adapters.model_card import write_card
 from jaxlora.common.atomic import replace_folder, sync_files
+from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import tensor_settings, tensors_with
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ def export_peft(
             tensors[f"{PREFIX}{name}.{tensor.peft_name}"] = np.ascontiguousarray(
                 weights.tensors[tensor.name].T, np.float32
             )
+    if adapter.score is not None:
+        tensors[f"{PREFIX}{SCORE_PATH}"] = adapter.score[None].astype(np.float32)
     scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
     if len(scalings) > 1:
         logger.warning(
@@ -109,13 +112,13 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
         "layers_to_transform": None,
         "lora_alpha": _whole(lora_alpha),
         "lora_dropout": adapter.dropout,
-        "modules_to_save": None,
+        "modules_to_save": None if adapter.score is None else [SCORE],
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": _pattern(ranks, rank),
         "revision": base.revision,
         "target_modules": _target_modules(list(adapter.modules), linear_names),
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",
         "use_dora": False,
         "use_rslora": adapter.use_rslora,
         **{setting: adapter.is_set(setting) for setting in tensor_settings()},

@@ -16,6 +16,7 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     TrainedTensor,
     tensor_settings,
@@ -56,13 +57,17 @@ _INITIAL = ("gaussian", "eva", "orthogonal")
 
 
 def import_peft(
-    folder: str | pathlib.Path, linear_shapes: Mapping[str, tuple[int, ...]]
+    folder: str | pathlib.Path,
+    linear_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    score_size: int | None = None,
 ) -> Adapter:
     """Reads an ordinary PEFT LoRA folder.
 
     Args:
         folder: Folder with adapter_config.json and adapter_model.safetensors.
         linear_shapes: (K, N) of each of the base model's linears, by module name.
+        score_size: Size of the score head that the folder may hold; None: it may not.
 
     Raises:
         AdapterError: The folder is incomplete or damaged, is not plain LoRA on linears,
@@ -71,17 +76,21 @@ def import_peft(
     """
     folder = pathlib.Path(folder)
     try:
-        return _import(folder, linear_shapes)
+        return _import(folder, linear_shapes, score_size)
     except (ConfigError, ModelError) as error:  # of a pattern, of the weights' file
         raise AdapterError(str(error)) from error
 
 
 def _import(
-    folder: pathlib.Path, linear_shapes: Mapping[str, tuple[int, ...]]
+    folder: pathlib.Path,
+    linear_shapes: Mapping[str, tuple[int, ...]],
+    score_size: int | None,
 ) -> Adapter:
     patterns = Patterns(str(folder / CONFIG_FILE))
     config = _read_config(folder, patterns)
-    found, wanted = _read_tensors(folder), tensors_with(config.get)
+    (found, score), wanted = _read_tensors(folder), tensors_with(config.get)
+    if score is not None:
+        score = _checked_score(folder, score, score_size)
     dropout = float(config.get("lora_dropout") or 0.0)
     modules = {}
     for name, tensors in found.items():
@@ -102,7 +111,23 @@ def _import(
         )
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
     use_rslora = bool(config.get("use_rslora"))
-    return Adapter(modules=ordered, use_rslora=use_rslora, dropout=dropout)
+    return Adapter(modules=ordered, use_rslora=use_rslora, dropout=dropout, score=score)
+
+
+def _checked_score(
+    folder: pathlib.Path, score: np.ndarray, size: int | None
+) -> np.ndarray:
+    if size is None:
+        raise AdapterError(
+            f"{folder} holds the score head of a reward model, which predicts no text. "
+            "Only a job with `objective: reward` can start from it."
+        )
+    if score.shape != (1, size):
+        raise AdapterError(
+            f"{folder}: {SCORE_PATH} has shape {list(score.shape)}; a reward model on "
+            f"this base has {[1, size]}. Is it a classifier, or of another model?"
+        )
+    return np.ascontiguousarray(score[0].astype(np.float32))
 
 
 def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
@@ -146,6 +171,8 @@ def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
             "biases stay frozen."
         )
     known = {*_READ, *_HARMLESS, *tensor_settings()}
+    if set(config.get("modules_to_save") or ()) <= {SCORE, "classifier"}:
+        known.add("modules_to_save")  # PEFT adds both to a sequence classifier
     for key, value in config.items():
         if key not in known and value not in (None, False, [], {}):
             raise AdapterError(
@@ -180,8 +207,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_tensors(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-    """Reads the trained tensors of each module, as PEFT stores and names them."""
+def _read_tensors(
+    folder: pathlib.Path,
+) -> tuple[dict[str, dict[str, np.ndarray]], np.ndarray | None]:
+    """Reads the trained tensors of each module, as PEFT stores and names them.
+
+    Returns:
+        The tensors, and the score head if there is one.
+    """
     path = folder / WEIGHTS_FILE
     has_pickle = os.path.lexists(folder / "adapter_model.bin")
     if has_pickle and not os.path.lexists(path):
@@ -194,6 +227,7 @@ def _read_tensors(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
     arrays = {name: file.array(name) for name in file.names()}
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
+    score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
     modules: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
         module, peft_name = _split_key(path, key)
@@ -203,7 +237,7 @@ def _read_tensors(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
         tensors[peft_name] = array
     if not modules:
         raise AdapterError(f"{path} holds no weights.")
-    return modules
+    return modules, score
 
 
 def _split_key(path: pathlib.Path, key: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ class StagedSlots:
             specs: The decoder of each stage; of the only one, the whole decoder.
             tables: The slots of each stage.
         """
-        self._adapted = [frozenset(spec.adapted) for spec in specs]
+        self._adapted = [spec.trained_modules for spec in specs]
         self.tables = tuple(tables)
 
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
@@ -67,12 +67,13 @@ class StagedSlots:
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, with the modules and ranks of `like`."""
-        read = {}
+        read, score = {}, None
         for table, paths in zip(self.tables, self._adapted, strict=True):
-            read |= table.read(slot, like.limited_to(paths)).modules
-        return dataclasses.replace(
-            like, modules={name: read[name] for name in like.modules}
-        )
+            part = table.read(slot, like.limited_to(paths))
+            read |= part.modules
+            score = score if part.score is None else part.score
+        modules = {name: read[name] for name in like.modules}
+        return dataclasses.replace(like, modules=modules, score=score)
 
     def copy(self, slot: int) -> ParkedSlot:
         """Returns the state of a slot, between two global batches; the slot keeps it.

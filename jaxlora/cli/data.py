@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 # Options that are settings of the data, by their names in a run file.
 _SETTINGS = {
-    "kind": "prompt_completion, messages, text, alpaca or preference",
+    "kind": "prompt_completion, messages, text, alpaca, preference or unpaired",
     "prompt": "field of the prompt, or a template over fields",
     "completion": "field of the completion, or a template over fields",
     "messages": "field of the messages",
     "text": "field of the plain text",
     "chosen": "field of the chosen answer, with --kind preference",
     "rejected": "field of the rejected answer, with --kind preference",
+    "label": "field that says whether the answer is a good one, with --kind unpaired",
     "system": "system message before the prompt, with --chat",
     "loss_on": "completion, last or all",
     "chat_template": "file, model's folder, name or text of a chat template",
@@ -131,8 +132,8 @@ def _job(path: str, settings: dict[str, Any]) -> "LoraJob":
     if "max_length" in settings:
         job["max_length"] = settings["max_length"]
     job["data"] |= {k: v for k, v in settings.items() if k != "max_length"}
-    if settings.get("kind") == "preference":
-        job["objective"] = "simpo"  # any that learns from pairs
+    if settings.get("kind") in ("preference", "unpaired"):
+        job["objective"] = "kto"  # it learns from both
     return run_config({"model": "none", "jobs": [job]}, where="jaxlora data").jobs[0]
 
 

@@ -97,8 +97,9 @@ class DataConfig(StrictModel):
         revision: Branch, tag or commit of a dataset on the hub.
         kind: Which fields to read; `auto` decides by the first record's fields, and
             refuses records that can be read in two ways. `alpaca` reads `instruction`,
-            `input` and `output`; `preference` a chosen and a rejected answer, which
-            `auto` does for objectives that learn from pairs.
+            `input` and `output`; `preference` a chosen and a rejected answer, and
+            `unpaired` one answer with a label, which `auto` does for objectives that
+            learn from them.
         prompt: Field of the prompt, or a Jinja template over the record's fields
             (anything that contains `{{`).
         completion: Field of the completion, or a Jinja template.
@@ -107,6 +108,11 @@ class DataConfig(StrictModel):
         text: Field of the plain text.
         chosen: Field of the better answer of a preference: text or a list of messages.
         rejected: Field of the worse answer of a preference.
+        margin: Field of a preference that says by how much the reward of the better
+            answer should be higher, a number; None: `margin`, if there is one. Only for
+            reward models.
+        label: Field that says whether the answer of an unpaired record is desirable:
+            true or false. With its default, also `kto_tag`.
         chat: Wrap prompt and completion as a user's and an assistant's message in
             the chat template.
         chat_template: Template of chats in place of the tokenizer's own, which a base
@@ -149,7 +155,13 @@ class DataConfig(StrictModel):
     subset: str | None = None
     revision: str | None = None
     kind: Literal[
-        "auto", "prompt_completion", "messages", "text", "alpaca", "preference"
+        "auto",
+        "prompt_completion",
+        "messages",
+        "text",
+        "alpaca",
+        "preference",
+        "unpaired",
     ] = "auto"
     prompt: str = "prompt"
     completion: str = "completion"
@@ -157,6 +169,8 @@ class DataConfig(StrictModel):
     text: str = "text"
     chosen: str = "chosen"
     rejected: str = "rejected"
+    margin: str | None = None
+    label: str = "label"
     chat: Bool = False
     chat_template: str | None = None
     system: str | None = None

@@ -6,7 +6,7 @@ The table of objectives is `OBJECTIVES` in `jaxlora.data.objectives`.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -64,14 +64,14 @@ class Terms:
     Attributes:
         weight: Weight of a term: the reciprocal of the number of terms of the global
             batch, or 1 for a sum.
-        token_weight: Weight of a token in a part of the loss that is a mean over
-            tokens: 1 divided by their number, or by their mean number in a term for a
-            sum.
+        part_weights: For each part of the loss or of metrics that is a mean over
+            something else than terms, the weight of an element: 1 divided by the number
+            of elements, or by their mean number in a term for a sum.
         settings: Values of the objective's settings.
     """
 
     weight: float
-    token_weight: float
+    part_weights: tuple[float, ...] = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -86,15 +86,16 @@ class Objective:
         name: Value of the setting `objective` of a job.
         settings: Its settings, by name; a job gives them in `objective_args`.
         check: Raises a ConfigError if the values of all settings do not go together.
-        kind: Kind of the records that it learns from; None: any other than preferences.
+        kinds: Kinds of the records that it learns from; empty: all that hold no
+            preferences.
         needs_reference: Whether samples need their `reference_logp`.
         group_size: Number of consecutive samples that a term may depend on. They make a
             group, such as a chosen and a rejected answer: the unit of a job's batch
             size, of its order, and of packing.
         input_names: Names of the inputs of a row.
         num_terms: Number of terms of the loss of samples, which are whole groups.
-        num_mean_tokens: Number of tokens of samples over which a second part of the
-            loss is a mean; 1 if there is none.
+        part_sizes: For each part of the loss or of metrics that is a mean over
+            something else than terms, the number of elements in samples.
         row_inputs: Makes the inputs of the rows of a group, float32, one sample after
             another.
         is_target: Which rows need the likelihood of their next token.
@@ -106,17 +107,32 @@ class Objective:
         metric_names: Names of metrics that are reported beside the loss.
         metrics: By name, values of each row, of which sums are taken as of the losses;
             from the same arguments.
+        metric_parts: Numbers of the parts that a metric is a mean over, by its name; it
+            is not reported if one of them is empty.
+        is_scored: Which rows need their score: the product of the last hidden state
+            with the score head that its jobs train. `losses` and `metrics` read it as
+            the input `score`. None: its jobs have no score head.
+        sums_groups: Whether `losses` reads the groups although they are single samples.
+        baseline: Defines a number that the losses and metrics of a global batch read as
+            the input `baseline` of each row. It is the sum of this objective's losses
+            over recombined samples, of the prompt of one sample and the completion of
+            another, with the weights before the optimizer step, without dropout and
+            without a gradient. The name and the other inputs are those of the
+            objective.
+        needs_baseline: Whether it is needed with some values of the settings.
     """
 
     name: str
     settings: Mapping[str, ObjectiveSetting] = dataclasses.field(default_factory=dict)
     check: Callable[[Mapping[str, Any]], None] = lambda settings: None
-    kind: Literal["preference"] | None = None
+    kinds: tuple[str, ...] = ()
     needs_reference: bool = False
     group_size: int = 1
     input_names: tuple[str, ...]
     num_terms: Callable[[Sequence[TokenizedSample]], int]
-    num_mean_tokens: Callable[[Sequence[TokenizedSample]], int] = lambda samples: 1
+    part_sizes: Callable[[Sequence[TokenizedSample]], tuple[int, ...]] = (
+        lambda samples: ()
+    )
     row_inputs: Callable[[Sequence[TokenizedSample], Terms], dict[str, np.ndarray]]
     is_target: Callable[[RowInputs], Bool[Array, " T"]]
     losses: Callable[
@@ -127,6 +143,18 @@ class Objective:
         [Float[Array, " T"], RowInputs, Int[Array, " T"] | None],
         dict[str, Float[Array, " T"]],
     ] = lambda nll, inputs, groups: {}
+    metric_parts: Mapping[str, tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    is_scored: Callable[[RowInputs], Bool[Array, " T"]] | None = None
+    sums_groups: bool = False
+    baseline: "Objective | None" = None
+    needs_baseline: Callable[[Mapping[str, Any]], bool] = lambda settings: True
+
+    @property
+    def has_score(self) -> bool:
+        """Whether its jobs train a score head."""
+        return self.is_scored is not None
 
     def settings_of(self, args: Mapping[str, float | str]) -> dict[str, float | str]:
         """Returns the values of all settings, of which a job gives some.

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.data.kto_objective import KTO
 from jaxlora.data.objective import Objective, RowInputs, Terms, next_token_targets
 from jaxlora.data.preference_objectives import CPO, DPO, ORPO, SIMPO
+from jaxlora.data.reward_objective import REWARD
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 
@@ -45,9 +47,13 @@ NEXT_TOKEN = Objective(
     is_target=_has_weight,
     losses=_weighted_nll,
 )
-OBJECTIVES: dict[str, Objective] = {
-    one.name: one for one in (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO)
-}
+_ALL = (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO, KTO, REWARD)
+OBJECTIVES: dict[str, Objective] = {one.name: one for one in _ALL}
+
+
+def has_baseline(objectives: Sequence[str]) -> bool:
+    """Whether a run with some objectives has baselines of global batches."""
+    return any(OBJECTIVES[name].baseline is not None for name in objectives)
 
 
 def find_objective(name: str) -> Objective:

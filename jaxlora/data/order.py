@@ -74,6 +74,19 @@ class JobOrder:
             return np.arange(first, end)
         return self._epoch(epoch)[first:end].copy()
 
+    def neighbors(self) -> Int[np.ndarray, " N"]:
+        """Returns for each sample the one before it in its batch of the first epoch.
+
+        The first sample of a batch has the last one as its neighbor.
+        """
+        order, out = np.arange(self.num_samples), np.empty(self.num_samples, np.int64)
+        if self.shuffle:
+            order = self._epoch(0)
+        for first in range(0, self.num_samples, self.batch_size):
+            batch = order[first : first + self.batch_size]
+            out[batch] = np.roll(batch, 1)
+        return out
+
     def _epoch(self, epoch: int) -> Int[np.ndarray, " N"]:
         found = self._cache.get(epoch)
         if found is None:

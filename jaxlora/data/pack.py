@@ -71,12 +71,26 @@ class JobBatch:
     @functools.cached_property
     def terms(self) -> Terms:
         """Weights of the terms of the batch's loss."""
-        num_tokens = self.objective.num_mean_tokens(self.samples)
+        whole = self.weight * self.num_terms
         return Terms(
             weight=self.weight,
-            token_weight=self.weight * self.num_terms / max(1, num_tokens),
+            part_weights=tuple(whole / max(1, size) for size in self._part_sizes),
             settings=self.settings,
         )
+
+    @functools.cached_property
+    def _part_sizes(self) -> tuple[int, ...]:
+        return self.objective.part_sizes(self.samples)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that the batch has values of."""
+        parts, sizes = self.objective.metric_parts, self._part_sizes
+        return [
+            name
+            for name in self.objective.metric_names
+            if all(sizes[part] for part in parts.get(name, ()))
+        ]
 
     @property
     def num_terms(self) -> int:
@@ -269,8 +283,9 @@ class _Rows(NamedTuple):
 
 
 def has_groups(objectives: Sequence[str]) -> bool:
-    """Whether an objective has groups of several samples."""
-    return any(OBJECTIVES[name].group_size > 1 for name in objectives)
+    """Whether an objective reads the groups of rows."""
+    read = (OBJECTIVES[name] for name in objectives)
+    return any(one.group_size > 1 or one.sums_groups for one in read)
 
 
 def _loss_inputs(

@@ -93,13 +93,13 @@ def _num_pairs(samples: Sequence[TokenizedSample]) -> int:
     return len(samples) // 2
 
 
-def _num_chosen_targets(samples: Sequence[TokenizedSample]) -> int:
-    return sum(int(sample.is_target.sum()) for sample in samples[::2])
+def _num_chosen_targets(samples: Sequence[TokenizedSample]) -> tuple[int]:
+    return (sum(int(sample.is_target.sum()) for sample in samples[::2]),)
 
 
-def _num_chosen_tokens(samples: Sequence[TokenizedSample]) -> int:
+def _num_chosen_tokens(samples: Sequence[TokenizedSample]) -> tuple[int]:
     """Tokens of the chosen sequences, prompts included, that have one before them."""
-    return sum(len(sample.token_ids) - 1 for sample in samples[::2])
+    return (sum(len(sample.token_ids) - 1 for sample in samples[::2]),)
 
 
 def _is_target(inputs: RowInputs) -> Bool[Array, " T"]:
@@ -123,8 +123,8 @@ def _pair_inputs(
     likely = chosen
     if trains_prompt:
         likely = np.arange(len(chosen)) < len(chosen) - 1
-    weight = terms.token_weight * nll_weight(terms.settings)
-    out["nll"][: len(chosen)] = likely * weight
+    token_weight = terms.part_weights[0] if terms.part_weights else 0.0
+    out["nll"][: len(chosen)] = likely * token_weight * nll_weight(terms.settings)
     scales = [1 / one.sum() if loss.is_mean else 1.0 for one in (chosen, rejected)]
     of_pair = {
         "weight": terms.weight,
@@ -275,7 +275,7 @@ def _check_smoothing(settings: Mapping[str, Any]) -> None:
 _SMOOTHING = ObjectiveSetting(default=0.0, below=0.5)
 _of_pairs = functools.partial(
     Objective,
-    kind="preference",
+    kinds=("preference",),
     group_size=2,
     input_names=(*_OF_ROWS, *_OF_PAIRS),
     num_terms=_num_pairs,
@@ -291,7 +291,7 @@ SIMPO = _of_pairs(  # arXiv 2405.14734
         "label_smoothing": _SMOOTHING,
         "cpo_alpha": ObjectiveSetting(default=0.0),
     },
-    num_mean_tokens=_num_chosen_targets,
+    part_sizes=_num_chosen_targets,
     row_inputs=functools.partial(_pair_inputs, factors=_simpo, nll_weight=_cpo_alpha),
     losses=_losses,
 )
@@ -306,7 +306,7 @@ CPO = _of_pairs(  # arXiv 2401.08417
         "cpo_alpha": ObjectiveSetting(default=1.0),
     },
     check=_check_smoothing,
-    num_mean_tokens=_num_chosen_targets,
+    part_sizes=_num_chosen_targets,
     row_inputs=functools.partial(
         _pair_inputs, factors=_by_loss_type, nll_weight=_cpo_alpha
     ),
@@ -336,7 +336,7 @@ DPO = _of_pairs(  # arXiv 2305.18290; the other losses are 2305.10425 and 2310.1
 ORPO = _of_pairs(  # arXiv 2403.07691
     name="orpo",
     settings={"beta": _beta(0.1)},
-    num_mean_tokens=_num_chosen_tokens,
+    part_sizes=_num_chosen_tokens,
     row_inputs=functools.partial(
         _pair_inputs,
         factors=_orpo,

@@ -61,7 +61,7 @@ class Bounds:
         """
         block = config.block_tokens
         num_slots = config.max_concurrent_jobs or len(config.jobs)
-        longest = max(int(data.group_lengths.max()) for data in (*train, *held_out))
+        longest = max(data.longest_group for data in (*train, *held_out))
         steps = [
             data.mean_batch_tokens(job.batch_size) + block / 2
             for job, data in zip(config.jobs, train, strict=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES
+from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES, has_baseline
 from jaxlora.data.pack import PackedBatch, has_groups
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec, SlotSettings
@@ -49,11 +49,20 @@ def batch_shapes(
     )
 
 
-def key_shapes(spec: DecoderSpec) -> SlotKeys:
-    """Shapes of the keys of the dropout masks."""
+def key_shapes(spec: DecoderSpec, placement: StageSharding = ONE_DEVICE) -> SlotKeys:
+    """Shapes of the keys of the dropout masks, and of the baselines."""
     assert spec.slots is not None
     each: Any = jax.ShapeDtypeStruct((spec.slots.num_slots,), jnp.int32)
-    return SlotKeys(seed=each, step=each)
+    return SlotKeys(seed=each, step=each, baseline=baseline_shape(spec, placement))
+
+
+def baseline_shape(spec: DecoderSpec, placement: StageSharding = ONE_DEVICE) -> Any:
+    """Shape of the baselines of the slots; None if the stage does not read them."""
+    assert spec.slots is not None
+    if not (spec.has_head and has_baseline(spec.options.objectives)):
+        return None
+    where = placement.sharding(placement.by_slot)
+    return jax.ShapeDtypeStruct((spec.slots.num_slots,), jnp.float32, sharding=where)
 
 
 def settings_shapes(spec: DecoderSpec) -> SlotSettings:

@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate import axolotl_data, common, reasons, sources
+from jaxlora.migrate import axolotl_data, common, preferences, reasons, sources
 from jaxlora.migrate.migration import Migration
 from jaxlora.migrate.unsupported import describe_quantization
 
@@ -66,7 +66,7 @@ _REASONS = {
 }
 # Settings of training that is not on given answers, or of more than an adapter.
 _OTHER_TRAINING = (
-    *("rl", "reward_model", "process_reward_model", "kd_trainer", "diffusion"),
+    *("process_reward_model", "kd_trainer", "diffusion"),
     *("relora", "num_labels", "trainer_cls"),
 )
 
@@ -75,15 +75,16 @@ def migrate(given: dict[str, Any]) -> Migration:
     """Converts Axolotl's settings.
 
     Raises:
-        ConfigError: They are not of supervised training of a LoRA adapter.
+        ConfigError: They are of training that jaxlora does not do.
     """
     migration = Migration(tool="Axolotl", given=given)
     _check_kind(migration)
+    learns_from_preferences = preferences.set_axolotl(migration)
     migration.run["model"] = migration.take("base_model")
     common.set_output(migration, "./model-out")
     four, eight = migration.take("load_in_4bit"), migration.take("load_in_8bit")
     common.set_quantized_base(migration, 4 if four else 8 if eight else None)
-    _set_data(migration)
+    _set_data(migration, learns_from_preferences)
     _set_adapter(migration)
     _set_length(migration)
     _set_schedule(migration)
@@ -110,7 +111,7 @@ def _check_kind(migration: Migration) -> None:
             )
 
 
-def _set_data(migration: Migration) -> None:
+def _set_data(migration: Migration, learns_from_preferences: bool) -> None:
     datasets = migration.take("datasets") or _pretraining(migration)
     held_out = migration.take("test_datasets")
     template = axolotl_data.take_template(
@@ -121,15 +122,16 @@ def _set_data(migration: Migration) -> None:
     )
     on_all = migration.take("train_on_inputs") is True
     job = migration.job
+    take_data = axolotl_data.take_data
+    if learns_from_preferences:
+        take_data, on_all = axolotl_data.take_preferences, False
     if datasets:
-        job["data"] = axolotl_data.take_data(
-            migration, "datasets", datasets, on_all, template
-        )
+        job["data"] = take_data(migration, "datasets", datasets, on_all, template)
     else:
         job["data"] = {"path": "records.jsonl"}
         migration.to_do.append("data.path: there were no datasets. Give a file.")
     if held_out:
-        job["eval_data"] = axolotl_data.take_data(
+        job["eval_data"] = take_data(
             migration, "test_datasets", held_out, on_all, template
         )
     read = [job[key] for key in ("data", "eval_data") if key in job]

@@ -133,6 +133,64 @@ def take_template(
     return None
 
 
+def take_preferences(
+    migration: Migration, key: str, given: Any, on_all: bool, template: str | None
+) -> dict[str, Any]:
+    """Converts a list of data sets of preferences; see `take_data`.
+
+    Raises:
+        ConfigError: It is not a list of data sets.
+    """
+    assert not on_all, "prompts are never trained on"
+    return sources.join(
+        [
+            one
+            for number, dataset in enumerate(sources.list_datasets(given, key))
+            for one in _take_pairs(migration, key, number, dataset, template)
+        ]
+    )
+
+
+def _take_pairs(
+    migration: Migration,
+    key: str,
+    number: int,
+    first: dict[str, Any],
+    template: str | None,
+) -> list[dict[str, Any]]:
+    where = f"{key}.{number}"
+    kind = first.pop("type", None)
+    split = "test" if key == "test_datasets" else "train"
+    found = sources.take_sources(migration, where, first, split)
+    first.pop("ds_type", None)
+    data: dict[str, Any] = {} if template is None else {"chat_template": template}
+    own = dict(kind) if isinstance(kind, dict) else {}
+    fields = {
+        "prompt": own.pop("field_prompt", None) or first.pop("field_messages", None),
+        "chosen": own.pop("field_chosen", None) or first.pop("field_chosen", None),
+        "rejected": own.pop("field_rejected", None)
+        or first.pop("field_rejected", None),
+        "completion": own.pop("field_completion", None),
+        "label": own.pop("field_label", None),
+    }
+    data |= {ours: str(field) for ours, field in fields.items() if field}
+    if isinstance(kind, str) and kind.partition(".")[0] in ("chatml", "llama3"):
+        data["chat"] = True
+    migration.to_do.append(
+        f"data: type {kind!r} is read by its fields, with the tokenizer's own chat "
+        "template. Check it with `jaxlora data show`, and name the fields in prompt, "
+        "chosen and rejected, or prompt, completion and label, where they differ."
+    )
+    for name in own:
+        migration.left_out[f"{where}.type.{name}"] = (
+            "Write it into prompt, chosen or rejected, which may be templates."
+        )
+    for name, value in first.items():
+        if value not in (None, "", [], {}, False):
+            migration.left_out[f"{where}.{name}"] = _REASONS.get(name, _NO_SUCH_SETTING)
+    return [source | data for source in found]
+
+
 def _named_type(migration: Migration, kind: str) -> dict[str, Any]:
     base, _, style = kind.partition(":")
     name = base.removesuffix(".default")

@@ -1,9 +1,10 @@
 """LLaMA-Factory's YAML."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate import common, llama_factory_data, reasons, sources
+from jaxlora.migrate import common, llama_factory_data, preferences, reasons, sources
 from jaxlora.migrate.migration import Migration
 
 _NO_INFERENCE = "`jaxlora generate` generates texts with an adapter."
@@ -31,21 +32,31 @@ _OTHER_TRAINING = (
 )
 
 
+# Stages that learn from preferences, and from which.
+_PREFERENCES: Mapping[str, Literal["pairs", "labels"]] = {
+    "dpo": "pairs",
+    "rm": "pairs",
+    "kto": "labels",
+}
+
+
 def migrate(given: dict[str, Any]) -> Migration:
     """Converts LLaMA-Factory's settings.
 
     Raises:
-        ConfigError: They are not of supervised training of a LoRA adapter.
+        ConfigError: They are of training that jaxlora does not do.
     """
     migration = Migration(tool="LLaMA-Factory", given=given)
     stage = migration.take("stage", "sft")
     kind = migration.take("finetuning_type", "lora")
-    if kind != "lora" or stage not in ("sft", "pt"):
+    if kind != "lora" or stage not in ("sft", "pt", *_PREFERENCES):
         raise ConfigError(
             f"finetuning_type is {kind!r} and stage is {stage!r}, and jaxlora trains "
             "LoRA adapters on given answers. Only files with finetuning_type: lora and "
-            "stage: sft or pt can be converted."
+            "stage: sft, pt, dpo, kto or rm can be converted."
         )
+    if stage in _PREFERENCES:
+        preferences.set_llama_factory(migration, stage)
     for key in _OTHER_TRAINING:
         if migration.take(key):
             raise ConfigError(
@@ -89,10 +100,11 @@ def _set_data(migration: Migration, stage: str) -> None:
             names,
             folder,
             is_text=stage == "pt",
+            preferences=_PREFERENCES.get(stage),
             mix=mix if ours == "data" else {},
         )
         for one in sources.sets_of(data):
-            if (on_all or on_last) and stage != "pt":
+            if (on_all or on_last) and stage == "sft":
                 one["loss_on"] = "all" if on_all else "last"
             if limit:
                 one["limit"] = limit

@@ -1,7 +1,7 @@
 """The data sets of LLaMA-Factory, which its dataset_info.json describes."""
 
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 from jaxlora.common.json_file import read_json_file
 from jaxlora.errors import ConfigError
@@ -27,6 +27,7 @@ def take_data(
     *,
     is_text: bool,
     mix: dict[str, Any],
+    preferences: Literal["pairs", "labels"] | None = None,
 ) -> dict[str, Any]:
     """Converts the names of data sets into `data`.
 
@@ -37,29 +38,39 @@ def take_data(
         folder: The folder of dataset_info.json, which is used if it is there.
         is_text: Whether the records are trained on as plain text.
         mix: How several data sets are mixed.
+        preferences: Which preferences the job learns from.
 
     Raises:
-        ConfigError: dataset_info.json is damaged, or records are preferences.
+        ConfigError: dataset_info.json is damaged, or records are preferences and the
+            job does not learn from these.
     """
     names = names if isinstance(names, list) else str(names).split(",")
     names = [name for one in names if (name := str(one).strip())]
     sets = [
         one
         for name in names or ["records"]
-        for one in _take_sets(migration, key, name, folder, is_text=is_text)
+        for one in _take_sets(migration, key, name, folder, is_text, preferences)
     ]
     return sources.join(sets, **mix)
 
 
 def _take_sets(
-    migration: Migration, key: str, first: str, folder: str, *, is_text: bool
+    migration: Migration,
+    key: str,
+    first: str,
+    folder: str,
+    is_text: bool,
+    preferences: Literal["pairs", "labels"] | None,
 ) -> list[dict[str, Any]]:
     """Converts the name of a data set, which is one for each of its files."""
     entry = {"hf_hub_url": first} if folder == "ONLINE" else _look_up(folder, first)
     if entry is not None:
         where = f"{key}: {first}"
         found = _sources(migration, where, entry, folder)
-        fields = _fields(migration, where, entry, is_text=is_text)
+        if preferences is None:
+            fields = _fields(migration, where, entry, is_text=is_text)
+        else:
+            fields = _preferences(migration, where, entry, preferences)
         return [source | fields for source in found]
     setting = "data" if key == "dataset" else "eval_data"
     migration.to_do.append(
@@ -67,7 +78,9 @@ def _take_sets(
         "its file or hub id. LLaMA-Factory renders all records by a chat template: for "
         "records with instruction, input and output, set kind: alpaca and chat: true."
     )
-    guess = {"path": f"{folder}/{first}.json"}
+    guess: dict[str, Any] = {"path": f"{folder}/{first}.json"}
+    if preferences is not None:
+        return [guess]
     return [guess | {"kind": "text"} if is_text else guess]
 
 
@@ -112,8 +125,8 @@ def _fields(
     given: dict[str, Any] = {} if is_default else dict(columns)
     if entry.get("ranking") or "kto_tag" in given:
         raise ConfigError(
-            f"{where} has records with preferences, and jaxlora trains on given "
-            "answers only."
+            f"{where} has records with preferences, which supervised training does "
+            "not learn from. Set stage: dpo, kto or rm, or give other records."
         )
     if entry.get("formatting", "alpaca") != "alpaca":
         field = given.pop("messages", None) or "conversations"
@@ -128,6 +141,43 @@ def _fields(
                 if column in _MEDIA
                 else f"{field}: put it into the messages or the prompts of the records."
             )
+    return data
+
+
+def _preferences(
+    migration: Migration, where: str, entry: dict[str, Any], preferences: str
+) -> dict[str, Any]:
+    """Converts the description of pairs, or of answers with labels."""
+    columns = entry.get("columns")
+    given = dict(columns) if isinstance(columns, dict) else {}
+    is_pairs = preferences == "pairs"
+    has_pairs = bool(entry.get("ranking"))
+    if has_pairs != is_pairs:
+        raise ConfigError(
+            f"{where} has ranking: {str(has_pairs).lower()}, and the stage of the file "
+            f"learns from {preferences}. Give other records."
+        )
+    data: dict[str, Any] = {}
+    if is_pairs:
+        for name in ("chosen", "rejected"):
+            if field := given.pop(name, None):
+                data[name] = str(field)
+    elif field := given.pop("kto_tag", None):
+        data["label"] = str(field)
+    if entry.get("formatting", "alpaca") != "alpaca":
+        field = str(given.pop("messages", None) or "conversations")
+        found = _conversations(migration, entry, field)
+        data["prompt" if is_pairs else "messages"] = found["messages"]
+        return data
+    used = {k: given.pop(k, None) for k in _ALPACA} if given else dict(_ALPACA)
+    used["response"] = used["response"] or "output"
+    found = _instructions(migration, used, is_text=False)
+    if found["kind"] == "alpaca":
+        prompt = "{{ instruction }}\n{{ input }}"
+        found = {"prompt": prompt, "completion": "output", "chat": True}
+    data |= {"prompt": found["prompt"], "chat": True}
+    if not is_pairs:
+        data["completion"] = found["completion"]
     return data
 
 

@@ -4,15 +4,12 @@ import itertools
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate import common, reasons, sources
+from jaxlora.migrate import common, preferences, reasons, sources
 from jaxlora.migrate.migration import Migration
 
 _ADAPTER = ("use_peft", "lora_r", "r", "lora_alpha", "lora_target_modules")
-# Settings of training with preferences or rewards.
-_OTHER_TRAINING = (
-    *("beta", "num_generations", "reward_funcs", "reward_model_name_or_path"),
-    *("precompute_ref_log_probs", "max_prompt_length", "max_completion_length"),
-)
+# Settings of training on generated answers.
+_OTHER_TRAINING = ("num_generations", "reward_funcs", "reward_model_name_or_path")
 _TOKENS = "The tokenizer is used as it is in the checkpoint."
 _REASONS = {
     "env": "Set environment variables before the command.",
@@ -39,19 +36,24 @@ def migrate(given: dict[str, Any]) -> Migration:
     """Converts TRL's settings.
 
     Raises:
-        ConfigError: They are not of supervised training of a LoRA adapter.
+        ConfigError: They are of training that jaxlora does not do.
     """
     migration = Migration(tool="TRL", given=given)
     _check_kind(migration)
+    if objective := preferences.trl_objective(given):
+        preferences.set_trl(migration, objective)
     migration.run["model"] = migration.take("model_name_or_path")
     common.set_output(migration, "trainer_output")
     bits = [b for b in (4, 8) if migration.take(f"load_in_{b}bit")]
     common.set_quantized_base(migration, bits[0] if bits else None)
-    _set_data(migration)
+    _set_data(migration, objective is not None)
     _set_adapter(migration)
     _set_length(migration)
     job = migration.job
-    job["learning_rate"] = migration.take("learning_rate", 2e-5)
+    rate = 2e-5
+    if objective is not None:
+        rate = preferences.TRL_RATES.get(objective, preferences.TRL_RATE)
+    job["learning_rate"] = migration.take("learning_rate", rate)
     job["epochs"] = migration.take("num_train_epochs", common.TRANSFORMERS["epochs"])
     common.set_schedule(migration, "lr_scheduler_type", "linear")
     samples = common.set_batch(migration, "per_device_train_batch_size", 8)
@@ -67,9 +69,9 @@ def _check_kind(migration: Migration) -> None:
     keys = migration.given.keys()
     if found := [key for key in _OTHER_TRAINING if key in keys]:
         raise ConfigError(
-            f"{found[0]} is a setting of training with preferences or rewards, and "
-            "jaxlora trains on given answers only. Only settings of `trl sft` can be "
-            "converted."
+            f"{found[0]} is a setting of training on generated answers, and jaxlora "
+            "trains on given answers only. Settings of supervised training, of "
+            "preferences (DPO, KTO, CPO, ORPO) and of reward models can be converted."
         )
     is_on = migration.given.get("use_peft", bool(keys & set(_ADAPTER)))
     migration.take("use_peft")
@@ -80,7 +82,7 @@ def _check_kind(migration: Migration) -> None:
         )
 
 
-def _set_data(migration: Migration) -> None:
+def _set_data(migration: Migration, learns_from_preferences: bool) -> None:
     job = migration.job
     name, subset = migration.take("dataset_name"), migration.take("dataset_config")
     train = str(migration.take("dataset_train_split", "train"))
@@ -111,7 +113,8 @@ def _set_data(migration: Migration) -> None:
         job["eval_data"] = job["data"] | {"split": test}
     elif has_test:
         migration.to_do.append("eval_data: give the file of held-out records.")
-    _set_fields(migration)
+    if not learns_from_preferences:
+        _set_fields(migration)
 
 
 def _set_fields(migration: Migration) -> None:

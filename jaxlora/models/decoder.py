@@ -11,6 +11,7 @@ from jaxlora.data.objectives import NEXT_TOKEN
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
+from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import head_dim, run_sharded_layers
 from jaxlora.modules.attention import AttentionImplementation, packed_rows
 from jaxlora.modules.base_param import BaseParam
@@ -104,6 +105,8 @@ class Decoder(nnx.Module):
         layers: The layers of this stage, by number.
         norm: The final norm; None except on the last stage.
         lm_head: The head; None except on the last stage, or if it is tied.
+        score: The score heads of the slots; None except on the last stage, or if no
+            objective has one.
     """
 
     def __init__(
@@ -146,6 +149,10 @@ class Decoder(nnx.Module):
         self.norm = make_final_norm(config, dtype=dtype) if is_last else None
         head = functools.partial(Head, width, config.vocab_size, dtype=dtype)
         self.lm_head = head() if is_last and not is_tied else None
+        score = None
+        if is_last and slots is not None and slots.has_score:
+            score = ScoreHead(slots.num_slots, width)
+        self.score = score
 
     def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Hidden states before the first layer; only on the first stage."""

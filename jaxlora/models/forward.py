@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.data.objectives import OBJECTIVES
+from jaxlora.data.objective import RowInputs
+from jaxlora.data.objectives import OBJECTIVES, has_baseline
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.spec import DecoderSpec, SlotSettings
@@ -27,15 +28,17 @@ Base = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotKeys:
-    """Keys of the slots' dropout masks.
+    """Keys of the slots' dropout masks, and baselines of their global batches.
 
     Attributes:
-        seed: Each slot's job seed.
-        step: Each slot's optimizer step.
+        seed: Each slot's job seed; None in evaluation, where nothing is dropped.
+        step: Each slot's optimizer step; None in evaluation.
+        baseline: Each slot's baseline; None: no objective of the run has one.
     """
 
-    seed: Int[Array, " G"]
-    step: Int[Array, " G"]
+    seed: Int[Array, " G"] | None = None
+    step: Int[Array, " G"] | None = None
+    baseline: Float[Array, " G"] | None = None
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays
@@ -76,14 +79,16 @@ def run_layers(
         decoder: The decoder, or one stage of it.
         batch: The microbatch.
         keys: Keys of the dropout masks in training; not used if the slots were made
-            without dropout. None: evaluation, where nothing is dropped.
+            without dropout. None, or without seeds: evaluation, where nothing is
+            dropped.
         h: Hidden states before the first of these layers.
 
     Returns:
         Hidden states after the last of these layers, and before it.
     """
     routing = Routing(block_adapter=batch.block_adapter)
-    if keys is not None and decoder.slots is not None and decoder.slots.use_dropout:
+    uses_dropout = decoder.slots is not None and decoder.slots.use_dropout
+    if uses_dropout and keys is not None and keys.seed is not None:
         routing = dataclasses.replace(
             routing, token_index=batch.token_index, seed=keys.seed, step=keys.step
         )
@@ -122,11 +127,37 @@ def label_nll(
     )
 
 
+def _loss_inputs(
+    decoder: Decoder,
+    batch: PackedBatch,
+    keys: SlotKeys | None,
+    hidden: Float[Array, "T D"],
+) -> dict[str, RowInputs]:
+    """Inputs of the run's objectives, with the baselines and scores of rows."""
+    names, block = decoder.options.objectives, batch.block_adapter
+    inputs = {name: batch.loss_inputs[name] for name in names}
+    if has_baseline(names):
+        assert keys is not None and keys.baseline is not None, "an objective needs it"
+        by_block = jnp.where(block >= 0, keys.baseline[jnp.maximum(block, 0)], 0.0)
+        rows = jnp.repeat(by_block, len(batch.token_ids) // len(block))
+        for name in names:
+            if OBJECTIVES[name].baseline is not None:
+                inputs[name] = inputs[name] | {"baseline": rows}
+    for name in names:
+        if (is_scored := OBJECTIVES[name].is_scored) is not None:
+            assert decoder.score is not None, "an objective needs it"
+            wanted = jnp.where(is_scored(inputs[name])[:, None], hidden, 0)
+            score = decoder.score(wanted, block)
+            inputs[name] = inputs[name] | {"score": score}
+    return inputs
+
+
 def losses(
     decoder: Decoder,
     batch: PackedBatch,
     h: Float[Array, "T D"],
     before: Float[Array, "T D"],
+    keys: SlotKeys | None = None,
 ) -> JobLosses:
     """Losses of a microbatch.
 
@@ -138,19 +169,21 @@ def losses(
         batch: The microbatch.
         h: Hidden states after the last layer.
         before: Hidden states before the last layer, see `Decoder.stored_head`.
+        keys: Has the baselines of the slots, if an objective of the run has one.
     """
     hidden = decoder.final_norm(h)
     nll = label_nll(decoder, batch, hidden, before)
+    loss_inputs = _loss_inputs(decoder, batch, keys, hidden)
     loss_T = functools.reduce(
         jnp.add,
         [
-            OBJECTIVES[name].losses(nll, batch.loss_inputs[name], batch.group_ids)
-            for name in decoder.options.objectives
+            OBJECTIVES[name].losses(nll, inputs, batch.group_ids)
+            for name, inputs in loss_inputs.items()
         ],
     )
     metrics_T: dict[str, Array] = {}
-    for name in decoder.options.objectives:
-        found = OBJECTIVES[name].metrics(nll, batch.loss_inputs[name], batch.group_ids)
+    for name, inputs in loss_inputs.items():
+        found = OBJECTIVES[name].metrics(nll, inputs, batch.group_ids)
         for key, values in found.items():
             metrics_T[key] = metrics_T[key] + values if key in metrics_T else values
     num_blocks = batch.block_adapter.shape[0]
@@ -188,7 +221,7 @@ def run_stage(
         adapters: Slot tables A and B of the stage, by path.
         settings: Settings of the slots in the stage's adapted linears.
         batch: The microbatch; each stage gets all of it.
-        keys: Keys of the dropout masks in training; None: evaluation.
+        keys: Keys of the dropout masks in training; None, or without seeds: evaluation.
         h: Hidden states from the stage before; None on the first stage.
 
     Returns:
@@ -200,7 +233,7 @@ def run_stage(
         h = embed(decoder, batch)
     assert h is not None
     h, before = run_layers(decoder, batch, keys, h)
-    return losses(decoder, batch, h, before) if spec.has_head else h
+    return losses(decoder, batch, h, before, keys) if spec.has_head else h
 
 
 def job_losses(

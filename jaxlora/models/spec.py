@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
 from jaxlora.models.layer import Remat
+from jaxlora.models.score import SCORE_PATH
 from jaxlora.models.sharded import base_specs, layer_bytes
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.modules.base_param import BaseParam
@@ -235,6 +236,8 @@ class DecoderSpec:
                 paths = tuple(path for path in paths if path in tables)
                 if paths:
                     stacks.append(Stack(name=tensor_path(name, tensor), paths=paths))
+        if SCORE_PATH in tables:
+            stacks.append(Stack(name=SCORE_PATH, paths=(SCORE_PATH,)))
         return tuple(stacks)
 
     @functools.cached_property
@@ -244,7 +247,14 @@ class DecoderSpec:
         return {
             stack.name: tuple(numbers[p.rpartition(".")[0]] for p in stack.paths)
             for stack in self.stacks
+            if stack.name != SCORE_PATH
         }
+
+    @property
+    def trained_modules(self) -> frozenset[str]:
+        """Paths of the modules with slot tables: linears, and the score head."""
+        tables = self.shapes(nnx.LoRAParam)
+        return frozenset(path.rpartition(".")[0] for path in tables)
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""

@@ -61,6 +61,7 @@ class SlotShape:
             fixed; see `jaxlora.adapters.initial`. It is compiled into the programs.
         optimizers: Names of the optimizers of jobs, sorted, for whose state there are
             tables; see `jaxlora.adapters.optimizers`.
+        has_score: Whether slots have a score head; see `jaxlora.models.score`.
 
     Raises:
         ValueError: A size is not positive.
@@ -73,6 +74,7 @@ class SlotShape:
     dora_dropout: bool = False
     keeps_start: bool = False
     optimizers: tuple[str, ...] = ("adamw",)
+    has_score: bool = False
 
     @property
     def tensors(self) -> tuple[TrainedTensor, ...]:

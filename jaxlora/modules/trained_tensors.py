@@ -162,6 +162,13 @@ def tensor_paths(linear: str) -> Iterator[tuple[TrainedTensor, str]]:
     return ((tensor, tensor_path(linear, tensor)) for tensor in trained_tensors())
 
 
+# The score head of a reward model, which is no part of a linear; see
+# `jaxlora.models.score`.
+SCORE_WEIGHT = TrainedTensor(
+    name="weight", peft_name="weight", dimensions=("K",), start=None
+)
+
+
 def tensor_of(path: str) -> TrainedTensor:
     """The trained tensor that a path, or the name of a stack of tables, ends in.
 
@@ -169,7 +176,7 @@ def tensor_of(path: str) -> TrainedTensor:
         ValueError: The path ends in none of the table's names.
     """
     name = path.rpartition(".")[2]
-    for tensor in trained_tensors():
+    for tensor in (*trained_tensors(), SCORE_WEIGHT):
         if tensor.name == name:
             return tensor
     raise ValueError(f"{path!r} is no name of a trained tensor.")

@@ -17,6 +17,7 @@ from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.models.layer import Remat
+from jaxlora.models.score import SCORE_PATH
 from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.problems import format_errors
 from jaxlora.run.identity import RunIdentity
@@ -43,6 +44,7 @@ class SavedAdapter:
         use_rslora: Whether the scaling divides by the root of the rank.
         dropout: Dropout rate in training.
         keep_best: Whether the weights of the best evaluation are exported.
+        has_score: Whether it has the score head of a reward model.
     """
 
     __pydantic_config__ = STRICT
@@ -51,6 +53,7 @@ class SavedAdapter:
     use_rslora: bool
     dropout: Annotated[float, Field(ge=0, lt=1)]
     keep_best: bool
+    has_score: bool = False
 
     def adapter(self, params: dict[str, np.ndarray]) -> Adapter:
         """Makes the adapter of these weights.
@@ -71,7 +74,10 @@ class SavedAdapter:
             for name, (rank, lora_alpha) in self.modules.items()
         }
         return Adapter(
-            modules=modules, use_rslora=self.use_rslora, dropout=self.dropout
+            modules=modules,
+            use_rslora=self.use_rslora,
+            dropout=self.dropout,
+            score=params[SCORE_PATH] if self.has_score else None,
         )
 
 
@@ -164,7 +170,11 @@ class SavedTensors:
         Raises:
             ValueError: A tensor is missing or unknown, or the shapes do not match.
         """
-        paths = set()
+        paths = {SCORE_PATH} if adapter.has_score else set()
+        for path in paths:
+            shape = self.shapes.get(path)
+            if shape is None or len(shape) != 1:
+                raise ValueError(f"job {name}: {path} has shape {shape}.")
         for module, (rank, _) in adapter.modules.items():
             sizes: dict[str, int] = {"R": rank}
             for tensor, path in tensor_paths(linear_path(module)):

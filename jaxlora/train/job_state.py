@@ -1,18 +1,18 @@
 """The state of a job in a run: its progress, its slot, and what is due."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.fresh import blank_adapter, fresh_adapter
+from jaxlora.adapters.fresh import blank_adapter, fresh_adapter, fresh_score
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.config.schedules import learning_rate
+from jaxlora.data.objective import Objective
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.hf.load import FrozenModel
@@ -33,8 +33,9 @@ class JobState:
         progress: Progress of the job.
         parked: State of the slot that the job left, while it is paused.
         references: Log-probabilities of its samples by the base without the adapter,
-            if its objective needs them: of `train`, and of `eval` if there are any.
-            None: they have not been computed.
+            if its objective needs them: of `train`, and of `eval` if there are any; of
+            `train_recombined` and `eval_recombined`, if it has baselines. None: they
+            have not been computed.
     """
 
     def __init__(
@@ -172,6 +173,34 @@ class JobState:
             settings=self.prepared.objective_settings,
         )
 
+    def baseline_batch(self, slot: int, step: int | None = None) -> JobBatch | None:
+        """Returns the recombined samples of a global batch, for the job in a slot.
+
+        Args:
+            slot: The slot.
+            step: Number of the optimizer step; None: of all held-out samples.
+
+        Returns:
+            The samples; None if the job has no baselines.
+        """
+        objective = self.prepared.baseline
+        if objective is None:
+            return None
+        which = "eval" if step is None else "train"
+        if step is None:
+            numbers = np.arange(len(self.prepared.neighbors["eval"]))
+        else:
+            numbers = self.prepared.sample_numbers(step)
+        samples = [self.prepared.recombined(which, i) for i in numbers.tolist()]
+        return JobBatch(
+            slot=slot,
+            step=step or 0,
+            samples=self._referred(samples, f"{which}_recombined", numbers),
+            weight=1.0 / len(samples),
+            objective=objective,
+            settings=self.prepared.objective_settings,
+        )
+
     @property
     def eval_ranges(self) -> Mapping[str, range]:
         """The groups of each held-out data set by name, if there are several."""
@@ -185,7 +214,7 @@ class JobState:
 
         Args:
             samples: The samples.
-            which: `train` or `eval`.
+            which: Their key in `references`.
             numbers: Their numbers.
         """
         if not self.prepared.objective.needs_reference:
@@ -198,22 +227,31 @@ class JobState:
         )
 
     def plain_batches(self, slot: int) -> dict[str, JobBatch]:
-        """Returns all samples without references: those of `train`, and of `eval`."""
-        found = {"train": self.prepared.train_data, "eval": self.prepared.eval_data}
+        """Returns all samples that need references, by their key in `references`."""
+        prepared = self.prepared
+        found = {"train": prepared.train_data, "eval": prepared.eval_data}
+        batches: dict[str, tuple[Iterable[TokenizedSample], Objective]] = {}
+        for which, data in found.items():
+            if data is None:
+                continue
+            batches[which] = data.samples, prepared.objective
+            if (baseline := prepared.baseline) is not None:
+                numbers = range(len(data.samples))
+                recombined = [prepared.recombined(which, i) for i in numbers]
+                batches[f"{which}_recombined"] = recombined, baseline
         return {
             which: JobBatch(
                 slot=slot,
                 step=0,
                 samples=tuple(
                     dataclasses.replace(sample, reference_logp=0.0)
-                    for sample in data.samples
+                    for sample in samples
                 ),
                 weight=1.0,
-                objective=self.prepared.objective,
-                settings=self.prepared.objective_settings,
+                objective=objective,
+                settings=prepared.objective_settings,
             )
-            for which, data in found.items()
-            if data is not None
+            for which, (samples, objective) in batches.items()
         }
 
     def learning_rate(self, step: int) -> float:
@@ -305,5 +343,14 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
         for name in prepared.modules
     }
     given = prepared.settings, prepared.modules, kernels
-    draw = functools.partial(fresh_adapter, *given, model.dtype)
-    return JobState(prepared, blank_adapter(*given), draw)
+
+    def with_score(adapter: Adapter) -> Adapter:
+        if not prepared.objective.has_score:
+            return adapter
+        score = fresh_score(prepared.settings, model.config.hidden_size)
+        return dataclasses.replace(adapter, score=score)
+
+    def draw() -> Adapter:
+        return with_score(fresh_adapter(*given, model.dtype))
+
+    return JobState(prepared, with_score(blank_adapter(*given)), draw)

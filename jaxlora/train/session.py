@@ -72,6 +72,7 @@ class Session:
             lock: Lock of the run's folder, which is held.
         """
         self._run, self._live, self._store, self._lock = run, live, store, lock
+        self._referenced: set[str] = set()  # jobs whose references were written
         self._config, self._slots = run.plan.config, run.slots
         self._early_exit, self._suggestions = early_exit, suggestions
         self._folder = pathlib.Path(run.plan.config.output_dir)
@@ -310,6 +311,9 @@ class Session:
             self._early_exit.saved(),
             self._suggestions.saved(),
         )
+        for job in jobs:  # copies of jobs, and jobs of other runs, have them already
+            if job.has_begun and job.references and job.name not in self._referenced:
+                self._keep_references(job)
         store.save(self.round, JobStates.of(jobs, read_slot), saved)
 
     def _send_written(self, *, waits: bool = False) -> None:
@@ -319,6 +323,7 @@ class Session:
 
     def _keep_references(self, job: JobState) -> None:
         self._lock.check_folder()
+        self._referenced.add(job.name)
         if processes.is_first():
             write_references(self._folder, job, self._run.model.fingerprint)
 

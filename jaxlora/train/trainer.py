@@ -322,6 +322,9 @@ class Trainer:
         for job in jobs:
             if job.settings.continue_from and job.progress.status == "waiting":
                 continue_job(job, self._opened.identity([job]))
+                if job.lacks_references:
+                    there = pathlib.Path(job.settings.continue_from)
+                    read_references(there, job, self.model.fingerprint)
 
     def _report(self, session: Session, interrupted: bool) -> RunResult:
         """Returns the result of a session, and writes and prints it."""

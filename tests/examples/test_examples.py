@@ -22,9 +22,9 @@ def test_two_jobs(clone):
 def test_preferences(clone):
     assert main(["train", "examples/preferences.yaml"]) == 0
     summary = json.loads((clone / "runs/preferences/summary.json").read_text())
-    assert len(summary["jobs"]) == 4
-    for job in summary["jobs"].values():
-        assert job["last_eval"] < job["first_eval"] - 0.5
+    assert len(summary["jobs"]) == 5
+    for name, job in summary["jobs"].items():  # KTO's loss is at most 1
+        assert job["last_eval"] < job["first_eval"] - (0.1 if name == "kto" else 0.5)
 
 
 def test_sweep(clone, capsys):

@@ -20,6 +20,9 @@ _PAIRS_CURE = (
     "which objective: next_token does not learn from. Set the job's objective to one "
     "that does, such as simpo"
 )
+_LABEL_CURE = (
+    "which objective: next_token does not learn from. Set the job's objective to kto"
+)
 _ONLY = "which no objective learns from"
 
 # A field that holds a text, or a list of messages.
@@ -76,11 +79,11 @@ def describe_preference(record: Mapping[str, Any]) -> str | None:
             )
     if any(name in record for name in _ANSWERS):
         for name in _LABELS:
-            if _is_label(record.get(name)):
+            if read_label(record.get(name)) is not None:
                 return (
                     f"this is a preference record ({name!r} says whether the answer is "
-                    f"a good one, as for KTO), {_ONLY}. Keep the good answers and "
-                    f"remove {name!r}, or set data.kind to train on all of them."
+                    f"a good one, as for KTO), {_LABEL_CURE}. Or keep the good answers "
+                    f"and remove {name!r}, or set data.kind to train on all of them."
                 )
     for names in (("completions", "labels"), ("output",)):
         if all(isinstance(record.get(name), list) for name in names):
@@ -91,10 +94,11 @@ def describe_preference(record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_label(value: Any) -> bool:
-    # A .csv file has texts.
-    is_text = isinstance(value, str) and value.lower() in ("true", "false")
-    return isinstance(value, bool) or is_text
+def read_label(value: Any) -> bool | None:
+    """Returns whether a labelled answer is a good one; None if it is no label."""
+    if isinstance(value, str):  # a .csv file has texts
+        return {"true": True, "false": False}.get(value.lower())
+    return value if isinstance(value, bool) else None
 
 
 def _cure(record: Mapping[str, Any], better: str) -> str:

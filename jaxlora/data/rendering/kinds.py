@@ -10,7 +10,9 @@ from jaxlora.data.records.read import Record
 from jaxlora.data.rendering.fields import is_template
 from jaxlora.errors import DataError
 
-Kind = Literal["prompt_completion", "messages", "text", "alpaca", "preference"]
+Kind = Literal[
+    "prompt_completion", "messages", "text", "alpaca", "preference", "unpaired"
+]
 
 # The settings that name the fields of each kind.
 _SETTINGS: Mapping[Kind, tuple[str, ...]] = {
@@ -18,12 +20,17 @@ _SETTINGS: Mapping[Kind, tuple[str, ...]] = {
     "messages": ("messages",),
     "text": ("text",),
     "alpaca": (),
-    "preference": ("prompt", "chosen", "rejected"),
+    "preference": ("prompt", "chosen", "rejected", "margin"),
+    "unpaired": ("label",),
 }
 # The name that ShareGPT gives to the messages.
 _SHAREGPT = "conversations"
+# LLaMA-Factory's name of a label.
+_KTO_TAG = "kto_tag"
 # Samples of a record: a chosen and a rejected completion.
 SAMPLES_PER_RECORD: Mapping[str, int] = {"preference": 2}
+# Kinds that only some objectives learn from.
+SPECIAL_KINDS: frozenset[Kind] = frozenset(("preference", "unpaired"))
 ALPACA = ("instruction", "input", "output")
 
 
@@ -38,12 +45,15 @@ class Reading:
         has_messages: Whether prompts and completions are lists of messages, not texts.
         has_prompt: Whether the first of the fields of a preference is the prompt;
             otherwise both completions begin with it.
+        answer: How the answer of an unpaired record is read; its label is the last of
+            the fields.
     """
 
     kind: Kind
     fields: tuple[str, ...]
     has_messages: bool = False
     has_prompt: bool = True
+    answer: "Reading | None" = None
 
     def __str__(self) -> str:
         names = ", ".join("a template" if is_template(f) else f for f in self.fields)
@@ -57,6 +67,8 @@ def has_kind(data: DataConfig, record: Record) -> bool:
     """Whether a record can be read as at least one kind, with the user's settings."""
     if data.kind == "preference":
         return all(is_template(f) or f in record for f in (data.chosen, data.rejected))
+    if data.kind == "unpaired":
+        return find_label(data, record) is not None
     readings = _readings_that_fit(data, record)
     return any(not _settings_of_other_kinds(data, r.kind) for r in readings)
 
@@ -73,6 +85,8 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
     """
     if data.kind == "preference":
         return _preference(data, first)
+    if data.kind == "unpaired":
+        return _unpaired(data, first)
     fits = _readings_that_fit(data, first)
     if data.kind != "auto":
         fits = [r for r in fits if r.kind == data.kind]
@@ -158,6 +172,39 @@ def _preference(data: DataConfig, first: Record) -> Reading:
     )
 
 
+def find_label(data: DataConfig, record: Record) -> str | None:
+    """Returns the field of a record that has its label; None if there is none."""
+    names = [data.label]
+    if not _is_changed(data, "label"):
+        names.append(_KTO_TAG)
+    return next((name for name in names if name in record), None)
+
+
+def _unpaired(data: DataConfig, first: Record) -> Reading:
+    """Returns how labelled answers are read: as records without the label."""
+    label, found = find_label(data, first), ", ".join(map(str, first)) or "none"
+    if label is None:
+        raise DataError(
+            f"field {data.label!r} is missing (fields found: {found}). Name the field "
+            "that says whether the answer is a good one in data.label."
+        )
+    if data.loss_on != "completion":
+        raise DataError(
+            f"loss_on={data.loss_on} trains on prompts, which have no label. Remove "
+            "data.loss_on."
+        )
+    plain = data.replace(kind="auto", label=DataConfig.model_fields["label"].default)
+    others = {name: value for name, value in first.items() if name != label}
+    answer = choose_reading(plain, others)
+    if answer.kind == "text":
+        raise DataError(
+            f"the records are read as {answer}, without a prompt (fields found: "
+            f"{found}). Name the fields in data.prompt and data.completion."
+        )
+    fields = (*answer.fields, label)
+    return dataclasses.replace(answer, kind="unpaired", fields=fields, answer=answer)
+
+
 def _check_settings(data: DataConfig, reading: Reading, found: str) -> None:
     """Checks that the user named no field that would be ignored."""
     for kind, key in _settings_of_other_kinds(data, reading.kind):
@@ -190,7 +237,7 @@ def _asked_reading(data: DataConfig) -> Reading:
 def _readings_that_fit(data: DataConfig, record: Record) -> list[Reading]:
     readings = []
     for kind, keys in _SETTINGS.items():
-        if kind == "preference":  # only on request: its fields fit other kinds, too
+        if kind in SPECIAL_KINDS:  # only on request: their fields fit other kinds, too
             continue
         fields = tuple(getattr(data, key) for key in keys)
         if fields and all(is_template(f) or f in record for f in fields):

@@ -13,7 +13,6 @@ from jaxlora.data.records.messages import (
     without_earlier_answers,
 )
 from jaxlora.data.records.notes import Notes
-from jaxlora.data.records.preference import split_prompt
 from jaxlora.data.records.read import Record
 from jaxlora.data.records.tool_calls import read_tools
 from jaxlora.data.records.values import check_text
@@ -51,32 +50,18 @@ class PlainText:
 
 
 Rendered = PromptCompletion | Chat | PlainText
+
+
 Renderer = Callable[[Sequence[Record]], "list[Rendered | DataError]"]
 
 
-def make_renderer(
+def plain_renderer(
     data: DataConfig, reading: Reading, tokenizer: Tokenizer, notes: Notes
 ) -> Renderer:
-    """Chooses how records become text.
+    """Chooses how records that are one text each become this text.
 
-    Args:
-        data: The user's settings for the records.
-        reading: Which fields are read, and as what.
-        tokenizer: Holds the chat template.
-        notes: Gets a line for each field that the user probably meant but that is not
-            used.
-
-    Returns:
-        A function from records to texts, two for each record of a preference: the
-        chosen one first. For a record that cannot be used, it returns a DataError
-        without the record's number, which the caller knows.
-
-    Raises:
-        DataError: Options contradict the kind.
-        ModelError: The records are chats, and the tokenizer has no chat template.
+    The arguments are those of `make_renderer`.
     """
-    if reading.kind == "preference":
-        return _PairRenderer(data, reading, tokenizer, notes)
     is_chat = reading.kind == "messages" or reading.has_messages
     if data.chat and (is_chat or reading.kind == "text"):
         raise DataError(
@@ -132,61 +117,6 @@ class _PromptRenderer:
     def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
         self._unused.check_fields(records, self._prompts.fields)
         return list(self._prompts.read(records))
-
-
-class _PairRenderer:
-    """Renders the chosen and the rejected answer of each record, in turn."""
-
-    def __init__(
-        self, data: DataConfig, reading: Reading, tokenizer: Tokenizer, notes: Notes
-    ):
-        *prompts, self._chosen, self._rejected = reading.fields
-        self._prompt = prompts[0] if prompts else data.prompt
-        self._reading = reading
-        self._renderers = [
-            make_renderer(
-                data.replace(kind="prompt_completion"),
-                Reading(
-                    kind="prompt_completion",
-                    fields=(self._prompt, answer),
-                    has_messages=reading.has_messages,
-                ),
-                tokenizer,
-                notes,
-            )
-            for answer in (self._chosen, self._rejected)
-        ]
-
-    def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
-        read = list(map(self._read, records))
-        good = [record for record in read if not isinstance(record, DataError)]
-        rendered = [iter(render(good)) for render in self._renderers]
-        return [
-            text
-            for record in read
-            for text in (
-                (record, record)
-                if isinstance(record, DataError)
-                else map(next, rendered)
-            )
-        ]
-
-    def _read(self, record: Record) -> Record | DataError:
-        """Returns a record with a prompt, and with lists where it had one message."""
-        answers = {}
-        for field in (self._chosen, self._rejected):
-            answer = record.get(field)
-            is_message = self._reading.has_messages and isinstance(answer, dict)
-            answers[field] = [answer] if is_message else answer
-        if self._reading.has_prompt:
-            return {**record, **answers} if self._reading.has_messages else record
-        for field in answers:
-            if field not in record:
-                return missing_field(field, record)
-        split = split_prompt(*answers.values())
-        if isinstance(split, DataError):
-            return split
-        return {**record, **dict(zip((self._prompt, *answers), split, strict=True))}
 
 
 @runtime_checkable

@@ -20,7 +20,8 @@ from jaxlora.data.rendering.kinds import (
     choose_reading,
     has_kind,
 )
-from jaxlora.data.rendering.render import Rendered, Renderer, make_renderer
+from jaxlora.data.rendering.preferences import Valued, ValuedRenderer, make_renderer
+from jaxlora.data.rendering.render import Rendered
 from jaxlora.data.templates.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode import Encoder
@@ -70,20 +71,23 @@ def encode_records(
     progress = _Progress(writer, data.path)
     first: TokenizedSample | None = None
     with contextlib.closing(_render_ahead(render, _chunks(records))) as chunks:
-        for rendered in chunks:
+        for valued in chunks:
+            values = [one.value if isinstance(one, Valued) else 0.0 for one in valued]
+            rendered = [one.text if isinstance(one, Valued) else one for one in valued]
             wholes = map(encode.is_whole, rendered)
-            samples = zip(encode(rendered), wholes, strict=True)
+            samples = zip(encode(rendered), values, wholes, strict=True)
             for record in itertools.batched(samples, size):
-                errors = [one for one, _ in record if isinstance(one, DataError)]
+                errors = [one for one, *_ in record if isinstance(one, DataError)]
                 if errors:
                     bad.add(len(writer) // size + 1, errors[0])
-                for sample, is_whole in record:
-                    if errors or isinstance(sample, DataError):
+                for tokens, value, is_whole in record:
+                    if errors or isinstance(tokens, DataError):
                         writer.add_bad()
                         continue
+                    sample = TokenizedSample(*tokens, value)
                     if first is None and sample.is_target.any():
-                        first = TokenizedSample(*sample)
-                    writer.add(TokenizedSample(*sample), is_whole=is_whole)
+                        first = sample
+                    writer.add(sample, is_whole=is_whole)
             progress.log()
     shown = "none has a token to predict"
     if first is not None:
@@ -108,8 +112,8 @@ def _representative(data: DataConfig, records: Records) -> Record:
 
 
 def _render_ahead(
-    render: Renderer, chunks: Iterable[Sequence[Record]]
-) -> Generator[list[Rendered | DataError]]:
+    render: ValuedRenderer, chunks: Iterable[Sequence[Record]]
+) -> Generator[Sequence[Valued | Rendered | DataError]]:
     """Renders chunks of records in several threads, and yields them in order.
 
     Most of the time the threads wait for the processes that run the templates.

@@ -161,6 +161,7 @@ def mix(parts: Sequence[TokenizedData], data: DataConfig, seed: int) -> MixedDat
         samples=samples,
         max_length=parts[0].max_length,
         group_size=size,
+        is_recombined=parts[0].is_recombined,
         mixed=samples,
         by_name=dict(zip(data.set_names, parts, strict=True)),
         order=order,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, overload
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32, Int64
+from jaxtyping import Bool, Float64, Int, Int32, Int64
 
 from jaxlora.data.records.notes import Note
 from jaxlora.errors import DataError
@@ -30,13 +30,21 @@ class TokenizedSample:
         token_ids: The sample's tokens.
         is_target: Whether each token is a target of the loss. The first token is never
             one, because there is no token before it to predict it.
+        value: The number that came with the record: whether a labelled completion is
+            desirable, 1 or 0; or the margin of a pair. 0: there is none.
         reference_logp: Log-probability of the targets, in nats, by the base without an
             adapter, for objectives that need it.
     """
 
     token_ids: Int32[np.ndarray, " T"]
     is_target: Bool[np.ndarray, " T"]
+    value: float = 0.0
     reference_logp: float | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first target."""
+        return int(self.is_target.argmax())
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,6 +59,7 @@ class EncodedRecords:
             record that cannot be used has no tokens.
         lengths: Number of tokens of each record, which may be more than are stored.
         num_targets: Number of each record's stored tokens that are targets.
+        values: The number that came with each record; see `TokenizedSample`.
         is_whole: Whether `lengths` is exact; otherwise it is a lower bound.
         is_bad: Whether each record is left out, because it cannot be used.
         first_bad: Describes the first record that cannot be used; "" if there is none.
@@ -61,6 +70,7 @@ class EncodedRecords:
     offsets: Int64[np.ndarray, " _"]
     lengths: Int64[np.ndarray, " R"]
     num_targets: Int64[np.ndarray, " R"]
+    values: Float64[np.ndarray, " R"]
     is_whole: Bool[np.ndarray, " R"]
     is_bad: Bool[np.ndarray, " R"]
     first_bad: str
@@ -73,10 +83,17 @@ class Samples(Sequence[TokenizedSample]):
     Attributes:
         records: The tokens of the data set.
         numbers: Index of each sample's record.
+        values: The number that came with each sample.
     """
 
-    def __init__(self, records: EncodedRecords, numbers: Int[np.ndarray, " S"]):
+    def __init__(
+        self,
+        records: EncodedRecords,
+        numbers: Int[np.ndarray, " S"],
+        values: Float64[np.ndarray, " S"] | None = None,
+    ):
         self.records, self.numbers = records, numbers
+        self.values = records.values[numbers] if values is None else values
 
     @property
     def lengths(self) -> Int64[np.ndarray, " S"]:
@@ -99,18 +116,22 @@ class Samples(Sequence[TokenizedSample]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        return _sample(self._stored(int(self.numbers[range(len(self))[index]])))
+        index = range(len(self))[index]
+        return _sample(
+            self._stored(int(self.numbers[index])), float(self.values[index])
+        )
 
     def __iter__(self) -> Iterator[TokenizedSample]:
         # Samples are converted in groups, because the overhead per call is high.
         for first in range(0, len(self), _READ_SAMPLES):
-            numbers = self.numbers[first : first + _READ_SAMPLES].tolist()
-            parts = [self._stored(number) for number in numbers]
-            whole = _sample(np.concatenate(parts))
+            some = slice(first, first + _READ_SAMPLES)
+            parts = [self._stored(number) for number in self.numbers[some].tolist()]
+            whole = _sample(np.concatenate(parts), 0.0)
             ends = itertools.accumulate(map(len, parts), initial=0)
-            for start, end in itertools.pairwise(ends):
-                part = slice(start, end)
-                yield TokenizedSample(whole.token_ids[part], whole.is_target[part])
+            spans = itertools.starmap(slice, itertools.pairwise(ends))
+            for part, value in zip(spans, self.values[some].tolist(), strict=True):
+                ids, is_target = whole.token_ids[part], whole.is_target[part]
+                yield TokenizedSample(ids, is_target, value)
 
     def _stored(self, number: int) -> np.ndarray:
         """Returns the stored tokens of a record."""
@@ -118,9 +139,9 @@ class Samples(Sequence[TokenizedSample]):
         return self.records.tokens[offsets[number] : offsets[number + 1]]
 
 
-def _sample(stored: np.ndarray) -> TokenizedSample:
+def _sample(stored: np.ndarray, value: float) -> TokenizedSample:
     is_target = stored < 0
-    return TokenizedSample(_complemented(stored, is_target), is_target)
+    return TokenizedSample(_complemented(stored, is_target), is_target, value)
 
 
 def _complemented(values: np.ndarray, where: np.ndarray) -> np.ndarray:
@@ -144,6 +165,7 @@ class RecordWriter:
         self._max_length = max_length
         self._offsets = array.array("q", [0])
         self._lengths, self._num_targets = array.array("q"), array.array("q")
+        self._values = array.array("d")
         self._is_whole, self._is_bad = bytearray(), bytearray()
         self._pending: list[TokenizedSample] = []
         self._parts: list[np.ndarray] = []
@@ -171,7 +193,9 @@ class RecordWriter:
         if length > limit:
             # The arrays are copied so that the long ones can be freed.
             sample = TokenizedSample(
-                sample.token_ids[:limit].copy(), sample.is_target[:limit].copy()
+                sample.token_ids[:limit].copy(),
+                sample.is_target[:limit].copy(),
+                sample.value,
             )
         self._append(sample, length, is_whole, is_bad=False)
 
@@ -187,6 +211,7 @@ class RecordWriter:
         self._offsets.append(self.num_tokens + len(sample.token_ids))
         self._lengths.append(length)
         self._num_targets.append(int(np.count_nonzero(sample.is_target)))
+        self._values.append(sample.value)
         self._is_whole.append(is_whole)
         self._is_bad.append(is_bad)
         num_pending = self.num_tokens - self._offsets[-1 - len(self._pending)]
@@ -223,6 +248,7 @@ class RecordWriter:
             offsets=np.array(self._offsets, np.int64),
             lengths=np.array(self._lengths, np.int64),
             num_targets=np.array(self._num_targets, np.int64),
+            values=np.array(self._values, np.float64),
             is_whole=np.frombuffer(bytes(self._is_whole), bool),
             is_bad=np.frombuffer(bytes(self._is_bad), bool),
             first_bad=first_bad,

@@ -79,6 +79,8 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
         title = f"\nrecord {number // size + 1}"
         if size == 2:
             title += ", rejected" if number % size else ", chosen"
+        if data.kind == "unpaired":
+            title += ", desirable" if records.values[number] else ", undesirable"
         if tokenizer:
             title += f": {_counts(records, number, max_length)}"
         consoles.show(console, title, style="bold", soft_wrap=True)

@@ -34,7 +34,7 @@ from jaxlora.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
-_MAGIC = b"jaxlora tokens 1"
+_MAGIC = b"jaxlora tokens 2"
 _ALIGNMENT = 64
 _DIGEST_BYTES = 32
 _SUFFIX = ".tokens"
@@ -44,6 +44,7 @@ _ARRAYS: dict[str, type] = {
     "offsets": np.int64,
     "lengths": np.int64,
     "num_targets": np.int64,
+    "values": np.float64,
     "is_whole": np.bool_,
     "is_bad": np.bool_,
 }
@@ -312,6 +313,7 @@ def _check_arrays(
     offsets: np.ndarray,
     lengths: np.ndarray,
     num_targets: np.ndarray,
+    values: np.ndarray,
     is_whole: np.ndarray,
     is_bad: np.ndarray,
 ) -> None:
@@ -321,7 +323,8 @@ def _check_arrays(
         ValueError: They do not.
     """
     num = len(lengths)
-    others = len(offsets) - 1, len(num_targets), len(is_whole), len(is_bad)
+    by_record = num_targets, values, is_whole, is_bad
+    others = len(offsets) - 1, *map(len, by_record)
     if num == 0 or set(others) != {num}:
         raise ValueError("its arrays have different sizes")
     stored = np.diff(offsets)

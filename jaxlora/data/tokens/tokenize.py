@@ -1,5 +1,6 @@
 """A job's records as token arrays, with the tokens to be learned marked."""
 
+import dataclasses
 import logging
 import math
 from typing import Literal
@@ -12,8 +13,8 @@ from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
-from jaxlora.data.records.read import open_records
-from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD
+from jaxlora.data.records.read import Record, open_records
+from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD, SPECIAL_KINDS, has_kind
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode_records import encode_records
 from jaxlora.data.tokens.mixture import mix
@@ -26,6 +27,10 @@ _Flags = Bool[np.ndarray, "..."]
 
 logger = logging.getLogger(__name__)
 
+# The field that has the margin of a pair, if the user names no other.
+_MARGIN = "margin"
+# TRL takes so many pairs apart at a time.
+_PAIRS_AT_ONCE = 1000
 # The random stream of the held-out records; no epoch number is as large.
 _HELD_OUT_STREAM = 2**63
 
@@ -101,7 +106,9 @@ class DataReader:
         data = with_kind(data, job)
         key, records = self._encode(data, job.max_length)
         split = (which, fraction, job.eval_seed) if fraction else ()
-        choice = (key, data.path, split, job.too_long)
+        objective = find_objective(job.objective)
+        groups = objective.group_size, objective.baseline is not None
+        choice = (key, data.path, split, job.too_long, groups)
         if choice not in self._tokenized:
             size = SAMPLES_PER_RECORD.get(data.kind, 1)
             num_records = len(records.lengths) // size
@@ -110,7 +117,7 @@ class DataReader:
                 is_held_out = _choose_held_out(job, data.path, num_records)
                 is_included = is_held_out == (which == "eval")
             chosen = _choose_samples(records, is_included, job, data.path, size)
-            self._tokenized[choice] = chosen
+            self._tokenized[choice] = _grouped(chosen, job)
         return self._tokenized[choice]
 
     def _encode(self, data: DataConfig, max_length: int) -> tuple[str, EncodedRecords]:
@@ -142,15 +149,31 @@ class DataReader:
 def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
     """Returns the settings with the kind of records that the job's objective needs.
 
+    The first record decides what the objective leaves open: the kind if it learns from
+    several, and whether there are margins.
+
     Raises:
-        DataError: The objective does not learn from the kind that is set.
+        DataError: The objective does not learn from the kind that is set, or the first
+            record cannot be read.
     """
     objective = find_objective(job.objective)
-    if objective.kind is not None and data.kind == "auto":
-        return data.replace(kind=objective.kind)
-    if (objective.kind or "auto") == data.kind or (
-        objective.kind is None and data.kind != "preference"
-    ):
+    kinds, has_margin = objective.kinds, objective.has_score
+    leaves_open = kinds if data.kind == "auto" else ()
+    first: Record = {}
+    if len(leaves_open) > 1 or (has_margin and data.margin is None):
+        first = next(iter(open_records(data)))
+    if data.kind == "auto" and kinds:
+        fits = [kind for kind in kinds if has_kind(data.replace(kind=kind), first)]
+        data = data.replace(kind=(*fits, *kinds)[0])
+    if has_margin and data.margin is None and _MARGIN in first:
+        data = data.replace(margin=_MARGIN)
+    if data.margin is not None and not has_margin:
+        raise DataError(
+            f"job {job.name!r} has data.margin {data.margin!r}, which objective "
+            f"{job.objective} does not use. Leave it out."
+        )
+    is_special = data.kind in SPECIAL_KINDS
+    if data.kind in kinds or not (kinds or is_special):
         return data
     raise DataError(
         f"job {job.name!r} has objective {job.objective}, which does not learn from "
@@ -225,6 +248,32 @@ def _choose_samples(
             "records."
         )
     return out
+
+
+def _grouped(data: TokenizedData, job: LoraJob) -> TokenizedData:
+    """Takes pairs apart for an objective that learns from single samples.
+
+    As in TRL, all chosen answers of 1000 pairs come before their rejected ones. A
+    chosen answer gets the label 1, and a rejected one 0.
+    """
+    objective = find_objective(job.objective)
+    is_recombined = objective.baseline is not None
+    if data.group_size == objective.group_size:
+        return dataclasses.replace(data, is_recombined=is_recombined)
+    assert (data.group_size, objective.group_size) == (2, 1), "pairs are taken apart"
+    samples = data.samples
+    assert isinstance(samples, Samples), "the reader makes them"
+    pair, is_rejected = np.divmod(samples.numbers, 2)
+    order = np.lexsort((pair, is_rejected, pair // _PAIRS_AT_ONCE))
+    values = 1.0 - is_rejected[order]
+    counts = ("num_records", "num_truncated", "num_dropped", "num_without_target")
+    return dataclasses.replace(
+        data,
+        samples=Samples(samples.records, samples.numbers[order], values),
+        group_size=1,
+        is_recombined=is_recombined,
+        **{name: 2 * getattr(data, name) for name in (*counts, "num_bad")},
+    )
 
 
 def _too_long(

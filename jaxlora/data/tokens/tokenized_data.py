@@ -30,6 +30,7 @@ class TokenizedData:
         num_bad: Records that were dropped because they are invalid
             (`data.bad_records`).
         group_size: Consecutive samples that the job's objective takes together.
+        is_recombined: Whether prompts are also used with the completions of others.
     """
 
     source: str
@@ -41,6 +42,7 @@ class TokenizedData:
     num_without_target: int
     num_bad: int = 0
     group_size: int = 1
+    is_recombined: bool = False
 
     @property
     def parts(self) -> Mapping[str, "TokenizedData"]:
@@ -72,6 +74,25 @@ class TokenizedData:
         return self.lengths.reshape(-1, self.group_size).sum(axis=1)
 
     @property
+    def longest_sample(self) -> int:
+        """Upper bound on the tokens of a sample, also of recombined ones."""
+        return max(int(self.lengths.max()), self._longest_recombined)
+
+    @property
+    def longest_group(self) -> int:
+        """Upper bound on the tokens of a group, likewise."""
+        return max(int(self.group_lengths.max()), self._longest_recombined)
+
+    @functools.cached_property
+    def _longest_recombined(self) -> int:
+        if not self.is_recombined:
+            return 0
+        parts = [(s.prompt_length, len(s.token_ids)) for s in self.samples]
+        prompt = max(length for length, _ in parts)
+        completion = max(whole - length for length, whole in parts)
+        return min(prompt + completion, self.max_length)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all samples."""
         return int(self.lengths.sum())
@@ -98,6 +119,8 @@ class TokenizedData:
             digest.update(len(sample.token_ids).to_bytes(8, "little"))
             digest.update(sample.token_ids.tobytes())
             digest.update(sample.is_target.tobytes())
+            if sample.value:
+                digest.update(np.float64(sample.value).tobytes())
         return digest.hexdigest()
 
     @property

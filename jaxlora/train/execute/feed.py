@@ -66,6 +66,7 @@ class Feed:
         self._ready: tuple[tuple[Sample, ...], Any] | None = None
         self._batches: dict[tuple[int, int], JobBatch] = {}  # by slot and step
         self._remaining: dict[tuple[int, int], int] = {}  # groups to run, likewise
+        self._begun: set[tuple[int, int]] = set()  # batches in ticks that were taken
 
     def has_tick(self, number: int) -> bool:
         """Whether there is a tick of this number, counted from the start."""
@@ -114,6 +115,19 @@ class Feed:
         limits = dataclasses.replace(self._limits, capacity=fed.of.rows)
         return self._upload(pack_tick(fed.tick, batches, limits, self._objectives))
 
+    def begin(self, fed: FedTick) -> dict[int, JobBatch]:
+        """Returns the samples of the baselines of batches that begin, by slot.
+
+        Args:
+            fed: A tick that was taken.
+        """
+        new = {(s.owner, s.batch) for s in fed.samples} - self._begun
+        self._begun |= new
+        found = {
+            slot: self._jobs[slot].baseline_batch(slot, step) for slot, step in new
+        }
+        return {slot: batch for slot, batch in found.items() if batch is not None}
+
     def complete(self, fed: FedTick) -> dict[int, JobBatch]:
         """Returns the global batches that a tick completes, by slot."""
         out = {}
@@ -121,11 +135,13 @@ class Feed:
             self._remaining[s.owner, s.batch] -= 1
             if not self._remaining[s.owner, s.batch]:
                 del self._remaining[s.owner, s.batch]
+                self._begun.discard((s.owner, s.batch))
                 out[s.owner] = self._batches.pop((s.owner, s.batch))
         return out
 
     def forget(self, slot: int) -> None:
         """Forgets the batches of a job that has left its slot."""
+        self._begun = {key for key in self._begun if key[0] != slot}
         for kept in (self._batches, self._remaining):
             for key in [key for key in kept if key[0] == slot]:
                 del kept[key]

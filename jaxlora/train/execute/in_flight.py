@@ -65,16 +65,22 @@ class InFlight:
         """Returns the ticks with rows of a slot that have not left the first stage."""
         return [tick for tick, entered in self._ticks.items() if slot in entered.slots]
 
-    def run(self, one: Pass) -> JobLosses | None:
-        """Queues a pass of a tick; returns the losses on the last stage."""
+    def run(self, one: Pass, baseline: jax.Array | None) -> JobLosses | None:
+        """Queues a pass of a tick; returns the losses on the last stage.
+
+        Args:
+            one: The pass.
+            baseline: The baselines of the slots' global batches, which the last stage
+                reads; None: no objective of the run has one.
+        """
         try:
-            return self._run(one)
+            return self._run(one, baseline)
         except jax.errors.JaxRuntimeError as error:
             if len(self._stages) > 1:
                 error.add_note(f"stage {one.stage + 1} of {len(self._stages)}")
             raise
 
-    def _run(self, one: Pass) -> JobLosses | None:
+    def _run(self, one: Pass, baseline: jax.Array | None) -> JobLosses | None:
         if one.kind == "forward":
             self._forward(one.stage, one.tick)
             return None
@@ -82,15 +88,18 @@ class InFlight:
             self._backward(one.stage, one.tick)
             losses = None
         else:
-            losses = self._forward_backward(one.stage, one.tick)
+            losses = self._forward_backward(one.stage, one.tick, baseline)
         if one.stage == 0:
             del self._ticks[one.tick]
         return losses
 
-    def _inputs(self, stage: int, tick: int) -> tuple[Any, ...]:
+    def _inputs(
+        self, stage: int, tick: int, baseline: jax.Array | None = None
+    ) -> tuple[Any, ...]:
         """Settings, rows, keys and hidden states that a forward pass takes."""
         entered, table = self._ticks[tick], self._tables[stage]
-        inputs = table.settings, entered.batches[stage], entered.keys
+        keys = dataclasses.replace(entered.keys, baseline=baseline)
+        inputs = table.settings, entered.batches[stage], keys
         return inputs if stage == 0 else (*inputs, self._hidden.pop((stage, tick)))
 
     def _forward(self, stage: int, tick: int) -> None:
@@ -100,14 +109,16 @@ class InFlight:
         self._residuals[stage, tick] = kept
         self._hidden[stage + 1, tick] = self._send(h, stage + 1)
 
-    def _forward_backward(self, stage: int, tick: int) -> JobLosses:
+    def _forward_backward(
+        self, stage: int, tick: int, baseline: jax.Array | None
+    ) -> JobLosses:
         state = self._tables[stage].state
         run = self._stages[stage].steps.accumulate
         pending, losses, dh = run(
             self._bases[stage],
             state.params,
             state.pending,
-            *self._inputs(stage, tick),
+            *self._inputs(stage, tick, baseline),
         )
         self._finish(stage, tick, pending, dh)
         return losses

@@ -14,6 +14,8 @@ from jaxlora.adapters.slots import SlotTable, row_shapes
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.distributed import processes
 from jaxlora.memory.footprint import StagePrograms
+from jaxlora.memory.inputs import baseline_shape
+from jaxlora.models.forward import SlotKeys
 from jaxlora.programs.program import (
     Prepared,
     announce,
@@ -63,7 +65,7 @@ class RunPrograms:
             passes.append(found)
         for (stage, table), name in _named(layout, slots):
             if evaluates:
-                others.append(_evaluation(stage, table, limits, name))
+                others += _evaluation(stage, table, limits, name)
             others += _updates(stage, table, len(layout.stages), name)
         found = RunPrograms(passes=tuple(passes), others=tuple(others))
         announce(found.each)
@@ -163,14 +165,27 @@ def _named(layout: Layout, slots: StagedSlots):
         yield pair, f", stage {number} of {num_stages}" if num_stages > 1 else ""
 
 
-def _evaluation(stage: Stage, table: SlotTable, limits: Limits, name: str) -> Prepared:
-    steps = stage.steps
+def _evaluation(
+    stage: Stage, table: SlotTable, limits: Limits, name: str
+) -> list[Prepared]:
+    steps, baseline = stage.steps, baseline_shape(stage.spec, stage.placement)
     h = () if stage.spec.has_embedding else (steps.hidden_shape(limits),)
-    return steps.evaluate.prepare(
+    evaluation = steps.evaluate.prepare(
         *(stage.base_shapes(), table.state.params, table.settings),
-        *(steps.batch_shapes(limits), *h),
+        *(steps.batch_shapes(limits), SlotKeys(baseline=baseline), *h),
         what=f"evaluation{name}",
     )
+    if baseline is None:
+        return [evaluation]
+    is_new = jax.ShapeDtypeStruct(baseline.shape, "bool")
+    loss = evaluation.out_info.loss
+    sums = jax.ShapeDtypeStruct(
+        loss.shape,
+        loss.dtype,
+        sharding=stage.placement.sharding(stage.placement.partial),
+    )
+    what = f"baseline{name}"
+    return [evaluation, steps.add_baseline.prepare(baseline, sums, is_new, what=what)]
 
 
 def _updates(

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.optimizer_state import Tables
@@ -174,11 +174,31 @@ class StagePasses:
         params: Tables,
         settings: SlotSettings,
         batch: PackedBatch,
+        keys: SlotKeys,
         h: Hidden | None = None,
     ) -> Hidden | JobLosses:
         """Runs a stage without dropout; returns hidden states, or losses at the end."""
-        out = self._runner(base, settings, batch, None)(self._by_path(params), h)
+        assert keys.seed is None, "nothing is dropped"
+        out = self._runner(base, settings, batch, keys)(self._by_path(params), h)
         return self._each(out) if isinstance(out, JobLosses) else out
+
+    def add_baseline(
+        self,
+        baseline: Float[Array, " G"],
+        loss: Float[Array, "..."],
+        is_new: Bool[Array, " G"],
+    ) -> Float[Array, " G"]:
+        """Adds the losses of recombined samples to the baselines of their slots.
+
+        Args:
+            baseline: The baselines.
+            loss: Sums of each device: `JobLosses.loss`.
+            is_new: Slots whose baseline starts at 0.
+        """
+        loss = self._own(loss)
+        if self._placement.summed_axes:
+            loss = jax.lax.psum(loss, self._placement.summed_axes)
+        return jnp.where(is_new, 0.0, baseline) + loss
 
     def _runner(self, base, settings, batch, keys):
         if self._placement.num_replicas > 1:

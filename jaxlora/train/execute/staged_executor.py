@@ -17,12 +17,13 @@ from jaxlora.data.pack import (
     pack_tick,
     split_by_segment_limit,
 )
-from jaxlora.models.forward import Base, JobLosses
+from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch, Sample
 from jaxlora.scheduler.algorithms import greedy
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
+from jaxlora.train.execute.baselines import Baselines
 from jaxlora.train.execute.executor import Outcomes, TickSource
 from jaxlora.train.execute.feed import Feed
 from jaxlora.train.execute.layout import Layout
@@ -68,6 +69,7 @@ class StagedExecutor:
         self._bases = layout.bases(params)
         self._wait_for, self._options = wait_for, spec.options
         self._stream: StagedStream | None = None  # that runs
+        self._baselines = Baselines(layout.stages[-1], self._queue_evaluation)
         self.slots = slots
 
     # ---- slots ---------------------------------------------------------------------
@@ -125,7 +127,9 @@ class StagedExecutor:
             split=lambda tick: self._split_tick(tick.tick, tick.rows, lengths),
             upload=self._upload,
         )
-        self._stream = StagedStream(self._layout, self._bases, self.slots, jobs, feed)
+        self._stream = StagedStream(
+            self._layout, self._bases, self.slots, jobs, feed, self._baselines
+        )
         yield from self._stream.outcomes()
         self._stream = None
 
@@ -170,12 +174,17 @@ class StagedExecutor:
         """Returns the mean loss and metrics over held-out samples, by slot."""
         batches = {slot: job.eval_batch(slot) for slot, job in jobs.items()}
         weights = [table.weights for table in self.slots.tables]
+        recombined = {
+            slot: batch
+            for slot, job in jobs.items()
+            if (batch := job.baseline_batch(slot)) is not None
+        }
+        baseline = self._baselines.add(self._baselines.none, recombined, weights)
         ranges = {slot: dict(job.eval_ranges) for slot, job in jobs.items()}
         queued, numbers = [], []
         for number, sets in enumerate(_rounds(batches, ranges)):
-            for tick in self._evaluation_ticks(batches, sets):
-                packed = pack_tick(tick, batches, self._limits, self._objectives)
-                queued.append(self._evaluate(packed, weights))
+            for losses in self._queue_evaluation(batches, baseline, weights, sets):
+                queued.append(losses)
                 numbers.append(number)
         wanted = [({"loss": o.loss} | o.metrics, o.is_finite) for o in queued]
         host = jax.device_get(everywhere(wanted))
@@ -195,7 +204,7 @@ class StagedExecutor:
         return {
             slot: {
                 name: mean(slot, name) if is_finite[slot] else math.nan
-                for name in ("loss", *batch.objective.metric_names)
+                for name in ("loss", *batch.metric_names)
             }
             | {
                 f"loss/{name}": mean_of_set(slot, number, groups)
@@ -211,9 +220,8 @@ class StagedExecutor:
         weights = [table.weights for table in self.slots.tables]
         for tick in self._evaluation_ticks(batches, _all_groups(batches)):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
-            queued.append(
-                (tick, packed.segment_ids, self._evaluate(packed, weights).nll)
-            )
+            nll = self._evaluate(packed, self._baselines.none, weights).nll
+            queued.append((tick, packed.segment_ids, nll))
         found = jax.device_get(everywhere([nll for *_, nll in queued]))
         for (tick, segments, _), nll in zip(queued, found, strict=True):
             lanes = len(tick), -1
@@ -228,6 +236,18 @@ class StagedExecutor:
                 )
                 out[numbers] = -sums
         return out
+
+    def _queue_evaluation(
+        self,
+        batches: Mapping[int, JobBatch],
+        baseline: jax.Array | None,
+        weights: Sequence[Tables],
+        groups: Mapping[int, range] | None = None,
+    ) -> Iterator[JobLosses]:
+        """Queues the evaluation of groups of batches (None: all), tick by tick."""
+        for tick in self._evaluation_ticks(batches, groups or _all_groups(batches)):
+            packed = pack_tick(tick, batches, self._limits, self._objectives)
+            yield self._evaluate(packed, baseline, weights)
 
     def _evaluation_ticks(
         self, batches: Mapping[int, JobBatch], groups: Mapping[int, range]
@@ -271,15 +291,27 @@ class StagedExecutor:
             for queue in queues
         ]
 
-    def _evaluate(self, packed: PackedBatch, weights: Sequence[Tables]) -> JobLosses:
-        """Queues an evaluation of a tick with weights of each stage."""
+    def _evaluate(
+        self,
+        packed: PackedBatch,
+        baseline: jax.Array | None,
+        weights: Sequence[Tables],
+    ) -> JobLosses:
+        """Queues an evaluation of a tick.
+
+        Args:
+            packed: The tick.
+            baseline: The baselines of the slots.
+            weights: Weights of each stage.
+        """
         h: tuple[Any, ...] = ()  # what the stage before returned
         uploaded = self._upload(packed)
         for number, stage in enumerate(self._layout.stages):
             table, placement = self.slots.tables[number], stage.placement
             args = self._bases[number], weights[number], table.settings
             h = tuple(jax.device_put(x, placement.sharding(placement.rows)) for x in h)
-            h = (stage.steps.evaluate(*args, uploaded[number], *h),)
+            keys = SlotKeys(baseline=baseline if stage.spec.has_head else None)
+            h = (stage.steps.evaluate(*args, uploaded[number], keys, *h),)
         return h[0]
 
 

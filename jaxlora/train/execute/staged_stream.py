@@ -19,6 +19,7 @@ from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.global_arrays import everywhere
 from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b
+from jaxlora.train.execute.baselines import Baselines
 from jaxlora.train.execute.executor import Outcomes, StepOutcome
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.in_flight import InFlight
@@ -66,6 +67,7 @@ class StagedStream:
         slots: StagedSlots,
         jobs: Mapping[int, JobState],
         feed: Feed,
+        baselines: Baselines,
     ):
         """Queues nothing yet.
 
@@ -75,12 +77,16 @@ class StagedStream:
             slots: The slots to train.
             jobs: The job in each slot, at any time.
             feed: The ticks.
+            baselines: Computes the baselines of global batches.
         """
         assert layout.stages[0].spec.slots is not None
         self._shape = layout.stages[0].spec.slots
         self._layout, self._slots, self._tables = layout, slots, slots.tables
         self._jobs, self._feed = jobs, feed
         self._in_flight = InFlight(layout, bases, slots)
+        self._baselines, self._baseline = baselines, baselines.none
+        # By tick, the samples of the baselines of global batches that begin in it.
+        self._beginning: dict[int, dict[int, JobBatch]] = {}
         self._fed: dict[int, FedTick] = {}  # whose steps are not queued yet
         # By slot.
         self._losses: dict[int, list[dict[str, jax.Array]]] = defaultdict(list)
@@ -122,7 +128,13 @@ class StagedStream:
             self._feed.prepare(one.tick + 1)
 
     def _run(self, one: Pass) -> None:
-        losses = self._in_flight.run(one)
+        if one.kind == "forward_backward":
+            # All stages still have the weights before the step of a batch that begins
+            # here: the step follows this tick.
+            new = self._beginning.pop(one.tick)
+            weights = [table.state.params for table in self._tables]
+            self._baseline = self._baselines.add(self._baseline, new, weights)
+        losses = self._in_flight.run(one, self._baseline)
         if losses is not None:
             self._wait_for_earlier(losses.loss)
             sums = everywhere({"loss": losses.loss} | losses.metrics)
@@ -150,6 +162,7 @@ class StagedStream:
             step=by_slot(steps, self._shape.num_slots, np.int32),
         )
         self._in_flight.enter(tick, batches, keys, steps)
+        self._beginning[tick] = self._feed.begin(fed)
         num_tokens, number = sum(s.num_tokens for s in fed.samples), len(fed.tick)
         self._sizes[tick] = number, number * fed.of.rows, num_tokens
 
@@ -317,7 +330,7 @@ def _step_outcomes(steps: _Steps) -> dict[int, StepOutcome]:
     return {
         slot: StepOutcome(
             loss=total(slot, "loss"),
-            metrics={name: total(slot, name) for name in batch.objective.metric_names},
+            metrics={name: total(slot, name) for name in batch.metric_names},
             grad_norm=float(result.norm[slot]),
             learning_rate=steps.learning_rates[slot],
             num_tokens=batch.num_tokens,

@@ -65,6 +65,7 @@ class CompiledSteps:
         forward: Forward pass of another stage.
         backward: Backward pass of another stage, which adds to the pending gradients.
         evaluate: Forward pass without dropout and without residuals.
+        add_baseline: Adds losses of an evaluation to the baselines of slots.
         exchange: Sum of a slot's pending gradients over the devices; not used if no
             devices share a slot.
         measure: Norms of the pending gradients, which the other stages need for their
@@ -132,10 +133,17 @@ class CompiledSteps:
         self.evaluate = self._program(
             "evaluation",
             passes.evaluate,
-            (base, slots, *inputs, *h),
+            (base, slots, *inputs, slots, *h),
             p.partial if spec.has_head else p.rows,
             varies=(3,),
             compiler_options=evaluation_options(spec),
+        )
+        self.add_baseline = self._program(
+            "baseline",
+            passes.add_baseline,
+            (slots, p.partial, slots),
+            slots,
+            compiler_options=_SHORT,
         )
 
     @property
@@ -231,7 +239,7 @@ class CompiledSteps:
             limits: Limits of the microbatches.
             name: What the log adds to the name of a pass; empty: there is one stage.
         """
-        spec, keys = self._spec, key_shapes(self._spec)
+        spec, keys = self._spec, key_shapes(self._spec, self._placement)
         hidden = self.hidden_shape(limits)
         h = () if spec.has_embedding else (hidden,)
         inputs = settings, self.batch_shapes(limits), keys, *h

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.fresh import fresh_score
 from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
@@ -19,10 +20,12 @@ from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.sweep_config import Sweep
+from jaxlora.data.kto_objective import recombined
 from jaxlora.data.objective import Objective
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
@@ -124,6 +127,32 @@ class PreparedJob:
     def objective_settings(self) -> dict[str, float | str]:
         """Values of the settings of the job's objective."""
         return self.objective.settings_of(self.settings.objective_args)
+
+    @property
+    def baseline(self) -> Objective | None:
+        """Defines the baselines of the job's global batches; None: it has none."""
+        is_needed = self.objective.needs_baseline(self.objective_settings)
+        return self.objective.baseline if is_needed else None
+
+    @functools.cached_property
+    def neighbors(self) -> Mapping[str, Int[np.ndarray, " N"]]:
+        """The sample whose completion is recombined with each sample's prompt."""
+        out = {"train": self.order.neighbors()}
+        if self.eval_data is not None:
+            out["eval"] = np.roll(np.arange(len(self.eval_data.samples)), 1)
+        return out
+
+    def recombined(self, which: str, number: int) -> TokenizedSample:
+        """Returns the prompt of a sample with its neighbor's completion.
+
+        Args:
+            which: `train` or `eval`.
+            number: Number of the sample.
+        """
+        data = self.train_data if which == "train" else self.eval_data
+        assert data is not None
+        other = data.samples[int(self.neighbors[which][number])]
+        return recombined(data.samples[number], other, self.settings.max_length)
 
     def sample_numbers(self, step: int) -> Int[np.ndarray, " B"]:
         """Returns the indices of the samples of an optimizer step's global batch."""
@@ -260,8 +289,12 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
         return ChosenModules(modules=modules, start=None)
-    start = import_peft(job.init_from, shapes)
+    has_score = find_objective(job.objective).has_score
+    size = model.hidden_size if has_score else None
+    start = import_peft(job.init_from, shapes, score_size=size)
     start = dataclasses.replace(start, dropout=job.dropout)
+    if has_score and start.score is None:
+        start = dataclasses.replace(start, score=fresh_score(job, model.hidden_size))
     _check_stated_settings(job, start, tuple(shapes))
     modules = {
         name: ModuleLora(
@@ -337,13 +370,14 @@ def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray
 
 def longest_sample(prepared: PreparedJob) -> int:
     """Returns the number of tokens of a job's longest sample, held out or not."""
-    return int(_lengths(prepared.train_data, prepared.eval_data).max())
+    data = filter(None, (prepared.train_data, prepared.eval_data))
+    return max(one.longest_sample for one in data)
 
 
 def longest_group(prepared: PreparedJob) -> int:
     """Returns the number of tokens of a job's longest group of samples."""
     data = filter(None, (prepared.train_data, prepared.eval_data))
-    return max(int(one.group_lengths.max()) for one in data)
+    return max(one.longest_group for one in data)
 
 
 def _hash_adapter(adapter: Adapter) -> str:
@@ -352,4 +386,6 @@ def _hash_adapter(adapter: Adapter) -> str:
         digest.update(name.encode())
         for tensor in tensors_with(adapter.is_set):
             digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
+    if adapter.score is not None:
+        digest.update(adapter.score.tobytes())
     return digest.hexdigest()

@@ -79,6 +79,7 @@ def decoder_spec(
         keeps_start=any(job.keeps_start for job in config.jobs),
         dora_dropout=any(job.use_dora and job.dropout > 0 for job in config.jobs),
         optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
+        has_score=any(job.objective.has_score for job in jobs),
     )
     spec = DecoderSpec(
         config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))

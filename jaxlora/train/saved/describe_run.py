@@ -196,6 +196,7 @@ def _saved_adapter(job: JobState) -> SavedAdapter:
         use_rslora=job.like.use_rslora,
         dropout=job.like.dropout,
         keep_best=job.settings.keep_best,
+        has_score=job.like.score is not None,
     )
 
 

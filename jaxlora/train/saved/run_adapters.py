@@ -46,8 +46,14 @@ def load_run_adapters(
         exported = export_checkpoint(run_dir, pathlib.Path(temporary), jobs)
         loaded = _load_base(run_dir, exported.folders[0], model)
         adapters, notes = {}, dict(exported.left_out)
+        shapes, size = linear_shapes(loaded.config), loaded.config.hidden_size
         for folder in exported.folders:
-            adapters[folder.name] = import_peft(folder, linear_shapes(loaded.config))
+            # A reward model that was asked for by name is refused.
+            adapter = import_peft(folder, shapes, score_size=None if jobs else size)
+            if adapter.score is not None:
+                notes[folder.name] = "is a reward model, which predicts no text"
+                continue
+            adapters[folder.name] = adapter
             record = read_record(folder)
             notes[folder.name] = f"weights of step {record.step}" if record else ""
     return loaded, adapters, notes

@@ -13,8 +13,11 @@ class Outcome:
     def __init__(self, trainer: Trainer, result, model: FrozenModel):
         self.trainer, self.result = trainer, result
         self.progress = {job.name: job.progress for job in result.jobs}
+        given = linear_shapes(model.config)
         self.adapters = {
-            job.name: import_peft(job.folder, linear_shapes(model.config)).modules
+            job.name: import_peft(
+                job.folder, given, score_size=model.config.hidden_size
+            ).modules
             for job in result.jobs
             if job.folder
         }

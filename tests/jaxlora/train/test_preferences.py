@@ -5,25 +5,31 @@ import pathlib
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import CheckpointError, JaxloraError
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.outcome import is_of
-from tests.jaxlora.train.test_contracts import assert_same_training
+from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
+from tests.oracle import relative_error
 
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
+KTO_METRICS = (*(name for name in METRICS if "accuracies" not in name), "kl")
+REWARD_METRICS = ("accuracy", "margin", "mean_reward")
 SETTINGS = {
     "simpo": {"beta": 2.5, "simpo_gamma": 1.0, "cpo_alpha": 0.3},
     "cpo": {"loss_type": "hinge", "beta": 0.3},
     "orpo": {"beta": 0.5},
     "dpo": {"loss_type": "robust", "label_smoothing": 0.1},
+    "kto": {"beta": 0.3, "desirable_weight": 1.5},
+    "reward": {"center_rewards_coefficient": 0.1},
 }
 
 
@@ -40,11 +46,25 @@ def write_pairs(path: pathlib.Path, count: int, seed: int) -> str:
     return str(path)
 
 
+def take_apart(path: str) -> str:
+    """Writes pairs as labelled answers, in a random order; returns their path."""
+    pairs = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+    records = [
+        {"prompt": pair["prompt"], "completion": pair[answer], "label": label}
+        for pair in pairs
+        for answer, label in (("chosen", True), ("rejected", False))
+    ]
+    order = np.random.default_rng(len(records)).permutation(len(records))
+    file = pathlib.Path(path).with_suffix(".labels.jsonl")
+    file.write_text("".join(json.dumps(records[i]) + "\n" for i in order))
+    return str(file)
+
+
 @pytest.fixture(scope="module")
 def preference_jobs(jobs, tmp_path_factory) -> dict[str, LoraJob]:
     """A job of each objective."""
     folder = tmp_path_factory.mktemp("pairs")
-    return {
+    out = {
         objective: jobs[i].replace(
             name=objective,
             objective=objective,
@@ -54,6 +74,8 @@ def preference_jobs(jobs, tmp_path_factory) -> dict[str, LoraJob]:
         )
         for i, (objective, args) in enumerate(SETTINGS.items())
     }
+    labelled = {"path": take_apart(out["kto"].data.path)}
+    return out | {"kto": out["kto"].replace(data=labelled)}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +92,23 @@ def together(train, jobs, preference_jobs, done):
 
 
 def test_each_job_trains_as_if_it_were_alone(train, jobs, preference_jobs, together):
-    for job in (*map(preference_jobs.get, ("simpo", "orpo", "dpo")), jobs[3]):
-        alone = train([job], max_concurrent_jobs=5)
+    some = ("simpo", "orpo", "dpo", "kto", "reward")
+    for job in (*map(preference_jobs.get, some), jobs[3]):
+        alone = train([job], max_concurrent_jobs=7)
         assert_same_training(together, alone, [job.name])
+        if job.name == "reward":
+            assert_same_score(together, alone)
+
+
+def score(outcome) -> np.ndarray:
+    """The score head that the reward job has exported, as PEFT names it."""
+    folder = outcome.trainer.output_dir / "adapters" / "reward"
+    tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    return tensors["base_model.model.score.weight"]
+
+
+def assert_same_score(one, other) -> None:
+    assert relative_error(score(one), score(other)) < ROUNDING
 
 
 def test_layout_does_not_matter(train, jobs, preference_jobs, together):
@@ -80,6 +116,7 @@ def test_layout_does_not_matter(train, jobs, preference_jobs, together):
     both = [jobs[3], *preference_jobs.values()]
     small = train(both, microbatch_tokens=192)
     assert_same_training(together, small, [job.name for job in both])
+    assert_same_score(together, small)
 
 
 def test_the_reference_is_the_base_without_the_adapter(train, preference_jobs):
@@ -143,17 +180,100 @@ def test_a_resumed_run_ends_in_the_same_bits(
         assert whole.read_bytes() == cut.read_bytes()
 
 
+def test_copies_and_continued_jobs_keep_the_reference(
+    model, preference_jobs, tmp_path, monkeypatch
+):
+    """It is not computed again, and is there when they are resumed."""
+
+    def trainer(name: str, *jobs: LoraJob) -> Trainer:
+        config = RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / name),
+            jobs=jobs,
+            microbatch_tokens=256,
+            block_tokens=16,
+            checkpoint_every=1,
+            window_steps=1,
+            slot_rank=8,
+            slot_targets=LINEARS,
+            slot_dropout=True,
+            max_concurrent_jobs=2,
+        )
+        return Trainer(config, model)
+
+    def kept(name: str, job: str) -> dict[str, list[float]]:
+        file = tmp_path / name / "references" / f"{job}.safetensors"
+        found = safetensors.numpy.load_file(file)
+        return {which: array.tolist() for which, array in found.items()}
+
+    dpo = preference_jobs["dpo"].replace(steps=4)
+    at = {"job": "dpo", "step": 1}
+    copy = dpo.replace(name="copy", learning_rate=1e-3, clone_of=at)
+    assert trainer("one", dpo, copy).train(callbacks=[InterruptAt(2)]).interrupted
+    assert kept("one", "dpo") == kept("one", "copy")
+    monkeypatch.setattr(StagedExecutor, "log_likelihoods", None)
+    there = str(tmp_path / "one")
+    more = dpo.replace(steps=6, continue_from=there)
+    (continued,) = trainer("two", more).train().jobs
+    assert continued.progress.step == 6
+    assert kept("two", "dpo") == kept("one", "dpo")
+    result = trainer("one", dpo, copy).train(resume=True)
+    assert [job.progress.step for job in result.jobs] == [4, 4]
+
+
 def test_metrics_are_reported_as_trl_names_them(jobs, preference_jobs, together):
     events = read_events(together.trainer.output_dir / "metrics.jsonl")
+    rewards = {e["job"]: e for e in events if "mean_reward" in e}
+    assert rewards.keys() == {"reward"}
+    assert rewards["reward"].keys() >= {*REWARD_METRICS}
     for job in preference_jobs.values():
+        if job.name == "reward":
+            continue
         for kind, prefix in (("step", ""), ("eval", "eval_")):
             found = [e for e in events if is_of(e, kind, job.name)]
             assert found
             for event in found:
-                of = {name: event[f"{prefix}{name}"] for name in METRICS}
+                names = KTO_METRICS if job.name == "kto" else METRICS
+                of = {name: event[f"{prefix}{name}"] for name in names}
                 margin = of["rewards/chosen"] - of["rewards/rejected"]
                 assert of["rewards/margins"] == pytest.approx(margin, abs=1e-4)
-                assert 0 <= of["rewards/accuracies"] <= 1
+                assert 0 <= of.get("rewards/accuracies", 0) <= 1
                 assert of["logps/chosen"] < 0 > of["logps/rejected"]
+                assert of.get("kl", 0) >= 0
+    kl = [e["kl"] for e in events if is_of(e, "step", "kto")]
+    assert kl[0] == pytest.approx(0, abs=1e-4), "a fresh adapter changes nothing"
+    assert max(kl) > 1e-3, "the baseline takes part"
     others = [e for e in events if e.get("job") == jobs[3].name]
     assert not any("rewards" in key for event in others for key in event)
+
+
+def test_a_reward_model_is_exported_and_imported(train, preference_jobs, together):
+    """As PEFT saves a sequence classifier with one label."""
+    folder = together.trainer.output_dir / "adapters" / "reward"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS"
+    assert config["modules_to_save"] == ["score"]
+    found = score(together)
+    assert found.shape == (1, 32)
+    assert found.dtype == np.float32
+    job = preference_jobs["reward"].replace(
+        name="again", init_from=str(folder), learning_rate=0.0, steps=1
+    )
+    again = train([job], max_concurrent_jobs=7)
+    last = together.evals["reward"][-1]
+    assert again.evals["again"] == pytest.approx([last, last], rel=1e-5)
+    with pytest.raises(JaxloraError, match="score head of a reward model"):
+        train([job.replace(objective="simpo", objective_args={})])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", ["stage=2,fsdp=2", "data=2,fsdp=2"])
+def test_a_mesh_trains_what_one_device_trains(meshes, preference_jobs, mesh):
+    """Pairs and baselines: on stages, and with slots and rows divided among devices."""
+    common = {"target_modules": ("v_proj", "up_proj"), "adam_eps": 1e-4}
+    names = ("dpo", "kto", "reward")
+    jobs = [preference_jobs[name].replace(**common) for name in names]
+    shape = {"microbatch_tokens": 256}
+    one = meshes.train("fsdp=1", jobs, **shape)
+    other = meshes.train(mesh, jobs, **shape)
+    assert_same_training(one, other, [job.name for job in jobs])

@@ -162,7 +162,107 @@ def test_what_is_no_pair_is_refused(pairs, record, data, match):
         pairs([record], data=data)
 
 
-def test_other_objectives_do_not_take_pairs(pairs):
+def test_other_objectives_take_neither_pairs_nor_labels(pairs):
     data = {"kind": "preference"}
     with pytest.raises(DataError, match="next_token, which does not learn from"):
         pairs([RECORDS["TRL"]], data=data, objective="next_token")
+    with pytest.raises(DataError, match="simpo, which does not learn from records"):
+        pairs([RECORDS["TRL, KTO"]], data={"kind": "unpaired"}, objective="simpo")
+
+
+@pytest.mark.parametrize(
+    ("record", "data", "text"),
+    [
+        (RECORDS["TRL, KTO"], {}, "Hi[[Go away.</s>]]"),
+        (RECORDS["TRL, KTO"], {"chat": True}, CHATS[1]),
+        (RECORDS["TRL, KTO, messages"], {}, CHATS[0]),
+        (RECORDS["LLaMA-Factory, OpenAI, KTO"], {}, CHATS[0]),
+        (
+            {
+                "conversations": [*SPOKEN, {"from": "gpt", "value": "a"}],
+                "kto_tag": True,
+            },
+            {},
+            CHAT.format("a"),
+        ),
+        (
+            {"question": "Hi", "completion": "a", "good": "False"},
+            {"prompt": "question", "label": "good"},
+            "Hi[[a</s>]]",
+        ),
+    ],
+)
+def test_a_record_with_a_label_becomes_a_sample(pairs, record, data, text):
+    texts, found = pairs([record], data=data, objective="kto")
+    assert texts == [text]
+    label = next(record[k] for k in ("label", "kto_tag", "good") if k in record)
+    assert found.samples[0].value == (label is True)
+    assert [s.value for s in found.samples] == [label is True]
+    assert found.group_size == 1
+
+
+def test_only_the_last_answer_of_a_labelled_conversation_is_trained_on(pairs):
+    said = [*ASKED, *GOOD, {"role": "user", "content": "Bye"}, *BAD]
+    texts, _ = pairs([{"messages": said, "label": False}], objective="kto")
+    assert texts[0].count("[[") == 1
+    assert "Go away.<|im_end|>]]" in texts[0]
+
+
+def test_pairs_are_taken_apart_for_labels(pairs):
+    """As TRL does: the chosen answers of many pairs, then their rejected ones."""
+    records = [
+        {"prompt": f"{i}: ", "chosen": f"{i}+", "rejected": f"{i}-"}
+        for i in range(1200)
+    ]
+    texts, data = pairs(records, objective="kto")
+    blocks = (range(1000), range(1000, 1200))
+    wanted = [f"{i}: [[{i}{s}</s>]]" for some in blocks for s in "+-" for i in some]
+    assert texts == wanted
+    assert [s.value for s in data.samples] == ["+" in text for text in wanted]
+    assert (data.group_size, data.num_records) == (1, 2400)
+    paired, both = pairs(records)
+    assert sorted(paired) == sorted(texts)
+    assert both.fingerprint != data.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("record", "data", "match"),
+    [
+        ({"prompt": "a", "completion": "b"}, {}, "'label' is missing"),
+        ({"text": "a", "label": True}, {}, "without a prompt"),
+        ({"prompt": "a", "completion": "b", "label": 0.5}, {}, "'label' is 0.5"),
+        ({"messages": GOOD, "label": True}, {}, "ends with the labelled answer"),
+        (RECORDS["TRL, KTO"], {"loss_on": "all"}, "prompts, which have no label"),
+        (RECORDS["TRL, KTO"], {"kind": "messages"}, "not learn from records of the"),
+    ],
+)
+def test_what_has_no_label_is_refused(pairs, record, data, match):
+    with pytest.raises(DataError, match=match):
+        pairs([record], data=data, objective="kto")
+
+
+def test_margins_of_pairs(pairs):
+    one, other = (RECORDS["TRL"] | {"margin": value} for value in (2, 0.5))
+    _, data = pairs([one, other], objective="reward")
+    assert [s.value for s in data.samples] == [2.0, 0.0, 0.5, 0.0]
+    named = [{**RECORDS["TRL"], "gap": 3.0}]
+    _, data = pairs(named, objective="reward", data={"margin": "gap"})
+    assert data.samples[0].value == 3.0
+    _, data = pairs([RECORDS["TRL"]], objective="reward")
+    assert data.samples[0].value == 0.0
+    with pytest.raises(DataError, match="record 2: the margin 'margin' is None"):
+        pairs([one, RECORDS["TRL"]], objective="reward")
+    with pytest.raises(DataError, match=r"data.margin 'gap', which objective simpo"):
+        pairs(named, data={"margin": "gap"})
+
+
+def test_the_longest_recombined_sample_is_bounded(pairs):
+    records = [
+        {"prompt": "a" * 20, "completion": "b", "label": True},
+        {"prompt": "a", "completion": "b" * 20, "label": False},
+    ]
+    _, data = pairs(records, objective="kto")
+    whole = data.samples[0].prompt_length + len(data.samples[1].token_ids) - 1
+    assert data.longest_sample == data.longest_group == whole > data.lengths.max()
+    _, data = pairs(records, objective="kto", max_length=24)
+    assert data.longest_sample == 24

@@ -1,0 +1,183 @@
+"""Renders records of preferences: pairs of answers, and answers with labels."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from jaxlora.config import DataConfig
+from jaxlora.data.records.notes import Notes
+from jaxlora.data.records.preference import read_label, split_prompt
+from jaxlora.data.records.read import Record
+from jaxlora.data.rendering.fields import missing_field
+from jaxlora.data.rendering.kinds import Reading
+from jaxlora.data.rendering.render import Rendered, plain_renderer
+from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.errors import DataError
+
+# Fields of a conversation that was split into its last message and those before it.
+_PARTS = ("prompt", "completion")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Valued:
+    """A text with the number that came with its record; see `TokenizedSample`."""
+
+    text: Rendered
+    value: float
+
+
+# Texts of records that come with numbers, too.
+ValuedRenderer = Callable[[Sequence[Record]], Sequence[Valued | Rendered | DataError]]
+
+
+def make_renderer(
+    data: DataConfig, reading: Reading, tokenizer: Tokenizer, notes: Notes
+) -> ValuedRenderer:
+    """Chooses how records become text.
+
+    Args:
+        data: The user's settings for the records.
+        reading: Which fields are read, and as what.
+        tokenizer: Holds the chat template.
+        notes: Gets a line for each field that the user probably meant but that is not
+            used.
+
+    Returns:
+        A function from records to texts, two for each record of a preference: the
+        chosen one first. For a record that cannot be used, it returns a DataError
+        without the record's number, which the caller knows.
+
+    Raises:
+        DataError: Options contradict the kind.
+        ModelError: The records are chats, and the tokenizer has no chat template.
+    """
+    if reading.kind == "preference":
+        return _PairRenderer(data, reading, tokenizer, notes)
+    if reading.kind == "unpaired":
+        return _LabelledRenderer(data, reading, tokenizer, notes)
+    return plain_renderer(data, reading, tokenizer, notes)
+
+
+class _PairRenderer:
+    """Renders the chosen and the rejected answer of each record, in turn."""
+
+    def __init__(
+        self, data: DataConfig, reading: Reading, tokenizer: Tokenizer, notes: Notes
+    ):
+        *prompts, self._chosen, self._rejected = reading.fields
+        self._prompt = prompts[0] if prompts else data.prompt
+        self._reading, self._margin = reading, data.margin
+        self._renderers = [
+            plain_renderer(
+                data.replace(kind="prompt_completion"),
+                Reading(
+                    kind="prompt_completion",
+                    fields=(self._prompt, answer),
+                    has_messages=reading.has_messages,
+                ),
+                tokenizer,
+                notes,
+            )
+            for answer in (self._chosen, self._rejected)
+        ]
+
+    def __call__(
+        self, records: Sequence[Record]
+    ) -> list[Valued | Rendered | DataError]:
+        read = list(map(self._read, records))
+        good = [record for record in read if not isinstance(record, DataError)]
+        rendered = [iter(render(good)) for render in self._renderers]
+        out = []
+        for record in read:
+            if isinstance(record, DataError):
+                out += [record, record]
+                continue
+            chosen, rejected = map(next, rendered)
+            if self._margin is not None and not isinstance(chosen, DataError):
+                chosen = Valued(chosen, float(record[self._margin]))
+            out += [chosen, rejected]
+        return out
+
+    def _read(self, record: Record) -> Record | DataError:
+        """Returns a record with a prompt, and with lists where it had one message."""
+        if self._margin is not None:
+            margin = record.get(self._margin)
+            is_number = isinstance(margin, int | float) and math.isfinite(margin)
+            if not is_number or isinstance(margin, bool):
+                return DataError(
+                    f"the margin {self._margin!r} is {margin!r:.80}. Write a number."
+                )
+        answers = {}
+        for field in (self._chosen, self._rejected):
+            answer = record.get(field)
+            is_message = self._reading.has_messages and isinstance(answer, dict)
+            answers[field] = [answer] if is_message else answer
+        if self._reading.has_prompt:
+            return {**record, **answers} if self._reading.has_messages else record
+        for field in answers:
+            if field not in record:
+                return missing_field(field, record)
+        split = split_prompt(*answers.values())
+        if isinstance(split, DataError):
+            return split
+        return {**record, **dict(zip((self._prompt, *answers), split, strict=True))}
+
+
+class _LabelledRenderer:
+    """Renders the answer of each record, and reads its label.
+
+    Of a conversation, the last message is the answer.
+    """
+
+    def __init__(
+        self, data: DataConfig, reading: Reading, tokenizer: Tokenizer, notes: Notes
+    ):
+        assert reading.answer is not None, "it is read as records without the label"
+        answer, self._label = reading.answer, reading.fields[-1]
+        self._messages: str | None = None
+        if answer.kind == "messages":
+            (self._messages,) = answer.fields
+            answer = Reading(kind="prompt_completion", fields=_PARTS, has_messages=True)
+        plain = data.replace(kind=answer.kind)
+        self._render = plain_renderer(plain, answer, tokenizer, notes)
+
+    def __call__(self, records: Sequence[Record]) -> list[Valued | DataError]:
+        read = list(map(self._read, records))
+        good = [record for record in read if not isinstance(record, DataError)]
+        rendered = iter(self._render(good))
+        return [
+            record if isinstance(record, DataError) else self._valued(record, rendered)
+            for record in read
+        ]
+
+    def _valued(
+        self, record: Record, rendered: Iterator[Rendered | DataError]
+    ) -> Valued | DataError:
+        text = next(rendered)
+        if isinstance(text, DataError):
+            return text
+        return Valued(text, float(bool(read_label(record[self._label]))))
+
+    def _read(self, record: Record) -> Record | DataError:
+        """Returns a record with a label, and with a prompt and a completion."""
+        label = record.get(self._label)
+        if read_label(label) is None:
+            if self._label not in record:
+                return missing_field(self._label, record)
+            return DataError(
+                f"the label {self._label!r} is {label!r:.80}. Write true for a good "
+                "answer and false for a bad one."
+            )
+        if self._messages is None:
+            return record
+        messages = record.get(self._messages)
+        if not isinstance(messages, list) or len(messages) < 2:
+            return DataError(
+                f"field {self._messages!r} is {messages!r:.80}. Write a list of "
+                "messages that ends with the labelled answer."
+            )
+        prompt, answer = messages[:-1], messages[-1:]
+        return {
+            **record,
+            **dict(zip(_PARTS, (prompt, answer), strict=True)),
+        }

@@ -1,0 +1,37 @@
+"""The score head of each slot: a trained vector, for objectives of scalar rewards."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+# Dotted path of the heads of all slots, G D, and the name of a module in a PEFT folder.
+SCORE = "score"
+SCORE_PATH = f"{SCORE}.weight"
+
+
+class ScoreHead(nnx.Module):
+    """The product of hidden states with a vector of their slot, in float32."""
+
+    def __init__(self, num_slots: int, features: int):
+        """Makes heads of zeros."""
+        self.weight = nnx.LoRAParam(jnp.zeros((num_slots, features), jnp.float32))
+
+    def __call__(
+        self, hidden: Float[Array, "T D"], block_adapter: Int[Array, " NB"]
+    ) -> Float[Array, " T"]:
+        """Returns the score of each row; 0 in blocks without a slot.
+
+        Heads are selected, and never multiplied by 0: a slot that has diverged changes
+        neither the scores of other slots nor their gradients. Gradients are summed by
+        block and then by slot, always in the same order.
+
+        Args:
+            hidden: Hidden states after the final norm; rows whose score is not wanted
+                should be 0.
+            block_adapter: Slot of each block of rows; -1: none.
+        """
+        table = self.weight[...]
+        mine = block_adapter == jnp.arange(len(table))[:, None]
+        heads = jnp.where(mine[:, :, None], table[:, None, :], 0.0).sum(axis=0)
+        rows = hidden.reshape(len(block_adapter), -1, hidden.shape[1])
+        return (rows.astype(jnp.float32) * heads[:, None, :]).sum(axis=-1).ravel()
