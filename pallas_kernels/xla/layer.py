@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.pallas_kernels.dropout import entries
@@ -28,8 +29,14 @@ def _fp8_weights(projections: tuple[Projection, ...]) -> list[Fp8Weight]:
     return [p.w for p in projections if isinstance(p.w, Fp8Weight)]
 
 
-def _einsum(spec: str, *operands: Array) -> Array:
-    return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
+def _product(x: Array, y: Array, over: tuple[int, int]) -> Float[Array, "..."]:
+    """Sums products over an axis of each; a first axis of blocks stays.
+
+    `jnp.einsum` computes the same, but a linear takes half as long again to trace.
+    """
+    blocks = ((0,), (0,)) if x.ndim == 3 else ((), ())
+    axes = (over[0],), (over[1],)
+    return lax.dot_general(x, y, (axes, blocks), preferred_element_type=jnp.float32)
 
 
 class _Blocks:
@@ -87,9 +94,8 @@ def forward(
     if weights := _fp8_weights(projections):
         bases = fp8.products(x, weights)
     else:
-        spec = "tk,nk->tn" if w_transposed else "tk,kn->tn"
-        index = layer[0]
-        bases = [_einsum(spec, x, entries(p.dense_w, index)) for p in projections]
+        index, over = layer[0], (1, 1 if w_transposed else 0)
+        bases = [_product(x, entries(p.dense_w, index), over) for p in projections]
     blocks = _Blocks(block_adapter)
     parts = [
         _forward(blocks, x, p, base) for p, base in zip(projections, bases, strict=True)
@@ -109,9 +115,9 @@ def _forward(
         x_B = jnp.where(keep, x_B, 0)
     a_B = entries(projection.a.astype(x.dtype), blocks.slot)
     b_B = entries(projection.b.astype(x.dtype), blocks.slot)
-    s = _einsum("btk,bkr->btr", x_B, a_B)
+    s = _product(x_B, a_B, (2, 1))
     s = (s * blocks.factor(projection)).astype(x.dtype)
-    y = blocks.split(base) + _einsum("btr,brn->btn", s, b_B)
+    y = blocks.split(base) + _product(s, b_B, (2, 1))
     if projection.bias is not None:
         y = y + projection.bias.astype(jnp.float32)
     return blocks.live(y).astype(x.dtype), s
@@ -131,10 +137,9 @@ def backward(
     if weights := _fp8_weights(projections):
         bases = fp8.input_gradients(dy, weights)
     else:
-        spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
+        index, over = layer[0], (1, 0 if w_transposed else 1)
         pairs = zip(dy, projections, strict=True)
-        index = layer[0]
-        bases = [_einsum(spec, dy_p, entries(p.dense_w, index)) for dy_p, p in pairs]
+        bases = [_product(dy_p, entries(p.dense_w, index), over) for dy_p, p in pairs]
     blocks = _Blocks(block_adapter)
     parts = [
         _backward(blocks, dy_p, x, p, base, s_p)
@@ -159,13 +164,13 @@ def _backward(
     a_B = entries(projection.a.astype(x.dtype), blocks.slot)
     b_B = entries(projection.b.astype(x.dtype), blocks.slot)
 
-    ds = _einsum("btn,brn->btr", dy_B, b_B)
+    ds = _product(dy_B, b_B, (2, 2))
     ds = (ds * blocks.factor(projection)).astype(x.dtype)
-    db = blocks.sum_by_adapter(_einsum("btr,btn->brn", s, dy_B), num_slots)
+    db = blocks.sum_by_adapter(_product(s, dy_B, (1, 1)), num_slots)
     kept_B = x_B if keep is None else jnp.where(keep, x_B, 0)
-    da = blocks.sum_by_adapter(_einsum("btk,btr->bkr", kept_B, ds), num_slots)
+    da = blocks.sum_by_adapter(_product(kept_B, ds, (1, 1)), num_slots)
 
-    through = _einsum("btr,bkr->btk", ds, a_B)
+    through = _product(ds, a_B, (2, 2))
     if keep is not None:
         through = jnp.where(keep, through, 0)
     return blocks.live(blocks.split(base) + through), {"a": da, "b": db}
