@@ -223,7 +223,9 @@ class Training:
         pending = table.state.pending
         return {
             "accumulate": stage.steps.accumulate.lower(base, params, pending, *rest),
-            "step": stage.steps.step.lower(table.state, self._first_inputs, ()),
+            "step": stage.steps.step.lower(
+                table.state, self._first_inputs, (), table.settings.rank
+            ),
         }
 
 

@@ -19,6 +19,10 @@ VALUES = {
     "dropout": 0.25,
     "target_modules": ("q_proj",),
     "use_rslora": True,
+    "use_dora": True,
+    "init_lora_weights": "gaussian",
+    "layers_pattern": "blocks",
+    "layers_to_transform": (0, 2),
     "lora_plus_ratio": 16.0,
     "epochs": 2.0,
     "steps": 7,
@@ -51,6 +55,8 @@ def make(kind: type, **settings):
         required = {"name": "a", "data": {"path": "p"}} | evaluated
         if settings.keys() & {"eval_every", "eval_steps"}:
             del required["eval_every"]
+        if any("layers_pattern" in name for name in settings):
+            required["layers_to_transform"] = (0,)
     else:
         required = {"path": "p"}
     return kind(**required | settings)

@@ -88,7 +88,7 @@ def test_what_is_overridden_is_said(path, caplog):
         ("jobs.v1.rank=0", "jobs.v1.rank=0: must be greater than 0 (given: 0)"),
         ("jobs.v1.data={path: 1}", "jobs.v1.data={path: 1}: path: expected text"),
         ("jobs.v1.data.lim=3", "unknown key 'lim'. Did you mean 'limit'?"),
-        ("defaults.use_dora=true", "'use_dora' is not a setting here. Leave it out"),
+        ("defaults.packing=true", "'packing' is not a setting here. Leave it out"),
         ("defaults.rank=[1", "defaults.rank, line 1, column 3: cannot be read as YAML"),
         ("sweep.early_exit.7.eta=2", "'early_exit' is a list of 1, whose items are"),
         ("mesh=stage=2", "mesh=stage=2: --mesh is given as well. Keep one."),

@@ -75,11 +75,12 @@ def temporary_bytes(spec: DecoderSpec, placement: StageSharding) -> dict[str, in
         settings={"adamw": {name: row() for name in ("b1", "b2", "eps")}},
         optimizer=row(jnp.int32),
     )
+    rank = jax.ShapeDtypeStruct((len(spec.adapted), size), jnp.int32)
     steps, slot = CompiledSteps(spec, placement), np.zeros(1, np.int32)
     lowered = {
         "exchange": steps.exchange.lower(pending, slot),
         "measure": steps.measure.lower(pending),
-        "step": steps.step.lower(state, OptimizerInputs(**rates | own), ()),
+        "step": steps.step.lower(state, OptimizerInputs(**rates | own), (), rank),
     }
     found = {name: one.compile().memory_analysis() for name, one in lowered.items()}
     return {name: one.temp_size_in_bytes for name, one in found.items()}
