@@ -11,10 +11,11 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jaxtyping
@@ -51,6 +52,7 @@ def checked(thing: Any) -> Any:
 
 def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
     checker: Callable[..., Any] | None = None
+    is_generator = inspect.isgeneratorfunction(function)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -60,11 +62,22 @@ def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
         if checker is None:
             function.__annotations__ = _resolved(function)
             checker = _check(function)
+        if is_generator:
+            return _begun_in_own_call(checker(*args, **kwargs))
         with _call:
             return checker(*args, **kwargs)
 
     call._is_checked = True
     return call
+
+
+def _begun_in_own_call(made: Iterator[Any]) -> Iterator[Any]:
+    """Yields from a generator, whose arguments are checked when it begins."""
+    with _call:
+        first = next(made, made)
+    if first is not made:
+        yield first
+        yield from made
 
 
 def _resolved(function: Callable[..., Any]) -> dict[str, Any]:

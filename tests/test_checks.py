@@ -1,6 +1,7 @@
 """Wrong types and shapes in calls of the package are errors while tests run."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,21 @@ def test_functions_within_a_function_have_sizes_of_their_own():
         return x
 
     outer(jnp.ones(9))
+
+
+def test_generators_have_sizes_of_their_own():
+    @checked
+    def pairs(x: Float[Array, " T"], y: Float[Array, " T"]) -> Iterator[int]:
+        yield from range(len(x) + len(y))
+
+    @checked
+    def outer(x: Float[Array, " T"]) -> list[int]:
+        return list(pairs(jnp.ones(2), jnp.ones(2)))
+
+    assert outer(jnp.ones(9)) == [0, 1, 2, 3]
+    assert list(pairs(jnp.ones(0), jnp.ones(0))) == []
+    with pytest.raises(BeartypeCallHintViolation):
+        list(pairs(jnp.ones(2), jnp.ones(3)))
 
 
 def test_dataclasses_are_checked():
