@@ -15,7 +15,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jaxtyping
@@ -63,7 +63,7 @@ def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
             function.__annotations__ = _resolved(function)
             checker = _check(function)
         if is_generator:
-            return _begun_in_own_call(checker(*args, **kwargs))
+            return _OwnSizes(checker(*args, **kwargs))
         with _call:
             return checker(*args, **kwargs)
 
@@ -71,13 +71,30 @@ def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _begun_in_own_call(made: Iterator[Any]) -> Iterator[Any]:
-    """Yields from a generator, whose arguments are checked when it begins."""
-    with _call:
-        first = next(made, made)
-    if first is not made:
-        yield first
-        yield from made
+class _OwnSizes:
+    """A generator whose arguments are checked in its first step, as of a call."""
+
+    def __init__(self, made: Generator):
+        self._made, self._has_begun = made, False
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        if self._has_begun:
+            return self._made.send(value)
+        self._has_begun = True
+        with _call:
+            return self._made.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._made.throw(*error)
+
+    def close(self) -> None:
+        self._made.close()
 
 
 def _resolved(function: Callable[..., Any]) -> dict[str, Any]:

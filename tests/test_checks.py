@@ -1,5 +1,6 @@
 """Wrong types and shapes in calls of the package are errors while tests run."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -63,6 +64,19 @@ def test_generators_have_sizes_of_their_own():
     assert list(pairs(jnp.ones(0), jnp.ones(0))) == []
     with pytest.raises(BeartypeCallHintViolation):
         list(pairs(jnp.ones(2), jnp.ones(3)))
+
+
+def test_context_managers_see_errors():
+    @contextlib.contextmanager
+    @checked
+    def explained(what: str) -> Iterator[None]:
+        try:
+            yield
+        except LookupError:
+            raise ValueError(what) from None
+
+    with pytest.raises(ValueError, match="why"), explained("why"):
+        raise LookupError
 
 
 def test_dataclasses_are_checked():

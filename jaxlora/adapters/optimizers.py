@@ -113,7 +113,9 @@ def _schedule_free(
 
 def _average(weights: Any, state: Mapping[str, Any]) -> Any:
     """The average x of arXiv 2405.15682, from y, where gradients are taken, and z."""
-    return (weights - (1 - state["b1"]) * state["z"]) / state["b1"]
+    b1 = state["b1"]
+    b1 = b1 + (b1 == 0)  # in an empty slot, everything is 0
+    return (weights - (1 - b1) * state["z"]) / b1
 
 
 def _lion(learning_rate: Any, weight_decay: Any, *, b1: Any, b2: Any) -> Any:

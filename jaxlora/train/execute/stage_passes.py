@@ -141,7 +141,8 @@ class StagePasses:
         assert not isinstance(out, JobLosses)
         pullback, kept = split(pullback, (base, tables))
         self._pullbacks[len(batch.token_ids)] = pullback
-        return out, jax.tree.map(lambda x: x[None], kept)
+        # Of constants, JAX keeps arrays of NumPy.
+        return out, jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
 
     def backward(
         self,

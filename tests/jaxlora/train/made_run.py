@@ -64,6 +64,7 @@ def parked(seed: int = 0) -> ParkedSlot:
             path: rng.normal(size=tensor.shape(K, N, RANK)).astype(np.float32)
             for name in LINEARS
             for tensor, path in tensor_paths(name.removeprefix("model."))
+            if tensor.setting is None
         }
 
     return ParkedSlot.of({kind: tensors() for kind in ("params", "mu", "nu")})
