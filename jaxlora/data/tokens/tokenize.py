@@ -258,9 +258,8 @@ def _grouped(data: TokenizedData, job: LoraJob) -> TokenizedData:
     """
     objective = find_objective(job.objective)
     is_recombined = objective.baseline is not None
-    if data.group_size == objective.group_size:
+    if (data.group_size, objective.group_size) != (2, 1):
         return dataclasses.replace(data, is_recombined=is_recombined)
-    assert (data.group_size, objective.group_size) == (2, 1), "pairs are taken apart"
     samples = data.samples
     assert isinstance(samples, Samples), "the reader makes them"
     pair, is_rejected = np.divmod(samples.numbers, 2)
