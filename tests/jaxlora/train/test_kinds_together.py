@@ -58,8 +58,8 @@ def interrupt_once() -> Callable[[Trainer], None]:
 
 @pytest.mark.grid
 def test_a_resumed_run_of_all_kinds_ends_in_the_same_bits(train, mixed):
-    whole = train(mixed, window_steps=2)
-    half = train(mixed, window_steps=2, on_window=interrupt_once())
+    whole = train(mixed, window_steps=1)
+    half = train(mixed, window_steps=1, on_window=interrupt_once())
     assert half.result.interrupted
     trainer = Trainer(half.trainer.config, half.trainer.model)
     resumed = Outcome(trainer, trainer.train(resume=True), trainer.model)
