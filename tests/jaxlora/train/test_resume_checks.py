@@ -248,10 +248,10 @@ def test_a_device_that_fails_ends_the_run_in_words(
     whole = train_whole()
     trainer, run = Trainer(config, model), InFlight._run
 
-    def fails(self, one):
+    def fails(self, one, baseline):
         if trainer.round >= 2:
             raise jax.errors.JaxRuntimeError(status)
-        return run(self, one)
+        return run(self, one, baseline)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InFlight, "_run", fails)
