@@ -138,7 +138,9 @@ def test_starts_from_an_adapter(train, jobs, model, monkeypatch):
         patch.setattr(
             prepared_job,
             "import_peft",
-            lambda folder, shapes: read.append(folder) or import_peft(folder, shapes),
+            lambda folder, *args, **settings: (
+                read.append(folder) or import_peft(folder, *args, **settings)
+            ),
         )
         outcome = train([again.model_copy(update={"learning_rate": 0.0})])
     assert read == [str(folder)]  # once, by the checks before any data are read
