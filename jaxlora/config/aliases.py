@@ -241,7 +241,7 @@ OF_JOB = OtherNames(
         "lora_bias": _FROZEN,
         "lora_model_dir": "Set init_from: the PEFT folder to start from.",
         "adapter_name_or_path": "Set init_from: the PEFT folder to start from.",
-        "task_type": "Leave it out: models are causal language models.",
+        "task_type": "Leave it out: the objective decides it.",
         "packing": _PACKING,
         "sample_packing": _PACKING,
         "neat_packing": _PACKING,

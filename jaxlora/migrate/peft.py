@@ -8,7 +8,7 @@ from jaxlora.migrate.migration import Migration
 _NO_SUCH_ADAPTER = "There are no such adapters here; this one is trained without it."
 _REASONS = {
     "auto_mapping": "It names the class of the model in transformers.",
-    "task_type": "Models are causal language models.",
+    "task_type": "The objective decides it.",
     "inference_mode": "It does not matter for training.",
     "bias": "Biases stay frozen.",
     "peft_version": "It does not matter for training.",

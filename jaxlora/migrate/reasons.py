@@ -19,10 +19,9 @@ EVERY_EVALUATION = (
 )
 PREPARED = "Samples are prepared at the start of each run, and tokens are cached."
 LOGGING = "log_every counts rounds, and is 1 by default."
-TEMPLATE_FILE = "Put it into the folder of the model as chat_template.jinja."
 OWN_TEMPLATE = (
-    "The tokenizer's own chat template is used. If the checkpoint has none, put one "
-    "into the folder of the model as chat_template.jinja."
+    "The tokenizer's own chat template is used. Set chat_template in data if it has "
+    "none, or for another one."
 )
 PUSH = "`jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters."
 RESUME = "`jaxlora train --resume` continues a run."

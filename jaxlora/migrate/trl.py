@@ -1,4 +1,4 @@
-"""YAML of TRL's `trl sft --config`, with settings of transformers and PEFT."""
+"""YAML of TRL's commands (`--config`), with settings of transformers and PEFT."""
 
 import itertools
 from typing import Any
@@ -19,7 +19,7 @@ _REASONS = {
     "pad_token": _TOKENS,
     "chat_template_path": reasons.OWN_TEMPLATE,
     "loss_type": "The loss is the mean of -log p over the tokens that are trained on.",
-    "lora_task_type": "Models are causal language models.",
+    "lora_task_type": "The objective decides it.",
     "lora_target_parameters": "Adapters are on linears; experts are not supported.",
     "model_init_kwargs": "Set revision, dtype and attention of the run.",
     "use_cpu": "Set JAX_PLATFORMS=cpu to train on the CPU.",

@@ -175,7 +175,7 @@ class ModelChat:
         if failure.kind == "syntax":
             return ModelError(
                 f"{self._source}: the chat template does not parse ({failure.why}). "
-                "Fix it, or put another one in chat_template.jinja."
+                "Fix it, or set another chat_template."
             )
         if failure.kind == "no answer":
             return DataError(
@@ -215,15 +215,15 @@ class ModelChat:
             if "default" not in template:
                 raise ModelError(
                     f"{self._source}: has chat templates named {', '.join(template)}, "
-                    "but no 'default'. Put the one to use in chat_template.jinja."
+                    "but no 'default'. Set chat_template to the one to use."
                 )
             template = template["default"]
         if template is None:
             raise ModelError(
                 f"{self._source}: the tokenizer has no chat template, which chat "
-                "messages need. Put one in chat_template.jinja in the model's "
-                "folder (the instruct version of a model has one), or train on "
-                "prompt and completion without chat."
+                "messages need. Set chat_template: a file, chatml, llama3 or the "
+                "folder of a model that has one, such as its instruct version. Or "
+                "use prompts without chat."
             )
         return template
 
