@@ -202,6 +202,12 @@ class LoraJob(StrictModel):
         """Whether the adapter is relative to its first weights, which it keeps."""
         return is_part_of_weight(self.init_lora_weights)
 
+    @pydantic.field_validator("lr_schedule", mode="before")
+    @classmethod
+    def _warm_up_is_a_setting(cls, name: object) -> object:
+        # The name that transformers has for it; warm-up is set apart from the schedule.
+        return "constant" if name == "constant_with_warmup" else name
+
     @pydantic.field_validator("init_lora_weights", mode="before")
     @classmethod
     def _start_is_known(cls, start: object) -> object:

@@ -23,6 +23,10 @@ def test_all_schedules_are_compared():
     assert {case["lr_schedule"] for case in FOUND["cases"]} == SCHEDULES.keys()
 
 
+def test_a_constant_rate_has_warm_up():
+    assert job(lr_scheduler_type="constant_with_warmup") == job(lr_schedule="constant")
+
+
 @pytest.mark.parametrize(
     "case", FOUND["cases"], ids=lambda c: f"{c['lr_schedule']}-{c['warmup_steps']}"
 )
