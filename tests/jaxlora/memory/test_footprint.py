@@ -123,7 +123,9 @@ def test_the_most_that_fits(transient, num_bytes):
 
 
 def test_a_checkpoint_must_fit():
-    large = dataclasses.replace(FOOTPRINT, adapter_bytes=4000, fixed_bytes=0)
+    large = dataclasses.replace(
+        FOOTPRINT, adapter_bytes=4000, gradient_bytes=1000, fixed_bytes=0
+    )
     assert large.total_bytes(0) == large.total_bytes(200) == 1000 + 4000 + 3000
     assert large.fitting_tokens(8000) == 250
     assert large.fitting_tokens(7999) == 0
