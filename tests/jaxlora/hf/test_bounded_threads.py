@@ -104,8 +104,14 @@ def test_an_interrupt_ends_all_tasks():
         os.kill(os.getpid(), signal.SIGINT)
         run(check)
 
-    with pytest.raises(KeyboardInterrupt):
-        run_tasks(tasks_of([run, interrupt] + [run] * 20), max_bytes=4, num_threads=3)
+    # A shell starts background jobs with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    tasks = tasks_of([run, interrupt] + [run] * 20)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_tasks(tasks, max_bytes=4, num_threads=3)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(ended) <= 4
     # One that is being started in that moment ends by itself.
     for thread in threading.enumerate():
