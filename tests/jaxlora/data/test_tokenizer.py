@@ -275,7 +275,7 @@ def test_named_templates(make_folder):
 
 def test_no_template(make_folder):
     tokenizer = load_tokenizer(make_folder(config={}))
-    with pytest.raises(ModelError, match=r"no chat template.*Put one in chat_template"):
+    with pytest.raises(ModelError, match=r"no chat template.*Set chat_template"):
         tokenizer.chat.render(TALK)
 
 
