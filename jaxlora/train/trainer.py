@@ -229,7 +229,7 @@ class Trainer:
             self._live.take()
             keep = self.config.keep_checkpoints
             with explained(self.output_dir, lock), contextlib.ExitStack() as opened:
-                # What may refuse to resume comes before anything is compiled.
+                # A resume is refused before anything is compiled.
                 if resume:
                     self._check_resumes(drop_state)
                 store = RunStore(self.output_dir, lock, keep=keep, is_resumed=resume)

@@ -151,13 +151,17 @@ def adapted(job: dict):
 def save(model, folder: pathlib.Path, **options) -> None:
     """Saves as peft does, without fields that differ between machines."""
     model.save_pretrained(folder, **options)
+    (folder / "README.md").unlink()
+    leave_out_machine(folder)
+
+
+def leave_out_machine(folder: pathlib.Path) -> None:
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     config["base_model_name_or_path"] = "base"
     if isinstance(config["target_modules"], list):
         config["target_modules"].sort()
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (folder / "README.md").unlink()
 
 
 def optimizer_of(model, job: dict):
@@ -210,6 +214,7 @@ def train(name: str, job: dict) -> None:
     if options:
         model.peft_config["default"].init_lora_weights = job["init_lora_weights"]
     save(model, OUT / name / "final", **options)
+    leave_out_machine(OUT / name / "initial")  # peft writes it again to convert
     record |= {"losses": losses, "grad_norms": norms, "learning_rates": rates}
     record["versions"] = {
         m.__name__: m.__version__ for m in (torch, transformers, peft)

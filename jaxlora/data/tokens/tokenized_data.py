@@ -125,7 +125,7 @@ class TokenizedData:
 
     @property
     def noun(self) -> str:
-        """What a group of samples is called."""
+        """Name of a group of samples in messages."""
         return "pair" if self.group_size == 2 else "sample"
 
     def summary(self) -> str:

@@ -141,7 +141,7 @@ class StagePasses:
         assert not isinstance(out, JobLosses)
         pullback, kept = split(pullback, (base, tables))
         self._pullbacks[len(batch.token_ids)] = pullback
-        # Of constants, JAX keeps arrays of NumPy.
+        # JAX keeps constants among the residuals as arrays of NumPy.
         return out, jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
 
     def backward(

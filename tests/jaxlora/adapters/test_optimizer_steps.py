@@ -272,7 +272,7 @@ def test_a_slot_alone_has_the_same_bits(name):
     jax.tree.map(same, alone.params, together.params)
     for kind, stacks in alone.optimizer_state.items():
         jax.tree.map(same, stacks, together.optimizer_state[kind])
-    # What other optimizers keep is zero here, and something is kept.
+    # State tensors of other optimizers are zero here, and its own are not.
     others = together.optimizer_state.keys() - alone.optimizer_state.keys()
     for kind in others:
         assert not any(t[slot].any() for t in together.optimizer_state[kind].values())
@@ -280,7 +280,7 @@ def test_a_slot_alone_has_the_same_bits(name):
 
 
 def test_a_batch_that_is_not_finite_changes_no_bit():
-    """Of its own slot, whose step is left out; others step as without it."""
+    """Its own slot leaves the step out; others step as without it."""
     before, after = trained(NAMES), None
     for sick in (0, 3):
         flags = np.arange(len(NAMES)) != sick

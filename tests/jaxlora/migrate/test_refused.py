@@ -1,4 +1,4 @@
-"""What cannot be converted is refused, or named with what to use instead."""
+"""A setting that cannot be converted is refused, or named with what to use instead."""
 
 import json
 import re

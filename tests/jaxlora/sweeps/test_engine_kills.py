@@ -68,7 +68,7 @@ def check_accounted(folder: pathlib.Path, num_jobs: int, num_worker_kills: int) 
     ]
     assert len(evaluated) == len(set(evaluated))
 
-    # Who goes on does not depend on who was killed.
+    # The kills do not change which configurations go on.
     half = sorted(names, key=lambda name: loss_of(name, 2))[: num_jobs // 2]
     quarter = sorted(half, key=lambda name: loss_of(name, 4))[: num_jobs // 4]
     for name, found in state.configurations.items():

@@ -47,7 +47,7 @@ def texts(tokenizer, data) -> list[str]:
 
 @pytest.mark.parametrize("case", range(6))
 def test_samples_are_in_the_order_of_the_package_datasets(write, tokenizer, case):
-    """What is dropped is left out before data sets are mixed."""
+    """Dropped samples are left out before data sets are mixed."""
     rng = random.Random(100 + case)
     counts = [rng.randint(2, 30) for _ in range(rng.randint(2, 3))]
     paths = [write(f"{number}.jsonl", count) for number, count in enumerate(counts)]
