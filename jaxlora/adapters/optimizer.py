@@ -197,28 +197,43 @@ def _adapter_step(
     params, state = tables
     norm = jnp.sqrt(measured.squares)
     clip = jnp.where(norm > inputs.max_norm, inputs.max_norm / norm, 1.0)
-    gradients = jax.tree.map(lambda g: g * clip, gradients)
     # Otherwise weights that are not finite would outlast the batch that caused them.
     is_finite = measured.is_finite & jnp.isfinite(norm)
     taken = inputs.step_mask & is_finite
-    new_params, new_state = params, state
+    several = len(inputs.settings) > 1
     for number, name in enumerate(inputs.settings):
-        update = functools.partial(_updated, name)
-        if OPTIMIZERS[name].mixes_elements:
+        update: Callable[..., Any] = functools.partial(_updated, name)
+        mixes = OPTIMIZERS[name].mixes_elements
+        if several or mixes:
+            update = _by_itself(update)
+        if mixes:
             # Sums over a matrix may be ordered by the number of matrices beside it.
             update = jax.custom_batching.sequential_vmap(update)
-        stepped = update(params, state, gradients, inputs, ranks)
-        is_own = taken if len(inputs.settings) == 1 else _chosen(taken, number, inputs)
-        if len(inputs.settings) > 1:
-            # Each optimizer is compiled as it is without the others.
-            stepped = jax.lax.optimization_barrier(stepped)
-        weights, own = stepped
-        new_params = _select(is_own, weights, new_params)
+        # An optimizer changes its own slots only, so the next one may take its results
+        # instead of keeping what was before. They then take memory in turn.
+        weights, own = update(params, state, gradients, clip, inputs, ranks)
+        is_own = _chosen(taken, number, inputs) if several else taken
+        params = _select(is_own, weights, params)
         for kind, stacks in own.items():
-            before = {stack: new_state[kind][stack] for stack in stacks}
+            before = {stack: state[kind][stack] for stack in stacks}
             stacks = _select(is_own, stacks, before)
-            new_state = new_state | {kind: new_state[kind] | stacks}
-    return (new_params, new_state), StepResult(norm=norm, is_finite=is_finite)
+            state = state | {kind: state[kind] | stacks}
+    return (params, state), StepResult(norm=norm, is_finite=is_finite)
+
+
+def _by_itself(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, compiled as it is whatever stands around it.
+
+    XLA unrolls the loop over a single slot, and could join its ends to what is computed
+    before and after it, which would order its sums in another way.
+    """
+
+    def alone(*arguments: Any) -> Any:
+        return jax.lax.optimization_barrier(
+            update(*jax.lax.optimization_barrier(arguments))
+        )
+
+    return alone
 
 
 def _chosen(taken: Any, number: int, inputs: OptimizerInputs) -> Any:
@@ -234,10 +249,14 @@ def _updated(
     params: Tables,
     state: States,
     gradients: Tables,
+    clip: jax.Array,
     inputs: OptimizerInputs,
     ranks: dict[str, jax.Array],
 ) -> tuple[Tables, States]:
-    """Returns the weights and the state of one adapter after a step of an optimizer."""
+    """Returns the weights and the state of one adapter after a step of an optimizer.
+
+    Gradients are multiplied by `clip` here, so that no product of all is kept.
+    """
     optimizer, settings = OPTIMIZERS[name], inputs.settings[name]
     weights: Tables = {}
     own: States = {}
@@ -258,7 +277,7 @@ def _updated(
 
         kept = tables_of(name, stack, weight.shape[1:], state)
         weights[stack], kept = jax.vmap(step)(
-            weight, kept, gradients[stack], ranks[stack]
+            weight, kept, gradients[stack] * clip, ranks[stack]
         )
         for kind, table in kept.items():
             own.setdefault(kind, {})[stack] = table

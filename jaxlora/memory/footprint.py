@@ -16,7 +16,9 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.scheduler import Limits
 
-_MIXED_COPIES = 4  # of a slot's weights: gradients, moments and updates in float32
+# Copies of a slot's weights in float32, by each optimizer that mixes elements: 5 to 10
+# on an H100.
+_MIXED_COPIES = 10
 _EXCHANGED_COPIES = 2  # of a slot's gradients: those sent, and those received
 _HEAD_ROWS = 1024  # rows of logits that the loss computes at a time
 _LOGIT_BYTES = 6  # a logit is held in float32 and in bfloat16
@@ -248,13 +250,13 @@ def _stepped_bytes(spec: DecoderSpec, slots: SlotShape) -> int:
     They do if there is one optimizer, and each of its elements steps by itself. One
     that mixes elements takes some copies of a slot's weights on the way.
     """
-    mixes = any(OPTIMIZERS[name].mixes_elements for name in slots.optimizers)
-    if len(slots.optimizers) == 1 and not mixes:
+    num_mixed = sum(OPTIMIZERS[name].mixes_elements for name in slots.optimizers)
+    if len(slots.optimizers) == 1 and not num_mixed:
         return 0
     shapes = spec.adapter_shapes()
     weights = num_bytes(shapes)
     states = (num_bytes(state_shapes([name], shapes)) for name in slots.optimizers)
-    on_the_way = _MIXED_COPIES * weights // slots.num_slots if mixes else 0
+    on_the_way = num_mixed * _MIXED_COPIES * weights // slots.num_slots
     return weights + max(states) + on_the_way
 
 
