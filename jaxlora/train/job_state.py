@@ -1,6 +1,7 @@
 """The state of a job in a run: its progress, its slot, and what is due."""
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -225,6 +226,16 @@ class JobState:
             dataclasses.replace(sample, reference_logp=float(value))
             for sample, value in zip(samples, values, strict=True)
         )
+
+    def reference_source(self) -> dict[str, str]:
+        """Returns what `references` are computed from, besides the base."""
+        hashes = self.prepared.fingerprints.items()
+        source = {name: value or "" for name, value in hashes if "data" in name}
+        if self.prepared.baseline is not None:
+            # Which samples are recombined follows from the order of the job's batches.
+            neighbors = self.prepared.neighbors["train"].astype(np.int64)
+            source["neighbors"] = hashlib.sha256(neighbors.tobytes()).hexdigest()
+        return source
 
     def plain_batches(self, slot: int) -> dict[str, JobBatch]:
         """Returns all samples that need references, by their key in `references`."""

@@ -4,7 +4,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import numpy as np
 
 from jaxlora.common.counted import counted
 from jaxlora.run.events import EvalEvent, SampleEvent, losses_by_set
@@ -31,6 +33,7 @@ class SideWork:
         """
         self.seconds = 0.0
         self._run, self._executor, self._send = run, run.executor, send
+        self._references: dict[Hashable, dict[str, np.ndarray]] = {}
         sweep = run.plan.config.sweep
         self._is_maximized = sweep is not None and sweep.metric.is_maximized
 
@@ -113,15 +116,20 @@ class SideWork:
     def refer(self, job: JobState, slot: int) -> None:
         """Computes and keeps the log-probabilities of a job's samples by the base.
 
+        Jobs of the same objective and data, as of a sweep, have the same ones.
+
         Args:
             job: The job.
             slot: A free slot, whose adapter is zero.
         """
+        source = job.settings.objective, *sorted(job.reference_source().items())
         with self._timed():
-            job.references = {
-                which: self._executor.log_likelihoods(slot, batch)
-                for which, batch in job.plain_batches(slot).items()
-            }
+            if source not in self._references:
+                self._references[source] = {
+                    which: self._executor.log_likelihoods(slot, batch)
+                    for which, batch in job.plain_batches(slot).items()
+                }
+            job.references = self._references[source]
             self._run.keep_references(job)
         count = counted(sum(map(len, job.references.values())), "sample")
         logger.info(

@@ -4,7 +4,6 @@ Recomputed with another layout they would differ in their last bits, and so woul
 further steps.
 """
 
-import hashlib
 import pathlib
 
 import numpy as np
@@ -78,10 +77,4 @@ def _path(folder: pathlib.Path, job: JobState) -> pathlib.Path:
 
 def _key(job: JobState, base: str) -> dict[str, str]:
     """Returns what the values were computed from."""
-    data = {k: v or "" for k, v in job.prepared.fingerprints.items() if "data" in k}
-    key = {"base": base} | data
-    if job.prepared.baseline is not None:
-        # Which samples are recombined follows from the order of the job's batches.
-        neighbors = job.prepared.neighbors["train"].astype(np.int64)
-        key["neighbors"] = hashlib.sha256(neighbors.tobytes()).hexdigest()
-    return key
+    return {"base": base} | job.reference_source()

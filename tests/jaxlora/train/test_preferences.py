@@ -119,14 +119,23 @@ def test_layout_does_not_matter(train, jobs, preference_jobs, together):
     assert_same_score(together, small)
 
 
-def test_the_reference_is_the_base_without_the_adapter(train, preference_jobs):
+def test_the_reference_is_the_base_without_the_adapter(
+    train, preference_jobs, monkeypatch
+):
     """At a learning rate of 0, a fresh adapter changes nothing: all rewards are 0.
 
     Log-probabilities of about 100 nats in float32 differ by 1e-5 in another packing.
     """
     still = {"learning_rate": 0.0, "dropout": 0.0, "objective": "dpo"}
     job = preference_jobs["simpo"].replace(name="still", objective_args={}, **still)
+    count, computed = StagedExecutor.log_likelihoods, []
+    monkeypatch.setattr(
+        StagedExecutor,
+        "log_likelihoods",
+        lambda self, slot, batch: computed.append(slot) or count(self, slot, batch),
+    )
     found = train([job, job.replace(name="twin", objective_args={"beta": 1.0})])
+    assert len(set(computed)) == 1  # for both, as they have the same data
     for losses in (*found.losses.values(), *found.evals.values()):
         assert losses == pytest.approx([np.log(2)] * len(losses), abs=1e-4)
     # An adapter that is not fresh is not a part of the reference.
