@@ -38,6 +38,7 @@ def make(model, job, tmp_path):
         swept = {"parameters": {"learning_rate": list(RATES)}, "groups": 2}
         return RunConfig(
             model=str(model.folder),
+            dtype="float32",  # as the model that trains a configuration alone
             output_dir=str(tmp_path / "run"),
             jobs=[job],
             sweep=Sweep(**swept | settings),
