@@ -279,6 +279,8 @@ OF_DATA = OtherNames(
         "mix_strategy": "Set mix: concat or interleave; interleave_under and "
         "interleave_over are the stopping_strategy first_exhausted and all_exhausted.",
         "interleave_probs": "Set probabilities: a list with one for each data set.",
+        "buffer_size": "Set `streaming: true` and shuffle_buffer, the samples within "
+        "which samples are shuffled.",
         "weight": "Set `mix: interleave` and probabilities beside datasets.",
         "weights": "Set `mix: interleave` and probabilities beside datasets.",
         "type": "Set kind if the fields of the records do not tell what they are.",

@@ -7,7 +7,13 @@ from typing import Any, Literal
 import pydantic
 
 from jaxlora.config.aliases import OF_DATA
-from jaxlora.config.strict import Bool, NonNegativeFloat, PositiveInt, StrictModel
+from jaxlora.config.strict import (
+    Bool,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    StrictModel,
+)
 
 _OF_SEVERAL = ("mix", "probabilities", "stopping_strategy")
 # `rng.choice` and `datasets` allow the sum of probabilities this distance from 1.
@@ -81,6 +87,29 @@ def _probabilities_fit(data: Any) -> tuple[str, str] | None:
     return None
 
 
+def _only_shards_are_streamed(data: Any) -> tuple[str, str] | None:
+    fields = DataConfig.model_fields
+    for name in ("skip", "shuffle_buffer"):
+        if not data.streaming and getattr(data, name) != fields[name].default:
+            return name, f"{name} needs `streaming: true`. Set it, or leave {name} out."
+    if data.limit and data.shuffle_buffer != fields["shuffle_buffer"].default:
+        return "shuffle_buffer", (
+            "with limit, the first records are read before training and shuffled as a "
+            "whole. Leave shuffle_buffer out, or limit."
+        )
+    return None
+
+
+def _mixed_sets_end(data: Any) -> tuple[str, str] | None:
+    if any(getattr(one, "is_stream", False) for one in data.datasets):
+        return "datasets", (
+            "a data set that is streamed cannot be mixed with others, as its end is "
+            "not known. Give it a limit, to read its first records only; or put the "
+            "shards of all sets into one folder and stream that."
+        )
+    return None
+
+
 class DataConfig(StrictModel):
     """The location of a job's records, and how a record becomes tokens.
 
@@ -91,7 +120,8 @@ class DataConfig(StrictModel):
 
     Attributes:
         path: A .jsonl, .json, .parquet, .csv, .arrow or .feather file, a folder written
-            by `datasets.save_to_disk`, or a dataset id on the Hugging Face hub.
+            by `datasets.save_to_disk`, or a dataset id on the Hugging Face hub. With
+            `streaming`, a folder of such files or a glob.
         split: Split of a Hugging Face dataset.
         subset: Configuration name of a dataset on the hub.
         revision: Branch, tag or commit of a dataset on the hub.
@@ -126,6 +156,14 @@ class DataConfig(StrictModel):
         append_eos: End plain text and completions outside chat templates with the
             tokenizer's end-of-sequence token.
         limit: Number of records to use, from the first; None: all.
+        streaming: Read shards while training, for sets larger than memory or disk: the
+            files of a folder or a glob, or of a dataset on the hub, which is not
+            downloaded. With `limit`, only the first records are read, before training.
+        skip: Number of first records to leave out of what is streamed, such as those
+            that `eval_data` has with `limit`.
+        shuffle_buffer: Records of a window of what is streamed, rounded up to whole
+            global batches. With the job's `shuffle`, each pass reads the shards in
+            another order, and the samples of a window are permuted.
         bad_records: What to do with a record that cannot be used, such as one without
             the field or one that the chat template refuses: `error` ends the run
             before it trains and names the record; `drop` leaves it out and counts it.
@@ -148,6 +186,8 @@ class DataConfig(StrictModel):
         _data_sets_are_plain,
         _only_interleaved_sets_are_drawn,
         _probabilities_fit,
+        _only_shards_are_streamed,
+        _mixed_sets_end,
     )
 
     path: str = ""
@@ -178,6 +218,9 @@ class DataConfig(StrictModel):
     loss_on: Literal["completion", "last", "all"] = "completion"
     append_eos: Bool = True
     limit: PositiveInt | None = None
+    streaming: Bool = False
+    skip: NonNegativeInt = 0
+    shuffle_buffer: PositiveInt = 8192
     bad_records: Literal["error", "drop"] = "error"
     datasets: tuple["DataConfig", ...] = ()
     mix: Literal["concat", "interleave"] = "concat"
@@ -190,6 +233,11 @@ class DataConfig(StrictModel):
     def sets(self) -> tuple["DataConfig", ...]:
         """The data sets, each of which has a path."""
         return self.datasets or (self,)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether records are read while training, window by window."""
+        return self.streaming and self.limit is None
 
     @property
     def set_names(self) -> tuple[str, ...]:

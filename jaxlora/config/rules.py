@@ -66,6 +66,43 @@ def _held_out_sets_are_whole(job: Any) -> tuple[str, str] | None:
     return None
 
 
+def _held_out_records_end(job: Any) -> tuple[str, str] | None:
+    if getattr(job.eval_data, "is_stream", False):
+        return "eval_data", (
+            "held-out records are read before training: set limit, the number of first "
+            "records that are streamed, beside streaming in eval_data."
+        )
+    return None
+
+
+def _streams_need_no_totals(job: Any) -> tuple[str, str] | None:
+    data = job.data
+    if not getattr(data, "is_stream", False):
+        return None
+    if job.steps is None:
+        return "steps", (
+            "data are streamed, so the length of an epoch is not known before it ends: "
+            "set steps, the number of optimizer steps."
+        )
+    if job.eval_fraction:
+        return "eval_fraction", (
+            "data are streamed, so a share of them cannot be drawn. Give eval_data: a "
+            "set of its own; or the first records, by limit: 1000 beside the same path "
+            "and streaming, and skip: 1000 in data."
+        )
+    if job.too_long == "error":
+        return "too_long", (
+            "data are streamed, so too_long=error would end the run at any time. Set "
+            "truncate or drop."
+        )
+    if data.bad_records == "error":
+        return "data", (
+            "data are streamed, so a record that cannot be used would end the run at "
+            "any time. Set `bad_records: drop` in data, which counts such records."
+        )
+    return None
+
+
 def _schedule_has_its_settings(job: Any) -> tuple[str, str] | None:
     problem = schedule_problem(job)
     return None if problem is None else ("lr_schedule_args", problem)
@@ -261,6 +298,8 @@ OF_A_JOB: tuple[Rule, ...] = (
     _stopping_counts_evaluations,
     _starts_in_one_way,
     _held_out_sets_are_whole,
+    _held_out_records_end,
+    _streams_need_no_totals,
     _schedule_has_its_settings,
     _start_fits,
     _layers_are_of_a_list,

@@ -98,6 +98,31 @@ class JobOrder:
         return found
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StreamPlace:
+    """A position in a streamed data set, at the start of a window.
+
+    Attributes:
+        step: Optimizer steps before the window.
+        window: Windows before it.
+        epoch: Passes over the data before it.
+        shard: Shards before it in the order of this pass.
+        record: Records of the next shard before it.
+        digest: Hash of the tokens of the window; "" if it has not been read.
+    """
+
+    step: int = 0
+    window: int = 0
+    epoch: int = 0
+    shard: int = 0
+    record: int = 0
+    digest: str = dataclasses.field(default="", compare=False)
+
+    def __post_init__(self):
+        if min(self.step, self.window, self.epoch, self.shard, self.record) < 0:
+            raise ValueError(f"{self} has a negative number.")
+
+
 def permutation(num: int, seed: int, stream: int) -> Int[np.ndarray, " N"]:
     """A random permutation of `range(num)` that depends only on (num, seed, stream).
 

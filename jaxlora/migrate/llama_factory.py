@@ -12,7 +12,7 @@ _REASONS = {
     "template": reasons.OWN_TEMPLATE,
     "overwrite_cache": reasons.PREPARED,
     "tokenized_path": reasons.PREPARED,
-    "streaming": "Records are read one after another.",
+    "streaming": reasons.STREAMING,
     "default_system": "Set system in data, with chat: true.",
     "plot_loss": "losses.png is always written.",
     "flash_attn": reasons.KERNELS,

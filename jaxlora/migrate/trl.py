@@ -13,8 +13,8 @@ _OTHER_TRAINING = ("num_generations", "reward_funcs", "reward_model_name_or_path
 _TOKENS = "The tokenizer is used as it is in the checkpoint."
 _REASONS = {
     "env": "Set environment variables before the command.",
-    "dataset_streaming": "Records are read one after another.",
-    "streaming": "Records are read one after another.",
+    "dataset_streaming": reasons.STREAMING,
+    "streaming": reasons.STREAMING,
     "eos_token": _TOKENS,
     "pad_token": _TOKENS,
     "chat_template_path": reasons.OWN_TEMPLATE,

@@ -160,6 +160,7 @@ def _forecast(
     machine: GpuMachine | None,
 ) -> RunForecast:
     """Plans the microbatches of a run, and predicts what it needs."""
+    jobs = [job.foreseen for job in jobs]
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
     foretold = foretell(plan, jobs)

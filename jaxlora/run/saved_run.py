@@ -14,6 +14,7 @@ from pydantic import Field
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.optimizer_state import Kind
 from jaxlora.common.json_file import check_regular_file
+from jaxlora.data.order import StreamPlace
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.models.layer import Remat
@@ -120,6 +121,7 @@ class SavedRun:
         stream: The microbatches that follow; None if an earlier version saved it.
         sweep: Decisions of the run's sweep; None if it has none.
         suggested: The place on each axis of configurations that were suggested.
+        places: Where the data of each job that are streamed go on.
     """
 
     __pydantic_config__ = STRICT
@@ -134,6 +136,7 @@ class SavedRun:
     stream: SavedStream | None = None
     sweep: SavedSweep | None = None
     suggested: dict[JobName, dict[str, float]] = dataclasses.field(default_factory=dict)
+    places: dict[JobName, StreamPlace] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.config.schedules import learning_rate
 from jaxlora.data.objective import Objective
+from jaxlora.data.order import StreamPlace
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.hf.load import FrozenModel
@@ -126,6 +127,7 @@ class JobState:
             state: Its state.
         """
         self.parked, self.references = state, parent.references
+        self.follow(parent.place)
         self.progress = dataclasses.replace(
             parent.progress,
             status="paused",
@@ -139,6 +141,17 @@ class JobState:
         )
 
     @property
+    def place(self) -> StreamPlace | None:
+        """Where the stream of its data goes on; None: its data are not streamed."""
+        stream = self.prepared.stream
+        return None if stream is None else stream.place(self.progress.step)
+
+    def follow(self, place: StreamPlace | None) -> None:
+        """Notes a saved place in the stream of its data."""
+        if self.prepared.stream is not None and place is not None:
+            self.prepared.stream.follow(place)
+
+    @property
     def next_border(self) -> int:
         """Optimizer steps done when the job's state can next be copied."""
         return self.progress.step + (self.parked is None)
@@ -149,9 +162,10 @@ class JobState:
 
     def batch(self, slot: int, step: int) -> JobBatch:
         """Returns the global batch of an optimizer step, for the job in a slot."""
-        objective, data = self.prepared.objective, self.prepared.train_data
+        objective = self.prepared.objective
         numbers = self.prepared.sample_numbers(step)
-        samples = self._referred([data.samples[i] for i in numbers], "train", numbers)
+        samples = self.prepared.take_samples(step)
+        samples = self._referred(samples, "train", numbers)
         return JobBatch(
             slot=slot,
             step=step,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import CheckpointError, JaxloraError
 from jaxlora.memory.run_memory import RunMemory, read_devices
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
@@ -202,6 +202,8 @@ class Session:
         stream = Stream(services, first_round=self.round)
         try:
             stream.restore(self._saved_stream)
+        except JaxloraError:
+            raise  # of the data, not of the checkpoint
         except (RuntimeError, LookupError, ValueError) as error:
             raise CheckpointError(
                 f"checkpoint {self.round} of {self._folder} is damaged: its "

@@ -250,6 +250,18 @@ def _damage(path: Path, form: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def os_errors(path: str) -> Iterator[None]:
+    """Turns errors of the disk into ours."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror or error}. Check the path, its "
+            "permissions, and the disk."
+        ) from error
+
+
 def arrow_rows(table: pa.RecordBatch | pa.Table, where: str) -> list[Record]:
     """The rows of an Arrow table.
 

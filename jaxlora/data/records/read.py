@@ -1,30 +1,19 @@
 """Reads a job's records from a file, a saved dataset or the Hugging Face hub."""
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 import itertools
-import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.ipc
 
 from jaxlora.config import DataConfig
-from jaxlora.data.records.files import READERS, Record, arrow_rows
+from jaxlora.data.records.files import READERS, Record, os_errors
+from jaxlora.data.records.hub import Feed, Source, open_hub, open_saved_dataset
+from jaxlora.data.records.shards import check_shards_found, open_shards, read_shards
 from jaxlora.errors import DataError
 
-_DATASET_ROWS = 128
-_HASHED_ROWS = 1000
 _BLOCK_BYTES = 2**20
-
-_Feed = Callable[[bytes], object]
-# Functions that read the records, and that pass all stored bytes to a function.
-_Source = tuple[Callable[[], Iterator[Record]], Callable[[_Feed], None]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +29,7 @@ class Records:
 
     path: str
     read: Callable[[], Iterator[Record]]
-    feed: Callable[[_Feed], None]
+    feed: Callable[[Feed], None]
     limit: int | None
 
     def __iter__(self) -> Iterator[Record]:
@@ -50,7 +39,7 @@ class Records:
             DataError: A record is damaged, the disk fails, or there is no record.
         """
         is_empty = True
-        with _os_errors(self.path):
+        with os_errors(self.path):
             for record in itertools.islice(self.read(), self.limit):
                 is_empty = False
                 yield record
@@ -66,7 +55,7 @@ class Records:
             DataError: They cannot be read.
         """
         digest = hashlib.sha256()
-        with _os_errors(self.path):
+        with os_errors(self.path):
             self.feed(digest.update)
         return digest.hexdigest()
 
@@ -75,7 +64,8 @@ def open_records(data: DataConfig) -> Records:
     """Finds the records of `data`.
 
     A path that exists is read as a file (by its suffix) or as a folder written by
-    `datasets.save_to_disk`; any other path is a dataset id on the hub.
+    `datasets.save_to_disk`; any other path is a dataset id on the hub. With
+    `streaming`, they are the records of its shards, one shard after another.
 
     Args:
         data: Where the records are; `limit` stops the reading early.
@@ -84,13 +74,16 @@ def open_records(data: DataConfig) -> Records:
         DataError: The data is missing, damaged or of an unknown form.
     """
     check_found(data)
+    if data.streaming:
+        read, feed = read_shards(open_shards(data), data.limit)
+        return Records(path=data.path, read=read, feed=feed, limit=data.limit)
     path, mode = _find(data.path)
     if stat.S_ISREG(mode):
         read, feed = _open_file(path)
     elif stat.S_ISDIR(mode):
-        read, feed = _open_saved_dataset(path, data)
+        read, feed = open_saved_dataset(path, data)
     else:
-        read, feed = _open_hub(data)
+        read, feed = open_hub(data)
     return Records(path=data.path, read=read, feed=feed, limit=data.limit)
 
 
@@ -100,6 +93,9 @@ def check_found(data: DataConfig) -> None:
     Raises:
         DataError: They do not. Ids on the hub are not looked up.
     """
+    if data.streaming:
+        check_shards_found(data)
+        return
     path, mode = _find(data.path)
     if stat.S_ISREG(mode):
         _check_file(path, data)
@@ -112,17 +108,6 @@ def check_found(data: DataConfig) -> None:
             f"{data.path}: no such file or folder (looked in {Path.cwd()}). Correct "
             "data.path, or give a dataset id such as 'owner/name'."
         )
-
-
-@contextlib.contextmanager
-def _os_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read: {error.strerror or error}. Check the path, its "
-            "permissions, and the disk."
-        ) from error
 
 
 def _find(name: str) -> tuple[Path, int]:
@@ -141,7 +126,7 @@ def _find(name: str) -> tuple[Path, int]:
 
 def _mode(path: Path) -> int:
     try:
-        with _os_errors(str(path)):
+        with os_errors(str(path)):
             return path.stat().st_mode
     except DataError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
@@ -170,25 +155,14 @@ def _check_file(path: Path, data: DataConfig) -> None:
     _refuse(data, ("split", "subset", "revision"), rule)
 
 
-def _open_file(path: Path) -> _Source:
+def _open_file(path: Path) -> Source:
     return lambda: READERS[path.suffix](path), lambda feed: _feed_file(path, feed)
 
 
-def _feed_file(path: Path, feed: _Feed) -> None:
+def _feed_file(path: Path, feed: Feed) -> None:
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             feed(block)
-
-
-def _import_datasets(path: str):
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{path}: Hugging Face datasets need the package `datasets`, which cannot "
-            f"be imported ({error}). Install it: pip install 'jaxlora[datasets]'."
-        ) from error
-    return datasets
 
 
 def _check_saved_dataset(path: Path, data: DataConfig) -> None:
@@ -196,114 +170,8 @@ def _check_saved_dataset(path: Path, data: DataConfig) -> None:
     if not any((path / mark).is_file() for mark in marks):
         raise DataError(
             f"{data.path}: is a folder without {' or '.join(marks)}, so it was not "
-            "written by datasets.save_to_disk. Name a file in it instead."
+            "written by datasets.save_to_disk. Name a file in it instead, or set "
+            "data.streaming for a folder of shards."
         )
     rule = "is for datasets on the hub, and this is a saved folder"
     _refuse(data, ("subset", "revision"), rule)
-
-
-def _open_saved_dataset(path: Path, data: DataConfig) -> _Source:
-    datasets = _import_datasets(data.path)
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise DataError(
-            f"{data.path}: datasets cannot load this folder ({error}). Write it again "
-            "with save_to_disk."
-        ) from error
-    if not isinstance(loaded, dict) and data.split is not None:
-        raise DataError(
-            f"{data.path}: split={data.split!r}, but this is a single dataset without "
-            "splits. Remove data.split."
-        )
-    return _open_dataset(_choose_split(loaded, data), data)
-
-
-def _open_hub(data: DataConfig) -> _Source:
-    datasets = _import_datasets(data.path)
-    options: dict[str, Any] = {"split": data.split}
-    if data.revision is not None:
-        options["revision"] = data.revision
-    try:
-        loaded = datasets.load_dataset(data.path, data.subset, **options)
-    # The library's own message explains its errors best: no network, an unknown id,
-    # split or subset, or a damaged file.
-    except Exception as error:
-        hint = ""
-        if any(os.environ.get(k) for k in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")):
-            hint = " Offline mode is on (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set)."
-        raise DataError(
-            f"{data.path}: is not a local file or folder, and could not be loaded as a "
-            f"dataset from the hub (revision={data.revision!r}, "
-            f"subset={data.subset!r}, split={data.split!r}; "
-            f"{type(error).__name__}: {error}).{hint} Correct data.path, "
-            "data.revision, data.subset or data.split."
-        ) from error
-    if data.split is None:
-        loaded = _choose_split(loaded, data)
-    return _open_dataset(loaded, data)
-
-
-def _choose_split(loaded, data: DataConfig):
-    """Returns the dataset, or the split that `data.split` selects from several."""
-    if not isinstance(loaded, dict):
-        return loaded
-    splits = list(loaded)
-    if data.split is None and len(splits) == 1:
-        return loaded[splits[0]]
-    if data.split not in splits:
-        given = (
-            "no split is given" if data.split is None else f"no split {data.split!r}"
-        )
-        raise DataError(
-            f"{data.path}: {given}. Set data.split to one of: {', '.join(splits)}."
-        )
-    return loaded[data.split]
-
-
-def _open_dataset(dataset: Any, data: DataConfig) -> _Source:
-    # In Arrow format, a dataset gives the stored values, without decoding images.
-    tables = dataset.with_format("arrow")
-
-    def read() -> Iterator[Record]:
-        with _dataset_errors(data.path):
-            for table in tables.iter(batch_size=_DATASET_ROWS):
-                yield from arrow_rows(table, data.path)
-
-    def feed_all(feed: _Feed) -> None:
-        with _dataset_errors(data.path):
-            for table in tables.iter(batch_size=_HASHED_ROWS):
-                with pa.ipc.new_stream(_Sink(feed), table.schema) as stream:
-                    stream.write_table(table)
-
-    return read, feed_all
-
-
-@contextlib.contextmanager
-def _dataset_errors(path: str) -> Iterator[None]:
-    """Converts whatever the package `datasets` raises to our error."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{path}: the dataset cannot be read ({type(error).__name__}: {error}). "
-            "Fetch or save it again."
-        ) from error
-
-
-class _Sink(io.RawIOBase):
-    """A file for pyarrow that passes what is written to a function."""
-
-    def __init__(self, feed: _Feed):
-        self._feed = feed
-
-    def writable(self) -> bool:
-        """Tells pyarrow that the file can be written to."""
-        return True
-
-    def write(self, data, /) -> int:
-        """Passes bytes on."""
-        self._feed(data)
-        return memoryview(data).nbytes

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxlora.common.counted import counted
@@ -60,47 +60,119 @@ def encode_records(
         ModelError: The records are chats, and the tokenizer has no chat template.
     """
     notes = Notes(data.path)
-    encode = Encoder(data, tokenizer, max_length)
-    try:
-        reading = choose_reading(data, _representative(data, records))
-        render = make_renderer(data, reading, tokenizer, notes)
-    except DataError as error:
-        raise DataError(f"{data.path}: {error}") from error
-    bad, writer = _BadRecords(data, notes), RecordWriter(data.path, max_length)
-    size = SAMPLES_PER_RECORD.get(reading.kind, 1)
+    encoder = RecordEncoder(data, records, tokenizer, max_length, notes)
+    writer = RecordWriter(data.path, max_length)
     progress = _Progress(writer, data.path)
-    first: TokenizedSample | None = None
-    with contextlib.closing(_render_ahead(render, _chunks(records))) as chunks:
-        for valued in chunks:
-            values = [one.value if isinstance(one, Valued) else 0.0 for one in valued]
-            rendered = [one.text if isinstance(one, Valued) else one for one in valued]
-            wholes = map(encode.is_whole, rendered)
-            samples = zip(encode(rendered), values, wholes, strict=True)
-            for record in itertools.batched(samples, size):
-                errors = [one for one, *_ in record if isinstance(one, DataError)]
-                if errors:
-                    bad.add(len(writer) // size + 1, errors[0])
-                for tokens, value, is_whole in record:
-                    if errors or isinstance(tokens, DataError):
-                        writer.add_bad()
-                        continue
-                    sample = TokenizedSample(*tokens, value)
-                    if first is None and sample.is_target.any():
-                        first = sample
-                    writer.add(sample, is_whole=is_whole)
-            progress.log()
-    shown = "none has a token to predict"
-    if first is not None:
-        shown = "the first, with what is trained on in [[ ]]: " + describe_sample(
-            tokenizer, first.token_ids, first.is_target
-        )
-    num_records = len(writer) // size
+    encoder.add(records, writer, on_chunk=progress.log)
+    num_records = len(writer) // encoder.size
     verb = "is" if num_records == 1 else "are"
     notes.add(
-        f"{counted(num_records, 'record')} {verb} read as {reading}; {shown}",
+        f"{counted(num_records, 'record')} {verb} read as {encoder.describe()}",
         logging.INFO,
     )
-    return writer.finish(first_bad=bad.first, notes=notes.lines)
+    return writer.finish(first_bad=encoder.first_bad, notes=notes.lines)
+
+
+class RecordEncoder:
+    """Renders and encodes the records of a data set, all as its first one is read.
+
+    Attributes:
+        size: Samples of a record.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        records: Records,
+        tokenizer: Tokenizer,
+        max_length: int,
+        notes: Notes,
+    ):
+        """Makes an encoder.
+
+        Args:
+            data: Settings of the data set.
+            records: Its records, of which the first one says how all are read.
+            tokenizer: The base model's tokenizer.
+            max_length: Number of first tokens of each record that are needed.
+            notes: Takes lines for the log.
+
+        Raises:
+            DataError: The first record cannot be read.
+            ModelError: The records are chats, and the tokenizer has no chat template.
+        """
+        try:
+            self._reading = choose_reading(data, _representative(data, records))
+            self._render = make_renderer(data, self._reading, tokenizer, notes)
+        except DataError as error:
+            raise DataError(f"{data.path}: {error}") from error
+        self.size = SAMPLES_PER_RECORD.get(self._reading.kind, 1)
+        self._tokenizer, self._bad = tokenizer, _BadRecords(data, notes)
+        self._encode = Encoder(data, tokenizer, max_length)
+        self._first: TokenizedSample | None = None  # with a target
+
+    @property
+    def first_bad(self) -> str:
+        """Describes the first record that was left out; "" if there is none."""
+        return self._bad.first
+
+    def describe(self) -> str:
+        """Says how records are read, and shows the first one."""
+        shown = "none has a token to predict"
+        if self._first is not None:
+            shown = "the first, with what is trained on in [[ ]]: " + describe_sample(
+                self._tokenizer, self._first.token_ids, self._first.is_target
+            )
+        return f"{self._reading}; {shown}"
+
+    def add(
+        self,
+        records: Iterable[Record],
+        writer: RecordWriter,
+        *,
+        name: Callable[[int], str] = "record {}".format,
+        on_chunk: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Adds records to the tokens of others.
+
+        Args:
+            records: The records.
+            writer: Takes their tokens.
+            name: Names a record in errors, by its number in `writer` from 1.
+            on_chunk: Is called from time to time.
+
+        Raises:
+            DataError: A record cannot be used.
+        """
+        with contextlib.closing(
+            _render_ahead(self._render, _chunks(records))
+        ) as chunks:
+            for valued in chunks:
+                self._add_chunk(valued, writer, name)
+                on_chunk()
+
+    def _add_chunk(
+        self,
+        chunk: Sequence[Valued | Rendered | DataError],
+        writer: RecordWriter,
+        name: Callable[[int], str],
+    ) -> None:
+        values = [one.value if isinstance(one, Valued) else 0.0 for one in chunk]
+        rendered = [one.text if isinstance(one, Valued) else one for one in chunk]
+        wholes = map(self._encode.is_whole, rendered)
+        samples = zip(self._encode(rendered), values, wholes, strict=True)
+        for record in itertools.batched(samples, self.size):
+            errors = [one for one, *_ in record if isinstance(one, DataError)]
+            if errors:
+                self._bad.add(name(len(writer) // self.size + 1), errors[0])
+            for tokens, value, is_whole in record:
+                if errors or isinstance(tokens, DataError):
+                    writer.add_bad()
+                    continue
+                sample = TokenizedSample(*tokens, value)
+                if self._first is None and sample.is_target.any():
+                    self._first = sample
+                writer.add(sample, is_whole=is_whole)
 
 
 def _representative(data: DataConfig, records: Records) -> Record:
@@ -175,13 +247,13 @@ class _BadRecords:
         self.first = ""
         self.num = 0
 
-    def add(self, number: int, error: DataError) -> None:
-        """Leaves out record `number`; the log names the first few.
+    def add(self, name: str, error: DataError) -> None:
+        """Leaves out a record; the log names the first few.
 
         Raises:
             DataError: `data.bad_records` is `error`.
         """
-        what = f"record {number}: {error}"
+        what = f"{name}: {error}"
         if self._data.bad_records == "error":
             raise DataError(
                 f"{self._data.path}: {what} (data.bad_records: drop leaves out such "

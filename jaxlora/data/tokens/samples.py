@@ -243,16 +243,25 @@ class RecordWriter:
     ) -> EncodedRecords:
         """Returns the records, of which there must be at least one."""
         self._store()
-        return EncodedRecords(
+        return dataclasses.replace(
+            self.so_far(),
             tokens=self._tokens(),
+            first_bad=first_bad,
+            notes=tuple(notes),
+        )
+
+    def so_far(self) -> EncodedRecords:
+        """Returns the records so far, without their tokens."""
+        return EncodedRecords(
+            tokens=np.zeros(0, np.int32),
             offsets=np.array(self._offsets, np.int64),
             lengths=np.array(self._lengths, np.int64),
             num_targets=np.array(self._num_targets, np.int64),
             values=np.array(self._values, np.float64),
             is_whole=np.frombuffer(bytes(self._is_whole), bool),
             is_bad=np.frombuffer(bytes(self._is_bad), bool),
-            first_bad=first_bad,
-            notes=tuple(notes),
+            first_bad="",
+            notes=(),
         )
 
     def _tokens(self) -> np.ndarray:

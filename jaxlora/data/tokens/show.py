@@ -65,7 +65,9 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
     """
     data = shown.data
     if not shown.reads_all:
-        data = data.replace(limit=min(shown.num_samples, data.limit or 2**62))
+        window = DataConfig.model_fields["shuffle_buffer"].default
+        limit = min(shown.num_samples, data.limit or 2**62)
+        data = data.replace(limit=limit, shuffle_buffer=window)
     max_length = shown.max_length if tokenizer else 2**31
     used = (tokenizer or _stand_in()).with_setting(data.chat_template)
     with _less_log():

@@ -8,17 +8,19 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool
 
-from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
 from jaxlora.data.records.read import Record, open_records
+from jaxlora.data.records.shards import Shard, open_shards
 from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD, SPECIAL_KINDS, has_kind
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.choose import check_some, choose_samples
 from jaxlora.data.tokens.encode_records import encode_records
 from jaxlora.data.tokens.mixture import mix
 from jaxlora.data.tokens.samples import EncodedRecords, Samples
+from jaxlora.data.tokens.stream import SampleStream, WindowReader
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import DataError
@@ -57,6 +59,8 @@ class DataReader:
         self._cache = cache
         self._encoded: dict[str, EncodedRecords] = {}
         self._tokenized: dict[tuple, TokenizedData] = {}
+        self._shards: dict[str, tuple[Shard, ...]] = {}
+        self._windows: dict[tuple, WindowReader] = {}
 
     def read(
         self, job: LoraJob, which: Literal["train", "eval"] = "train"
@@ -95,6 +99,35 @@ class DataReader:
             self._tokenized[choice] = mix(read, data, seed)
         return self._tokenized[choice]
 
+    def stream(self, job: LoraJob) -> SampleStream:
+        """Opens a job's training data, which are streamed, and reads the first window.
+
+        Raises:
+            DataError: There are none, or the objective needs all samples beforehand.
+            ModelError: The records are chats, and the tokenizer has no chat template.
+        """
+        objective = find_objective(job.objective)
+        if objective.needs_reference or objective.baseline is not None:
+            raise DataError(
+                f"job {job.name!r} has objective {job.objective}, which needs numbers "
+                "of all of its samples before it trains, so its data cannot be "
+                "streamed. Give data.limit, or an objective without a reference: "
+                "simpo, cpo, orpo, reward or next_token."
+            )
+        data = with_kind(job.data, job)
+        settings = data.model_dump_json()
+        if settings not in self._shards:
+            self._shards[settings] = open_shards(data)
+        shards = self._shards[settings]
+        # The seed only orders the shards; each job orders the samples of a window.
+        seed = job.seed if job.shuffle and len(shards) > 1 else None
+        limits = job.max_length, job.too_long, job.batch_size
+        choice = settings, *limits, job.shuffle, seed
+        if choice not in self._windows:
+            tokenizer = self.tokenizer.with_setting(data.chat_template)
+            self._windows[choice] = WindowReader(data, shards, tokenizer, job)
+        return SampleStream(self._windows[choice], job)
+
     def _read_set(
         self,
         data: DataConfig,
@@ -116,7 +149,8 @@ class DataReader:
             if split:
                 is_held_out = _choose_held_out(job, data.path, num_records)
                 is_included = is_held_out == (which == "eval")
-            chosen = _choose_samples(records, is_included, job, data.path, size)
+            chosen = choose_samples(records, is_included, job, data.path, size)
+            check_some(chosen, job, records.first_bad)
             self._tokenized[choice] = _grouped(chosen, job)
         return self._tokenized[choice]
 
@@ -198,58 +232,6 @@ def _choose_held_out(job: LoraJob, path: str, num_records: int) -> _Flags:
     return is_held_out
 
 
-def _choose_samples(
-    records: EncodedRecords,
-    is_included: _Flags,
-    job: LoraJob,
-    path: str,
-    size: int,
-) -> TokenizedData:
-    """Applies `too_long` to the records of a split, and counts the affected ones.
-
-    Args:
-        records: The tokens of all records.
-        is_included: Whether each record belongs to the split.
-        job: The job.
-        path: Path of the records, for errors.
-        size: Samples of a record, which are used together or not at all.
-
-    Raises:
-        DataError: A sample is too long, and `too_long` is `error`, or none is left.
-    """
-    is_bad = is_included & records.is_bad.reshape(-1, size).any(axis=1)
-    is_usable = is_included & ~is_bad
-    is_long_sample = records.lengths > job.max_length
-    is_long = is_usable & is_long_sample.reshape(-1, size).any(axis=1)
-    if job.too_long == "error" and is_long.any():
-        is_first = is_long_sample & np.repeat(is_long, size)
-        raise _too_long(records, int(is_first.argmax()), job, path, size)
-    is_dropped = is_long if job.too_long == "drop" else np.zeros_like(is_long)
-    has_targets = (records.num_targets > 0).reshape(-1, size).all(axis=1)
-    is_sample = is_usable & ~is_dropped & has_targets
-    out = TokenizedData(
-        source=path,
-        samples=Samples(records, np.flatnonzero(np.repeat(is_sample, size))),
-        group_size=size,
-        max_length=job.max_length,
-        num_records=int(is_included.sum()),
-        num_truncated=int((is_sample & is_long).sum()),
-        num_dropped=int(is_dropped.sum()),
-        num_without_target=int((is_usable & ~is_dropped & ~is_sample).sum()),
-        num_bad=int(is_bad.sum()),
-    )
-    if not len(out.samples):
-        bad = f", and {out.num_bad} cannot be used (the first: {records.first_bad})"
-        raise DataError(
-            f"{path}: none of {counted(out.num_records, 'record')} can be used by job "
-            f"{job.name!r}: {out.num_dropped} are longer than max_length="
-            f"{job.max_length}, and {out.num_without_target} have no token to predict "
-            f"within it{bad if out.num_bad else ''}. Raise max_length or give other "
-            "records."
-        )
-    return out
-
-
 def _grouped(data: TokenizedData, job: LoraJob) -> TokenizedData:
     """Takes pairs apart for an objective that learns from single samples.
 
@@ -272,17 +254,4 @@ def _grouped(data: TokenizedData, job: LoraJob) -> TokenizedData:
         group_size=1,
         is_recombined=is_recombined,
         **{name: 2 * getattr(data, name) for name in (*counts, "num_bad")},
-    )
-
-
-def _too_long(
-    records: EncodedRecords, index: int, job: LoraJob, path: str, size: int
-) -> DataError:
-    count = "more tokens"
-    if records.is_whole[index]:
-        count = f"{records.lengths[index]} tokens, more"
-    return DataError(
-        f"{path}: record {index // size + 1} has {count} than max_length="
-        f"{job.max_length} of job {job.name!r}. Raise max_length, shorten the record, "
-        "or set too_long to truncate or drop."
     )

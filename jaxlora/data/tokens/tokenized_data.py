@@ -31,6 +31,8 @@ class TokenizedData:
             (`data.bad_records`).
         group_size: Consecutive samples that the job's objective takes together.
         is_recombined: Whether prompts are also used with the completions of others.
+        is_part: Whether these are some samples of a stream, whose others may be as long
+            as `max_length` allows.
     """
 
     source: str
@@ -43,6 +45,7 @@ class TokenizedData:
     num_bad: int = 0
     group_size: int = 1
     is_recombined: bool = False
+    is_part: bool = False
 
     @property
     def parts(self) -> Mapping[str, "TokenizedData"]:
@@ -76,11 +79,15 @@ class TokenizedData:
     @property
     def longest_sample(self) -> int:
         """Upper bound on the tokens of a sample, also of recombined ones."""
+        if self.is_part:
+            return self.max_length
         return max(int(self.lengths.max()), self._longest_recombined)
 
     @property
     def longest_group(self) -> int:
         """Upper bound on the tokens of a group, likewise."""
+        if self.is_part:
+            return self.group_size * self.max_length
         return max(int(self.group_lengths.max()), self._longest_recombined)
 
     @functools.cached_property
@@ -151,3 +158,31 @@ class TokenizedData:
     def summaries(self) -> list[str]:
         """Returns the summary of each data set, and of what is made of several."""
         return [self.summary()]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class MeasuredData(TokenizedData):
+    """Samples of which only the lengths are kept.
+
+    Attributes:
+        measured: Tokens, and target tokens, of each sample.
+    """
+
+    measured: tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]
+
+    @staticmethod
+    def of(data: TokenizedData) -> "MeasuredData":
+        """Returns the lengths of samples."""
+        fields = {f.name: getattr(data, f.name) for f in dataclasses.fields(data)}
+        fields |= {"samples": (), "measured": (data.lengths, data.num_targets)}
+        return MeasuredData(**fields)
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " S"]:
+        """Tokens of each sample."""
+        return self.measured[0]
+
+    @property
+    def num_targets(self) -> Int[np.ndarray, " S"]:
+        """Target tokens of each sample."""
+        return self.measured[1]

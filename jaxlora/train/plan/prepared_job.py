@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -26,6 +27,7 @@ from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.stream import SampleStream
 from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
@@ -59,8 +61,10 @@ class PreparedJob:
         settings: Settings of the job.
         modules: Rank and scaling of each linear that it adapts, by module name.
         start: Adapter of `init_from`; None: the job starts from fresh weights.
-        train_data: Training samples.
+        train_data: Training samples; of a stream, those of the first window, without
+            their tokens.
         eval_data: Held-out samples, if any.
+        stream: The training samples, if they are read while training.
         notes: Lines for the log about its samples and modules.
     """
 
@@ -69,6 +73,7 @@ class PreparedJob:
     start: Adapter | None
     train_data: TokenizedData
     eval_data: TokenizedData | None
+    stream: SampleStream | None = None
     notes: tuple[Note, ...] = ()
 
     @property
@@ -109,14 +114,14 @@ class PreparedJob:
         return self.train_data.mean_batch_tokens(self.settings.batch_size)
 
     @functools.cached_property
-    def fingerprints(self) -> dict[str, str | None]:
+    def fingerprints(self) -> dict[str, Any]:
         """Hashes of the inputs that the settings only name."""
-        held_out, start = self.eval_data, self.start
+        held_out, start, stream = self.eval_data, self.start, self.stream
         return {
-            "data_fingerprint": self.train_data.fingerprint,
+            "data_fingerprint": (stream or self.train_data).fingerprint,
             "eval_data_fingerprint": None if held_out is None else held_out.fingerprint,
             "init_from_fingerprint": None if start is None else _hash_adapter(start),
-        }
+        } | ({} if stream is None else {"data_shards": stream.shards})
 
     @property
     def objective(self) -> Objective:
@@ -154,17 +159,32 @@ class PreparedJob:
         other = data.samples[int(self.neighbors[which][number])]
         return recombined(data.samples[number], other, self.settings.max_length)
 
+    def _groups(self, step: int) -> tuple[TokenizedData, Int[np.ndarray, " B"]]:
+        """Returns samples, and the groups of them that are a step's global batch."""
+        if self.stream is not None:
+            return self.stream.lengths(step)
+        return self.train_data, self.order.batch(step)
+
     def sample_numbers(self, step: int) -> Int[np.ndarray, " B"]:
-        """Returns the indices of the samples of an optimizer step's global batch."""
-        size = self.train_data.group_size
-        groups = self.order.batch(step)
+        """Returns the indices of the samples of an optimizer step's global batch.
+
+        Of a stream, they are indices in the window.
+        """
+        data, groups = self._groups(step)
+        size = data.group_size
         return (size * groups[:, None] + np.arange(size)).ravel()
+
+    def take_samples(self, step: int) -> list[TokenizedSample]:
+        """Returns the samples of an optimizer step's global batch, to train on them."""
+        data = self.train_data if self.stream is None else self.stream.take(step)[0]
+        return [data.samples[i] for i in self.sample_numbers(step).tolist()]
 
     def lengths_in_group(self, step: int, index: int) -> list[int]:
         """Returns the tokens of each sample of a group of a global batch."""
-        size = self.train_data.group_size
+        data, _ = self._groups(step)
+        size = data.group_size
         numbers = self.sample_numbers(step)[index * size : (index + 1) * size]
-        return self.train_data.lengths[numbers].tolist()
+        return data.lengths[numbers].tolist()
 
     def is_set(self, setting: str) -> bool:
         """Whether the adapter has the trained tensors that a setting adds."""
@@ -174,7 +194,16 @@ class PreparedJob:
 
     def lengths(self, step: int) -> list[int]:
         """Returns the tokens of each group of an optimizer step's global batch."""
-        return self.train_data.group_lengths[self.order.batch(step)].tolist()
+        data, groups = self._groups(step)
+        return data.group_lengths[groups].tolist()
+
+    @property
+    def foreseen(self) -> "PreparedJob":
+        """The job as if all samples of its stream were like those of the first window.
+
+        Nothing is read for it, so estimates are made with it.
+        """
+        return dataclasses.replace(self, stream=None)
 
     def first_steps(self, num_steps: int) -> "PreparedJob":
         """Returns the job with at most so many optimizer steps."""
@@ -202,7 +231,10 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
 def _read_job(
     job: LoraJob, chosen: ChosenModules, model: ModelConfig, reader: DataReader
 ) -> PreparedJob:
-    train, held_out = reader.read(job, "train"), None
+    stream, held_out = None, None
+    if job.data.is_stream:
+        stream = reader.stream(job)
+    train = reader.read(job, "train") if stream is None else stream.first
     if job.eval_data is not None or job.eval_fraction > 0:
         held_out = reader.read(job, "eval")
     read = {"training data": train, "held-out data": held_out}
@@ -212,7 +244,9 @@ def _read_job(
         start=chosen.start,
         train_data=train,
         eval_data=held_out,
+        stream=stream,
         notes=(
+            *([] if stream is None else [Note(stream.summary(), job=job.name)]),
             *(
                 Note(f"{use} {line}", job=job.name)
                 for use, data in read.items()

@@ -55,6 +55,7 @@ def resolve(
             estimate; or a sweep compares losses on different samples.
     """
     check_comparable(config.sweep, jobs)
+    jobs = [job.foreseen for job in jobs]
     chooses_remat, notes = config.remat == "auto", []
     if config.mesh == "auto":
         config, note = _with_mesh(config, model, jobs, machine)

@@ -45,6 +45,7 @@ def decoder_spec(
         slots = LoraJob(
             name="slot_targets",
             data=config.jobs[0].data,
+            steps=1,
             target_modules=config.slot_targets,
         )
         more = resolve_targets(slots, linear_names(model))
@@ -91,7 +92,7 @@ def decoder_spec(
 
 
 def _mean_tokens(data: TokenizedData) -> int:
-    return data.num_tokens // len(data.samples)
+    return data.num_tokens // len(data.lengths)
 
 
 def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:

@@ -63,6 +63,7 @@ def restore_jobs(
         if name not in found.run.progress:
             continue
         job.progress = found.run.progress[name]
+        job.follow(found.run.places.get(name))
         if name not in found.tensors:
             continue
         slot, parked = job.progress.slot, found.parked(name)

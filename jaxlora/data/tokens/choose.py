@@ -1,0 +1,87 @@
+"""Chooses the records that become samples of a job, and counts the others."""
+
+import numpy as np
+from jaxtyping import Bool
+
+from jaxlora.common.counted import counted
+from jaxlora.config import LoraJob
+from jaxlora.data.tokens.samples import EncodedRecords, Samples
+from jaxlora.data.tokens.tokenized_data import TokenizedData
+from jaxlora.errors import DataError
+
+
+def choose_samples(
+    records: EncodedRecords,
+    is_included: Bool[np.ndarray, " R"],
+    job: LoraJob,
+    path: str,
+    size: int,
+) -> TokenizedData:
+    """Applies `too_long` to the records of a split, and counts the affected ones.
+
+    Args:
+        records: The tokens of all records.
+        is_included: Whether each record belongs to the split.
+        job: The job.
+        path: Path of the records, for errors.
+        size: Samples of a record, which are used together or not at all.
+
+    Raises:
+        DataError: A sample is too long, and `too_long` is `error`.
+    """
+    is_bad = is_included & records.is_bad.reshape(-1, size).any(axis=1)
+    is_usable = is_included & ~is_bad
+    is_long_sample = records.lengths > job.max_length
+    is_long = is_usable & is_long_sample.reshape(-1, size).any(axis=1)
+    if job.too_long == "error" and is_long.any():
+        is_first = is_long_sample & np.repeat(is_long, size)
+        raise _too_long(records, int(is_first.argmax()), job, path, size)
+    is_dropped = is_long if job.too_long == "drop" else np.zeros_like(is_long)
+    has_targets = (records.num_targets > 0).reshape(-1, size).all(axis=1)
+    is_sample = is_usable & ~is_dropped & has_targets
+    return TokenizedData(
+        source=path,
+        samples=Samples(records, np.flatnonzero(np.repeat(is_sample, size))),
+        group_size=size,
+        max_length=job.max_length,
+        num_records=int(is_included.sum()),
+        num_truncated=int((is_sample & is_long).sum()),
+        num_dropped=int(is_dropped.sum()),
+        num_without_target=int((is_usable & ~is_dropped & ~is_sample).sum()),
+        num_bad=int(is_bad.sum()),
+    )
+
+
+def check_some(data: TokenizedData, job: LoraJob, first_bad: str) -> None:
+    """Checks that samples are left.
+
+    Args:
+        data: The samples.
+        job: The job.
+        first_bad: Describes the first record that cannot be used.
+
+    Raises:
+        DataError: None is left.
+    """
+    if not len(data.samples):
+        bad = f", and {data.num_bad} cannot be used (the first: {first_bad})"
+        raise DataError(
+            f"{data.source}: none of {counted(data.num_records, 'record')} can be used "
+            f"by job {job.name!r}: {data.num_dropped} are longer than max_length="
+            f"{job.max_length}, and {data.num_without_target} have no token to predict "
+            f"within it{bad if data.num_bad else ''}. Raise max_length or give other "
+            "records."
+        )
+
+
+def _too_long(
+    records: EncodedRecords, index: int, job: LoraJob, path: str, size: int
+) -> DataError:
+    count = "more tokens"
+    if records.is_whole[index]:
+        count = f"{records.lengths[index]} tokens, more"
+    return DataError(
+        f"{path}: record {index // size + 1} has {count} than max_length="
+        f"{job.max_length} of job {job.name!r}. Raise max_length, shorten the record, "
+        "or set too_long to truncate or drop."
+    )
