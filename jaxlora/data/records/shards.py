@@ -30,12 +30,14 @@ class Shard:
             blocks of it, as whole sets are too large to be read before training; on
             the hub, the commit.
         read: Reads its records.
+        is_file: Whether it is a file, so that an error in it is there each time.
         first: Number of first records that are left out.
     """
 
     name: str
     fingerprint: str
     read: Callable[[], Iterator[Record]]
+    is_file: bool = True
     first: int = 0
 
     def records(self, start: int = 0) -> Iterator[Record]:
@@ -185,6 +187,7 @@ def _of_hub(data: DataConfig) -> list[Shard]:
             name=f"{data.split or 'shard'}-{index:05d}-of-{num:05d}",
             fingerprint=commit,
             read=reader(index),
+            is_file=False,
         )
         for index in range(num)
     ]

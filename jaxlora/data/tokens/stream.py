@@ -68,7 +68,8 @@ class Window:
 class _Reading:
     """Reads records of shards, one shard after another, from a place on."""
 
-    def __init__(self, shards: Sequence[Shard], place: StreamPlace):
+    def __init__(self, shards: Sequence[Shard], place: StreamPlace, notes: Notes):
+        self._notes = notes
         self.shard, self.record = place.shard, place.record
         self._shards = shards
         self._records: Iterator[Record] | None = None
@@ -81,13 +82,31 @@ class _Reading:
             if self._records is None:
                 self._begun.append((self._num_read - self.record, self.shard))
                 self._records = self._shards[self.shard].records(self.record)
-            record = next(self._records, None)
+            record = self._next(self._shards[self.shard], self._records)
             if record is None:
                 self.shard, self.record, self._records = self.shard + 1, 0, None
                 continue
             self.record, self._num_read = self.record + 1, self._num_read + 1
             num -= 1
             yield record
+
+    def _next(self, shard: Shard, records: Iterator[Record]) -> Record | None:
+        """Returns the next record of a shard; None at its end, or if it is damaged.
+
+        Raises:
+            DataError: The disk or the network has failed, so it may be there later.
+        """
+        try:
+            return next(records, None)
+        except DataError as error:
+            # An error of the disk has a number.
+            if not shard.is_file or getattr(error.__cause__, "errno", None):
+                raise
+            self._notes.add_once(
+                f"{shard.name} cannot be read after record "
+                f"{shard.first + self.record}: {error} What follows in it is left out."
+            )
+            return None
 
     def name(self, number: int) -> str:
         """Names a record by its number among those that were read, from 1."""
@@ -172,7 +191,8 @@ class WindowReader:
             start: The same, or the start of the next pass if no samples follow it.
         """
         writer = RecordWriter(self._data.path, self._job.max_length)
-        reading, num = _Reading(self._ordered(start.epoch), start), 0
+        shards, num = self._ordered(start.epoch), 0
+        reading = _Reading(shards, start, self._notes)
         while num < self.num_groups:
             before = len(writer)
             self._encoder.add(

@@ -32,6 +32,18 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(folder)
 
 
+def wait_for_reads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "window":
+            thread.join()
+
+
+@pytest.fixture(autouse=True)
+def _ends_its_reads():
+    yield
+    wait_for_reads()
+
+
 def record(name: str) -> dict:
     return {"prompt": f"{name} ", "completion": name}
 
@@ -166,9 +178,7 @@ def test_few_windows_are_held(tokenizer, tmp_path, monkeypatch):
     assert ahead / in_window <= most <= ahead / in_window + 3
     stream.release()
     stream.lengths(300)
-    for thread in threading.enumerate():
-        if thread.name == "window":
-            thread.join()
+    wait_for_reads()
     assert not held
 
 
@@ -211,11 +221,24 @@ def test_a_bad_record_is_named_by_its_shard(tokenizer, tmp_path, caplog):
         stream.lengths(0)
     assert "dropped part-1.jsonl, record 4: " in caplog.text
     assert "1 of 3 samples was unusable" in caplog.text
-    (tmp_path / "set" / "part-1.jsonl").write_text("{")
+
+
+def test_a_shard_that_cannot_be_read(tokenizer, tmp_path, caplog):
+    """What follows damage is left out; a failing disk is an error."""
+    shards = [[record(f"r{i}-{j}") for j in range(3)] for i in range(3)]
+    path = write_shards(tmp_path / "set", shards, ".jsonl")
+    damaged = tmp_path / "set" / "part-1.jsonl"
+    damaged.write_text("\n".join([json.dumps(record("r1-0")), "{", "{}"]))
     job = simple_job(path, shuffle=False, data={"shuffle_buffer": 4})
     stream = DataReader(tokenizer).stream(job)
-    assert batch_names(stream, 1, tokenizer) == ["r0-2", "r0-3"]
-    with pytest.raises(DataError, match=r"part-1\.jsonl, line 1: is not valid JSON"):
+    found = [name for step in range(4) for name in batch_names(stream, step, tokenizer)]
+    assert found == ["r0-0", "r0-1", "r0-2", "r1-0", "r2-0", "r2-1", "r2-2"]
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "part-1.jsonl cannot be read after record 1: " in said
+    assert "line 2: is not valid JSON" in said
+    stream = DataReader(tokenizer).stream(job)
+    damaged.unlink()
+    with pytest.raises(DataError, match=r"part-1\.jsonl: cannot be read: No such file"):
         stream.lengths(2)
 
 
