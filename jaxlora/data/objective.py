@@ -93,7 +93,8 @@ class Objective:
             group, such as a chosen and a rejected answer: the unit of a job's batch
             size, of its order, and of packing.
         input_names: Names of the inputs of a row.
-        num_terms: Number of terms of the loss of samples, which are whole groups.
+        num_terms: Number of terms of the loss of samples, which are whole groups; of
+            weighted terms, the sum of their weights.
         part_sizes: For each part of the loss or of metrics that is a mean over
             something else than terms, the number of elements in samples.
         row_inputs: Makes the inputs of the rows of a group, float32, one sample after
@@ -129,7 +130,7 @@ class Objective:
     needs_reference: bool = False
     group_size: int = 1
     input_names: tuple[str, ...]
-    num_terms: Callable[[Sequence[TokenizedSample]], int]
+    num_terms: Callable[[Sequence[TokenizedSample]], float]
     part_sizes: Callable[[Sequence[TokenizedSample]], tuple[int, ...]] = (
         lambda samples: ()
     )

@@ -20,13 +20,16 @@ from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 
 
-def _num_target_tokens(samples: Sequence[TokenizedSample]) -> int:
-    return sum(int(sample.is_target.sum()) for sample in samples)
+def _target_weight(samples: Sequence[TokenizedSample]) -> float:
+    return sum(sample.sum_of_weights for sample in samples)
 
 
 def _weights(group: Sequence[TokenizedSample], terms: Terms) -> dict[str, np.ndarray]:
     (sample,) = group
-    return {"weight": next_token_targets(sample) * np.float32(terms.weight)}
+    weight = next_token_targets(sample) * np.float32(terms.weight)
+    if sample.weights is not None:
+        weight *= np.append(sample.weights[1:], np.float32(0))
+    return {"weight": weight}
 
 
 def _has_weight(inputs: RowInputs) -> Bool[Array, " T"]:
@@ -42,7 +45,7 @@ def _weighted_nll(
 NEXT_TOKEN = Objective(
     name="next_token",
     input_names=("weight",),
-    num_terms=_num_target_tokens,
+    num_terms=_target_weight,
     row_inputs=_weights,
     is_target=_has_weight,
     losses=_weighted_nll,

@@ -93,11 +93,11 @@ class JobBatch:
         ]
 
     @property
-    def num_terms(self) -> int:
+    def num_terms(self) -> float:
         """Number of terms of the loss."""
         return self.objective.num_terms(self.samples)
 
-    def num_terms_of(self, groups: range) -> int:
+    def num_terms_of(self, groups: range) -> float:
         """Returns the number of terms of the loss of some consecutive groups."""
         size = self.objective.group_size
         return self.objective.num_terms(

@@ -29,6 +29,10 @@ _ROLE_OF_SPEAKER = {
 _CALLING_SPEAKERS = ("function_call", "tool_call")
 
 
+# Bounds of weights, within which float32 holds products of them exactly enough.
+_SMALLEST, _LARGEST = 1e-4, 1e4
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversation:
     """A conversation to render.
@@ -37,11 +41,13 @@ class Conversation:
         messages: {role, content} messages. The content is null where a message only
             calls tools.
         untrained: Indices of the messages that have the weight 0.
+        weights: Weights that are neither 0 nor 1, by the index of the message.
         tools: The tools that the assistant may call, or None.
     """
 
     messages: Sequence[Message]
     untrained: tuple[int, ...] = ()
+    weights: Mapping[int, float] = dataclasses.field(default_factory=dict)
     tools: list[Any] | None = None
 
 
@@ -74,8 +80,12 @@ def read_messages(
     if is_columnar:
         messages = without_nulls(messages)
     read = [_read_message(m, f"{field}[{i}]", roles) for i, m in enumerate(messages)]
-    untrained = tuple(i for i, (_, is_trained) in enumerate(read) if not is_trained)
-    return Conversation([message for message, _ in read], untrained)
+    weights = [weight for _, weight in read]
+    return Conversation(
+        [message for message, _ in read],
+        untrained=tuple(i for i, weight in enumerate(weights) if not weight),
+        weights={i: w for i, w in enumerate(weights) if w not in (0, 1)},
+    )
 
 
 def without_earlier_answers(conversation: Conversation) -> Conversation:
@@ -112,15 +122,19 @@ def join_prompt(
         untrained = tuple(
             i for i, m in enumerate(prompt.messages) if m["role"] == "assistant"
         )
-    after = tuple(len(prompt.messages) + i for i in completion.untrained)
-    messages = [*prompt.messages, *completion.messages]
-    return Conversation(messages, (*untrained, *after))
+    num = len(prompt.messages)
+    weights = {num + i: weight for i, weight in completion.weights.items()}
+    return Conversation(
+        [*prompt.messages, *completion.messages],
+        untrained=(*untrained, *(num + i for i in completion.untrained)),
+        weights={**prompt.weights, **weights},
+    )
 
 
 def _read_message(
     message: Any, where: str, roles: Mapping[str, str]
-) -> tuple[Message, bool]:
-    """Checks a message; returns it without its weight, and whether it is trained."""
+) -> tuple[Message, float]:
+    """Checks a message; returns it without its weight, and the weight."""
     key = "role"
     if isinstance(message, dict) and {"from", "value"} <= message.keys():
         key = "from"
@@ -136,7 +150,7 @@ def _read_message(
     # Templates test if a key exists, so a key with null is removed.
     message = {key: value for key, value in message.items() if value is not None}
     check_text(message.get("role"), f"{where}.role")
-    is_trained = _is_trained(message.pop("weight", 1), f"{where}.weight")
+    weight = _read_weight(message.pop("weight", 1), f"{where}.weight")
     calls = message.pop("tool_calls", None)
     if calls:
         calls = read_calls(calls, f"{where}.tool_calls")
@@ -145,14 +159,14 @@ def _read_message(
         message["tool_calls"] = calls
     _check_content(message, where)
     content = _read_content(message["content"], f"{where}.content")
-    if message["role"] == "assistant" and not (content or calls) and is_trained:
+    if message["role"] == "assistant" and not (content or calls) and weight:
         raise DataError(
             f"{where} is an empty answer of the assistant, so there is nothing to "
             "learn. Remove the message or the record, or give it the weight 0."
         )
     # Templates know by null, and not by an empty text, that a message only calls tools.
     message["content"] = content or (None if calls else "")
-    return message, is_trained
+    return message, weight
 
 
 def _check_content(message: Message, where: str) -> None:
@@ -182,13 +196,15 @@ def _from_speaker(message: Message, where: str) -> Message:
     return {"role": role, "content": message["value"], **others}
 
 
-def _is_trained(weight: Any, where: str) -> bool:
-    if not isinstance(weight, int | float) or weight not in (0, 1):
+def _read_weight(weight: Any, where: str) -> float:
+    is_number = isinstance(weight, int | float)
+    if not is_number or not (weight == 0 or _SMALLEST <= weight <= _LARGEST):
         raise DataError(
-            f"{where} is {weight!r:.80}. Write 1 to train on the message or 0 not to. "
-            "Other weights are not supported."
+            f"{where} is {weight!r:.80}. Write 1 to train on the message, 0 not to, or "
+            f"another number from {_SMALLEST:g} to {_LARGEST:g}, by which its loss is "
+            "multiplied."
         )
-    return bool(weight)
+    return float(weight)
 
 
 def _read_content(content: Any, where: str) -> str:

@@ -11,6 +11,7 @@ from jaxlora.data.records.read import Record
 from jaxlora.data.rendering.fields import missing_field
 from jaxlora.data.rendering.kinds import Reading
 from jaxlora.data.rendering.render import Rendered, plain_renderer
+from jaxlora.data.templates.chat import Chat
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
 
@@ -58,6 +59,16 @@ def make_renderer(
     return plain_renderer(data, reading, tokenizer, notes)
 
 
+def _unweighted(text: Rendered | DataError) -> Rendered | DataError:
+    """Refuses weights other than 0 and 1, by which no preference is weighted."""
+    if isinstance(text, Chat) and text.weights:
+        return DataError(
+            "a message has a weight that is neither 0 nor 1, which only objective "
+            "next_token takes into account. Remove the weights."
+        )
+    return text
+
+
 class _PairRenderer:
     """Renders the chosen and the rejected answer of each record, in turn."""
 
@@ -92,7 +103,7 @@ class _PairRenderer:
             if isinstance(record, DataError):
                 out += [record, record]
                 continue
-            chosen, rejected = map(next, rendered)
+            chosen, rejected = (_unweighted(next(each)) for each in rendered)
             if self._margin is not None and not isinstance(chosen, DataError):
                 chosen = Valued(chosen, float(record[self._margin]))
             out += [chosen, rejected]
@@ -153,7 +164,7 @@ class _LabelledRenderer:
     def _valued(
         self, record: Record, rendered: Iterator[Rendered | DataError]
     ) -> Valued | DataError:
-        text = next(rendered)
+        text = _unweighted(next(rendered))
         if isinstance(text, DataError):
             return text
         return Valued(text, float(bool(read_label(record[self._label]))))

@@ -19,10 +19,17 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
-    """A rendered conversation, and the spans of its target characters."""
+    """A rendered conversation, and the spans of its target characters.
+
+    Attributes:
+        text: The conversation.
+        target_spans: First character and end of each span.
+        weights: Weight of each span; empty: all are 1.
+    """
 
     text: str
     target_spans: tuple[Span, ...]
+    weights: tuple[float, ...] = ()
 
 
 class ModelChat:
@@ -151,7 +158,7 @@ class ModelChat:
             ]
             payloads = [_payload(wanted, conversations[i]) for i in chosen]
             for i, answer in zip(chosen, run_task(task, payloads), strict=True):
-                chats[i] = self._chat(answer)
+                chats[i] = self._chat(answer, conversations[i].weights)
         return chats
 
     def check(self) -> None:
@@ -162,14 +169,15 @@ class ModelChat:
         """
         self._choose_template("default")
 
-    def _chat(self, answer: Answer) -> Chat | DataError:
+    def _chat(self, answer: Answer, weights: Mapping[int, float]) -> Chat | DataError:
         if isinstance(answer, Failure):
             error = self._error(answer)
             if isinstance(error, DataError):
                 return error
             raise error
-        spans = tuple((start, end) for start, end in answer["spans"])
-        return Chat(answer["text"], spans)
+        spans = tuple((start, end) for start, end, _ in answer["spans"])
+        found = tuple(weights.get(index, 1.0) for _, _, index in answer["spans"])
+        return Chat(answer["text"], spans, found if set(found) - {1.0} else ())
 
     def _error(self, failure: Failure) -> DataError | ModelError:
         if failure.kind == "syntax":
@@ -234,4 +242,6 @@ def _payload(wanted: Literal["answers", "all"], conversation: Conversation) -> P
         "add_generation_prompt": False,
         "tools": conversation.tools,
     }
-    return Payload(wanted, values, conversation.untrained)
+    skip = conversation.untrained
+    weighted = sorted(conversation.weights.keys() - set(skip))
+    return Payload(wanted, values, skip, weighted)

@@ -64,13 +64,15 @@ class Payload:
             answers; `all`, the text with the spans of everything.
         values: Values of the template's variables.
         skip: Indices of messages that no span may cover, in ascending order.
+        weighted: Indices of messages whose spans must be told from others.
     """
 
     wanted: Literal["names", "text", "answers", "all"]
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     skip: Sequence[int] = ()
+    weighted: Sequence[int] = ()
 
     def pickled(self) -> bytes:
         """Pickles the payload, for `_answer`."""
-        fields = (self.wanted, self.values, self.skip)
+        fields = (self.wanted, self.values, self.skip, self.weighted)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)

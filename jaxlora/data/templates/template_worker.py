@@ -149,7 +149,7 @@ def _carry_out(template: Template, common: Mapping, payload: Payload) -> dict[st
     text = conversation.text
     if payload.wanted == "all":
         check_parts(template, values, text)
-        return {"text": text, "spans": conversation.all_but(payload.skip)}
+        return {"text": text, "spans": conversation.all_but(payload)}
     turns = () if template.has_generation else conversation.turns(payload.skip)
     check_parts(template, values, text, turns)
-    return {"text": text, "spans": conversation.answers(payload.skip)}
+    return {"text": text, "spans": conversation.answers(payload)}

@@ -16,7 +16,11 @@ conversation to find its turns.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora.data.templates.sandbox import ChatTemplate, Span, Trace
+from jaxlora.data.templates.sandbox import ChatTemplate, Trace
+from jaxlora.data.templates.template_task import Payload
+
+# Its first character, its end, and the index of its message, if that is known.
+MessageSpan = tuple[int, int, int | None]
 
 
 class UnclearTurnError(Exception):
@@ -48,7 +52,7 @@ class RenderedConversation:
         self._trace: Trace | None = None
         self._is_traced = False
 
-    def answers(self, skip: Sequence[int]) -> list[Span]:
+    def answers(self, payload: Payload) -> list[MessageSpan]:
         """Spans of the assistant's answers, except of the messages in `skip`.
 
         Raises:
@@ -56,33 +60,39 @@ class RenderedConversation:
             UnclearTurnError: It is unclear where an answer is.
         """
         if self._template.has_generation:
-            return self._generations(skip)
+            return self._generations(payload)
         if not any(map(self._is_answer, range(len(self._messages)))):
             raise NoAnswerError(
                 "no message has the role 'assistant', so there is nothing to learn "
                 f"(roles: {', '.join(m['role'] for m in self._messages)})"
             )
-        return [self._turn(i) for i in self.turns(skip)]
+        return [(*self._turn(i), i) for i in self.turns(payload.skip)]
 
     def turns(self, skip: Sequence[int]) -> list[int]:
         """Indices of the assistant's messages, except of those in `skip`."""
         numbers = range(len(self._messages))
         return [i for i in numbers if self._is_answer(i) and i not in skip]
 
-    def all_but(self, skip: Sequence[int]) -> list[Span]:
+    def all_but(self, payload: Payload) -> list[MessageSpan]:
         """Spans of everything except the turns of the messages in `skip`.
+
+        Messages in `weighted` have spans of their own.
 
         Raises:
             UnclearTurnError: It is unclear where a turn is.
         """
-        edges = [0]
-        for i in skip:
-            edges += self._turn(i)
-        edges.append(len(self.text))
-        pairs = zip(edges[::2], edges[1::2], strict=True)
-        return [(start, end) for start, end in pairs if start < end]
+        spans: list[MessageSpan] = []
+        edge = 0
+        for i in sorted({*payload.skip, *payload.weighted}):
+            start, end = self._turn(i)
+            spans.append((edge, start, None))
+            if i not in payload.skip:
+                spans.append((start, end, i))
+            edge = end
+        spans.append((edge, len(self.text), None))
+        return [span for span in spans if span[0] < span[1]]
 
-    def _generations(self, skip: Sequence[int]) -> list[Span]:
+    def _generations(self, payload: Payload) -> list[MessageSpan]:
         trace = self._traced() or self._template.trace(
             self._values, self.text, with_turns=False
         )
@@ -96,18 +106,19 @@ class RenderedConversation:
                 "the chat template has {% generation %} blocks, but printed none for "
                 "these messages, so there is nothing to learn"
             )
-        if skip and any(index is None for _, _, index in trace.generations):
+        is_marked = payload.skip or payload.weighted
+        if is_marked and any(index is None for _, _, index in trace.generations):
             raise UnclearTurnError(
-                "a message has the weight 0, and it cannot be told which "
+                "a message has a weight, and it cannot be told which "
                 "{% generation %} block of the chat template printed it"
             )
         return [
-            (start, end)
+            (start, end, index)
             for start, end, index in trace.generations
-            if start < end and index not in skip
+            if start < end and index not in payload.skip
         ]
 
-    def _turn(self, i: int) -> Span:
+    def _turn(self, i: int) -> tuple[int, int]:
         before = self._render(
             self._messages[:i], add_generation_prompt=self._is_answer(i)
         )
@@ -125,7 +136,7 @@ class RenderedConversation:
             raise self._unclear(i, "the template prints nothing for it")
         return start, start + len(stripped)
 
-    def _traced_turn(self, i: int, start: int | None) -> Span:
+    def _traced_turn(self, i: int, start: int | None) -> tuple[int, int]:
         """Finds the turn in the trace of the loop.
 
         Args:

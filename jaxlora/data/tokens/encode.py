@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from jaxlora.config import DataConfig
 from jaxlora.data.rendering.prompts import PromptCompletion
@@ -32,10 +32,12 @@ class MarkedTokens(NamedTuple):
         token_ids: The tokens.
         is_target: Whether each token is a target of the loss. The first token is never
             one, because there is no token before it to predict it.
+        weights: Weight of each token's loss; None: all are 1.
     """
 
     token_ids: Int32[np.ndarray, " T"]
     is_target: Bool[np.ndarray, " T"]
+    weights: Float32[np.ndarray, " T"] | None = None
 
 
 class Encoder:
@@ -115,14 +117,20 @@ class Encoder:
         return [MarkedTokens(*sample) for sample in joined]
 
     def _mark(self, record: Rendered, encoded: Encoded) -> MarkedTokens:
+        weights = None
         if isinstance(record, PromptCompletion):
             ids, is_target = self._pair(record, encoded)
         elif isinstance(record, PlainText):
             ids, is_target = self._plain(encoded.ids)
         else:
             ids, is_target = encoded.ids, _within(encoded, record.target_spans)
+            if record.weights:
+                weights = np.ones(len(ids), np.float32)
+                pairs = zip(record.target_spans, record.weights, strict=True)
+                for span, weight in pairs:
+                    weights[_within(encoded, [span])] = weight
         is_target[:1] = False
-        return MarkedTokens(ids, is_target)
+        return MarkedTokens(ids, is_target, weights)
 
     def _pair(self, pair: PromptCompletion, encoded: Encoded) -> tuple[_Ids, _Flags]:
         # The tokenizer's suffix ids are left out, because the text does not end here.

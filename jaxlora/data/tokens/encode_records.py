@@ -169,7 +169,8 @@ class RecordEncoder:
                 if errors or isinstance(tokens, DataError):
                     writer.add_bad()
                     continue
-                sample = TokenizedSample(*tokens, value)
+                ids, is_target, weights = tokens
+                sample = TokenizedSample(ids, is_target, value, weights=weights)
                 if self._first is None and sample.is_target.any():
                     self._first = sample
                 writer.add(sample, is_whole=is_whole)

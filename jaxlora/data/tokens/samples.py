@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, overload
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int, Int32, Int64
+from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 
 from jaxlora.data.records.notes import Note
 from jaxlora.errors import DataError
@@ -34,12 +34,28 @@ class TokenizedSample:
             desirable, 1 or 0; or the margin of a pair. 0: there is none.
         reference_logp: Log-probability of the targets, in nats, by the base without an
             adapter, for objectives that need it.
+        weights: Weight of each token's loss as a target; None: all are 1.
     """
 
     token_ids: Int32[np.ndarray, " T"]
     is_target: Bool[np.ndarray, " T"]
     value: float = 0.0
     reference_logp: float | None = None
+    weights: Float32[np.ndarray, " T"] | None = None
+
+    @property
+    def target_weights(self) -> Float32[np.ndarray, " _"] | None:
+        """Weights of the targets; None: all are 1, or there are none."""
+        if self.weights is None or not self.is_target.any():
+            return None
+        return self.weights[self.is_target]
+
+    @property
+    def sum_of_weights(self) -> float:
+        """Sum of the weights of the targets; without weights, their number."""
+        if (weights := self.target_weights) is None:
+            return int(self.is_target.sum())
+        return float(weights.sum(dtype=np.float64))
 
     @property
     def prompt_length(self) -> int:
@@ -60,6 +76,11 @@ class EncodedRecords:
         lengths: Number of tokens of each record, which may be more than are stored.
         num_targets: Number of each record's stored tokens that are targets.
         values: The number that came with each record; see `TokenizedSample`.
+        run_offsets: Index in `run_ends` of each record's first run of tokens of the
+            same weight, then of the end. A record without runs has no weights; empty:
+            none has.
+        run_ends: Index in its record of the token after each run.
+        run_weights: Weight of each run.
         is_whole: Whether `lengths` is exact; otherwise it is a lower bound.
         is_bad: Whether each record is left out, because it cannot be used.
         first_bad: Describes the first record that cannot be used; "" if there is none.
@@ -71,10 +92,23 @@ class EncodedRecords:
     lengths: Int64[np.ndarray, " R"]
     num_targets: Int64[np.ndarray, " R"]
     values: Float64[np.ndarray, " R"]
+    run_offsets: Int64[np.ndarray, " _"]
+    run_ends: Int64[np.ndarray, " W"]
+    run_weights: Float32[np.ndarray, " W"]
     is_whole: Bool[np.ndarray, " R"]
     is_bad: Bool[np.ndarray, " R"]
     first_bad: str
     notes: tuple[Note, ...]
+
+    def weights(self, number: int) -> Float32[np.ndarray, " T"] | None:
+        """Returns the weights of the stored tokens of a record; None: all are 1."""
+        if not len(self.run_offsets):
+            return None
+        first, end = self.run_offsets[number : number + 2]
+        if first == end:
+            return None
+        sizes = np.diff(self.run_ends[first:end], prepend=0)
+        return np.repeat(self.run_weights[first:end], sizes)
 
 
 class Samples(Sequence[TokenizedSample]):
@@ -117,21 +151,24 @@ class Samples(Sequence[TokenizedSample]):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         index = range(len(self))[index]
-        return _sample(
-            self._stored(int(self.numbers[index])), float(self.values[index])
-        )
+        number, value = int(self.numbers[index]), float(self.values[index])
+        ids, is_target = _decoded(self._stored(number))
+        weights = self.records.weights(number)
+        return TokenizedSample(ids, is_target, value, weights=weights)
 
     def __iter__(self) -> Iterator[TokenizedSample]:
         # Samples are converted in groups, because the overhead per call is high.
         for first in range(0, len(self), _READ_SAMPLES):
             some = slice(first, first + _READ_SAMPLES)
             parts = [self._stored(number) for number in self.numbers[some].tolist()]
-            whole = _sample(np.concatenate(parts), 0.0)
+            token_ids, targets = _decoded(np.concatenate(parts))
+            weights = map(self.records.weights, self.numbers[some].tolist())
             ends = itertools.accumulate(map(len, parts), initial=0)
             spans = itertools.starmap(slice, itertools.pairwise(ends))
-            for part, value in zip(spans, self.values[some].tolist(), strict=True):
-                ids, is_target = whole.token_ids[part], whole.is_target[part]
-                yield TokenizedSample(ids, is_target, value)
+            values = self.values[some].tolist()
+            for part, value, given in zip(spans, values, weights, strict=True):
+                ids, is_target = token_ids[part], targets[part]
+                yield TokenizedSample(ids, is_target, value, weights=given)
 
     def _stored(self, number: int) -> np.ndarray:
         """Returns the stored tokens of a record."""
@@ -139,9 +176,10 @@ class Samples(Sequence[TokenizedSample]):
         return self.records.tokens[offsets[number] : offsets[number + 1]]
 
 
-def _sample(stored: np.ndarray, value: float) -> TokenizedSample:
+def _decoded(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids, and whether each is a target."""
     is_target = stored < 0
-    return TokenizedSample(_complemented(stored, is_target), is_target, value)
+    return _complemented(stored, is_target), is_target
 
 
 def _complemented(values: np.ndarray, where: np.ndarray) -> np.ndarray:
@@ -166,6 +204,8 @@ class RecordWriter:
         self._offsets = array.array("q", [0])
         self._lengths, self._num_targets = array.array("q"), array.array("q")
         self._values = array.array("d")
+        self._run_offsets = array.array("q", [0])
+        self._run_ends, self._run_weights = array.array("q"), array.array("f")
         self._is_whole, self._is_bad = bytearray(), bytearray()
         self._pending: list[TokenizedSample] = []
         self._parts: list[np.ndarray] = []
@@ -192,10 +232,12 @@ class RecordWriter:
         length, limit = len(sample.token_ids), self._max_length
         if length > limit:
             # The arrays are copied so that the long ones can be freed.
+            weights = sample.weights
             sample = TokenizedSample(
                 sample.token_ids[:limit].copy(),
                 sample.is_target[:limit].copy(),
                 sample.value,
+                weights=None if weights is None else weights[:limit],
             )
         self._append(sample, length, is_whole, is_bad=False)
 
@@ -212,11 +254,19 @@ class RecordWriter:
         self._lengths.append(length)
         self._num_targets.append(int(np.count_nonzero(sample.is_target)))
         self._values.append(sample.value)
+        self._append_runs(sample.weights)
         self._is_whole.append(is_whole)
         self._is_bad.append(is_bad)
         num_pending = self.num_tokens - self._offsets[-1 - len(self._pending)]
         if len(self._pending) == _PENDING_RECORDS or num_pending > _PENDING_TOKENS:
             self._store()
+
+    def _append_runs(self, weights: Float32[np.ndarray, " T"] | None) -> None:
+        if weights is not None and len(weights):
+            last = np.append(np.flatnonzero(np.diff(weights)), len(weights) - 1)
+            self._run_ends.extend((last + 1).tolist())
+            self._run_weights.extend(weights[last].tolist())
+        self._run_offsets.append(len(self._run_ends))
 
     def _store(self) -> None:
         """Turns the pending samples into an array, in memory or in the file."""
@@ -258,6 +308,9 @@ class RecordWriter:
             lengths=np.array(self._lengths, np.int64),
             num_targets=np.array(self._num_targets, np.int64),
             values=np.array(self._values, np.float64),
+            run_offsets=np.array(self._run_offsets if self._run_ends else (), np.int64),
+            run_ends=np.array(self._run_ends, np.int64),
+            run_weights=np.array(self._run_weights, np.float32),
             is_whole=np.frombuffer(bytes(self._is_whole), bool),
             is_bad=np.frombuffer(bytes(self._is_bad), bool),
             first_bad="",

@@ -113,6 +113,8 @@ def _counts(records: EncodedRecords, number: int, max_length: int) -> str:
     text = f"{more}{counted(int(length), 'token')}, {num_targets:,} of them trained on"
     if length > max_length:
         text += f"; longer than max_length={max_length}, and cut here"
+    if (weights := Samples(records, np.array([number]))[0].target_weights) is not None:
+        text += f", with weights from {weights.min():g} to {weights.max():g}"
     return text + ("" if num_targets else "; such a sample is dropped")
 
 

@@ -45,6 +45,9 @@ _ARRAYS: dict[str, type] = {
     "lengths": np.int64,
     "num_targets": np.int64,
     "values": np.float64,
+    "run_offsets": np.int64,
+    "run_ends": np.int64,
+    "run_weights": np.float32,
     "is_whole": np.bool_,
     "is_bad": np.bool_,
 }
@@ -314,6 +317,9 @@ def _check_arrays(
     lengths: np.ndarray,
     num_targets: np.ndarray,
     values: np.ndarray,
+    run_offsets: np.ndarray,
+    run_ends: np.ndarray,
+    run_weights: np.ndarray,
     is_whole: np.ndarray,
     is_bad: np.ndarray,
 ) -> None:
@@ -334,3 +340,15 @@ def _check_arrays(
         raise ValueError("its lengths are wrong")
     if (num_targets < 0).any() or (num_targets > stored).any():
         raise ValueError("its numbers of targets are wrong")
+    if not len(run_offsets):
+        run_offsets = np.zeros(num + 1, np.int64)
+    num_runs, has_runs = np.diff(run_offsets), np.diff(run_offsets) > 0
+    if len(run_offsets) != num + 1 or len(run_ends) != len(run_weights):
+        raise ValueError("its arrays have different sizes")
+    if run_offsets[0] or run_offsets[-1] != len(run_ends) or (num_runs < 0).any():
+        raise ValueError("its weights are wrong")
+    sizes = np.diff(run_ends, prepend=0)
+    sizes[run_offsets[:-1][has_runs]] = run_ends[run_offsets[:-1][has_runs]]
+    last = run_ends[run_offsets[1:][has_runs] - 1]
+    if (sizes <= 0).any() or (last != stored[has_runs]).any():
+        raise ValueError("its weights are wrong")

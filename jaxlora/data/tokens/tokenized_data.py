@@ -126,6 +126,8 @@ class TokenizedData:
             digest.update(len(sample.token_ids).to_bytes(8, "little"))
             digest.update(sample.token_ids.tobytes())
             digest.update(sample.is_target.tobytes())
+            if sample.weights is not None:
+                digest.update(sample.weights.tobytes())
             if sample.value:
                 digest.update(np.float64(sample.value).tobytes())
         return digest.hexdigest()

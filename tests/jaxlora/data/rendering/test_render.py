@@ -291,8 +291,9 @@ def test_nulls_of_json_stay(run, make_tokenizer):
 @pytest.mark.parametrize(
     ("weight", "match"),
     [
-        (0.5, r"messages\[1\]\.weight is 0\.5\. Write 1 .* Other weights"),
-        (-1, r"weight is -1"),
+        (-1, r"messages\[1\]\.weight is -1\. Write 1 .* from 0\.0001 to 10000, by"),
+        (1e-9, r"weight is 1e-09"),
+        (float("nan"), r"weight is nan"),
         ("0", r"weight is '0'"),
         ([], r"weight is \[\]"),
     ],

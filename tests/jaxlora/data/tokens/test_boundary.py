@@ -94,7 +94,8 @@ PLAIN = [("byte-level", "plain"), ("bpe", "never"), ("unigram", "never")]
 
 def encode(tokenizer, record, **options):
     encoder = Encoder(DataConfig(path="x", **options), tokenizer)
-    (tokens,) = encoder([record])
+    ((*tokens, weights),) = encoder([record])
+    assert weights is None
     return tokens
 
 

@@ -15,8 +15,12 @@ from jaxlora.data.tokens.samples import RecordWriter, Samples, TokenizedSample
 from jaxlora.errors import DataError
 
 
-def sample(ids, targets):
-    return TokenizedSample(np.array(ids, np.int32), np.array(targets, bool))
+def sample(ids, targets, weights=None):
+    if weights is not None:
+        weights = np.array(weights, np.float32)
+    return TokenizedSample(
+        np.array(ids, np.int32), np.array(targets, bool), weights=weights
+    )
 
 
 def write(given: list[TokenizedSample]) -> Samples:
@@ -33,11 +37,18 @@ def same(got, wanted) -> bool:
         and got.is_target.dtype == bool
         and np.array_equal(got.token_ids, wanted.token_ids)
         and np.array_equal(got.is_target, wanted.is_target)
+        and (got.weights is None) == (wanted.weights is None)
+        and (got.weights is None or np.array_equal(got.weights, wanted.weights))
     )
 
 
 tokens = st.lists(
     st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9
+)
+weighted = st.lists(
+    st.tuples(st.integers(0, 99), st.booleans(), st.sampled_from([0.5, 1, 2])),
+    min_size=1,
+    max_size=9,
 )
 
 
@@ -46,7 +57,9 @@ tokens = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(given=st.lists(tokens, min_size=1, max_size=20), most=st.integers(0, 90))
+@given(
+    given=st.lists(tokens | weighted, min_size=1, max_size=20), most=st.integers(0, 90)
+)
 def test_samples_come_back(monkeypatch, given, most):
     monkeypatch.setattr(module, "TOKENS_IN_MEMORY", most)
     monkeypatch.setattr(module, "_PENDING_RECORDS", 3)
