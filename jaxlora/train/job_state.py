@@ -160,6 +160,12 @@ class JobState:
         """Changes some fields of `progress`."""
         self.progress = dataclasses.replace(self.progress, **changes)
 
+    def leave_slot(self) -> None:
+        """Notes that the job has no slot; samples that were read ahead are let go."""
+        self.update(slot=None)
+        if self.prepared.stream is not None:
+            self.prepared.stream.release()
+
     def batch(self, slot: int, step: int) -> JobBatch:
         """Returns the global batch of an optimizer step, for the job in a slot."""
         objective = self.prepared.objective

@@ -26,7 +26,8 @@ from jaxlora.train.ending import explained
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 from jaxlora.train.open_run import open_run
-from jaxlora.train.plan.prepared_job import check_comparable, prepare_job
+from jaxlora.train.plan.prepared_job import prepare_job
+from jaxlora.train.plan.resolve import check_comparable
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.slot_spec import check_fits
 from jaxlora.train.report.summary import (

@@ -278,14 +278,12 @@ class JobLifecycle:
         self._send_of(job, JobPauseEvent, reason=reason)
 
     def _leave(self, job: JobState) -> None:
-        """Frees the slot of a job, and the samples that it has read ahead."""
+        """Frees the slot of a job."""
         slot = job.slot
         self._ticks.drop(slot)
         self._executor.release(slot)
         del self.by_slot[slot]
-        job.update(slot=None)
-        if job.prepared.stream is not None:
-            job.prepared.stream.release()
+        job.leave_slot()
 
     def _start(self, job: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""

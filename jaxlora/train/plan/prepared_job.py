@@ -20,7 +20,6 @@ from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
 from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.sweep_config import Sweep
 from jaxlora.data.kto_objective import recombined
 from jaxlora.data.objective import Objective
 from jaxlora.data.objectives import find_objective
@@ -282,32 +281,6 @@ def prepare_jobs(
             prepared.append(_read_job(job, modules, model, reader))
     problems.raise_all()
     return prepared
-
-
-def check_comparable(sweep: Sweep | None, jobs: Sequence[PreparedJob]) -> None:
-    """Checks that the rules of a sweep compare losses on the same held-out samples.
-
-    Args:
-        sweep: The sweep of a run, if it has one.
-        jobs: Its jobs, and those that are about to join.
-
-    Raises:
-        ConfigError: Two jobs hold out different samples.
-    """
-    if sweep is None or not sweep.early_exit:
-        return
-    first: dict[str | None, str] = {}
-    for job in jobs:
-        if job.eval_data is not None:
-            first.setdefault(job.fingerprints["eval_data_fingerprint"], job.name)
-    if len(first) > 1:
-        one, other, *_ = first.values()
-        raise ConfigError(
-            f"configurations {one!r} and {other!r} are evaluated on different samples, "
-            "so their losses cannot be compared. Give all configurations the same "
-            "held-out records and the same max_length (eval_data, or eval_fraction of "
-            "the same data by the same eval_seed), or set `early_exit: none`."
-        )
 
 
 def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
+from jaxlora.config.sweep_config import Sweep
 from jaxlora.costs.device_profile import find_profile
 from jaxlora.errors import ConfigError
 from jaxlora.memory import capacity
@@ -21,7 +22,7 @@ from jaxlora.train.plan.auto_mesh.choose import choose_mesh
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob, check_comparable
+from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.quantized_base import describe_base
 from jaxlora.train.plan.run_plan import RunPlan, laid_out
 from jaxlora.train.plan.shapes import choose_shapes
@@ -71,6 +72,32 @@ def resolve(
     # Stages may have settled it by an estimate.
     bounds = plan.bounds.with_remats() if chooses_remat else plan.bounds
     return dataclasses.replace(plan, bounds=bounds, notes=(*notes, *plan.notes))
+
+
+def check_comparable(sweep: Sweep | None, jobs: Sequence[PreparedJob]) -> None:
+    """Checks that the rules of a sweep compare losses on the same held-out samples.
+
+    Args:
+        sweep: The sweep of a run, if it has one.
+        jobs: Its jobs, and those that are about to join.
+
+    Raises:
+        ConfigError: Two jobs hold out different samples.
+    """
+    if sweep is None or not sweep.early_exit:
+        return
+    first: dict[str | None, str] = {}
+    for job in jobs:
+        if job.eval_data is not None:
+            first.setdefault(job.fingerprints["eval_data_fingerprint"], job.name)
+    if len(first) > 1:
+        one, other, *_ = first.values()
+        raise ConfigError(
+            f"configurations {one!r} and {other!r} are evaluated on different samples, "
+            "so their losses cannot be compared. Give all configurations the same "
+            "held-out records and the same max_length (eval_data, or eval_fraction of "
+            "the same data by the same eval_seed), or set `early_exit: none`."
+        )
 
 
 def _with_mesh(
