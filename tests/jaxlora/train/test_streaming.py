@@ -144,3 +144,25 @@ def test_settings_that_a_stream_cannot_have(changes, match):
         job[head] = data | {inner: value} if inner else value
     with pytest.raises(ConfigError, match=match):
         LoraJob(**job)
+
+
+def test_a_paused_stream_goes_on(train, tmp_path, ordinary):
+    """It lets its windows go in between, and reads the one where it is again."""
+    job = LoraJob(name="s", data=streamed(write_shards(tmp_path / "set")), **JOB)
+    held = []
+
+    def pause(trainer):
+        state = next(j for j in trainer.jobs if j.name == "s")
+        held.append((state.progress.step, len(state.prepared.stream._held)))
+        if len(held) == 3:
+            trainer.pause_job("s")
+        if len(held) == 6:
+            trainer.resume_job("s")
+
+    wanted = train([job, ordinary], max_concurrent_jobs=2, window_steps=1)
+    found = train(
+        [job, ordinary], max_concurrent_jobs=2, window_steps=1, on_window=pause
+    )
+    assert_same_training(found, wanted, ["s", "ordinary"])
+    paused = [num for step, num in held[4:6]]
+    assert paused == [0, 0] and held[5][0] < 12
