@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlora.modules.trained_tensors import feature_axis
+from jaxlora.modules.trained_tensors import feature_axis, rank_axis
 
 _EPS = 1e-30  # added to squared gradients, as in the paper
 
@@ -62,7 +62,8 @@ def adafactor(
             if name in state.v:
                 squares = jnp.square(gradient) + _EPS
                 v[name] = decay * state.v[name] + (1 - decay) * squares
-                whole, size = v[name], gradient.size
+                whole = v[name]
+                size = gradient.size if rank_axis(name) is None else rank
             else:
                 axis = feature_axis(name)
                 means = _means(gradient, axis, rank)

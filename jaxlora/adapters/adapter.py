@@ -2,17 +2,21 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.hf.names import linear_path
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
+    VERA_B,
+    VERA_D,
     tensor_paths,
+    tensors_with,
     trained_tensors,
 )
 
@@ -24,7 +28,7 @@ class LoraWeights:
     Attributes:
         tensors: The trained tensors, float32, by their names in
             `jaxlora.modules.trained_tensors`: `lora_a` is A, K r; `lora_b` is B, r N.
-            Those that a setting gives may be absent.
+            Those of other variants of LoRA may be there, too; VeRA has no A and B.
         rank: Rank r.
         lora_alpha: Numerator of the scaling; see `Adapter.scaling`.
 
@@ -38,10 +42,11 @@ class LoraWeights:
 
     def __post_init__(self):
         known = {tensor.name: tensor for tensor in trained_tensors()}
-        wanted = {name for name, tensor in known.items() if tensor.setting is None}
-        if not wanted <= self.tensors.keys() <= known.keys():
+        settings = {known[name].setting for name in self.tensors if name in known}
+        wanted = [tensor.name for tensor in tensors_with(settings.__contains__)]
+        if self.tensors.keys() != set(wanted):
             raise ValueError(
-                f"an adapter of a linear has the tensors {', '.join(known)}, got "
+                f"an adapter of a linear has the tensors {', '.join(wanted)}, got "
                 f"{', '.join(self.tensors)}."
             )
         shapes = {name: array.shape for name, array in self.tensors.items()}
@@ -85,6 +90,7 @@ class Adapter:
             `jaxlora.adapters.initial`.
         score: Score head of a reward model, D, float32; None: it is none. See
             `jaxlora.models.score`.
+        vera: The matrices of VeRA that all modules share; None: it is not VeRA.
     """
 
     modules: dict[str, LoraWeights]
@@ -92,6 +98,7 @@ class Adapter:
     dropout: float = 0.0
     keeps_start: bool = False
     score: np.ndarray | None = None
+    vera: VeraMatrices | None = None
 
     def scaling(self, weights: LoraWeights) -> float:
         """Factor of A B in one of the adapter's linears."""
@@ -122,6 +129,23 @@ class Adapter:
         }
         score = self.score if SCORE in paths else None
         return dataclasses.replace(self, modules=modules, score=score)
+
+    def as_lora(self, linear_shapes: Mapping[str, Sequence[int]]) -> "Adapter":
+        """Returns the adapter of LoRA with the same product A B; itself if it is one.
+
+        Args:
+            linear_shapes: (K, N) of each linear, by module name.
+        """
+        if self.vera is None:
+            return self
+        modules = {}
+        for name, weights in self.modules.items():
+            k, n = linear_shapes[name]
+            a = self.vera.a[:k] * weights.tensors[VERA_D.name]
+            b = self.vera.b[:, :n] * weights.tensors[VERA_B.name]
+            tensors = {LORA_A.name: a, LORA_B.name: b}
+            modules[name] = dataclasses.replace(weights, tensors=tensors)
+        return dataclasses.replace(self, modules=modules, vera=None)
 
     def by_path(self) -> dict[str, np.ndarray]:
         """All trained tensors by path, such as `layers.0.mlp.up_proj.lora_a`."""

@@ -49,6 +49,26 @@ _CONFIG_KEYS = {
     "use_dora",
     "use_rslora",
 }
+_VERA_KEYS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "d_initial",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "modules_to_save",
+    "peft_type",
+    "projection_prng_key",
+    "r",
+    "revision",
+    "save_projection",
+    "target_modules",
+    "task_type",
+    "vera_dropout",
+}
 
 
 class ExportRecord(StrictModel):
@@ -199,7 +219,7 @@ def _is_ours(folder: pathlib.Path) -> bool:
         config = json.loads(read_regular_file(folder / CONFIG_FILE))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(config, dict) and config.keys() == _CONFIG_KEYS
+    return isinstance(config, dict) and config.keys() in (_CONFIG_KEYS, _VERA_KEYS)
 
 
 def check_replaceable(folder: str | os.PathLike, *, overwrite: bool = False) -> None:

@@ -11,12 +11,14 @@ from jax.typing import DTypeLike
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
+from jaxlora.adapters.vera import VeraMatrices, draw_matrices
 from jaxlora.common.cores import num_cores
 from jaxlora.config import LoraJob
 from jaxlora.models.score import SCORE
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
+    VERA_D,
     TrainedTensor,
     tensors_with,
 )
@@ -65,7 +67,7 @@ def fresh_adapter(
     # NumPy draws without the interpreter's lock.
     with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as pool:
         tensors = dict(zip(modules, pool.map(drawn, modules), strict=True))
-    return _adapter(job, modules, tensors)
+    return _adapter(job, modules, kernels, tensors)
 
 
 def _random(job: LoraJob, name: str) -> np.random.Generator:
@@ -80,7 +82,7 @@ def _of_weight(
     rng: np.random.Generator,
     dtype: DTypeLike,
 ) -> dict[str, np.ndarray]:
-    """Makes the tensors that start from the frozen weight."""
+    """Makes the tensors that start from the frozen weight, or by a setting."""
     tensors = {
         tensor.name: tensor.from_weight(kernel, dtype)
         for tensor in _tensors(job)
@@ -89,6 +91,8 @@ def _of_weight(
     if job.keeps_start:
         init, rank = str(job.init_lora_weights), module.rank // 2
         tensors |= kept_start(init, rng, kernel, rank, module.scaling)
+    if job.use_vera:
+        tensors[VERA_D.name] = np.full(module.rank, job.d_initial)
     return tensors
 
 
@@ -112,7 +116,7 @@ def blank_adapter(
             for tensor in _tensors(job)
         }
 
-    return _adapter(job, modules, {name: blank(name) for name in modules})
+    return _adapter(job, modules, kernels, {name: blank(name) for name in modules})
 
 
 def fresh_score(job: LoraJob, size: int) -> np.ndarray:
@@ -129,6 +133,7 @@ def _tensors(job: LoraJob) -> tuple[TrainedTensor, ...]:
 def _adapter(
     job: LoraJob,
     modules: Mapping[str, ModuleLora],
+    kernels: Mapping[str, Any],
     tensors: Mapping[str, dict[str, np.ndarray]],
 ) -> Adapter:
     weights = {
@@ -142,4 +147,14 @@ def _adapter(
         use_rslora=job.use_rslora,
         dropout=job.dropout,
         keeps_start=job.keeps_start,
+        vera=_vera_matrices(job, modules, kernels) if job.use_vera else None,
     )
+
+
+def _vera_matrices(
+    job: LoraJob, modules: Mapping[str, ModuleLora], kernels: Mapping[str, Any]
+) -> VeraMatrices:
+    sizes = [kernels[name].shape for name in modules]
+    in_features, out_features = (max(axis) for axis in zip(*sizes, strict=True))
+    key = job.projection_prng_key
+    return draw_matrices(key, job.rank, in_features, out_features)

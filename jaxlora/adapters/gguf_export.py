@@ -2,7 +2,8 @@
 
 The format is that of llama.cpp's `convert_lora_to_gguf.py`. llama.cpp adds
 `alpha / rank * A B` with one alpha for the whole file. So if modules have other
-scalings, or rsLoRA is used, the ratio is multiplied into B.
+scalings, or rsLoRA is used, the ratio is multiplied into B. VeRA is written as the
+LoRA that it is equal to.
 """
 
 import dataclasses
@@ -74,7 +75,8 @@ def export_gguf(
         )
     _check_free(out)
     model = planned_checkpoint(tokenizer_folder(base, revision)).config
-    adapter = import_peft(adapter_folder, linear_shapes(model))
+    shapes = linear_shapes(model)
+    adapter = import_peft(adapter_folder, shapes).as_lora(shapes)
     _check_plain(adapter, adapter_folder)
     scaled = _scaled(adapter, adapter_folder)
     out.parent.mkdir(parents=True, exist_ok=True)

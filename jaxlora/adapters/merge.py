@@ -60,7 +60,7 @@ def merge_adapter(
     config = checkpoint.config
     kernels = {s.path: s.shape for s in checkpoint.specs()}
     shapes = {n: kernels[f"{linear_path(n)}.kernel"] for n in linear_names(config)}
-    adapter = import_peft(adapter_folder, shapes)
+    adapter = import_peft(adapter_folder, shapes).as_lora(shapes)
     checkpoint.check()
     if checkpoint.quantized:
         dtype = dtype or "bfloat16"

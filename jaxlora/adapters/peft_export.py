@@ -6,6 +6,7 @@ import logging
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -69,6 +70,9 @@ def export_peft(
             tensors[f"{PREFIX}{name}.{tensor.peft_name}"] = np.ascontiguousarray(
                 weights.tensors[tensor.name].T, np.float32
             )
+    if adapter.vera is not None and adapter.vera.is_saved:
+        for matrix, name in ((adapter.vera.a, "vera_A"), (adapter.vera.b, "vera_B")):
+            tensors[f"base_model.{name}"] = np.ascontiguousarray(matrix.T, np.float32)
     if adapter.score is not None:
         tensors[f"{PREFIX}{SCORE_PATH}"] = adapter.score[None].astype(np.float32)
     scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
@@ -80,7 +84,8 @@ def export_peft(
             min(scalings),
             max(scalings),
         )
-    config = _config(adapter, base_name(base_model, revision), linear_names)
+    write_config = _config if adapter.vera is None else _vera_config
+    config = write_config(adapter, base_name(base_model, revision), linear_names)
     folder = pathlib.Path(folder)
     with replace_folder(folder) as temporary:
         safetensors.numpy.save_file(
@@ -100,28 +105,55 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
     ranks = {name: w.rank for name, w in adapter.modules.items()}
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
+    given = {setting: adapter.is_set(setting) for setting in tensor_settings()}
+    del given["use_vera"]  # PEFT has a kind of its own for it
     return {
+        **_common_config(adapter, base, linear_names),
         "alpha_pattern": _pattern(alphas, lora_alpha),
+        "init_lora_weights": True,
+        "lora_alpha": _whole(lora_alpha),
+        "lora_dropout": adapter.dropout,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": _pattern(ranks, rank),
+        "use_dora": False,
+        "use_rslora": adapter.use_rslora,
+        **given,
+    }
+
+
+def _vera_config(
+    adapter: Adapter, base: BaseName, linear_names: Sequence[str]
+) -> dict[str, Any]:
+    vera = adapter.vera
+    assert vera is not None
+    return {
+        **_common_config(adapter, base, linear_names),
+        "d_initial": 0.1,  # of a new adapter, PEFT's own
+        "init_weights": True,
+        "peft_type": "VERA",
+        "projection_prng_key": vera.key,
+        "r": vera.a.shape[1],
+        "save_projection": vera.is_saved,
+        "vera_dropout": adapter.dropout,
+    }
+
+
+def _common_config(
+    adapter: Adapter, base: BaseName, linear_names: Sequence[str]
+) -> dict[str, Any]:
+    return {
         "auto_mapping": None,
         "base_model_name_or_path": base.name,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": True,
         "layers_pattern": None,
         "layers_to_transform": None,
-        "lora_alpha": _whole(lora_alpha),
-        "lora_dropout": adapter.dropout,
         "modules_to_save": None if adapter.score is None else [SCORE],
-        "peft_type": "LORA",
-        "r": rank,
-        "rank_pattern": _pattern(ranks, rank),
         "revision": base.revision,
         "target_modules": _target_modules(list(adapter.modules), linear_names),
         "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",
-        "use_dora": False,
-        "use_rslora": adapter.use_rslora,
-        **{setting: adapter.is_set(setting) for setting in tensor_settings()},
     }
 
 

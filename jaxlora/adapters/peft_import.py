@@ -1,5 +1,6 @@
 """Reads a PEFT LoRA folder as an adapter."""
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.adapters.targets import pattern_value
+from jaxlora.adapters.vera import VeraMatrices, draw_matrices
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
@@ -27,12 +29,15 @@ from jaxlora.modules.trained_tensors import (
 # Settings that are read below, or checked against the weights.
 _READ = {
     "alpha_pattern",
+    "d_initial",
     "init_lora_weights",
     "lora_alpha",
     "lora_dropout",
     "peft_type",
+    "projection_prng_key",
     "r",
     "rank_pattern",
+    "save_projection",
     "use_rslora",
 }
 # Settings without effect here: the weights determine which modules are adapted.
@@ -43,6 +48,7 @@ _HARMLESS = {
     "eva_config",
     "exclude_modules",
     "inference_mode",
+    "init_weights",  # of VeRA, the first values of the vectors that are read
     "layers_pattern",
     "layers_to_transform",
     "megatron_core",
@@ -52,6 +58,7 @@ _HARMLESS = {
     "target_modules",
     "task_type",
 }
+_VERA_A, _VERA_B = "base_model.vera_A", "base_model.vera_B"
 # Ways to draw the first A and B that leave the base's own weights alone.
 _INITIAL = ("gaussian", "eva", "orthogonal")
 
@@ -62,7 +69,7 @@ def import_peft(
     *,
     score_size: int | None = None,
 ) -> Adapter:
-    """Reads an ordinary PEFT LoRA folder.
+    """Reads a PEFT folder of LoRA, DoRA or VeRA.
 
     Args:
         folder: Folder with adapter_config.json and adapter_model.safetensors.
@@ -70,9 +77,9 @@ def import_peft(
         score_size: Size of the score head that the folder may hold; None: it may not.
 
     Raises:
-        AdapterError: The folder is incomplete or damaged, is not plain LoRA on linears,
-            does not fit the base model, has a weight that is NaN or infinite, or has a
-            pattern that takes too long to match.
+        AdapterError: The folder is incomplete or damaged, is of another kind or not on
+            linears, does not fit the base model, has a weight that is NaN or infinite,
+            or has a pattern that takes too long to match.
     """
     folder = pathlib.Path(folder)
     try:
@@ -88,7 +95,8 @@ def _import(
 ) -> Adapter:
     patterns = Patterns(str(folder / CONFIG_FILE))
     config = _read_config(folder, patterns)
-    (found, score), wanted = _read_tensors(folder), tensors_with(config.get)
+    found, score, matrices = _read_tensors(folder)
+    wanted = tensors_with(config.get)
     if score is not None:
         score = _checked_score(folder, score, score_size)
     dropout = float(config.get("lora_dropout") or 0.0)
@@ -111,7 +119,41 @@ def _import(
         )
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
     use_rslora = bool(config.get("use_rslora"))
-    return Adapter(modules=ordered, use_rslora=use_rslora, dropout=dropout, score=score)
+    vera = None
+    if config.get("use_vera"):
+        vera = _vera(folder, config, matrices, [linear_shapes[n] for n in ordered])
+    return Adapter(
+        modules=ordered,
+        use_rslora=use_rslora,
+        dropout=dropout,
+        score=score,
+        vera=vera,
+    )
+
+
+def _vera(
+    folder: pathlib.Path,
+    config: Mapping[str, Any],
+    matrices: Mapping[str, np.ndarray],
+    shapes: Sequence[tuple[int, ...]],
+) -> VeraMatrices:
+    """Returns the matrices of the file, or draws them as PEFT does."""
+    rank, key = config["r"], config["projection_prng_key"]
+    k, n = (max(sizes) for sizes in zip(*shapes, strict=True))
+    if not config["save_projection"]:
+        return dataclasses.replace(draw_matrices(key, rank, k, n), is_saved=False)
+    for name, shape in ((_VERA_A, (rank, k)), (_VERA_B, (n, rank))):
+        array = matrices.get(name)
+        if array is None or array.shape != shape:
+            there = "is not there" if array is None else f"has {list(array.shape)}"
+            raise AdapterError(
+                f"{folder}: {name} {there}, and the base model and rank {rank} call "
+                f"for {list(shape)}. Save the adapter again with peft; or set "
+                "save_projection to false in the adapter_config.json, and it is drawn "
+                "from projection_prng_key."
+            )
+    a, b = (matrices[name].astype(np.float32).T for name in (_VERA_A, _VERA_B))
+    return VeraMatrices(a=a, b=b, key=key)
 
 
 def _checked_score(
@@ -142,9 +184,13 @@ def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
         raise AdapterError(
             f"{path} cannot be read as JSON: {error}. Mend it, or copy it again."
         ) from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise AdapterError(f"{path} has peft_type={shown(kind)}; only 'LORA' is read.")
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or kind not in ("LORA", "VERA"):
+        raise AdapterError(
+            f"{path} has peft_type={shown(kind)}; only 'LORA' and 'VERA' are read."
+        )
+    if kind == "VERA":
+        config = _as_lora_config(path, config)
     _check_numbers(path, config, "r", "rank_pattern", patterns)
     _check_numbers(path, config, "lora_alpha", "alpha_pattern", patterns)
     dropout = config.get("lora_dropout")
@@ -182,6 +228,24 @@ def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
     return config
 
 
+def _as_lora_config(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of VeRA under the names that LoRA has for them."""
+    given = dict(config)
+    dropout = given.pop("vera_dropout", 0.0)
+    key, is_saved = given.get("projection_prng_key"), given.get("save_projection", True)
+    if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < 2**32:
+        raise AdapterError(
+            f"{path} has projection_prng_key={shown(key)}; wanted a whole number from "
+            "0 to below 2^32."
+        )
+    if not isinstance(is_saved, bool):
+        raise AdapterError(
+            f"{path} has save_projection={shown(is_saved)}; wanted true or false."
+        )
+    own = {"use_vera": True, "lora_alpha": given.get("r"), "lora_dropout": dropout}
+    return given | own | {"save_projection": is_saved}
+
+
 def _check_numbers(
     path: pathlib.Path, config: dict, key: str, pattern: str, patterns: Patterns
 ) -> None:
@@ -209,11 +273,11 @@ def _is_number(value: object) -> bool:
 
 def _read_tensors(
     folder: pathlib.Path,
-) -> tuple[dict[str, dict[str, np.ndarray]], np.ndarray | None]:
+) -> tuple[dict[str, dict[str, np.ndarray]], np.ndarray | None, dict[str, np.ndarray]]:
     """Reads the trained tensors of each module, as PEFT stores and names them.
 
     Returns:
-        The tensors, and the score head if there is one.
+        The tensors, the score head if there is one, and the matrices of VeRA by name.
     """
     path = folder / WEIGHTS_FILE
     has_pickle = os.path.lexists(folder / "adapter_model.bin")
@@ -228,6 +292,8 @@ def _read_tensors(
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
     score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
+    names = arrays.keys() & {_VERA_A, _VERA_B}
+    matrices = {name: arrays.pop(name) for name in names}
     modules: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
         module, peft_name = _split_key(path, key)
@@ -237,7 +303,7 @@ def _read_tensors(
         tensors[peft_name] = array
     if not modules:
         raise AdapterError(f"{path} holds no weights.")
-    return modules, score
+    return modules, score, matrices
 
 
 def _split_key(path: pathlib.Path, key: str) -> tuple[str, str]:
@@ -269,9 +335,10 @@ def _checked(
             raise AdapterError(f"{folder} lacks {name}.{tensor.peft_name}.")
     for tensor in trained_tensors():
         if tensor not in wanted and tensor.peft_name in tensors:
+            given = tensor.setting or "peft_type: LORA"
             raise AdapterError(
                 f"{folder} holds {name}.{tensor.peft_name}, but its {CONFIG_FILE} does "
-                f"not set {tensor.setting}. Correct the file."
+                f"not set {given}. Correct the file."
             )
     checked = {}
     for tensor in wanted:

@@ -1,5 +1,6 @@
 """The slots: a fixed set of tables that jobs join and leave without recompiling."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -91,7 +92,9 @@ class SlotTable:
             trained_rank=(
                 np.zeros(shape, np.int32) if spec.slots.keeps_start else None
             ),
+            vera=jax.tree.map(_host_zeros, spec.vera_shapes()),
         )
+        self._is_vera_new = True
         self._upload_settings()
         # By slot: shapes of the tensors of each kind without their padding, by path,
         # and the name of the optimizer.
@@ -159,6 +162,7 @@ class SlotTable:
             if self._host_settings.trained_rank is not None:
                 trained = adapter.trained_rank(weights)
                 self._host_settings.trained_rank[place] = trained
+        self._set_vera(slot, adapter)
         self._upload_settings()
 
     def has_job(self, slot: int) -> bool:
@@ -272,14 +276,36 @@ class SlotTable:
         self.state = self._write_slot(*args)
 
     def _clear_settings(self, slot: int) -> None:
+        vera = self._host_settings.vera
+        self._is_vera_new |= vera is not None and bool(vera.is_used[0, slot])
         for values in jax.tree.leaves(self._host_settings):
             values[:, slot] = 0
 
+    def _set_vera(self, slot: int, adapter: Adapter) -> None:
+        """Sets the parts of VeRA's matrices that the linears here take."""
+        tables = self._host_settings.vera
+        if tables is None or adapter.vera is None:
+            return
+        tables.is_used[0, slot] = self._is_vera_new = True
+        for table, matrix in ((tables.a, adapter.vera.a), (tables.b, adapter.vera.b)):
+            shape = map(min, table.shape[2:], matrix.shape)
+            part = unpadded(tuple(shape))
+            table[0, slot][part] = matrix[part]
+
     def _upload_settings(self) -> None:
         # The arrays are copied, as a pending upload may read or share their memory.
-        copies = jax.tree.map(np.copy, self._host_settings)
-        where = self._placement.sharding(self._placement.by_linear_and_slot)
-        self.settings: SlotSettings = put(copies, where)
+        host, where = self._host_settings, self._placement.by_linear_and_slot
+        is_new, self._is_vera_new = self._is_vera_new, False
+        copied = host if is_new else dataclasses.replace(host, vera=None)
+        copies = jax.tree.map(np.copy, copied)
+        settings: SlotSettings = put(copies, self._placement.sharding(where))
+        if not is_new:  # as they are large
+            settings = dataclasses.replace(settings, vera=self.settings.vera)
+        self.settings = settings
+
+
+def _host_zeros(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+    return np.zeros(shape.shape, shape.dtype)
 
 
 def row_shapes(spec: DecoderSpec) -> dict[str, tuple[Any, ...]]:

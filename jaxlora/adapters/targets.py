@@ -119,7 +119,8 @@ def check_ranks(
     """Refuses ranks that no adapted linear can use, before memory is taken for them.
 
     The product A B has at most rank min(K, N). A rank above that of some linears is
-    allowed, as one rank is often given for linears of different sizes.
+    allowed, as one rank is often given for linears of different sizes. So is any rank
+    of VeRA, of whose A and B only sums over the rank are trained.
 
     Args:
         job: The job.
@@ -129,6 +130,8 @@ def check_ranks(
     Raises:
         ConfigError: A rank is above min(K, N) of every adapted linear.
     """
+    if job.use_vera:
+        return
     most = max(min(shapes[name]) for name in modules)
     for name, module in modules.items():
         if module.rank > most:
@@ -140,6 +143,8 @@ def check_ranks(
 
 
 def _module(job: LoraJob, name: str, patterns: Patterns) -> ModuleLora:
+    if job.use_vera:
+        return ModuleLora(rank=job.rank, lora_alpha=job.rank, scaling=1.0)
     rank = pattern_value(job.rank_pattern, name, job.rank, patterns)
     lora_alpha = pattern_value(job.alpha_pattern, name, job.lora_alpha, patterns)
     return ModuleLora(

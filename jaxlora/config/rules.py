@@ -184,6 +184,35 @@ def _start_fits(job: Any) -> tuple[str, str] | None:
     return None
 
 
+# Settings of LoRA that VeRA does not have, and their defaults.
+_NOT_OF_VERA = {
+    "use_dora": False,
+    "use_rslora": False,
+    "init_lora_weights": True,
+    "lora_alpha": 32.0,
+    "lora_plus_ratio": 1.0,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+
+
+def _vera_has_its_settings(job: Any) -> tuple[str, str] | None:
+    for setting, default in _NOT_OF_VERA.items():
+        value = getattr(job, setting)
+        if job.use_vera and value != default:
+            return setting, (
+                f"{setting}={value} cannot be combined with use_vera: VeRA has one "
+                f"rank, and neither a scaling nor A and B to train. Leave {setting} "
+                "out of this job."
+            )
+    if not job.use_vera and job.projection_prng_key:
+        return "projection_prng_key", (
+            f"projection_prng_key={job.projection_prng_key} draws the matrices of "
+            "VeRA: set use_vera: true, or leave it out."
+        )
+    return None
+
+
 def _there_are_jobs(run: Any) -> tuple[str, str] | None:
     if not run.jobs:
         return "jobs", "jobs is empty, so there is nothing to train."
@@ -302,6 +331,7 @@ OF_A_JOB: tuple[Rule, ...] = (
     _streams_need_no_totals,
     _schedule_has_its_settings,
     _start_fits,
+    _vera_has_its_settings,
     _layers_are_of_a_list,
 )
 OF_A_RUN: tuple[Rule, ...] = (

@@ -78,6 +78,11 @@ class LoraJob(StrictModel):
         lora_alpha: The update is scaled by lora_alpha / r (see `use_rslora`).
         use_rslora: Scale by lora_alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
         use_dora: Also train the norms of the columns of W (DoRA, arXiv 2402.09353).
+        use_vera: Train two vectors in each linear, beside random matrices that all
+            linears share (VeRA, arXiv 2310.11454). Its rank may be large, and it has
+            no lora_alpha.
+        projection_prng_key: Seed of the matrices of VeRA, as in PEFT.
+        d_initial: First value of the elements of VeRA's vector d.
         init_lora_weights: How A and B start, in PEFT's words: true (A uniform, B zero),
             `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N` or `olora`; see
             `jaxlora.adapters.initial`.
@@ -149,6 +154,9 @@ class LoraJob(StrictModel):
     lora_alpha: PositiveFloat = 32.0
     use_rslora: Bool = False
     use_dora: Bool = False
+    use_vera: Bool = False
+    projection_prng_key: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
+    d_initial: PositiveFloat = 0.1
     init_lora_weights: Literal[True] | str = True
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"

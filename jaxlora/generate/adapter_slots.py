@@ -11,7 +11,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.generate.batch import LoadedDecoder
 from jaxlora.generate.programs import Tables
 from jaxlora.hf.load import FrozenModel, OpenedModel
-from jaxlora.hf.names import linear_path
+from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
@@ -29,13 +29,15 @@ def load_decoder(
     """Makes a decoder with a slot for the base model and one for each adapter.
 
     Their matrices are rounded to the model's dtype, as training does for its products.
+    VeRA is loaded as the LoRA that it is equal to.
 
     Args:
         model: The base model, on one device or without weights.
         adapters: The adapters; their slots are numbered from 1.
         loading: The model that is being loaded, if it has no weights.
     """
-    adapters = tuple(adapters)
+    shapes = linear_shapes(model.config)
+    adapters = tuple(adapter.as_lora(shapes) for adapter in adapters)
     options = DecoderOptions(
         dtype=model.dtype, base_format=model.base_format, max_segment_tokens=1
     )

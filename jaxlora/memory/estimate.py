@@ -359,15 +359,16 @@ def _mask_bytes(spec: DecoderSpec) -> int:
 def scratch_bytes(spec: DecoderSpec) -> int:
     """Returns the bytes that the largest call of linears takes beside its results.
 
-    These are dequantized weights, transposed ones, or the products of which the norms
-    of DoRA are made. They are freed when the call has ended.
+    These are dequantized weights, transposed ones, the products of which the norms of
+    DoRA are made, and the matrices of VeRA. They are freed when the call has ended.
 
     Args:
         spec: The decoder, or one stage of it.
     """
     base, of_norms = spec.options.base_format, _norm_bytes(spec)
+    of_vera = _vera_bytes(spec)
     if base is None:
-        return of_norms
+        return of_norms + of_vera
     each = _bytes_per_weight(spec, base)
     calls: dict[tuple[int, str], int] = {}
     for number in spec.layer_numbers:
@@ -375,7 +376,21 @@ def scratch_bytes(spec: DecoderSpec) -> int:
             call = number, _TOGETHER.get(linear.name, linear.name)
             size = each * linear.in_features * linear.out_features
             calls[call] = calls.get(call, 0) + size
-    return max(of_norms, *calls.values(), 0)
+    return max(of_norms, *calls.values(), 0) + of_vera
+
+
+def _vera_bytes(spec: DecoderSpec) -> int:
+    """Bytes of the matrices of VeRA of one call of linears, and of their gradients."""
+    if spec.slots is None or not spec.slots.has_vera:
+        return 0
+    calls: dict[tuple[str, str], int] = {}
+    for path in spec.adapted:
+        _, layer, name = path.split(".", 2)
+        linear, call = spec.linear(path), (layer, _TOGETHER.get(name, name))
+        size = linear.in_features + linear.out_features
+        calls[call] = calls.get(call, 0) + size
+    each = 2 * 4 * spec.slots.num_slots * spec.slots.rank  # two in float32
+    return each * max(calls.values(), default=0)
 
 
 def _norm_bytes(spec: DecoderSpec) -> int:

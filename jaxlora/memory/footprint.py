@@ -76,14 +76,16 @@ class Footprint:
         base_bytes: Bytes of the frozen weights, or of the device's shards of them.
         gathered_bytes: Bytes of the weights that are gathered from all shards while
             their layers run.
-        adapter_bytes: Bytes of the slots: adapters, optimizer state and gradients.
+        adapter_bytes: Bytes of the slots: adapters, optimizer state, gradients, and
+            the matrices of VeRA.
         fixed_bytes: Bytes of the training step that do not depend on the tokens.
         bytes_per_token: Bytes per token of a microbatch.
         transient_bytes_per_token: Bytes per token that are needed only while the fixed
             bytes are free.
         scratch_bytes: Further bytes that are needed only while the fixed bytes are
             free, and do not depend on the tokens.
-        gradient_bytes: The part of `adapter_bytes` that a checkpoint does not copy.
+        gradient_bytes: The part of `adapter_bytes` that a checkpoint does not copy:
+            gradients, and the matrices of VeRA.
     """
 
     base_bytes: int
@@ -140,10 +142,11 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
     """
     gradients = math.ceil(num_bytes(spec.adapter_shapes()) / use.num_replicas)
     state = math.ceil(_state_bytes(spec) / use.num_replicas)
+    vera = math.ceil(num_bytes(spec.vera_shapes()) / use.num_replicas)
     return Footprint(
         base_bytes=shard_bytes(spec.base_shapes(), use.num_shards),
-        adapter_bytes=2 * gradients + state,
-        gradient_bytes=gradients,
+        adapter_bytes=2 * gradients + state + vera,
+        gradient_bytes=gradients + vera,
         fixed_bytes=0,
         bytes_per_token=0.0,
     )

@@ -76,4 +76,5 @@ def settings_shapes(spec: DecoderSpec) -> SlotSettings:
         dropout=each,
         rank=rank,
         trained_rank=rank if spec.slots.keeps_start else None,
+        vera=spec.vera_shapes(),
     )

@@ -24,6 +24,8 @@ _SAME_NAME = {
     "init_lora_weights",
     "layers_pattern",
     "layers_to_transform",
+    "projection_prng_key",
+    "d_initial",
     "use_dora",
     "use_rslora",
     "rank_pattern",

@@ -21,6 +21,7 @@ from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
+from jaxlora.modules.vera import VeraTables
 from jaxlora.sharding.layerwise import compiler_options
 
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
@@ -41,12 +42,14 @@ class SlotSettings:
         rank: Rank of the slot's adapter there; 0 where it does not adapt.
         trained_rank: Ranks that are trained; the others are fixed. None: all are, as
             no slot keeps its first weights.
+        vera: Matrices of VeRA, which all linears share; None: no slot has VeRA.
     """
 
     scaling: Float[Array | np.ndarray, "M G"]
     dropout: Float[Array | np.ndarray, "M G"]
     rank: Int[Array | np.ndarray, "M G"]
     trained_rank: Int[Array | np.ndarray, "M G"] | None = None
+    vera: VeraTables | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,12 +195,19 @@ class DecoderSpec:
         """The variable of each setting of each adapted linear."""
         if settings is None:
             return {}
-        return {
+        found = {
             f"{path}.{field.name}": values[i]
             for i, path in enumerate(self.adapted)
             for field in dataclasses.fields(settings)
             if (values := getattr(settings, field.name)) is not None
+            and field.name != "vera"
         }
+        if (vera := settings.vera) is not None:
+            # Slices of them would be kept for the backward pass.
+            shared = {"vera_a": vera.a, "vera_b": vera.b, "has_vera": vera.is_used}
+            for name, tables in shared.items():
+                found |= {f"{path}.{name}": tables[0] for path in self.adapted}
+        return found
 
     # ---- shapes ----------------------------------------------------------------------
 
@@ -255,6 +265,21 @@ class DecoderSpec:
         """Paths of the modules with slot tables: linears, and the score head."""
         tables = self.shapes(nnx.LoRAParam)
         return frozenset(path.rpartition(".")[0] for path in tables)
+
+    def vera_shapes(self) -> VeraTables | None:
+        """Shapes of the matrices of VeRA; None: no slot has VeRA, or nothing adapts."""
+        if self.slots is None or not self.slots.has_vera or not self.adapted:
+            return None
+        g, rank = self.slots.num_slots, self.slots.rank
+        linears = [self.linear(path) for path in self.adapted]
+        k = max(linear.in_features for linear in linears)
+        n = max(linear.out_features for linear in linears)
+        tables: Any = VeraTables  # with shapes in the place of arrays
+        return tables(
+            a=jax.ShapeDtypeStruct((1, g, k, rank), np.float32),
+            b=jax.ShapeDtypeStruct((1, g, rank, n), np.float32),
+            is_used=jax.ShapeDtypeStruct((1, g), np.bool_),
+        )
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""

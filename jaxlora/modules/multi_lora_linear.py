@@ -19,11 +19,14 @@ from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
+    VERA_B,
+    VERA_D,
     TrainedTensor,
     common_rank,
-    tensors_with,
+    trained_tensors,
     unpadded,
 )
+from jaxlora.modules.vera import chosen_pair, vera_pair
 from jaxlora.pallas_kernels import (
     LINEAR_RESULTS,
     DoraGain,
@@ -38,6 +41,8 @@ from jaxlora.pallas_kernels import (
     frozen_linear,
     multi_lora_linears,
 )
+
+_keep_results = jax.checkpoint_policies.save_only_these_names(LINEAR_RESULTS)
 
 
 class SlotVariable(nnx.Variable):
@@ -62,6 +67,8 @@ class SlotShape:
         optimizers: Names of the optimizers of jobs, sorted, for whose state there are
             tables; see `jaxlora.adapters.optimizers`.
         has_score: Whether slots have a score head; see `jaxlora.models.score`.
+        has_lora: Whether there are tables for A and B, beside those of VeRA. They are
+            as large in slots with VeRA, which do not need them.
 
     Raises:
         ValueError: A size is not positive.
@@ -75,11 +82,23 @@ class SlotShape:
     keeps_start: bool = False
     optimizers: tuple[str, ...] = ("adamw",)
     has_score: bool = False
+    has_lora: bool = True
 
     @property
     def tensors(self) -> tuple[TrainedTensor, ...]:
         """The trained tensors for which there are tables."""
-        return tensors_with(self.settings.__contains__)
+
+        def is_here(tensor: TrainedTensor) -> bool:
+            if self.has_lora and tensor.unless is not None:
+                return True
+            return tensor.is_given(self.settings.__contains__)
+
+        return tuple(filter(is_here, trained_tensors()))
+
+    @property
+    def has_vera(self) -> bool:
+        """Whether there are tables for VeRA."""
+        return VERA_D in self.tensors
 
     def __post_init__(self):
         if self.num_slots < 1 or self.rank < 1:
@@ -153,11 +172,18 @@ class MultiLoraLinear(nnx.Module):
             `SlotShape.keeps_start`.
         dora_norms: Norms that `keep_norms` computed, G N; None: each call computes
             them.
+        vera_a: Shrink matrices of VeRA, G K R, of which the linear takes its first
+            input features; absent without VeRA, as are the next two.
+        vera_b: Expand matrices of VeRA, G R N, likewise.
+        has_vera: Whether each slot has VeRA, G.
     """
 
     lora_a: nnx.LoRAParam
     lora_b: nnx.LoRAParam
     trained_rank: SlotVariable
+    vera_a: SlotVariable
+    vera_b: SlotVariable
+    has_vera: SlotVariable
     dora_norms: SlotVariable | None
 
     def __init__(
@@ -215,6 +241,11 @@ class MultiLoraLinear(nnx.Module):
         self.rank = SlotVariable(jnp.zeros((g,), jnp.int32))
         if slots.keeps_start:
             self.trained_rank = SlotVariable(jnp.zeros((g,), jnp.int32))
+        if slots.has_vera:
+            # The decoder's own are larger: they serve all of its linears.
+            self.vera_a = SlotVariable(jnp.zeros((g, k, slots.rank), jnp.float32))
+            self.vera_b = SlotVariable(jnp.zeros((g, slots.rank, n), jnp.float32))
+            self.has_vera = SlotVariable(jnp.zeros((g,), jnp.bool_))
 
     def load_slot(
         self,
@@ -222,6 +253,7 @@ class MultiLoraLinear(nnx.Module):
         *tensors: Float[Array | np.ndarray, "..."],
         scaling: float,
         dropout: float = 0.0,
+        vera: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
         """Puts an adapter into a slot, in place.
 
@@ -231,6 +263,7 @@ class MultiLoraLinear(nnx.Module):
                 `SlotShape.tensors`: A, K r; then B, r N.
             scaling: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA.
             dropout: Dropout rate of the LoRA path.
+            vera: Matrices of VeRA, K r and r N; None: the adapter is not VeRA.
 
         Raises:
             ValueError: The layer has no slots, a tensor is missing, or the slot or the
@@ -257,8 +290,15 @@ class MultiLoraLinear(nnx.Module):
             (self.dropout, dropout),
             (self.rank, rank),
             *([(self.trained_rank, rank)] if self.slots.keeps_start else []),
+            *([(self.has_vera, vera is not None)] if self.slots.has_vera else []),
         ):
             variable[...] = variable[...].at[slot].set(value)
+        if vera is not None:
+            pair = self.vera_a, self.vera_b
+            for variable, value in zip(pair, vera, strict=True):
+                rows = jnp.zeros(variable.shape[1:], jnp.float32)
+                rows = rows.at[unpadded(value.shape)].set(value)
+                variable[...] = variable[...].at[slot].set(rows)
 
     def __call__(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
         """Applies the layer to token rows, each token block with its own adapter.
@@ -336,12 +376,32 @@ class MultiLoraLinear(nnx.Module):
         is_trained = rank < self.trained_rank[...][:, None, None]
         return jnp.where(is_trained, table, jax.lax.stop_gradient(table))
 
+    def _matrices(self) -> tuple[Float[Array, "G K R"], Float[Array, "G R N"]]:
+        """A and B of all slots."""
+        slots = self.slots
+        assert slots is not None
+        if not slots.has_vera:
+            return self._trainable(LORA_A), self._trainable(LORA_B)
+        vera = vera_pair(
+            self.vera_a[...],
+            self.vera_b[...],
+            getattr(self, VERA_D.name)[...],
+            getattr(self, VERA_B.name)[...],
+            self.in_features,
+        )
+        if not slots.has_lora:
+            return vera
+        lora = self._trainable(LORA_A), self._trainable(LORA_B)
+        return chosen_pair(self.has_vera[...], vera, lora)
+
     def _projection(self, x: Float[Array, "T K"], routing: Routing) -> Projection:
         assert self.slots is not None
+        own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B
+        a, b = self._matrices()
         return Projection(
             w=self._weight,
-            a=self._trainable(LORA_A),
-            b=self._trainable(LORA_B),
+            a=a,
+            b=b,
             scaling=self._scaling,
             rank=self.rank[...],
             bias=None if self.bias is None else self.bias[...],
@@ -350,7 +410,7 @@ class MultiLoraLinear(nnx.Module):
             extra={
                 tensor.name: getattr(self, tensor.name)[...]
                 for tensor in self.slots.tensors
-                if tensor not in (LORA_A, LORA_B, MAGNITUDE)
+                if tensor not in own
             },
             settings=routing.settings.get(self.place),
         )
@@ -387,17 +447,32 @@ def apply_together(
         )
     outputs: dict[int, Array] = {}
     for places in _by_format(linears).values():
-        made = multi_lora_linears(
-            x,
-            [linears[i]._projection(x, routing) for i in places],
-            routing.block_adapter,
-            implementation=linears[places[0]].implementation,
-        )
+        made = _apply([linears[i] for i in places], x, routing)
         outputs |= zip(places, made, strict=True)
     return [
         linear._frozen(x, routing) if linear.slots is None else outputs[i]
         for i, linear in enumerate(linears)
     ]
+
+
+def _apply(
+    linears: Sequence[MultiLoraLinear], x: Float[Array, "T K"], routing: Routing
+) -> Sequence[Float[Array, "T _"]]:
+    """Applies linears with slots whose weights have one format."""
+
+    def run(x):
+        return multi_lora_linears(
+            x,
+            [linear._projection(x, routing) for linear in linears],
+            routing.block_adapter,
+            implementation=linears[0].implementation,
+        )
+
+    slots = linears[0].slots
+    if slots is not None and slots.has_vera:
+        # The matrices that are made for VeRA are made again for the gradient.
+        run = jax.checkpoint(run, policy=_keep_results)
+    return run(x)
 
 
 def _by_format(linears: Sequence[MultiLoraLinear]) -> dict[object, list[int]]:

@@ -37,13 +37,14 @@ class TrainedTensor:
             the transpose of our array.
         dimensions: Its dimensions; a slot pads those of rank with zeros.
         start: Makes its initial value at the adapter's own rank; None: `from_weight`
-            does.
+            does, or `jaxlora.adapters.fresh` by a setting of the job.
         from_weight: Makes its initial value from the frozen weight alone, K N or a
             quantized weight, in the dtype of the products. It runs programs on the
             weight's devices.
         rate_ratio: Its learning rate in a job, divided by the job's; None: always 1.
         setting: The setting of `LoraJob` and of PEFT's adapter_config.json, true or
             false, that gives it to an adapter; None: every adapter has it.
+        unless: A setting that takes it away from an adapter again.
     """
 
     name: str
@@ -53,6 +54,16 @@ class TrainedTensor:
     from_weight: Callable[[Any, DTypeLike], np.ndarray] | None = None
     rate_ratio: Callable[[LoraJob], float] | None = None
     setting: str | None = None
+    unless: str | None = None
+
+    def is_given(self, is_set: Callable[[str], object]) -> bool:
+        """Whether an adapter has it.
+
+        Args:
+            is_set: Returns whether a setting, such as `use_dora`, is on.
+        """
+        is_here = self.setting is None or bool(is_set(self.setting))
+        return is_here and not (self.unless is not None and is_set(self.unless))
 
     @property
     def is_matrix(self) -> bool:
@@ -81,6 +92,7 @@ LORA_A = TrainedTensor(
     peft_name="lora_A.weight",
     dimensions=("K", "R"),
     start=_kaiming_uniform,
+    unless="use_vera",
 )
 LORA_B = TrainedTensor(
     name="lora_b",
@@ -88,6 +100,7 @@ LORA_B = TrainedTensor(
     dimensions=("R", "N"),
     start=_zeros,
     rate_ratio=lambda job: job.lora_plus_ratio,  # LoRA+, arXiv 2402.12354
+    unless="use_vera",
 )
 
 
@@ -112,8 +125,24 @@ MAGNITUDE = TrainedTensor(
     setting="use_dora",  # DoRA, arXiv 2402.09353
 )
 
+# The factors of VeRA's frozen matrices; see `jaxlora.modules.vera`.
+VERA_D = TrainedTensor(
+    name="vera_lambda_d",
+    peft_name="vera_lambda_d",
+    dimensions=("R",),
+    start=None,
+    setting="use_vera",  # VeRA, arXiv 2310.11454
+)
+VERA_B = TrainedTensor(
+    name="vera_lambda_b",
+    peft_name="vera_lambda_b",
+    dimensions=("N",),
+    start=lambda rng, kernel, rank: np.zeros(kernel.shape[1]),
+    setting="use_vera",
+)
+
 # The initial values are drawn in this order, so new entries go to the end.
-TENSORS: tuple[TrainedTensor, ...] = (LORA_A, LORA_B, MAGNITUDE)
+TENSORS: tuple[TrainedTensor, ...] = (LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B)
 
 
 def trained_tensors() -> tuple[TrainedTensor, ...]:
@@ -127,7 +156,7 @@ def tensors_with(is_set: Callable[[str], object]) -> tuple[TrainedTensor, ...]:
     Args:
         is_set: Returns whether a setting, such as `use_dora`, is on.
     """
-    return tuple(t for t in trained_tensors() if t.setting is None or is_set(t.setting))
+    return tuple(t for t in trained_tensors() if t.is_given(is_set))
 
 
 def tensor_settings() -> tuple[str, ...]:

@@ -35,6 +35,8 @@ FIXED_IN_JOB: dict[str, str] = {
     "lora_alpha": _SCALING,
     "alpha_pattern": _SCALING,
     "use_rslora": _SCALING,
+    "projection_prng_key": "the saved vectors were trained with these matrices",
+    "d_initial": "the job has started by it",
     "init_lora_weights": "the job has started by it",
     "init_from": "the job has started from it",
     "init_from_fingerprint": "the job has started from it",
@@ -63,6 +65,8 @@ OLDER_JOBS: dict[str, Any] = {
     "init_lora_weights": True,
     "layers_to_transform": [],
     "layers_pattern": [],
+    "projection_prng_key": 0,
+    "d_initial": 0.1,
     **dict.fromkeys(tensor_settings(), False),
 }
 # Settings of a job that may change: they take effect from the next optimizer step on.

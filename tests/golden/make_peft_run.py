@@ -83,6 +83,19 @@ JOBS = {
         "max_grad_norm": 1.0,
         "seed": 5,
     },
+    "f": {
+        "rank": 6,
+        "use_vera": True,
+        "projection_prng_key": 7,
+        "d_initial": 0.5,
+        "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
+        "learning_rate": 5e-2,
+        "weight_decay": 0.1,
+        "lr_schedule": "linear",
+        "warmup_steps": 1,
+        "max_grad_norm": 1.0,
+        "seed": 6,
+    },
 }
 
 
@@ -133,6 +146,15 @@ def adapted(job: dict):
         OUT / "base", dtype=torch.float32, attn_implementation="eager"
     )
     torch.manual_seed(job["seed"])
+    if job.get("use_vera"):
+        config = peft.VeraConfig(
+            task_type="CAUSAL_LM",
+            r=job["rank"],
+            target_modules=job["target_modules"],
+            projection_prng_key=job["projection_prng_key"],
+            d_initial=job["d_initial"],
+        )
+        return peft.get_peft_model(base, config)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=job["rank"],
@@ -168,13 +190,14 @@ def optimizer_of(model, job: dict):
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
         {
-            "params": [p for n, p in named if f"lora_{part}" in n],
+            "params": [p for n, p in named if f"_{part}" in n],
             "lr": job["learning_rate"] * ratio,
         }
         for part, ratio in (
             ("A", 1.0),
             ("B", job.get("lora_plus_ratio", 1.0)),
             ("magnitude_vector", 1.0),
+            ("lambda_", 1.0),
         )
     ]
     optimizer = torch.optim.AdamW(groups, weight_decay=job.get("weight_decay", 0.0))
@@ -188,6 +211,9 @@ def optimizer_of(model, job: dict):
 def train(name: str, job: dict) -> None:
     model = adapted(job)
     options = {}
+    assert sum(len(g["params"]) for g in optimizer_of(model, job)[0].param_groups) == (
+        sum(p.requires_grad for p in model.parameters())
+    )
     if "init_lora_weights" in job:
         # peft reads these weights again to convert what was trained.
         model.peft_config["default"].init_lora_weights = True

@@ -23,7 +23,7 @@ from make_peft_run import VOCAB, save
 
 OUT = pathlib.Path(__file__).parent / "variant_folders"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-NUM_DORA = 24
+NUM_DORA, NUM_VERA, NUM_PISSA = 24, 12, 8
 
 
 def random_settings(draw: random.Random) -> dict:
@@ -55,6 +55,15 @@ def logits_of(model, tokens) -> np.ndarray:
         return model(input_ids=tokens[None]).logits[0].numpy()
 
 
+def record(name: str, model, wanted: dict) -> None:
+    """Computes the logits of an adapter, and those of its merged model."""
+    model.eval()
+    tokens = torch.randint(0, VOCAB, (8,))
+    wanted[f"{name}.tokens"] = tokens.numpy().astype(np.int32)
+    wanted[f"{name}.logits"] = logits_of(model, tokens)
+    wanted[f"{name}.merged"] = logits_of(model.merge_and_unload(), tokens)
+
+
 def make_dora(name: str, seed: int, wanted: dict) -> None:
     torch.manual_seed(seed)
     settings = random_settings(random.Random(seed))
@@ -66,11 +75,51 @@ def make_dora(name: str, seed: int, wanted: dict) -> None:
         if "magnitude" in key:
             weight.data *= torch.empty_like(weight).uniform_(0.6, 1.4)
     save(model, OUT / name)
-    model.eval()
-    tokens = torch.randint(0, VOCAB, (8,))
-    wanted[f"{name}.tokens"] = tokens.numpy().astype(np.int32)
-    wanted[f"{name}.logits"] = logits_of(model, tokens)
-    wanted[f"{name}.merged"] = logits_of(model.merge_and_unload(), tokens)
+    record(name, model, wanted)
+
+
+def make_vera(name: str, seed: int, wanted: dict) -> None:
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    layers = {"layers_to_transform": [draw.randint(0, 1)]}
+    config = peft.VeraConfig(
+        task_type="CAUSAL_LM",
+        r=draw.randint(1, 8),
+        target_modules=draw.sample(LINEARS, draw.randint(1, 4)),
+        projection_prng_key=draw.choice([0, 1, draw.randrange(2**31)]),
+        save_projection=draw.random() < 0.5,
+        vera_dropout=draw.choice([0.0, 0.1]),
+        d_initial=draw.choice([0.1, 1.0]),
+        **(layers if draw.random() < 0.4 else {}),
+    )
+    model = peft.get_peft_model(base(), config)
+    for key, weight in model.named_parameters():
+        if "vera_lambda" in key:
+            torch.nn.init.normal_(weight, std=0.5)
+    save(model, OUT / name)
+    record(name, model, wanted)
+
+
+def make_pissa(name: str, seed: int, wanted: dict) -> None:
+    """Saves an adapter of PiSSA as peft converts it, for the base as it was."""
+    torch.manual_seed(seed)
+    settings = random_settings(random.Random(seed))
+    if settings["use_rslora"]:  # peft does not convert both together
+        settings.pop("rank_pattern", None), settings.pop("alpha_pattern", None)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", init_lora_weights="pissa", **settings
+    )
+    model = peft.get_peft_model(base(), config)
+    model.peft_config["default"].init_lora_weights = True
+    save(model, OUT / "initial")
+    for key, weight in model.named_parameters():
+        if "lora_" in key:
+            weight.data += 0.1 * torch.randn_like(weight)
+    model.peft_config["default"].init_lora_weights = "pissa"
+    initial = str(OUT / "initial")
+    save(model, OUT / name, path_initial_model_for_weight_conversion=initial)
+    shutil.rmtree(initial)
+    record(name, model, wanted)
 
 
 if __name__ == "__main__":
@@ -78,6 +127,10 @@ if __name__ == "__main__":
     wanted: dict[str, np.ndarray] = {}
     for number in range(NUM_DORA):
         make_dora(f"dora{number:02}", number, wanted)
+    for number in range(NUM_VERA):
+        make_vera(f"vera{number:02}", 100 + number, wanted)
+    for number in range(NUM_PISSA):
+        make_pissa(f"pissa{number:02}", 200 + number, wanted)
     np.savez_compressed(OUT / "wanted.npz", **wanted)
     for file in OUT.rglob("*.safetensors"):
         file.chmod(0o644)

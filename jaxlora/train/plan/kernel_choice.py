@@ -12,7 +12,13 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.attention_table import ATTENTIONS, AttentionChoice
-from jaxlora.modules.trained_tensors import LORA_A, LORA_B, MAGNITUDE
+from jaxlora.modules.trained_tensors import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    VERA_B,
+    VERA_D,
+)
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
 from jaxlora.pallas_kernels.device import device_kind, planned_device
 
@@ -169,7 +175,8 @@ def kernels_unsupported(
 ) -> str | None:
     """Returns why a back end cannot run some adapted linear, or None if it can."""
     assert spec.slots is not None
-    own = LORA_A, LORA_B, MAGNITUDE  # the op applies magnitudes after the kernels
+    # Magnitudes are applied after the kernels, and VeRA's vectors before them.
+    own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B
     extra = tuple(t.name for t in spec.slots.tensors if t not in own)
     for path in spec.adapted:
         linear = spec.linear(path)

@@ -328,6 +328,9 @@ def _check_stated_settings(
     for setting in tensor_settings():
         if getattr(job, setting) != start.is_set(setting):
             differences.append(f"has {setting}={str(start.is_set(setting)).lower()}")
+    key = None if start.vera is None else start.vera.key
+    if "projection_prng_key" in stated and key not in (None, job.projection_prng_key):
+        differences.append(f"has projection_prng_key={key}")
     for name, weights in start.modules.items():
         if name not in asked:
             continue
@@ -393,6 +396,9 @@ def _hash_adapter(adapter: Adapter) -> str:
         digest.update(name.encode())
         for tensor in tensors_with(adapter.is_set):
             digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
+    if adapter.vera is not None:
+        for matrix in (adapter.vera.a, adapter.vera.b):
+            digest.update(matrix.tobytes())
     if adapter.score is not None:
         digest.update(adapter.score.tobytes())
     return digest.hexdigest()

@@ -81,6 +81,7 @@ def decoder_spec(
         dora_dropout=any(job.use_dora and job.dropout > 0 for job in config.jobs),
         optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
         has_score=any(job.objective.has_score for job in jobs),
+        has_lora=not all(job.use_vera for job in config.jobs),
     )
     spec = DecoderSpec(
         config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))
@@ -139,6 +140,11 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
                 f"job {name!r} has {setting}, and the slots of this run were made "
                 f"without. Start the run with a job that has {setting}: true."
             )
+    if not (prepared.is_set("use_vera") or spec.slots.has_lora):
+        raise ConfigError(
+            f"job {name!r} trains A and B, and this run was started for jobs with "
+            "use_vera alone, which have none. Start the run with a job of LoRA."
+        )
     if prepared.settings.optimizer not in spec.slots.optimizers:
         raise ConfigError(
             f"job {name!r} has optimizer {prepared.settings.optimizer!r}, and this run "

@@ -26,7 +26,7 @@ from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
-RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in "abcde"}
+RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in "abcdef"}
 
 
 def job_run(name: str, model) -> JobState:
@@ -59,7 +59,7 @@ def job_run(name: str, model) -> JobState:
     )
     shapes = linear_shapes(model.config)
     targets = choose_modules(job, model.config).modules
-    if job.keeps_start:
+    if job.keeps_start or job.use_vera:
         kernels = {n: model.params[f"{linear_path(n)}.kernel"] for n in targets}
         start = fresh_adapter(job, targets, kernels)
     else:
@@ -73,8 +73,21 @@ def job_run(name: str, model) -> JobState:
     return JobState(prepared, start)
 
 
-# The job c has DoRA; d starts by PiSSA, and e by OLoRA.
-RUNS = [("a",), ("b",), ("b", "a"), ("c", "b"), ("d", "e")]
+def test_vera_starts_as_in_peft():
+    """With the same bits of the matrices and vectors."""
+    model = load_model(GOLDEN / "base", dtype="float32")
+    found = job_run("f", model).start
+    wanted = import_peft(GOLDEN / "f" / "initial", linear_shapes(model.config))
+    assert wanted.vera is not None and wanted.vera.is_saved
+    np.testing.assert_array_equal(found.vera.a, wanted.vera.a)
+    np.testing.assert_array_equal(found.vera.b, wanted.vera.b)
+    for name, weights in wanted.modules.items():
+        for tensor, array in weights.tensors.items():
+            np.testing.assert_array_equal(found.modules[name].tensors[tensor], array)
+
+
+# The job c has DoRA; d starts by PiSSA, and e by OLoRA; f has VeRA.
+RUNS = [("a",), ("b",), ("b", "a"), ("c", "b"), ("d", "e"), ("f", "c")]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids="".join)
