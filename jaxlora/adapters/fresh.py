@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
-from jaxlora.adapters.vera import VeraMatrices, draw_matrices
+from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.cores import num_cores
 from jaxlora.config import LoraJob
 from jaxlora.models.score import SCORE
@@ -157,4 +157,4 @@ def _vera_matrices(
     sizes = [kernels[name].shape for name in modules]
     in_features, out_features = (max(axis) for axis in zip(*sizes, strict=True))
     key = job.projection_prng_key
-    return draw_matrices(key, job.rank, in_features, out_features)
+    return VeraMatrices(key, job.rank, in_features, out_features)

@@ -133,7 +133,7 @@ def _vera_config(
         "init_weights": True,
         "peft_type": "VERA",
         "projection_prng_key": vera.key,
-        "r": vera.a.shape[1],
+        "r": vera.rank,
         "save_projection": vera.is_saved,
         "vera_dropout": adapter.dropout,
     }

@@ -1,6 +1,5 @@
 """Reads a PEFT LoRA folder as an adapter."""
 
-import dataclasses
 import os
 import pathlib
 import sys
@@ -12,7 +11,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.adapters.targets import pattern_value
-from jaxlora.adapters.vera import VeraMatrices, draw_matrices
+from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
@@ -137,23 +136,23 @@ def _vera(
     matrices: Mapping[str, np.ndarray],
     shapes: Sequence[tuple[int, ...]],
 ) -> VeraMatrices:
-    """Returns the matrices of the file, or draws them as PEFT does."""
+    """Returns the matrices, and checks that those of the file are drawn as PEFT's."""
     rank, key = config["r"], config["projection_prng_key"]
     k, n = (max(sizes) for sizes in zip(*shapes, strict=True))
-    if not config["save_projection"]:
-        return dataclasses.replace(draw_matrices(key, rank, k, n), is_saved=False)
-    for name, shape in ((_VERA_A, (rank, k)), (_VERA_B, (n, rank))):
+    drawn = VeraMatrices(key, rank, k, n, is_saved=config["save_projection"])
+    if not drawn.is_saved:
+        return drawn
+    for name, wanted in ((_VERA_A, drawn.a.T), (_VERA_B, drawn.b.T)):
         array = matrices.get(name)
-        if array is None or array.shape != shape:
-            there = "is not there" if array is None else f"has {list(array.shape)}"
+        if array is None or not np.array_equal(array, wanted):
+            there = "is not there" if array is None else "has other values"
             raise AdapterError(
-                f"{folder}: {name} {there}, and the base model and rank {rank} call "
-                f"for {list(shape)}. Save the adapter again with peft; or set "
-                "save_projection to false in the adapter_config.json, and it is drawn "
-                "from projection_prng_key."
+                f"{folder}: {name} {there} than projection_prng_key={key} gives for "
+                f"this base model and rank {rank}, {list(wanted.shape)} in float32. If "
+                "it was rounded to another dtype, set save_projection to false in "
+                f"{CONFIG_FILE}, and it is drawn again."
             )
-    a, b = (matrices[name].astype(np.float32).T for name in (_VERA_A, _VERA_B))
-    return VeraMatrices(a=a, b=b, key=key)
+    return drawn
 
 
 def _checked_score(

@@ -1,6 +1,6 @@
 """The frozen matrices of VeRA, drawn from a seed as PEFT draws them.
 
-VeRA (arXiv 2310.11454) adds `(d * (x A)) B * b` to the output of a linear. A and B are
+VeRA (arXiv 2310.11454) adds `((x A) * d) B * b` to the output of a linear. A and B are
 random and shared by all linears of an adapter, which take the first of their rows and
 columns. The vectors d and b are trained, in each linear.
 """
@@ -13,38 +13,45 @@ import numpy as np
 from jaxtyping import Float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True)
 class VeraMatrices:
     """The matrices that all linears of an adapter share.
 
     Attributes:
-        a: Shrink matrix A for the largest number of input features, K r, float32.
-        b: Expand matrix B for the largest number of output features, r N, float32.
-        key: The seed that they were drawn from (`projection_prng_key`).
+        key: The seed that they are drawn from (`projection_prng_key`), of which torch
+            takes the low 32 bits.
+        rank: Rank r.
+        in_features: Largest number of input features of the adapter's linears, K.
+        out_features: Largest number of output features, N.
         is_saved: Whether a PEFT folder holds them beside the seed.
     """
 
-    a: Float[np.ndarray, "K R"]
-    b: Float[np.ndarray, "R N"]
     key: int
+    rank: int
+    in_features: int
+    out_features: int
     is_saved: bool = True
+
+    @property
+    def a(self) -> Float[np.ndarray, "K R"]:
+        """Shrink matrix A, float32."""
+        return _drawn(self.key, self.rank, self.in_features, self.out_features)[0]
+
+    @property
+    def b(self) -> Float[np.ndarray, "R N"]:
+        """Expand matrix B, float32."""
+        return _drawn(self.key, self.rank, self.in_features, self.out_features)[1]
 
 
 @functools.lru_cache(maxsize=8)
-def draw_matrices(
+def _drawn(
     key: int, rank: int, in_features: int, out_features: int
-) -> VeraMatrices:
+) -> tuple[Float[np.ndarray, "K R"], Float[np.ndarray, "R N"]]:
     """Draws the matrices of PEFT's `VeraModel`, to the bit.
 
     PEFT draws A, r K, and then B, N r, from `torch.Generator("cpu")`: a Mersenne
     Twister, of which each number takes the low 24 bits of one output. Both are uniform,
     with bounds of +-sqrt(6 / columns).
-
-    Args:
-        key: Seed, of which torch takes the low 32 bits.
-        rank: Rank r.
-        in_features: Largest number of input features of the adapter's linears, K.
-        out_features: Largest number of output features, N.
     """
     stream = np.random.RandomState(key & 0xFFFFFFFF)
 
@@ -56,5 +63,4 @@ def draw_matrices(
         # It is rounded once, as the result of a fused multiply-add.
         return (unit * np.float64(high - low) + np.float64(low)).astype(np.float32)
 
-    a, b = draw(rank, in_features).T, draw(out_features, rank).T
-    return VeraMatrices(a=a, b=b, key=key)
+    return draw(rank, in_features).T, draw(out_features, rank).T

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -129,13 +130,15 @@ def _adapter(folder: pathlib.Path, console: Console) -> None:
         "r",
         "lora_alpha",
         "use_rslora",
+        "projection_prng_key",
     )
-    rows: dict[str, object] = {key: config.get(key) for key in shown}
+    rows: dict[str, object] = {key: config[key] for key in shown if key in config}
     rows["target_modules"] = config.get("target_modules")
     for key in ("rank_pattern", "alpha_pattern"):
         if config.get(key):
             rows[key] = config[key]
-    modules = {name.partition(".lora_")[0] for name in file.names()}
+    keys = (re.split(r"\.(?:lora|vera_lambda)_", name) for name in file.names())
+    modules = {key[0] for key in keys if len(key) > 1}
     rows |= {"modules": len(modules), "parameters": f"{count:,}"}
     _rows(console, f"PEFT adapter {folder}", rows)
 

@@ -12,6 +12,7 @@ _REASONS = {
     "inference_mode": "It does not matter for training.",
     "bias": "Biases stay frozen.",
     "peft_version": "It does not matter for training.",
+    "save_projection": "The matrices are always saved beside the vectors.",
     "fan_in_fan_out": "Linears are never transposed here.",
     **dict.fromkeys(
         ("use_qalora", "layer_replication", "alora_invocation_tokens", "arrow_config"),
@@ -23,6 +24,7 @@ _REASONS = {
 _DEFAULTS = {
     "bias": "none",
     "init_lora_weights": True,
+    "init_weights": True,
     "megatron_core": "megatron.core",
     "qalora_group_size": 16,
 }
@@ -32,23 +34,27 @@ def migrate(given: dict[str, Any]) -> Migration:
     """Converts the settings of an adapter.
 
     Raises:
-        ConfigError: The adapter is not LoRA.
+        ConfigError: The adapter is neither LoRA nor VeRA.
     """
     migration = Migration(tool="PEFT", given=given)
     kind = migration.take("peft_type")
-    if kind != "LORA":
+    if kind not in ("LORA", "VERA"):
         raise ConfigError(
-            f"peft_type is {kind!r}, and jaxlora trains LoRA adapters. Only LORA can "
-            "be converted."
+            f"peft_type is {kind!r}, and jaxlora trains LoRA and VeRA adapters. Only "
+            "LORA and VERA can be converted."
         )
     migration.run["model"] = migration.take("base_model_name_or_path")
     if revision := migration.take("revision"):
         migration.run["revision"] = revision
     job = migration.job
     job |= {"name": "adapter", "data": {"path": "records.jsonl"}}
-    job["rank"] = migration.take("r", 8)
-    job["lora_alpha"] = migration.take("lora_alpha", 8)
-    job["dropout"] = migration.take("lora_dropout", 0.0)
+    if kind == "VERA":
+        job |= {"use_vera": True, "rank": migration.take("r", 256)}
+        job["dropout"] = migration.take("vera_dropout", 0.0)
+    else:
+        job["rank"] = migration.take("r", 8)
+        job["lora_alpha"] = migration.take("lora_alpha", 8)
+        job["dropout"] = migration.take("lora_dropout", 0.0)
     for key in ("target_modules", "rank_pattern", "alpha_pattern", "exclude_modules"):
         if value := migration.take(key):
             job[key] = sorted(map(str, value)) if isinstance(value, list) else value

@@ -13,13 +13,14 @@ from pydantic import Field
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.optimizer_state import Kind
+from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.data.order import StreamPlace
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.models.layer import Remat
 from jaxlora.models.score import SCORE_PATH
-from jaxlora.modules.trained_tensors import tensor_paths
+from jaxlora.modules.trained_tensors import tensor_path, tensor_paths, tensors_with
 from jaxlora.problems import format_errors
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
@@ -35,6 +36,8 @@ from jaxlora.run.saved_fields import (
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.run.saved_sweep import SavedSweep
 
+_Key = Annotated[int, Field(ge=0, lt=2**32)]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedAdapter:
@@ -46,6 +49,7 @@ class SavedAdapter:
         dropout: Dropout rate in training.
         keep_best: Whether the weights of the best evaluation are exported.
         has_score: Whether it has the score head of a reward model.
+        vera: Fields of its `VeraMatrices`; None: it is not VeRA.
     """
 
     __pydantic_config__ = STRICT
@@ -55,6 +59,7 @@ class SavedAdapter:
     dropout: Annotated[float, Field(ge=0, lt=1)]
     keep_best: bool
     has_score: bool = False
+    vera: tuple[_Key, Size, Size, Size, bool] | None = None
 
     def adapter(self, params: dict[str, np.ndarray]) -> Adapter:
         """Makes the adapter of these weights.
@@ -79,6 +84,7 @@ class SavedAdapter:
             use_rslora=self.use_rslora,
             dropout=self.dropout,
             score=params[SCORE_PATH] if self.has_score else None,
+            vera=None if self.vera is None else VeraMatrices(*self.vera),
         )
 
 
@@ -180,11 +186,12 @@ class SavedTensors:
                 raise ValueError(f"job {name}: {path} has shape {shape}.")
         for module, (rank, _) in adapter.modules.items():
             sizes: dict[str, int] = {"R": rank}
-            for tensor, path in tensor_paths(linear_path(module)):
+            linear = linear_path(module)
+            settings = {t.setting for t, p in tensor_paths(linear) if p in self.shapes}
+            for tensor in tensors_with(settings.__contains__):
+                path = tensor_path(linear, tensor)
                 paths.add(path)
                 shape = self.shapes.get(path)
-                if shape is None and tensor.setting is not None:
-                    continue
                 if shape is None or len(shape) != len(tensor.dimensions):
                     raise ValueError(f"job {name}: {path} has shape {shape}.")
                 for letter, size in zip(tensor.dimensions, shape, strict=True):

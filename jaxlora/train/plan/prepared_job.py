@@ -397,8 +397,7 @@ def _hash_adapter(adapter: Adapter) -> str:
         for tensor in tensors_with(adapter.is_set):
             digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
     if adapter.vera is not None:
-        for matrix in (adapter.vera.a, adapter.vera.b):
-            digest.update(matrix.tobytes())
+        digest.update(str(dataclasses.astuple(adapter.vera)).encode())
     if adapter.score is not None:
         digest.update(adapter.score.tobytes())
     return digest.hexdigest()

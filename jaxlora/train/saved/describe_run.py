@@ -1,5 +1,6 @@
 """Describes a run for its files, and compares it with a run that is resumed."""
 
+import dataclasses
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -189,6 +190,7 @@ def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
 
 
 def _saved_adapter(job: JobState) -> SavedAdapter:
+    vera = job.like.vera
     return SavedAdapter(
         modules={
             name: (weights.rank, weights.lora_alpha)
@@ -198,6 +200,7 @@ def _saved_adapter(job: JobState) -> SavedAdapter:
         dropout=job.like.dropout,
         keep_best=job.settings.keep_best,
         has_score=job.like.score is not None,
+        vera=None if vera is None else dataclasses.astuple(vera),
     )
 
 

@@ -116,8 +116,8 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
     ("config", "match"),
     [
         ({"use_rslora": "false"}, "use_rslora='false'; wanted true or false"),
-        ({"peft_type": "IA3"}, "peft_type='IA3'; only 'LORA' is read"),
-        ({"peft_type": None}, "peft_type=None; only 'LORA' is read"),
+        ({"peft_type": "IA3"}, "peft_type='IA3'; only 'LORA' and 'VERA' are read"),
+        ({"peft_type": None}, "peft_type=None; only 'LORA' and 'VERA' are read"),
         ({"use_dora": True}, r"lacks .*q_proj\.lora_magnitude_vector"),
         ({"use_dora": "yes"}, "use_dora='yes'; wanted true or false"),
         ({"bias": "all"}, "bias='all'; only 'none' is supported: biases stay"),

@@ -22,7 +22,7 @@ from jaxlora import (
     import_peft,
     load_model,
 )
-from jaxlora.adapters.gguf_export import export_gguf
+from jaxlora.adapters.gguf_export import export_gguf, gguf_name, rows_in_gguf
 from jaxlora.adapters.merge import merge_adapter
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.targets import resolve_targets
@@ -54,7 +54,9 @@ def adapters(model):
 
 def logits_of(model, adapters) -> dict[str, np.ndarray]:
     """Logits of each adapter's tokens, all in one microbatch."""
-    shape = SlotShape(num_slots=len(adapters), rank=8, settings=("use_dora", "use_vera"))
+    shape = SlotShape(
+        num_slots=len(adapters), rank=8, settings=("use_dora", "use_vera")
+    )
     paths = {
         linear_path(name) for adapter in adapters.values() for name in adapter.modules
     }
@@ -155,6 +157,19 @@ def test_round_trips_keep_every_byte(model, adapters, tmp_path):
             np.testing.assert_array_equal(again.vera.b, adapter.vera.b)
 
 
-def test_gguf_refuses_them(tmp_path):
+def test_gguf_holds_vera_as_lora_and_refuses_dora(model, adapters, tmp_path):
+    gguf_file = pytest.importorskip("jaxlora.hf.gguf_file")
+    folder = GOLDEN / "variant_folders"
     with pytest.raises(AdapterError, match=r"has use_dora, .* Merge it into its base"):
-        export_gguf(FOLDERS[0], tmp_path / "a.gguf", base=str(BASE))
+        export_gguf(folder / "dora00", tmp_path / "a.gguf", base=str(BASE))
+    out = export_gguf(folder / "vera00", tmp_path / "b.gguf", base=str(BASE))
+    file, lora = (
+        gguf_file.open_gguf(out),
+        adapters["vera00"].as_lora(linear_shapes(model.config)),
+    )
+    assert len(lora.modules) > 1
+    for name, weights in lora.modules.items():
+        found = gguf_name(name)
+        np.testing.assert_array_equal(file.array(f"{found}.lora_a"), weights.a.T)
+        b = rows_in_gguf(weights.b.T, name, model.config)
+        np.testing.assert_array_equal(file.array(f"{found}.lora_b"), b)

@@ -1,0 +1,101 @@
+"""VeRA beside LoRA in one run, each job as if it were alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+import pytest
+
+from jaxlora import LoraJob
+from jaxlora.adapters.adafactor import adafactor
+from jaxlora.errors import ConfigError
+from jaxlora.hf.config import model_config
+from jaxlora.memory.estimate import scratch_bytes
+from jaxlora.memory.footprint import StageUse, num_bytes, stage_resident
+from jaxlora.memory.inputs import settings_shapes
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.trained_tensors import LORA_A, VERA_B, VERA_D
+from tests import tiny
+from tests.jaxlora.train.test_contracts import assert_same_training
+
+
+def vera(job: LoraJob, **changes) -> LoraJob:
+    """The job with VeRA, which has neither a scaling nor LoRA+."""
+    given = {"use_vera": True, "lora_alpha": 32.0, "use_rslora": False}
+    return job.replace(**given | {"lora_plus_ratio": 1.0, "rank": 8} | changes)
+
+
+def test_jobs_train_beside_vera_as_if_alone(train, jobs):
+    """With dropout; a run of VeRA alone has no tables of A and B."""
+    first, third = vera(jobs[0]), vera(jobs[2], rank=3, projection_prng_key=3)
+    dora = jobs[1].replace(use_dora=True)
+    together = train([first, dora, third])
+    lora, alone = train([dora]), train([first, third], microbatch_tokens=256)
+    assert_same_training(together, lora, [dora.name])
+    assert_same_training(together, alone, [first.name, third.name])
+    slots = alone.trainer.layout.stages[0].spec.slots
+    assert slots.tensors == (VERA_D, VERA_B)
+    assert LORA_A in together.trainer.layout.stages[0].spec.slots.tensors
+    with pytest.raises(ConfigError, match="for jobs with use_vera alone"):
+        alone.trainer.add_job(jobs[4])
+    with pytest.raises(ConfigError, match="has use_vera, and the slots of this run"):
+        lora.trainer.add_job(first)
+
+
+def test_adafactor_clips_by_the_mean_over_the_own_rank():
+    """Not over the rank of the slot, which another job may need."""
+    made = adafactor(0.1, 0.0, clip_threshold=0.5, decay_rate=0.8)
+    gradient, updates = np.array([3.0, -1.0, 0.5], np.float32), []
+    for size in (3, 8):
+        given = {VERA_D.name: jnp.zeros(size).at[:3].set(gradient)}
+        state = made.init(given)
+        found, _ = made.update(given, state, given, rank=3)
+        updates.append(found[VERA_D.name][:3])
+    np.testing.assert_array_equal(*updates)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"use_dora": True}, "use_dora=True cannot be combined with use_vera"),
+        ({"lora_alpha": 16}, "Leave lora_alpha out of this job"),
+        ({"rank_pattern": {"q_proj": 2}}, "VeRA has one rank"),
+        ({"init_lora_weights": "pissa"}, "nor A and B to train"),
+        ({"use_vera": False, "projection_prng_key": 1}, "set use_vera: true"),
+        ({"projection_prng_key": 2**32}, "projection_prng_key"),
+        ({"d_initial": 0}, "d_initial"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, match):
+    given = {"name": "a", "data": {"path": "x"}, "use_vera": True}
+    with pytest.raises((ConfigError, pydantic.ValidationError), match=match):
+        LoraJob(**given | settings)
+
+
+def test_memory_counts_the_matrices_once():
+    spec = DecoderSpec(
+        config=model_config(tiny.CONFIG),
+        options=DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
+        slots=SlotShape(num_slots=2, rank=4, settings=("use_vera",), has_lora=False),
+        adapted=("layers.0.self_attn.k_proj", "layers.0.self_attn.q_proj"),
+    )
+    use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
+    found = stage_resident(spec, use)
+    sizes = [spec.linear(path) for path in spec.adapted]
+    trained = 4 * 2 * sum(4 + linear.out_features for linear in sizes)
+    k = max(linear.in_features for linear in sizes)
+    n = max(linear.out_features for linear in sizes)
+    matrices = 4 * 2 * 4 * (k + n) + 2
+    assert found.adapter_bytes == 4 * trained + matrices
+    assert found.gradient_bytes == trained + matrices
+    assert num_bytes(settings_shapes(spec).vera) == matrices
+    both = sum(linear.in_features + linear.out_features for linear in sizes)
+    assert scratch_bytes(spec) == 2 * 4 * 2 * 4 * both
+    plain = dataclasses.replace(spec, slots=SlotShape(num_slots=2, rank=4))
+    assert settings_shapes(plain).vera is None
+    assert jax.tree.leaves(settings_shapes(plain))[0].shape == (2, 2)
+    np.testing.assert_equal(scratch_bytes(plain), 0)
