@@ -5,6 +5,7 @@ The golden files are those of tests/golden/make_variant_folders.py.
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,31 @@ def test_round_trips_keep_every_byte(model, adapters, tmp_path):
         if adapter.vera is not None:
             assert again.vera.key == adapter.vera.key
             np.testing.assert_array_equal(again.vera.b, adapter.vera.b)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"projection_prng_key": -1}, "projection_prng_key=-1; wanted a whole number"),
+        ({"projection_prng_key": None}, "projection_prng_key=None; wanted a whole"),
+        (
+            {"projection_prng_key": 5},
+            "vera_A has other values than projection_prng",
+        ),
+        ({"save_projection": "no"}, "save_projection='no'; wanted true or false"),
+        ({"r": 3}, r"vera_lambda_d has shape .* rank 3 call for \[3\]"),
+        ({"peft_type": "LORA", "lora_alpha": 1}, "lacks .*lora_A.weight"),
+        ({"vera_dropout": 1}, "lora_dropout=1; wanted a number"),
+        ({"bias": "vera_only"}, "bias='vera_only'"),
+    ],
+)
+def test_damaged_folders_of_vera(model, adapters, tmp_path, change, match):
+    saved = [n for n, a in adapters.items() if a.vera is not None and a.vera.is_saved]
+    shutil.copytree(GOLDEN / "variant_folders" / saved[0], tmp_path / "a")
+    path = tmp_path / "a" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(AdapterError, match=match):
+        import_peft(tmp_path / "a", linear_shapes(model.config))
 
 
 def test_gguf_holds_vera_as_lora_and_refuses_dora(model, adapters, tmp_path):

@@ -9,13 +9,15 @@ import pytest
 
 import jaxlora
 from jaxlora import Generator, Prompt, load_model, merge_adapter
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError, DataError, JaxloraError, ModelError
 from jaxlora.generate.generator import end_ids, prompt_ids
 from jaxlora.generate.prompt import as_prompts
 from jaxlora.hf.load import OpenedModel
-from jaxlora.modules.trained_tensors import MAGNITUDE
+from jaxlora.modules.trained_tensors import MAGNITUDE, VERA_B, VERA_D
 from jaxlora.programs.program import Program
 
 LIVELY = GenerationSettings(max_new_tokens=12, temperature=2.0, top_p=0.95, seed=3)
@@ -68,11 +70,26 @@ def test_another_seed_gives_another_sample_and_the_same_seed_the_same(model):
     assert one.token_ids != two.token_ids
 
 
-@pytest.mark.parametrize("with_dora", [False, True])
+def _vera(adapter: Adapter) -> Adapter:
+    """VeRA on the same linears."""
+    sizes = {n: (w.a.shape[0], w.b.shape[1]) for n, w in adapter.modules.items()}
+    largest = (max(axis) for axis in zip(*sizes.values(), strict=True))
+    modules = {}
+    for name, (_, n) in sizes.items():
+        rng = np.random.default_rng(n)
+        shapes = {VERA_D.name: (5,), VERA_B.name: (n,)}
+        tensors = {t: rng.normal(size=s).astype(np.float32) for t, s in shapes.items()}
+        modules[name] = LoraWeights(tensors=tensors, rank=5, lora_alpha=5)
+    return Adapter(modules=modules, vera=VeraMatrices(3, 5, *largest))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "vera"])
 def test_an_adapter_generates_what_its_merged_model_generates(
-    model, adapters, export, tiny_folder, tmp_path, with_dora
+    model, adapters, export, tiny_folder, tmp_path, kind
 ):
-    if with_dora:
+    if kind == "vera":
+        adapters = {"three": _vera(adapters["three"])}
+    if kind == "dora":
         for weights in adapters["three"].modules.values():
             n = weights.b.shape[1]
             magnitude = np.random.default_rng(n).uniform(0.5, 2, n).astype(np.float32)

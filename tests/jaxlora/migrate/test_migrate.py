@@ -219,6 +219,22 @@ def test_llama_factory(migrated):
     assert {"template", "val_size"} <= migration.left_out.keys()
 
 
+def test_vera_of_peft(migrated):
+    given = {"peft_type": "VERA", "r": 64, "vera_dropout": 0.1, "d_initial": 0.2}
+    text = json.dumps(
+        given
+        | {"projection_prng_key": 3, "save_projection": True, "init_weights": True}
+        | {"base_model_name_or_path": "org/base", "target_modules": ["q_proj"]}
+    )
+    migration, run = migrated(text)
+    (job,) = run.jobs
+    assert (job.use_vera, job.rank, job.dropout) == (True, 64, 0.1)
+    assert (job.projection_prng_key, job.d_initial) == (3, 0.2)
+    assert migration.left_out == {
+        "save_projection": "The matrices are always saved beside the vectors."
+    }
+
+
 def test_peft(migrated):
     migration, run = migrated(PEFT)
     [job] = run.jobs
