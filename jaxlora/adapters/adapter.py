@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.vera import VeraMatrices
+from jaxlora.errors import AdapterError
 from jaxlora.hf.names import linear_path
 from jaxlora.models.score import SCORE, SCORE_PATH
+from jaxlora.models.token_rows import TOKEN_ROWS, TOKEN_ROWS_PATH
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -77,6 +79,19 @@ class LoraWeights:
         return self.tensors.get(MAGNITUDE.name)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TokenRowValues:
+    """Rows of the embedding that an adapter trains, and of a head tied to it.
+
+    Attributes:
+        ids: The token of each row; none occurs twice.
+        rows: The rows, E D, float32.
+    """
+
+    ids: tuple[int, ...]
+    rows: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
     """A LoRA adapter.
@@ -91,6 +106,8 @@ class Adapter:
         score: Score head of a reward model, D, float32; None: it is none. See
             `jaxlora.models.score`.
         vera: The matrices of VeRA that all modules share; None: it is not VeRA.
+        token_rows: Trained rows of the embedding, such as those of added tokens; None:
+            there are none.
     """
 
     modules: dict[str, LoraWeights]
@@ -99,6 +116,7 @@ class Adapter:
     keeps_start: bool = False
     score: np.ndarray | None = None
     vera: VeraMatrices | None = None
+    token_rows: TokenRowValues | None = None
 
     def scaling(self, weights: LoraWeights) -> float:
         """Factor of A B in one of the adapter's linears."""
@@ -128,7 +146,8 @@ class Adapter:
             if linear_path(name) in paths
         }
         score = self.score if SCORE in paths else None
-        return dataclasses.replace(self, modules=modules, score=score)
+        rows = self.token_rows if TOKEN_ROWS in paths else None
+        return dataclasses.replace(self, modules=modules, score=score, token_rows=rows)
 
     def as_lora(self, linear_shapes: Mapping[str, Sequence[int]]) -> "Adapter":
         """Returns the adapter of LoRA with the same product A B; itself if it is one.
@@ -155,7 +174,29 @@ class Adapter:
             for tensor, path in tensor_paths(linear_path(name))
             if tensor.name in weights.tensors
         }
-        return tensors if self.score is None else tensors | {SCORE_PATH: self.score}
+        if self.score is not None:
+            tensors[SCORE_PATH] = self.score
+        if self.token_rows is not None:
+            tensors[TOKEN_ROWS_PATH] = self.token_rows.rows
+        return tensors
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Checks that the base model has the tokens whose rows are trained.
+
+        Args:
+            vocab_size: Number of rows of its embedding.
+
+        Raises:
+            AdapterError: It lacks one.
+        """
+        if self.token_rows is None:
+            return
+        if (largest := max(self.token_rows.ids)) >= vocab_size:
+            raise AdapterError(
+                f"the adapter has a row of token {largest}, and the base model has "
+                f"{vocab_size} tokens. Use the base whose embedding was resized for "
+                "the added tokens."
+            )
 
 
 def lora_scaling(lora_alpha: float, rank: int, use_rslora: bool) -> float:

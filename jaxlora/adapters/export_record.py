@@ -219,7 +219,9 @@ def _is_ours(folder: pathlib.Path) -> bool:
         config = json.loads(read_regular_file(folder / CONFIG_FILE))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(config, dict) and config.keys() in (_CONFIG_KEYS, _VERA_KEYS)
+    if not isinstance(config, dict):
+        return False
+    return config.keys() - {"trainable_token_indices"} in (_CONFIG_KEYS, _VERA_KEYS)
 
 
 def check_replaceable(folder: str | os.PathLike, *, overwrite: bool = False) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
 from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.adapters.vera import VeraMatrices
@@ -22,6 +23,7 @@ from jaxlora.modules.trained_tensors import (
     TrainedTensor,
     tensors_with,
 )
+from jaxlora.sharding.global_arrays import everywhere
 
 _MAX_THREADS = 8
 _SCORE_DEVIATION = 0.02  # transformers' default initializer_range
@@ -124,6 +126,17 @@ def fresh_score(job: LoraJob, size: int) -> np.ndarray:
     stream = np.random.Philox(key=[job.seed, zlib.crc32(SCORE.encode())])
     draws = np.random.Generator(stream).normal(0.0, _SCORE_DEVIATION, size)
     return draws.astype(np.float32)
+
+
+def fresh_rows(ids: tuple[int, ...], embedding: Any) -> TokenRowValues:
+    """Returns the rows that tokens have in the frozen embedding, V D."""
+    rows = everywhere(_taken(embedding, np.array(ids, np.int32)))
+    return TokenRowValues(ids, np.asarray(rows))
+
+
+@jax.jit
+def _taken(table: Any, ids: Any) -> jax.Array:
+    return table[ids].astype(np.float32)
 
 
 def _tensors(job: LoraJob) -> tuple[TrainedTensor, ...]:

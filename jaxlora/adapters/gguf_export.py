@@ -90,6 +90,8 @@ def export_gguf(
 
 def _check_plain(adapter: Adapter, folder: pathlib.Path) -> None:
     more = [setting for setting in tensor_settings() if adapter.is_set(setting)]
+    if adapter.token_rows is not None:
+        more.append("trainable_token_indices")
     if more:
         raise AdapterError(
             f"{folder} has {more[0]}, and llama.cpp's adapters hold A and B only. "

@@ -34,7 +34,8 @@ def merge_adapter(
 ) -> pathlib.Path:
     """Writes `W + scaling * (A B)` for every adapted linear; other weights are copied.
 
-    With DoRA, each column of the sum is scaled to the length of its magnitude.
+    With DoRA, each column of the sum is scaled to the length of its magnitude. Trained
+    rows of tokens replace those of the embedding, and of a head that is tied to it.
 
     It computes in float32 and rounds once. Tensors are streamed: the host never holds
     more than one shard. Quantized linears are dequantized, also those without an
@@ -61,6 +62,7 @@ def merge_adapter(
     kernels = {s.path: s.shape for s in checkpoint.specs()}
     shapes = {n: kernels[f"{linear_path(n)}.kernel"] for n in linear_names(config)}
     adapter = import_peft(adapter_folder, shapes).as_lora(shapes)
+    adapter.check_tokens(config.vocab_size)
     checkpoint.check()
     if checkpoint.quantized:
         dtype = dtype or "bfloat16"
@@ -76,6 +78,9 @@ def merge_adapter(
 def _merged(
     checkpoint: Checkpoint, adapter: Adapter, dtype: np.dtype | None
 ) -> Iterator[tuple[str, np.ndarray]]:
+    with_rows = {"model.embed_tokens.weight"}
+    if checkpoint.config.tie_embeddings:
+        with_rows.add("lm_head.weight")
     for name, array in checkpoint.dense_tensors():
         wanted = array.dtype if dtype is None else dtype
         where = f"{checkpoint.files[name].path}: {name}"
@@ -88,6 +93,9 @@ def _merged(
                 if weights.magnitude is not None:
                     array *= _column_factors(array, weights.magnitude)[:, None]
             check_finite(array, f"{where}, merged,", ModelError, wanted)
+        if adapter.token_rows is not None and name in with_rows:
+            array = array.astype(np.float32)
+            array[list(adapter.token_rows.ids)] = adapter.token_rows.rows
         yield name, array.astype(wanted, copy=False)
 
 

@@ -288,6 +288,12 @@ def find_optimizer(job: LoraJob) -> Optimizer:
             f"those in training, and {found.name} would take both for one matrix. Set "
             "`optimizer: adamw`, lion or sgd, or choose another start."
         )
+    if job.trainable_token_indices and found.mixes_elements:
+        raise ConfigError(
+            f"trainable_token_indices cannot be combined with {found.name}, which "
+            "takes a matrix as a whole: the rows of tokens are none. Set "
+            "`optimizer: adamw`, lion, sgd or schedule_free_adamw."
+        )
     return found
 
 

@@ -10,6 +10,7 @@ from jaxlora.adapters.optimizer_state import Kind, evaluated, own_shapes
 from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS
 from jaxlora.hf.names import linear_path
 from jaxlora.models.score import SCORE_PATH
+from jaxlora.models.token_rows import TOKEN_ROWS_PATH
 from jaxlora.modules.trained_tensors import tensor_paths, unpadded
 
 # The parts of a slot's state that outlast a global batch: the weights, and each state
@@ -33,7 +34,11 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
         }
         modules[name] = dataclasses.replace(old, tensors=tensors)
     score = None if like.score is None else np.array(rows[SCORE_PATH])
-    return dataclasses.replace(like, modules=modules, score=score)
+    tokens = like.token_rows
+    if tokens is not None:
+        own = rows[TOKEN_ROWS_PATH][: len(tokens.ids)]
+        tokens = dataclasses.replace(tokens, rows=np.array(own))
+    return dataclasses.replace(like, modules=modules, score=score, token_rows=tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,11 +23,18 @@ from jaxlora.adapters.export_record import (
 from jaxlora.adapters.model_card import write_card
 from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.score import SCORE, SCORE_PATH
-from jaxlora.modules.trained_tensors import tensor_settings, tensors_with
+from jaxlora.modules.trained_tensors import (
+    TOKEN_ROW_WEIGHTS,
+    tensor_settings,
+    tensors_with,
+)
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
+_TOKEN_ADAPTER = TOKEN_ROW_WEIGHTS.peft_name
+# PEFT calls them a difference, but they are the rows themselves.
+TOKEN_ROWS_KEY = f"{PREFIX}model.embed_tokens.{_TOKEN_ADAPTER}"
 
 
 def export_peft(
@@ -73,6 +80,8 @@ def export_peft(
     if adapter.vera is not None and adapter.vera.is_saved:
         for matrix, name in ((adapter.vera.a, "vera_A"), (adapter.vera.b, "vera_B")):
             tensors[f"base_model.{name}"] = np.ascontiguousarray(matrix.T, np.float32)
+    if adapter.token_rows is not None:
+        tensors[TOKEN_ROWS_KEY] = adapter.token_rows.rows.astype(np.float32)
     if adapter.score is not None:
         tensors[f"{PREFIX}{SCORE_PATH}"] = adapter.score[None].astype(np.float32)
     scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
@@ -105,8 +114,10 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
     ranks = {name: w.rank for name, w in adapter.modules.items()}
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
-    given = {setting: adapter.is_set(setting) for setting in tensor_settings()}
+    given: dict[str, Any] = {s: adapter.is_set(s) for s in tensor_settings()}
     del given["use_vera"]  # PEFT has a kind of its own for it
+    if (rows := adapter.token_rows) is not None:
+        given["trainable_token_indices"] = list(rows.ids)
     return {
         **_common_config(adapter, base, linear_names),
         "alpha_pattern": _pattern(alphas, lora_alpha),

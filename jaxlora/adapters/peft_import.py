@@ -8,12 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
+from jaxlora.adapters.peft_export import (
+    CONFIG_FILE,
+    PREFIX,
+    TOKEN_ROWS_KEY,
+    WEIGHTS_FILE,
+)
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
+from jaxlora.config.rules import embedding_tokens
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
@@ -94,7 +100,7 @@ def _import(
 ) -> Adapter:
     patterns = Patterns(str(folder / CONFIG_FILE))
     config = _read_config(folder, patterns)
-    found, score, matrices = _read_tensors(folder)
+    found, score, others = _read_tensors(folder)
     wanted = tensors_with(config.get)
     if score is not None:
         score = _checked_score(folder, score, score_size)
@@ -120,14 +126,46 @@ def _import(
     use_rslora = bool(config.get("use_rslora"))
     vera = None
     if config.get("use_vera"):
-        vera = _vera(folder, config, matrices, [linear_shapes[n] for n in ordered])
+        vera = _vera(folder, config, others, [linear_shapes[n] for n in ordered])
     return Adapter(
         modules=ordered,
         use_rslora=use_rslora,
         dropout=dropout,
         score=score,
         vera=vera,
+        token_rows=_token_rows(folder, config, others, linear_shapes),
     )
+
+
+def _token_rows(
+    folder: pathlib.Path,
+    config: Mapping[str, Any],
+    others: Mapping[str, np.ndarray],
+    linear_shapes: Mapping[str, tuple[int, ...]],
+) -> TokenRowValues | None:
+    rows, path = others.get(TOKEN_ROWS_KEY), folder / CONFIG_FILE
+    given = config.get("trainable_token_indices")
+    try:
+        ids = embedding_tokens(given)
+    except ValueError as error:
+        raise AdapterError(f"{path}, trainable_token_indices: {error}") from None
+    is_list = isinstance(ids, list | tuple)
+    if not is_list or not all(type(i) is int and i >= 0 for i in ids):
+        raise AdapterError(
+            f"{path} has trainable_token_indices={shown(given)}; wanted a list of "
+            "tokens, which are whole numbers from 0."
+        )
+    if rows is None and not ids:
+        return None
+    size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
+    if rows is None or rows.shape != (len(ids), size):
+        there = "lacks it" if rows is None else f"has {list(rows.shape)}"
+        raise AdapterError(
+            f"{folder}: the {len(ids)} trainable_token_indices and the base model call "
+            f"for {TOKEN_ROWS_KEY} of shape {[len(ids), size]}, and it {there}. Is it "
+            "an adapter of another model?"
+        )
+    return TokenRowValues(tuple(ids), rows.astype(np.float32))
 
 
 def _vera(
@@ -215,7 +253,7 @@ def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
             f"{path} sets bias={shown(config['bias'])}; only 'none' is supported: "
             "biases stay frozen."
         )
-    known = {*_READ, *_HARMLESS, *tensor_settings()}
+    known = {*_READ, *_HARMLESS, *tensor_settings(), "trainable_token_indices"}
     if set(config.get("modules_to_save") or ()) <= {SCORE, "classifier"}:
         known.add("modules_to_save")  # PEFT adds both to a sequence classifier
     for key, value in config.items():
@@ -276,7 +314,8 @@ def _read_tensors(
     """Reads the trained tensors of each module, as PEFT stores and names them.
 
     Returns:
-        The tensors, the score head if there is one, and the matrices of VeRA by name.
+        The tensors, the score head if there is one, and those outside modules by key:
+        the matrices of VeRA, and rows of tokens.
     """
     path = folder / WEIGHTS_FILE
     has_pickle = os.path.lexists(folder / "adapter_model.bin")
@@ -291,8 +330,8 @@ def _read_tensors(
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
     score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
-    names = arrays.keys() & {_VERA_A, _VERA_B}
-    matrices = {name: arrays.pop(name) for name in names}
+    names = arrays.keys() & {_VERA_A, _VERA_B, TOKEN_ROWS_KEY}
+    others = {name: arrays.pop(name) for name in names}
     modules: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
         module, peft_name = _split_key(path, key)
@@ -302,7 +341,7 @@ def _read_tensors(
         tensors[peft_name] = array
     if not modules:
         raise AdapterError(f"{path} holds no weights.")
-    return modules, score, matrices
+    return modules, score, others
 
 
 def _split_key(path: pathlib.Path, key: str) -> tuple[str, str]:

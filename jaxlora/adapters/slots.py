@@ -93,8 +93,11 @@ class SlotTable:
                 np.zeros(shape, np.int32) if spec.slots.keeps_start else None
             ),
             vera=jax.tree.map(_host_zeros, spec.vera_shapes()),
+            token_ids=jax.tree.map(_host_zeros, spec.token_id_shape()),
         )
         self._is_vera_new = True
+        for slot in range(num_slots):
+            self._clear_settings(slot)
         self._upload_settings()
         # By slot: shapes of the tensors of each kind without their padding, by path,
         # and the name of the optimizer.
@@ -163,6 +166,9 @@ class SlotTable:
                 trained = adapter.trained_rank(weights)
                 self._host_settings.trained_rank[place] = trained
         self._set_vera(slot, adapter)
+        tokens, ids = adapter.token_rows, self._host_settings.token_ids
+        if tokens is not None and ids is not None:
+            ids[0, slot, : len(tokens.ids)] = tokens.ids
         self._upload_settings()
 
     def has_job(self, slot: int) -> bool:
@@ -280,6 +286,8 @@ class SlotTable:
         self._is_vera_new |= vera is not None and bool(vera.is_used[0, slot])
         for values in jax.tree.leaves(self._host_settings):
             values[:, slot] = 0
+        if (ids := self._host_settings.token_ids) is not None:
+            ids[:, slot] = -1
 
     def _set_vera(self, slot: int, adapter: Adapter) -> None:
         """Sets the parts of VeRA's matrices that the linears here take."""

@@ -184,6 +184,29 @@ def _start_fits(job: Any) -> tuple[str, str] | None:
     return None
 
 
+def embedding_tokens(tokens: Any) -> Any:
+    """Returns the tokens of `trainable_token_indices`, of which PEFT has two forms.
+
+    Raises:
+        ValueError: They are of another module than the embedding, or one occurs twice.
+    """
+    if tokens is None:
+        return ()
+    if isinstance(tokens, dict):
+        others = sorted(str(name) for name in tokens.keys() - {"embed_tokens"})
+        if others:
+            raise ValueError(
+                f"only rows of embed_tokens are trained, not of {others[0]}. A head "
+                "that is tied to the embedding follows it. Give a list of tokens."
+            )
+        tokens = tokens.get("embed_tokens", ())
+    if isinstance(tokens, list | tuple):
+        twice = [t for t, n in collections.Counter(map(str, tokens)).items() if n > 1]
+        if twice:
+            raise ValueError(f"token {twice[0]} occurs twice. Give each token once.")
+    return tokens
+
+
 # Settings of LoRA that VeRA does not have, and their defaults.
 _NOT_OF_VERA = {
     "use_dora": False,
@@ -193,6 +216,7 @@ _NOT_OF_VERA = {
     "lora_plus_ratio": 1.0,
     "rank_pattern": {},
     "alpha_pattern": {},
+    "trainable_token_indices": (),
 }
 
 
@@ -201,9 +225,9 @@ def _vera_has_its_settings(job: Any) -> tuple[str, str] | None:
         value = getattr(job, setting)
         if job.use_vera and value != default:
             return setting, (
-                f"{setting}={value} cannot be combined with use_vera: VeRA has one "
-                f"rank, and neither a scaling nor A and B to train. Leave {setting} "
-                "out of this job."
+                f"{setting}={value} cannot be combined with use_vera: in PEFT, VeRA "
+                "has one rank, no scaling, and nothing but its vectors to train. Leave "
+                f"{setting} out of this job."
             )
     if not job.use_vera and job.projection_prng_key:
         return "projection_prng_key", (

@@ -17,6 +17,7 @@ from jaxlora.config.rules import (
     OF_A_JOB,
     OF_A_RUN,
     check_start,
+    embedding_tokens,
     is_part_of_weight,
     mesh_text,
 )
@@ -92,6 +93,8 @@ class LoraJob(StrictModel):
         exclude_modules: Suffixes or one regular expression, taken from the targets.
         layers_to_transform: Numbers of the layers that are adapted; empty: all.
         layers_pattern: Name of the list of layers, `layers`, as PEFT asks for it.
+        trainable_token_indices: Tokens whose rows of the embedding are trained, too,
+            and of a head that is tied to it; such as added tokens.
         rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
         alpha_pattern: lora_alpha of modules whose name matches the pattern.
         init_from: PEFT folder whose weights the adapter starts from.
@@ -163,6 +166,7 @@ class LoraJob(StrictModel):
     exclude_modules: Texts = ()
     layers_to_transform: Indices = ()
     layers_pattern: Texts = ()
+    trainable_token_indices: Indices = ()
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
     init_from: str | None = None
@@ -220,6 +224,11 @@ class LoraJob(StrictModel):
     @classmethod
     def _start_is_known(cls, start: object) -> object:
         return check_start(start)
+
+    @pydantic.field_validator("trainable_token_indices", mode="before")
+    @classmethod
+    def _tokens_are_of_the_embedding(cls, tokens: object) -> object:
+        return embedding_tokens(tokens)
 
     @pydantic.field_validator("target_modules")
     @classmethod

@@ -38,6 +38,8 @@ def load_decoder(
     """
     shapes = linear_shapes(model.config)
     adapters = tuple(adapter.as_lora(shapes) for adapter in adapters)
+    for adapter in adapters:
+        adapter.check_tokens(model.config.vocab_size)
     options = DecoderOptions(
         dtype=model.dtype, base_format=model.base_format, max_segment_tokens=1
     )
@@ -68,6 +70,9 @@ def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:
         settings=tuple(
             s for s in tensor_settings() if any(a.is_set(s) for a in adapters)
         ),
+        num_token_rows=max(
+            0 if a.token_rows is None else len(a.token_rows.ids) for a in adapters
+        ),
     )
 
 
@@ -95,8 +100,16 @@ def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
         for name, weights in adapter.modules.items():
             place = places[linear_path(name)], slot
             scaling[place], rank[place] = adapter.scaling(weights), weights.rank
+    ids = None
+    if (id_shape := spec.token_id_shape()) is not None:
+        filled = np.full(id_shape.shape, -1, np.int32)
+        for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
+            if (tokens := adapter.token_rows) is not None:
+                filled[0, slot, : len(tokens.ids)] = tokens.ids
+        ids = jnp.asarray(filled)
     return SlotSettings(
         scaling=jnp.asarray(scaling),
         dropout=jnp.asarray(dropout),
         rank=jnp.asarray(rank),
+        token_ids=ids,
     )

@@ -339,24 +339,24 @@ def next_logits(
         starts: Place in the cache of each sequence's first token.
         slots: Slot of each sequence's adapter; without slots, any number from 0.
     """
-    num_rows, num_new = token_ids.shape
+    num_new = token_ids.shape[1]
     positions = place + jnp.arange(num_new) - starts[:, None]
     ropes = layer_ropes(decoder.config, jnp.maximum(positions, 0).reshape(-1))
     routing = Routing(block_adapter=slots)
-    h = before = decoder.embed(token_ids.reshape(-1))
+    h = before = decoder.embed(token_ids.reshape(-1), slots)
     updated = []
     for number, layer_cache in enumerate(cache):
         layer, before = decoder.layers[str(number)], h
         h, layer_cache = run_layer(layer, h, layer_cache, ropes, routing, place, starts)
         updated.append(layer_cache)
-    return last_logits(decoder, h, before, num_rows), tuple(updated)
+    return last_logits(decoder, h, before, slots), tuple(updated)
 
 
 def last_logits(
     decoder: Decoder,
     h: Float[Array, "T D"],
     before: Float[Array, "T D"],
-    num_rows: int,
+    slots: Int[Array, " B"],
 ) -> Float[Array, "B V"]:
     """Returns the logits after the last token of each sequence.
 
@@ -364,15 +364,16 @@ def last_logits(
         decoder: The decoder, or its last stage.
         h: Hidden states after the last layer.
         before: Hidden states before it; see `Decoder.stored_head`.
-        num_rows: Number of sequences.
+        slots: Slot of each sequence's adapter.
     """
-    last = decoder.final_norm(h.reshape(num_rows, len(h) // num_rows, -1)[:, -1])
+    last = decoder.final_norm(h.reshape(len(slots), -1, h.shape[1])[:, -1])
     head, transposed = decoder.stored_head(before)
     return head_logits(
         last,
         head,
         head_transposed=transposed,
         logit_softcap=decoder.config.logit_softcap,
+        own=decoder.own_head_rows(slots),
     )
 
 

@@ -137,7 +137,9 @@ class _StagePass:
         place_rows = functools.partial(
             jax.lax.with_sharding_constraint, shardings=self.rows(num_rows)
         )
-        h = decoder.embed(x.reshape(-1)) if self._spec.has_embedding else x
+        h = x
+        if self._spec.has_embedding:
+            h = decoder.embed(x.reshape(-1), rows.slots)
         h = before = place_rows(h)
         updated = []
         for number, layer_cache in zip(self._spec.layer_numbers, cache, strict=True):
@@ -149,7 +151,7 @@ class _StagePass:
             h = place_rows(h)
             updated.append(LayerCache(*map(place_rows, layer_cache)))
         if self._spec.has_head:
-            h = place_rows(last_logits(decoder, h, before, num_rows))
+            h = place_rows(last_logits(decoder, h, before, rows.slots))
         return tuple(updated), h
 
     def _bind(self, base: Base, adapters: Tables, settings: SlotSettings | None) -> Any:

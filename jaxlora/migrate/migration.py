@@ -26,6 +26,7 @@ _SAME_NAME = {
     "layers_to_transform",
     "projection_prng_key",
     "d_initial",
+    "trainable_token_indices",
     "use_dora",
     "use_rslora",
     "rank_pattern",

@@ -18,7 +18,7 @@ _REASONS = {
         ("use_qalora", "layer_replication", "alora_invocation_tokens", "arrow_config"),
         _NO_SUCH_ADAPTER,
     ),
-    **dict.fromkeys(("target_parameters", "trainable_token_indices"), _NO_SUCH_ADAPTER),
+    "target_parameters": _NO_SUCH_ADAPTER,
 }
 # PEFT's own values, which say nothing about the adapter.
 _DEFAULTS = {

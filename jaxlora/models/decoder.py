@@ -13,9 +13,11 @@ from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import head_dim, run_sharded_layers
+from jaxlora.models.token_rows import TokenRows
 from jaxlora.modules.attention import AttentionImplementation, packed_rows
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.length_classes import SegmentLengths
+from jaxlora.modules.loss import HeadRows
 from jaxlora.modules.multi_lora_linear import (
     MultiLoraLinear,
     Routing,
@@ -107,6 +109,8 @@ class Decoder(nnx.Module):
         lm_head: The head; None except on the last stage, or if it is tied.
         score: The score heads of the slots; None except on the last stage, or if no
             objective has one.
+        token_rows: Rows of the embedding that slots train; None except on the first
+            stage, or if no slot has any.
     """
 
     def __init__(
@@ -153,9 +157,20 @@ class Decoder(nnx.Module):
         if is_last and slots is not None and slots.has_score:
             score = ScoreHead(slots.num_slots, width)
         self.score = score
+        rows = None
+        if is_first and slots is not None and slots.num_token_rows:
+            rows = TokenRows(slots.num_slots, slots.num_token_rows, width)
+        self.token_rows = rows
 
-    def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Hidden states before the first layer; only on the first stage."""
+    def embed(
+        self, token_ids: Int[Array, " T"], block_adapter: Int[Array, " NB"]
+    ) -> Float[Array, "T D"]:
+        """Hidden states before the first layer; only on the first stage.
+
+        Args:
+            token_ids: Packed tokens.
+            block_adapter: Slot of each block of them; -1: none.
+        """
         assert self.embed_tokens is not None
         table = self.embed_tokens.embedding[...]
         if self.options.fsdp == 1:
@@ -163,6 +178,8 @@ class Decoder(nnx.Module):
         else:
             layerwise.check_axis(self.options.fsdp)
             h = layerwise.look_up(table, token_ids)
+        if self.token_rows is not None:
+            h = self.token_rows.looked_up(h, token_ids, block_adapter)
         if self.config.family.scales_embedding:
             # The factor is rounded to the dtype, as in transformers.
             h *= jnp.asarray(self.config.hidden_size**0.5, h.dtype)
@@ -213,7 +230,7 @@ class Decoder(nnx.Module):
             segment_ids: Which sample each row belongs to; negative: padding.
             routing: Slot of each row, and the keys of dropout masks.
         """
-        h = self.embed(token_ids)
+        h = self.embed(token_ids, routing.block_adapter)
         h, _ = self.run_layers(h, positions, segment_ids, routing)
         return self.final_norm(h)
 
@@ -238,6 +255,16 @@ class Decoder(nnx.Module):
             if isinstance(module, MultiLoraLinear)
         }
         return [linears[path] for path in sorted(linears)]
+
+    def own_head_rows(self, block_adapter: Int[Array, " NB"]) -> HeadRows | None:
+        """Rows of the head that slots train; None: it is not tied, or no slot does.
+
+        Args:
+            block_adapter: Slot of each block of hidden states; -1: none.
+        """
+        if self.token_rows is None or self.lm_head is not None or self.norm is None:
+            return None
+        return self.token_rows.of_head(block_adapter)
 
     def stored_head(self, before: Float[Array, "T D"]) -> tuple[Array, bool]:
         """The output projection in its stored layout, without a copy; whether V D.

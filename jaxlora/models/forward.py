@@ -64,7 +64,7 @@ class JobLosses:
 
 def embed(decoder: Decoder, batch: PackedBatch) -> Float[Array, "T D"]:
     """Hidden states of a microbatch before the first layer."""
-    return decoder.embed(batch.token_ids)
+    return decoder.embed(batch.token_ids, batch.block_adapter)
 
 
 def run_layers(
@@ -124,6 +124,7 @@ def label_nll(
         is_target,
         head_transposed=transposed,
         logit_softcap=decoder.config.logit_softcap,
+        own=decoder.own_head_rows(batch.block_adapter),
     )
 
 

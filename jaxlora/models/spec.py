@@ -18,12 +18,15 @@ from jaxlora.models.layer import Remat
 from jaxlora.models.score import SCORE_PATH
 from jaxlora.models.sharded import base_specs, layer_bytes
 from jaxlora.models.stacks import Stack, stacked_shapes
+from jaxlora.models.token_rows import TOKEN_ROWS, TOKEN_ROWS_PATH
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 from jaxlora.modules.vera import VeraTables
 from jaxlora.sharding.layerwise import compiler_options
 
+# Trained tensors that are no part of a linear.
+_OUTSIDE_LINEARS = SCORE_PATH, TOKEN_ROWS_PATH
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
 
 
@@ -43,6 +46,8 @@ class SlotSettings:
         trained_rank: Ranks that are trained; the others are fixed. None: all are, as
             no slot keeps its first weights.
         vera: Matrices of VeRA, which all linears share; None: no slot has VeRA.
+        token_ids: Tokens whose rows a slot trains; -1: none. None: no slot does, or
+            not on this stage.
     """
 
     scaling: Float[Array | np.ndarray, "M G"]
@@ -50,6 +55,7 @@ class SlotSettings:
     rank: Int[Array | np.ndarray, "M G"]
     trained_rank: Int[Array | np.ndarray, "M G"] | None = None
     vera: VeraTables | None = None
+    token_ids: Int[Array | np.ndarray, "1 G E"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,9 +205,11 @@ class DecoderSpec:
             f"{path}.{field.name}": values[i]
             for i, path in enumerate(self.adapted)
             for field in dataclasses.fields(settings)
-            if (values := getattr(settings, field.name)) is not None
-            and field.name != "vera"
+            if field.name not in ("vera", "token_ids")
+            and (values := getattr(settings, field.name)) is not None
         }
+        if settings.token_ids is not None:
+            found[f"{TOKEN_ROWS}.ids"] = settings.token_ids[0]
         if (vera := settings.vera) is not None:
             # Slices of them would be kept for the backward pass.
             shared = {"vera_a": vera.a, "vera_b": vera.b, "has_vera": vera.is_used}
@@ -246,8 +254,9 @@ class DecoderSpec:
                 paths = tuple(path for path in paths if path in tables)
                 if paths:
                     stacks.append(Stack(name=tensor_path(name, tensor), paths=paths))
-        if SCORE_PATH in tables:
-            stacks.append(Stack(name=SCORE_PATH, paths=(SCORE_PATH,)))
+        for path in _OUTSIDE_LINEARS:
+            if path in tables:
+                stacks.append(Stack(name=path, paths=(path,)))
         return tuple(stacks)
 
     @functools.cached_property
@@ -257,12 +266,12 @@ class DecoderSpec:
         return {
             stack.name: tuple(numbers[p.rpartition(".")[0]] for p in stack.paths)
             for stack in self.stacks
-            if stack.name != SCORE_PATH
+            if stack.name not in _OUTSIDE_LINEARS
         }
 
     @property
     def trained_modules(self) -> frozenset[str]:
-        """Paths of the modules with slot tables: linears, and the score head."""
+        """Paths of the modules with slot tables: linears, and those outside them."""
         tables = self.shapes(nnx.LoRAParam)
         return frozenset(path.rpartition(".")[0] for path in tables)
 
@@ -280,6 +289,15 @@ class DecoderSpec:
             b=jax.ShapeDtypeStruct((1, g, rank, n), np.float32),
             is_used=jax.ShapeDtypeStruct((1, g), np.bool_),
         )
+
+    def token_id_shape(self) -> jax.ShapeDtypeStruct | None:
+        """Shape of the tokens whose rows slots train; None: no slot does here."""
+        if self.slots is None or not self.slots.num_token_rows:
+            return None
+        if not self.has_embedding:
+            return None
+        shape = 1, self.slots.num_slots, self.slots.num_token_rows
+        return jax.ShapeDtypeStruct(shape, np.int32)
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""

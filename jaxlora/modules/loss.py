@@ -1,7 +1,7 @@
 """Cross entropy of the target tokens."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,24 @@ _CHUNK_MULTIPLE = 128
 _MAX_LOGITS_BYTES = 512 * 2**20
 
 
+class HeadRows(NamedTuple):
+    """Rows of a head, stored V D, that slots train instead of the frozen ones.
+
+    Attributes:
+        rows: Rows of each slot, G E D.
+        ids: The token of each row, G E; -1: the slot does not have it.
+        block_adapter: Slot of each block of hidden states, NB; -1: none.
+    """
+
+    rows: Array
+    ids: Array
+    block_adapter: Array
+
+    def slots(self, num_rows: int) -> Int[Array, " T"]:
+        """Returns the slot of each row of hidden states."""
+        return jnp.repeat(self.block_adapter, num_rows // len(self.block_adapter))
+
+
 def target_nll(
     hidden: Float[Array, "T D"],
     head: Float[Array, "D V"] | Float[Array, "V D"],
@@ -23,6 +41,7 @@ def target_nll(
     *,
     head_transposed: bool = False,
     logit_softcap: float | None = None,
+    own: HeadRows | None = None,
 ) -> Float[Array, " T"]:
     """Negative log likelihood of each target row's label, in nats; 0 elsewhere.
 
@@ -39,9 +58,11 @@ def target_nll(
         head_transposed: Whether head is stored V D, as a tied embedding is. It is used
             without a copy.
         logit_softcap: Bound of the logits, see `softcap`; None: there is none.
+        own: Rows of the head that slots train, and which have a gradient; None: there
+            are none.
     """
     options = _Head(head_transposed, logit_softcap)
-    return _target_nll(hidden, head, labels, is_target, options)
+    return _target_nll(hidden, head, labels, is_target, own, options)
 
 
 class _Head(NamedTuple):
@@ -54,31 +75,58 @@ class _Head(NamedTuple):
         return head.shape[0 if self.transposed else 1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _target_nll(hidden, head, labels, is_target, options):
-    def compute(hidden, labels):
-        return (_nll(hidden, head, labels, options)[0],)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _target_nll(hidden, head, labels, is_target, own, options):
+    def compute(hidden, labels, *slots):
+        return (_nll(hidden, head, labels, options, own, *slots)[0],)
 
+    rows = hidden, labels, *_slots_of(own, len(labels))
     chunk = _chunk_rows(options.num_logits(head), len(labels))
-    (nll,), place = _over_targets(compute, is_target, hidden, labels, chunk=chunk)
+    (nll,), place = _over_targets(compute, is_target, *rows, chunk=chunk)
     return jnp.where(is_target, nll[place], 0.0)
 
 
-def _forward(hidden, head, labels, is_target, options):
-    def compute(hidden, labels):
-        return _nll_and_gradient(hidden, head, labels, options)
+def _slots_of(own: HeadRows | None, num_rows: int) -> tuple[Array, ...]:
+    return () if own is None else (own.slots(num_rows),)
 
+
+def _forward(hidden, head, labels, is_target, own, options):
+    def compute(hidden, labels, *slots):
+        return _nll_and_gradient(hidden, head, labels, options, own, *slots)
+
+    rows = hidden, labels, *_slots_of(own, len(labels))
     chunk = _chunk_rows(options.num_logits(head), len(labels))
-    out, place = _over_targets(compute, is_target, hidden, labels, chunk=chunk)
-    nll, gradient = out
-    return jnp.where(is_target, nll[place], 0.0), (gradient, place, is_target)
+    out, place = _over_targets(compute, is_target, *rows, chunk=chunk)
+    nll, gradient, *of_own = out
+    kept = None if own is None else (hidden, own, *of_own)
+    return jnp.where(is_target, nll[place], 0.0), (gradient, place, is_target, kept)
 
 
 def _backward(options, residuals, dnll):
-    gradient, place, is_target = residuals
+    gradient, place, is_target, kept = residuals
     dhidden = (gradient[place] * dnll[:, None]).astype(gradient.dtype)
+    of_own: Any = None
+    if kept is not None:
+        hidden, own, dlogits = kept
+        dlogits = jnp.where(is_target[:, None], dlogits[place] * dnll[:, None], 0)
+        gradients: Any = HeadRows  # with None in the place of what is not trained
+        of_own = gradients(_row_gradients(hidden, dlogits, own), None, None)
     # Select, do not multiply: a row that is no target may hold anything.
-    return jnp.where(is_target[:, None], dhidden, 0), None, None, None
+    return jnp.where(is_target[:, None], dhidden, 0), None, None, None, of_own
+
+
+def _row_gradients(hidden, dlogits, own: HeadRows) -> Float[Array, "G E D"]:
+    """Returns the gradients of rows, which are summed by block and then by slot."""
+    num_blocks = len(own.block_adapter)
+    x, dlogits = (v.reshape(num_blocks, -1, v.shape[1]) for v in (hidden, dlogits))
+    by_block = jnp.einsum(
+        "bte,btd->bed",
+        dlogits.astype(hidden.dtype),
+        jnp.where((dlogits != 0).any(axis=2)[:, :, None], x, 0),
+        preferred_element_type=jnp.float32,
+    )
+    mine = own.block_adapter == jnp.arange(len(own.rows))[:, None]
+    return jnp.where(mine[:, :, None, None], by_block[None], 0.0).sum(axis=1)
 
 
 _target_nll.defvjp(_forward, _backward)
@@ -138,34 +186,68 @@ def head_logits(
     *,
     head_transposed: bool = False,
     logit_softcap: float | None = None,
+    own: HeadRows | None = None,
 ) -> Float[Array, "T V"]:
     """Computes the logits of rows, in float32; for the arguments see `target_nll`."""
     logits = _product(hidden, head, 1 if head_transposed else 0)
+    if own is not None:
+        logits = _with_own(logits, hidden, own, own.slots(len(hidden)))
     return softcap(logits, logit_softcap)
 
 
-def _nll(hidden, head, labels, options: _Head):
-    logits = head_logits(
-        hidden,
-        head,
-        head_transposed=options.transposed,
-        logit_softcap=options.softcap,
-    )
+def _with_own(logits, hidden, own: HeadRows, slots):
+    """Replaces the logits of the tokens of each row's slot."""
+    num_slots, num_rows, _ = own.rows.shape
+    rows = own.rows.astype(hidden.dtype).reshape(num_slots * num_rows, -1)
+    of_all = _product(hidden, rows, 1).reshape(-1, num_slots, num_rows)
+    is_mine = slots[:, None] == jnp.arange(num_slots)
+    new = jnp.where(is_mine[:, :, None], of_all, 0.0).sum(axis=1)
+    place = _own_places(own, slots, logits.shape[1])
+    return logits.at[jnp.arange(len(logits))[:, None], place].set(new, mode="drop")
+
+
+def _own_places(own: HeadRows, slots, vocab_size: int) -> Int[Array, "T E"]:
+    """Returns the tokens of each row's slot; the size of the vocabulary: none."""
+    ids = own.ids[jnp.maximum(slots, 0)]
+    return jnp.where((slots[:, None] >= 0) & (ids >= 0), ids, vocab_size)
+
+
+def _nll(hidden, head, labels, options: _Head, own=None, slots: Any = None):
+    logits = _product(hidden, head, 1 if options.transposed else 0)
+    if own is not None:
+        logits = _with_own(logits, hidden, own, slots)
+    logits = softcap(logits, options.softcap)
     log_total = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return log_total - picked, logits, log_total
 
 
-def _nll_and_gradient(hidden, head, labels, options: _Head):
+def _nll_and_gradient(
+    hidden, head, labels, options: _Head, own=None, slots: Any = None
+):
     """Returns each row's loss and `dlogits head^T`, where dlogits = softmax - one hot.
 
-    A soft cap multiplies dlogits by its slope, `1 - (logits / cap)^2`.
+    A soft cap multiplies dlogits by its slope, `1 - (logits / cap)^2`. If slots have
+    rows of their own, the third result is dlogits of the tokens of these.
     """
-    nll, logits, log_total = _nll(hidden, head, labels, options)
+    nll, logits, log_total = _nll(hidden, head, labels, options, own, slots)
     hit = jnp.arange(logits.shape[1]) == labels[:, None]
     dlogits = jnp.exp(logits - log_total[:, None]) - hit
     if options.softcap is not None:
         dlogits *= 1 - (logits / options.softcap) ** 2
     axis = 0 if options.transposed else 1
-    gradient = _product(dlogits.astype(head.dtype), head, axis)
-    return nll, gradient.astype(hidden.dtype)
+    if own is None:
+        gradient = _product(dlogits.astype(head.dtype), head, axis)
+        return nll, gradient.astype(hidden.dtype)
+    place = _own_places(own, slots, logits.shape[1])
+    numbers = jnp.arange(len(logits))[:, None]
+    of_own = dlogits.at[numbers, place].get(mode="fill", fill_value=0)
+    frozen = dlogits.at[numbers, place].set(0, mode="drop")
+    gradient = _product(frozen.astype(head.dtype), head, axis)
+    is_mine = (slots[:, None] == jnp.arange(len(own.rows)))[:, :, None]
+    spread = jnp.where(is_mine, of_own[:, None], 0).reshape(len(logits), -1)
+    # 0 times NaN would reach other slots; the loss of the slot itself is NaN.
+    finite = jnp.where(jnp.isfinite(own.rows), own.rows, 0).astype(hidden.dtype)
+    rows = finite.reshape(spread.shape[1], -1)
+    gradient += _product(spread.astype(hidden.dtype), rows, 0)
+    return nll, gradient.astype(hidden.dtype), of_own

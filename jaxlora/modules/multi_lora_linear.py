@@ -67,6 +67,7 @@ class SlotShape:
         optimizers: Names of the optimizers of jobs, sorted, for whose state there are
             tables; see `jaxlora.adapters.optimizers`.
         has_score: Whether slots have a score head; see `jaxlora.models.score`.
+        num_token_rows: Largest number of rows of the embedding that a slot trains.
         has_lora: Whether there are tables for A and B, beside those of VeRA. They are
             as large in slots with VeRA, which do not need them.
 
@@ -82,6 +83,7 @@ class SlotShape:
     keeps_start: bool = False
     optimizers: tuple[str, ...] = ("adamw",)
     has_score: bool = False
+    num_token_rows: int = 0
     has_lora: bool = True
 
     @property

@@ -197,6 +197,14 @@ SCORE_WEIGHT = TrainedTensor(
     name="weight", peft_name="weight", dimensions=("K",), start=None
 )
 
+# The rows of the embedding that a slot trains; see `jaxlora.models.token_rows`.
+TOKEN_ROW_WEIGHTS = TrainedTensor(
+    name="rows",
+    peft_name="token_adapter.trainable_tokens_delta",
+    dimensions=("R", "K"),
+    start=None,
+)
+
 
 def tensor_of(path: str) -> TrainedTensor:
     """The trained tensor that a path, or the name of a stack of tables, ends in.
@@ -205,7 +213,7 @@ def tensor_of(path: str) -> TrainedTensor:
         ValueError: The path ends in none of the table's names.
     """
     name = path.rpartition(".")[2]
-    for tensor in (*trained_tensors(), SCORE_WEIGHT):
+    for tensor in (*trained_tensors(), SCORE_WEIGHT, TOKEN_ROW_WEIGHTS):
         if tensor.name == name:
             return tensor
     raise ValueError(f"{path!r} is no name of a trained tensor.")

@@ -11,7 +11,7 @@ import pydantic
 import xxhash
 from pydantic import Field
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
 from jaxlora.adapters.optimizer_state import Kind
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.json_file import check_regular_file
@@ -20,6 +20,7 @@ from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.models.layer import Remat
 from jaxlora.models.score import SCORE_PATH
+from jaxlora.models.token_rows import TOKEN_ROWS_PATH
 from jaxlora.modules.trained_tensors import tensor_path, tensor_paths, tensors_with
 from jaxlora.problems import format_errors
 from jaxlora.run.identity import RunIdentity
@@ -37,6 +38,7 @@ from jaxlora.run.saved_stream import SavedStream
 from jaxlora.run.saved_sweep import SavedSweep
 
 _Key = Annotated[int, Field(ge=0, lt=2**32)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,7 @@ class SavedAdapter:
         keep_best: Whether the weights of the best evaluation are exported.
         has_score: Whether it has the score head of a reward model.
         vera: Fields of its `VeraMatrices`; None: it is not VeRA.
+        token_ids: Tokens whose rows of the embedding it trains.
     """
 
     __pydantic_config__ = STRICT
@@ -60,6 +63,7 @@ class SavedAdapter:
     keep_best: bool
     has_score: bool = False
     vera: tuple[_Key, Size, Size, Size, bool] | None = None
+    token_ids: list[_TokenId] = dataclasses.field(default_factory=list)
 
     def adapter(self, params: dict[str, np.ndarray]) -> Adapter:
         """Makes the adapter of these weights.
@@ -79,12 +83,16 @@ class SavedAdapter:
             )
             for name, (rank, lora_alpha) in self.modules.items()
         }
+        ids, rows = tuple(self.token_ids), None
+        if ids:
+            rows = TokenRowValues(ids, params[TOKEN_ROWS_PATH])
         return Adapter(
             modules=modules,
             use_rslora=self.use_rslora,
             dropout=self.dropout,
             score=params[SCORE_PATH] if self.has_score else None,
             vera=None if self.vera is None else VeraMatrices(*self.vera),
+            token_rows=rows,
         )
 
 
@@ -184,6 +192,11 @@ class SavedTensors:
             shape = self.shapes.get(path)
             if shape is None or len(shape) != 1:
                 raise ValueError(f"job {name}: {path} has shape {shape}.")
+        if adapter.token_ids:
+            paths.add(TOKEN_ROWS_PATH)
+            shape = self.shapes.get(TOKEN_ROWS_PATH)
+            if shape is None or shape[:-1] != [len(adapter.token_ids)]:
+                raise ValueError(f"job {name}: {TOKEN_ROWS_PATH} has shape {shape}.")
         for module, (rank, _) in adapter.modules.items():
             sizes: dict[str, int] = {"R": rank}
             linear = linear_path(module)

@@ -8,8 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.fresh import blank_adapter, fresh_adapter, fresh_score
+from jaxlora.adapters.adapter import Adapter, TokenRowValues
+from jaxlora.adapters.fresh import (
+    blank_adapter,
+    fresh_adapter,
+    fresh_rows,
+    fresh_score,
+)
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.config.schedules import learning_rate
@@ -20,6 +25,7 @@ from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
+from jaxlora.models.sharded import EMBEDDING
 from jaxlora.run.events import JobInfo
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.train.plan.prepared_job import PreparedJob
@@ -375,13 +381,19 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     }
     given = prepared.settings, prepared.modules, kernels
 
-    def with_score(adapter: Adapter) -> Adapter:
-        if not prepared.objective.has_score:
-            return adapter
-        score = fresh_score(prepared.settings, model.config.hidden_size)
-        return dataclasses.replace(adapter, score=score)
+    def whole(adapter: Adapter, rows: TokenRowValues | None) -> Adapter:
+        score = None
+        if prepared.objective.has_score:
+            score = fresh_score(prepared.settings, model.config.hidden_size)
+        return dataclasses.replace(adapter, score=score, token_rows=rows)
+
+    ids = prepared.settings.trainable_token_indices
+    table = model.params[EMBEDDING]
 
     def draw() -> Adapter:
-        return with_score(fresh_adapter(*given, model.dtype))
+        rows = fresh_rows(ids, table) if ids else None
+        return whole(fresh_adapter(*given, model.dtype), rows)
 
-    return JobState(prepared, with_score(blank_adapter(*given)), draw)
+    blank = np.broadcast_to(np.float32(0), (len(ids), table.shape[1]))
+    rows = TokenRowValues(ids, blank) if ids else None
+    return JobState(prepared, whole(blank_adapter(*given), rows), draw)

@@ -4,7 +4,8 @@ Run from the repository root, where torch, transformers and peft are installed:
 
     python tests/golden/make_peft_run.py
 
-peft_run/base/ is a tiny random Llama. peft_run/<job>/ holds initial/ and final/ (PEFT
+peft_run/base/ is a tiny random Llama, whose head is tied to the embedding for jobs in
+TIED. peft_run/<job>/ holds initial/ and final/ (PEFT
 folders as peft writes them) and run.json: settings, each step's batch (token_ids,
 is_target), its loss before the step, gradient norm before clipping, and rate. The loss
 of a step is the sum over its target tokens divided by their number in the global batch
@@ -96,7 +97,20 @@ JOBS = {
         "max_grad_norm": 1.0,
         "seed": 6,
     },
+    "g": {
+        "rank": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "trainable_token_indices": [9, 1, 50, 4],
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "lr_schedule": "linear",
+        "warmup_steps": 1,
+        "max_grad_norm": 1.0,
+        "seed": 7,
+    },
 }
+TIED = {"g"}
 
 
 def save_base() -> None:
@@ -141,10 +155,18 @@ def nll_sum(model, sample: dict) -> torch.Tensor:
     return nll[target].sum()
 
 
-def adapted(job: dict):
+def tie(base) -> None:
+    """Makes the embedding the head, too."""
+    base.lm_head.weight = base.model.embed_tokens.weight
+    base.config.tie_word_embeddings = True
+
+
+def adapted(job: dict, *, is_tied: bool):
     base = transformers.AutoModelForCausalLM.from_pretrained(
         OUT / "base", dtype=torch.float32, attn_implementation="eager"
     )
+    if is_tied:
+        tie(base)
     torch.manual_seed(job["seed"])
     if job.get("use_vera"):
         config = peft.VeraConfig(
@@ -166,6 +188,7 @@ def adapted(job: dict):
         target_modules=job["target_modules"],
         rank_pattern=job.get("rank_pattern", {}),
         alpha_pattern=job.get("alpha_pattern", {}),
+        trainable_token_indices=job.get("trainable_token_indices"),
     )
     return peft.get_peft_model(base, config)
 
@@ -198,6 +221,7 @@ def optimizer_of(model, job: dict):
             ("B", job.get("lora_plus_ratio", 1.0)),
             ("magnitude_vector", 1.0),
             ("lambda_", 1.0),
+            ("tokens_delta", 1.0),
         )
     ]
     optimizer = torch.optim.AdamW(groups, weight_decay=job.get("weight_decay", 0.0))
@@ -209,7 +233,7 @@ def optimizer_of(model, job: dict):
 
 
 def train(name: str, job: dict) -> None:
-    model = adapted(job)
+    model = adapted(job, is_tied=name in TIED)
     options = {}
     assert sum(len(g["params"]) for g in optimizer_of(model, job)[0].param_groups) == (
         sum(p.requires_grad for p in model.parameters())

@@ -19,11 +19,11 @@ import peft
 import torch
 import transformers
 from make_peft_run import OUT as RUN
-from make_peft_run import VOCAB, save
+from make_peft_run import VOCAB, save, tie
 
 OUT = pathlib.Path(__file__).parent / "variant_folders"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-NUM_DORA, NUM_VERA, NUM_PISSA = 24, 12, 8
+NUM_DORA, NUM_VERA, NUM_PISSA, NUM_ROWS = 24, 12, 8, 4
 
 
 def random_settings(draw: random.Random) -> dict:
@@ -122,6 +122,33 @@ def make_pissa(name: str, seed: int, wanted: dict) -> None:
     record(name, model, wanted)
 
 
+def make_rows(name: str, seed: int, wanted: dict) -> None:
+    """Saves trained rows of tokens; the head of odd ones is tied to the embedding."""
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    ids = draw.sample(range(VOCAB), draw.randint(1, 6))
+    settings = random_settings(draw)
+    model = base()
+    if seed % 2:
+        tie(model)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        trainable_token_indices=ids if seed % 4 < 2 else {"embed_tokens": ids},
+        **settings,
+    )
+    model = peft.get_peft_model(model, config)
+    for key, weight in model.named_parameters():
+        if "lora_B" in key or "tokens_delta" in key:
+            torch.nn.init.normal_(weight, std=0.2)
+    save(model, OUT / name)
+    model.eval()
+    tokens = torch.randint(0, VOCAB, (8,))
+    tokens[1], tokens[5] = ids[0], ids[-1]
+    wanted[f"{name}.tokens"] = tokens.numpy().astype(np.int32)
+    wanted[f"{name}.logits"] = logits_of(model, tokens)
+    wanted[f"{name}.merged"] = logits_of(model.merge_and_unload(), tokens)
+
+
 if __name__ == "__main__":
     shutil.rmtree(OUT, ignore_errors=True)
     wanted: dict[str, np.ndarray] = {}
@@ -131,6 +158,8 @@ if __name__ == "__main__":
         make_vera(f"vera{number:02}", 100 + number, wanted)
     for number in range(NUM_PISSA):
         make_pissa(f"pissa{number:02}", 200 + number, wanted)
+    for number in range(NUM_ROWS):
+        make_rows(f"rows{number:02}", 300 + number, wanted)
     np.savez_compressed(OUT / "wanted.npz", **wanted)
     for file in OUT.rglob("*.safetensors"):
         file.chmod(0o644)

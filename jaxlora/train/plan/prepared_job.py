@@ -191,6 +191,14 @@ class PreparedJob:
             return self.start.is_set(setting)
         return getattr(self.settings, setting)
 
+    @property
+    def num_token_rows(self) -> int:
+        """Number of rows of the embedding that the job trains."""
+        if self.start is not None:
+            rows = self.start.token_rows
+            return 0 if rows is None else len(rows.ids)
+        return len(self.settings.trainable_token_indices)
+
     def lengths(self, step: int) -> list[int]:
         """Returns the tokens of each group of an optimizer step's global batch."""
         data, groups = self._groups(step)
@@ -290,6 +298,12 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         JaxloraError: They do not fit the model.
     """
     shapes = linear_shapes(model)
+    if wrong := [t for t in job.trainable_token_indices if t >= model.vocab_size]:
+        raise ConfigError(
+            f"job {job.name!r}: trainable_token_indices has {wrong[0]}, and the base "
+            f"model has {model.vocab_size} tokens. Resize its embedding first, as "
+            "transformers' resize_token_embeddings does, and save it."
+        )
     if job.init_from is None:
         modules = resolve_targets(job, tuple(shapes))
         check_ranks(job, modules, shapes)
@@ -299,6 +313,7 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     has_score = find_objective(job.objective).has_score
     size = model.hidden_size if has_score else None
     start = import_peft(job.init_from, shapes, score_size=size)
+    start.check_tokens(model.vocab_size)
     start = dataclasses.replace(start, dropout=job.dropout)
     if has_score and start.score is None:
         start = dataclasses.replace(start, score=fresh_score(job, model.hidden_size))
@@ -328,6 +343,9 @@ def _check_stated_settings(
     for setting in tensor_settings():
         if getattr(job, setting) != start.is_set(setting):
             differences.append(f"has {setting}={str(start.is_set(setting)).lower()}")
+    ids = () if start.token_rows is None else start.token_rows.ids
+    if job.trainable_token_indices != ids:
+        differences.append(f"has trainable_token_indices={list(ids)}")
     key = None if start.vera is None else start.vera.key
     if "projection_prng_key" in stated and key not in (None, job.projection_prng_key):
         differences.append(f"has projection_prng_key={key}")
@@ -396,6 +414,9 @@ def _hash_adapter(adapter: Adapter) -> str:
         digest.update(name.encode())
         for tensor in tensors_with(adapter.is_set):
             digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
+    if adapter.token_rows is not None:
+        digest.update(str(adapter.token_rows.ids).encode())
+        digest.update(adapter.token_rows.rows.tobytes())
     if adapter.vera is not None:
         digest.update(str(dataclasses.astuple(adapter.vera)).encode())
     if adapter.score is not None:

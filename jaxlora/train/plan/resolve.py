@@ -62,6 +62,7 @@ def resolve(
         config, note = _with_mesh(config, model, jobs, machine)
         notes.append(note)
     _check_mesh(config, model, machine)
+    _check_rows(config, model, jobs)
     if config.remat == "auto" and config.mesh_sizes.stage > 1:
         # Stages are divided for one `remat`, so it is chosen before their capacity.
         draft = _draft(config, model, jobs, machine)
@@ -122,6 +123,21 @@ def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> Non
         base_specs_of(model.config, model.dtype, sizes.fsdp)
     except ValueError as error:
         raise ConfigError(f"mesh: {error}") from error
+
+
+def _check_rows(
+    config: RunConfig, model: PlannedModel, jobs: Sequence[PreparedJob]
+) -> None:
+    """Refuses trained rows that two stages would need."""
+    if config.mesh_sizes.stage == 1 or not model.config.tie_embeddings:
+        return
+    for job in jobs:
+        if job.num_token_rows:
+            raise ConfigError(
+                f"job {job.name!r} has trainable_token_indices, and the head of this "
+                "base is tied to its embedding, which is on another pipeline stage. "
+                f"Set a mesh of one stage, not {config.mesh_sizes}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -81,6 +81,7 @@ def decoder_spec(
         dora_dropout=any(job.use_dora and job.dropout > 0 for job in config.jobs),
         optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
         has_score=any(job.objective.has_score for job in jobs),
+        num_token_rows=max(job.num_token_rows for job in jobs),
         has_lora=not all(job.use_vera for job in config.jobs),
     )
     spec = DecoderSpec(
@@ -140,6 +141,12 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
                 f"job {name!r} has {setting}, and the slots of this run were made "
                 f"without. Start the run with a job that has {setting}: true."
             )
+    if prepared.num_token_rows > spec.slots.num_token_rows:
+        raise ConfigError(
+            f"job {name!r} has {prepared.num_token_rows} trainable_token_indices, and "
+            f"the slots of this run hold {spec.slots.num_token_rows}. Start the run "
+            "with a job that has as many."
+        )
     if not (prepared.is_set("use_vera") or spec.slots.has_lora):
         raise ConfigError(
             f"job {name!r} trains A and B, and this run was started for jobs with "

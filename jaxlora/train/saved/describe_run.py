@@ -190,7 +190,7 @@ def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
 
 
 def _saved_adapter(job: JobState) -> SavedAdapter:
-    vera = job.like.vera
+    vera, rows = job.like.vera, job.like.token_rows
     return SavedAdapter(
         modules={
             name: (weights.rank, weights.lora_alpha)
@@ -200,6 +200,7 @@ def _saved_adapter(job: JobState) -> SavedAdapter:
         dropout=job.like.dropout,
         keep_best=job.settings.keep_best,
         has_score=job.like.score is not None,
+        token_ids=[] if rows is None else list(rows.ids),
         vera=None if vera is None else dataclasses.astuple(vera),
     )
 

@@ -3,6 +3,8 @@
 The golden files are those of tests/golden/make_variant_folders.py.
 """
 
+import dataclasses
+import functools
 import json
 import pathlib
 import shutil
@@ -30,7 +32,9 @@ from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError
 from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.stacks import to_paths
+from jaxlora.modules.loss import head_logits
 from jaxlora.train.execute.step import CompiledSteps
+from tests.golden_base import tied
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -48,6 +52,22 @@ def model():
 
 
 @pytest.fixture(scope="module")
+def tied_folder(tmp_path_factory):
+    """The base whose head is its embedding."""
+    return tied(BASE, tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="module")
+def tied_model(tied_folder):
+    return load_model(tied_folder, dtype="float32")
+
+
+def is_tied(name: str) -> bool:
+    """Whether the golden adapter is of the base with a tied head."""
+    return name in ("rows01", "rows03")
+
+
+@pytest.fixture(scope="module")
 def adapters(model):
     shapes = linear_shapes(model.config)
     return {folder.name: import_peft(folder, shapes) for folder in FOLDERS}
@@ -56,7 +76,10 @@ def adapters(model):
 def logits_of(model, adapters) -> dict[str, np.ndarray]:
     """Logits of each adapter's tokens, all in one microbatch."""
     shape = SlotShape(
-        num_slots=len(adapters), rank=8, settings=("use_dora", "use_vera")
+        num_slots=len(adapters),
+        rank=8,
+        settings=("use_dora", "use_vera"),
+        num_token_rows=6,
     )
     paths = {
         linear_path(name) for adapter in adapters.values() for name in adapter.modules
@@ -78,19 +101,23 @@ def logits_of(model, adapters) -> dict[str, np.ndarray]:
     def run(base, params, settings):
         tables = to_paths(spec.stacks, params, axis=1)
         decoder = spec.bind(base, tables, settings=settings)
-        routing = Routing(block_adapter=jnp.arange(len(adapters)))
+        blocks = jnp.arange(len(adapters))
+        routing = Routing(block_adapter=blocks)
         hidden = decoder(*map(jnp.asarray, (tokens, positions, segments)), routing)
         head, transposed = decoder.stored_head(hidden)
-        return hidden @ (head.T if transposed else head)
+        own = decoder.own_head_rows(blocks)
+        return head_logits(hidden, head, head_transposed=transposed, own=own)
 
     out = np.asarray(run(model.params, table.state.params, table.settings))
     return dict(zip(adapters, np.split(out, len(adapters)), strict=True))
 
 
-def test_all_mean_what_peft_means(model, adapters):
+def test_all_mean_what_peft_means(model, tied_model, adapters):
     """In one microbatch, with different ranks, layers and linears."""
     assert len(adapters) >= 40
-    found = logits_of(model, adapters)
+    found = logits_of(model, {n: a for n, a in adapters.items() if not is_tied(n)})
+    found |= logits_of(tied_model, {n: a for n, a in adapters.items() if is_tied(n)})
+    assert found.keys() == adapters.keys()
     for name, logits in found.items():
         assert relative_error(logits, WANTED[f"{name}.logits"]) < 2e-5, name
 
@@ -99,7 +126,7 @@ def test_the_same_settings_select_the_same_linears(model, adapters):
     """Ranks, alphas and layers by PEFT's names, of PEFT's own files."""
     same = "lora_alpha", "use_rslora", "target_modules", "rank_pattern"
     same = *same, "alpha_pattern", "layers_to_transform", "r", "use_dora"
-    same = *same, "projection_prng_key", "d_initial"
+    same = *same, "projection_prng_key", "d_initial", "trainable_token_indices"
     num_with_layers = 0
     for name, adapter in adapters.items():
         path = GOLDEN / "variant_folders" / name / "adapter_config.json"
@@ -115,19 +142,20 @@ def test_the_same_settings_select_the_same_linears(model, adapters):
     assert num_with_layers > 5
 
 
-def test_merged_models_equal_those_of_peft(model, adapters, tmp_path):
+def test_merged_models_equal_those_of_peft(model, tied_folder, adapters, tmp_path):
     merged, names = {}, [n for n in adapters if n.endswith(("00", "01"))]
     for name in names:
-        folder = merge_adapter(BASE, GOLDEN / "variant_folders" / name, tmp_path / name)
+        base = tied_folder if is_tied(name) else BASE
+        folder = merge_adapter(base, GOLDEN / "variant_folders" / name, tmp_path / name)
         merged[name] = load_model(folder, dtype="float32").params
-    spec = DecoderSpec(
-        config=model.config,
-        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=NUM_TOKENS),
-    )
     rows = jnp.arange(NUM_TOKENS)
 
-    @jax.jit
-    def run(base, tokens):
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(base, tokens, has_head):
+        spec = DecoderSpec(
+            config=dataclasses.replace(model.config, tie_embeddings=not has_head),
+            options=DecoderOptions(dtype=model.dtype, max_segment_tokens=NUM_TOKENS),
+        )
         routing = Routing(block_adapter=jnp.zeros(1, jnp.int32))
         decoder = spec.bind(base)
         hidden = decoder(tokens, rows, jnp.zeros_like(rows), routing)
@@ -135,7 +163,7 @@ def test_merged_models_equal_those_of_peft(model, adapters, tmp_path):
         return hidden @ (head.T if transposed else head)
 
     for name in names:
-        found = run(merged[name], WANTED[f"{name}.tokens"])
+        found = run(merged[name], WANTED[f"{name}.tokens"], not is_tied(name))
         assert relative_error(found, WANTED[f"{name}.merged"]) < 2e-5, name
         assert relative_error(found, WANTED[f"{name}.logits"]) < 2e-5, name
 

@@ -22,11 +22,12 @@ from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.job_slots import pack_whole
 from jaxlora.train.plan.prepared_job import PreparedJob, choose_modules
 from jaxlora.train.plan.stream_plan import FixedTicks
+from tests.golden_base import tied
 from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
-RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in "abcdef"}
+RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in "abcdefg"}
 
 
 def job_run(name: str, model) -> JobState:
@@ -86,18 +87,22 @@ def test_vera_starts_as_in_peft():
             np.testing.assert_array_equal(found.modules[name].tensors[tensor], array)
 
 
-# The job c has DoRA; d starts by PiSSA, and e by OLoRA; f has VeRA.
-RUNS = [("a",), ("b",), ("b", "a"), ("c", "b"), ("d", "e"), ("f", "c")]
+# The job c has DoRA; d starts by PiSSA, and e by OLoRA; f has VeRA; g trains rows of a
+# tied head.
+RUNS = [("a",), ("b",), ("b", "a"), ("c", "b"), ("d", "e"), ("f", "c"), ("g",)]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids="".join)
-def trained(request):
-    return train_together(request.param)
+def trained(request, tmp_path_factory):
+    base = GOLDEN / "base"
+    if "g" in request.param:
+        base = tied(base, tmp_path_factory.mktemp("tied"))
+    return train_together(request.param, base)
 
 
-def train_together(names):
+def train_together(names, base=GOLDEN / "base"):
     """Trains jobs: (model, runs, slot table, outcomes of each step)."""
-    model = load_model(GOLDEN / "base", dtype="float32")
+    model = load_model(base, dtype="float32")
     runs = [job_run(name, model) for name in names]
     config = RunConfig(
         model="golden",
@@ -151,6 +156,13 @@ def test_final_weights(trained):
         wanted = import_peft(folder, linear_shapes(model.config))
         actual = slots.read(run.slot, run.start)
         assert actual.modules.keys() == wanted.modules.keys()
+        assert (actual.token_rows is None) == (run.name != "g")
+        if actual.token_rows is not None:
+            rows, others = actual.token_rows, wanted.token_rows
+            assert rows.ids == others.ids
+            assert relative_error(rows.rows, others.rows) < 1e-4
+            first = run.start.token_rows.rows
+            assert (np.abs(rows.rows - first).max(axis=1) > 1e-2).all()
         for name, weights in actual.modules.items():
             others = wanted.modules[name]
             assert weights.tensors.keys() == others.tensors.keys()
