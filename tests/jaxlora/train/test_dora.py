@@ -11,6 +11,7 @@ import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.adapters.fresh import fresh_adapter
+from jaxlora.adapters.peft_export import TOKEN_ROWS_KEY
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
@@ -58,9 +59,13 @@ def test_jobs_train_beside_dora_as_if_alone(train, jobs):
 
 
 @pytest.fixture(scope="module")
-def on_meshes(two_layers, jobs, tmp_path_factory):
+def on_meshes(jobs, tmp_path_factory):
     """Trains five jobs in two slots on a mesh; returns the adapters, by job."""
     run = [dora(jobs[0], steps=4), jobs[4].replace(steps=4), dora(jobs[2], steps=4)]
+    # A head of its own, as rows of a tied one would be on two stages.
+    untied = tiny.CONFIG | {"num_hidden_layers": 2, "tie_word_embeddings": False}
+    model = tiny.write_model(tmp_path_factory.mktemp("base") / "a", config=untied)
+    run[0] = run[0].replace(trainable_token_indices=(100, 101, 110))
     run.append(vera(jobs[3], steps=4, rank=6, projection_prng_key=5))
     copy = {"name": "copy", "clone_of": {"job": run[-1].name, "step": 2}}
     run.append(run[-1].replace(**copy, learning_rate=3e-3))
@@ -69,7 +74,7 @@ def on_meshes(two_layers, jobs, tmp_path_factory):
     def trained(mesh: str, *, stop: bool) -> dict[str, dict[str, np.ndarray]]:
         folder = tmp_path_factory.mktemp("run")
         config = RunConfig(
-            model=str(two_layers.folder),
+            model=str(model),
             output_dir=str(folder),
             jobs=run,
             max_concurrent_jobs=2,
@@ -105,6 +110,7 @@ def test_a_resumed_run_ends_in_the_same_bits_on_any_mesh(on_meshes):
         assert any(MAGNITUDE.peft_name in key for key in tensors) == is_dora
         is_vera = name in ("job3", "copy")
         assert any(VERA_B.peft_name in key for key in tensors) == is_vera
+        assert (TOKEN_ROWS_KEY in tensors) == (name == "job0")
         for key, array in tensors.items():
             assert relative_error(whole[name][key], array) < ROUNDING, key
 

@@ -1,0 +1,116 @@
+"""Trained rows of tokens in a microbatch of several slots, against their definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxlora.models.token_rows import TokenRows
+from jaxlora.modules.loss import target_nll
+from tests.oracle import relative_error
+
+D, V, BLOCK = 16, 50, 8
+BLOCKS = np.array([1, 0, -1, 1, 2])
+IDS = np.array([[3, 7, -1], [7, 0, 49], [-1, -1, -1]], np.int32)
+T = len(BLOCKS) * BLOCK
+
+
+def make() -> tuple[TokenRows, jax.Array, jax.Array]:
+    """The rows of three slots, of which the last has none; embedding and tokens."""
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    rows = TokenRows(3, 3, D)
+    rows.ids[...] = jnp.asarray(IDS)
+    drawn = jax.random.normal(next(keys), (3, 3, D))
+    rows.rows[...] = jnp.where(IDS[:, :, None] >= 0, drawn, 0)
+    table = jax.random.normal(next(keys), (V, D))
+    tokens = jax.random.randint(next(keys), (T,), 0, V)
+    tokens = tokens.at[:BLOCK].set(7).at[9].set(3).at[10].set(49).at[35].set(7)
+    return rows, table, tokens
+
+
+def with_table(layer: TokenRows, rows: jax.Array) -> TokenRows:
+    """The layer with other rows, which may be traced."""
+    graph, tables, rest = nnx.split(layer, nnx.LoRAParam, ...)
+    tables["rows"] = tables["rows"].replace(rows)
+    return nnx.merge(graph, tables, rest)
+
+
+def embedding_of(rows, table, slot: int):
+    """The embedding of a slot with its own rows."""
+    for row, token in enumerate(IDS[slot] if slot >= 0 else []):
+        table = table if token < 0 else table.at[token].set(rows[slot, row])
+    return table
+
+
+def test_each_slot_looks_up_its_own_rows():
+    layer, table, tokens = make()
+    weight = jax.random.normal(jax.random.key(3), (T, D))
+
+    def ours(rows):
+        h = with_table(layer, rows).looked_up(
+            table[tokens], tokens, jnp.asarray(BLOCKS)
+        )
+        return (h * weight).sum(), h
+
+    def wanted(rows):
+        parts = [
+            embedding_of(rows, table, slot)[tokens[i * BLOCK : (i + 1) * BLOCK]]
+            for i, slot in enumerate(BLOCKS)
+        ]
+        h = jnp.concatenate(parts)
+        return (h * weight).sum(), h
+
+    start = layer.rows[...]
+    found, h = jax.grad(ours, has_aux=True)(start)
+    exact, h_wanted = jax.grad(wanted, has_aux=True)(start)
+    np.testing.assert_array_equal(h, h_wanted)
+    assert relative_error(found, exact) < 1e-6
+    assert found[1, 0].any() and not found[2].any()
+
+
+def test_a_tied_head_has_the_rows_of_each_slot():
+    layer, table, labels = make()
+    keys = jax.random.split(jax.random.key(5), 3)
+    hidden = jax.random.normal(keys[0], (T, D))
+    is_target = jax.random.uniform(keys[1], (T,)) < 0.6
+    weight = jax.random.normal(keys[2], (T,))
+    hidden = jnp.where(is_target[:, None], hidden, jnp.nan)
+    cap = 5.0
+
+    def ours(rows, hidden):
+        nll = target_nll(
+            hidden,
+            table,
+            labels,
+            is_target,
+            head_transposed=True,
+            logit_softcap=cap,
+            own=with_table(layer, rows).of_head(jnp.asarray(BLOCKS)),
+        )
+        return (nll * weight).sum(), nll
+
+    def wanted(rows, hidden):
+        parts = []
+        for i, slot in enumerate(BLOCKS):
+            here = slice(i * BLOCK, (i + 1) * BLOCK)
+            x = jnp.where(is_target[here, None], hidden[here], 0)
+            logits = x @ embedding_of(rows, table, slot).T
+            logp = jax.nn.log_softmax(cap * jnp.tanh(logits / cap))
+            nll = -jnp.take_along_axis(logp, labels[here, None], axis=1)[:, 0]
+            parts.append(jnp.where(is_target[here], nll, 0))
+        nll = jnp.concatenate(parts)
+        return (nll * weight).sum(), nll
+
+    arguments = layer.rows[...], hidden
+    found, nll = jax.grad(ours, argnums=(0, 1), has_aux=True)(*arguments)
+    exact, nll_wanted = jax.grad(wanted, argnums=(0, 1), has_aux=True)(*arguments)
+    assert relative_error(nll, nll_wanted) < 1e-6
+    for one, other in zip(found, exact, strict=True):
+        assert relative_error(one, other) < 1e-5
+    # Rows that have diverged stay those of their slot.
+    rows, hidden = arguments[0].at[0, 1].set(jnp.nan), jnp.nan_to_num(hidden)
+    found, nll = jax.grad(ours, argnums=(0, 1), has_aux=True)(rows, hidden)
+    mine = np.repeat(BLOCKS == 0, BLOCK)
+    assert np.isnan(nll[mine & is_target]).all()
+    assert np.isfinite(nll[~mine]).all() and np.isfinite(found[1][~mine]).all()
+    assert np.isfinite(found[0][1:]).all()

@@ -1,0 +1,154 @@
+"""Trained rows of tokens in a run, each job as if it were alone."""
+
+import json
+
+import numpy as np
+import pydantic
+import pytest
+import safetensors.numpy
+
+import jaxlora
+from jaxlora import LoraJob, RunConfig, Trainer, import_peft, merge_adapter
+from jaxlora.adapters.gguf_export import export_gguf
+from jaxlora.adapters.peft_export import TOKEN_ROWS_KEY
+from jaxlora.adapters.slots import SlotTable
+from jaxlora.errors import AdapterError, ConfigError
+from jaxlora.hf.names import linear_shapes
+from jaxlora.models.sharded import EMBEDDING
+from jaxlora.train.execute.step import CompiledSteps
+from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
+from tests.oracle import relative_error
+
+TOKENS = tuple(range(100, 120))
+
+
+def with_rows(job: LoraJob, tokens=TOKENS) -> LoraJob:
+    return job.replace(trainable_token_indices=tokens)
+
+
+def rows_of(outcome, name: str) -> np.ndarray:
+    folder = outcome.result.output_dir / "adapters" / name
+    path = folder / "adapter_model.safetensors"
+    return safetensors.numpy.load_file(path)[TOKEN_ROWS_KEY]
+
+
+def test_jobs_train_their_own_rows_as_if_alone(train, jobs, model, tmp_path):
+    first, second = with_rows(jobs[0]), with_rows(jobs[1], TOKENS[3:])
+    plain = jobs[3].replace(steps=2)
+    together = train([first, second, plain], microbatch_tokens=256)
+    alone = train([first, plain], microbatch_tokens=256)
+    assert_same_training(together, alone, [first.name, plain.name])
+    found, wanted = rows_of(together, first.name), rows_of(alone, first.name)
+    assert relative_error(found, wanted) < ROUNDING
+    start = np.asarray(model.params[EMBEDDING], np.float32)[list(TOKENS)]
+    assert (np.abs(found - start).max(axis=1) > 0).all()
+    assert relative_error(rows_of(together, second.name), start[3:]) > 1e-3
+    spec = alone.trainer.layout.stages[0].spec
+    assert spec.slots.num_token_rows == len(TOKENS)
+    with pytest.raises(ConfigError, match="has 21 trainable_token_indices, and the"):
+        alone.trainer.add_job(with_rows(jobs[2], (*TOKENS, 7)))
+    _check_slots_forget(spec, together, model)
+    _check_uses(together.result.output_dir / "adapters" / first.name, model, tmp_path)
+
+
+def _check_slots_forget(spec, outcome, model):
+    """A slot that was left has no tokens, so they are those of the base again."""
+    table = SlotTable(spec, CompiledSteps(spec).write_slot)
+    assert (np.asarray(table.settings.token_ids) == -1).all()
+    folder = outcome.result.output_dir / "adapters" / "job0"
+    table.load(1, import_peft(folder, linear_shapes(model.config)), "adamw")
+    np.testing.assert_array_equal(table.settings.token_ids[0, 1], TOKENS)
+    table.clear(1)
+    assert (np.asarray(table.settings.token_ids) == -1).all()
+
+
+def _check_uses(folder, model, tmp_path):
+    """Generation, the merged model, and what GGUF cannot hold."""
+    merged = merge_adapter(model.folder, folder, tmp_path / "merged")
+    merged = jaxlora.load_model(merged, dtype="float32")
+    texts = ["Abc", "xyz and so on"]
+    given = jaxlora.generate(model, texts, adapters=[folder], max_new_tokens=6)
+    wanted = jaxlora.generate(merged, texts, max_new_tokens=6)
+    for one, other in zip(given, wanted, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    with pytest.raises(AdapterError, match="has trainable_token_indices, and llama"):
+        export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    for tokens, match in (
+        ([*TOKENS[1:], 288], "a row of token 288, and the base model has 288 tokens"),
+        ([5], r"call for .* of shape \[1, 32\], and it has \[20, 32\]"),
+        (["a"], "wanted a list of tokens"),
+        ({"lm_head": [1]}, "only rows of embed_tokens"),
+    ):
+        path.write_text(json.dumps(config | {"trainable_token_indices": tokens}))
+        with pytest.raises(AdapterError, match=match):
+            merge_adapter(model.folder, folder, tmp_path / "other")
+
+
+@pytest.mark.needs_devices(2)
+def test_a_tied_head_needs_one_stage(two_layers, jobs, tmp_path):
+    config = RunConfig(
+        model=str(two_layers.folder),
+        output_dir=str(tmp_path),
+        jobs=[with_rows(jobs[0])],
+        mesh="stage=2",
+    )
+    with pytest.raises(ConfigError, match="Set a mesh of one stage, not stage=2"):
+        Trainer(config)
+
+
+@pytest.mark.grid
+@pytest.mark.needs_devices(4)
+def test_a_tied_head_on_replicas_and_shards(two_layers, jobs, tmp_path):
+    found = {}
+    for mesh in ("stage=1", "data=2,fsdp=2"):
+        config = RunConfig(
+            model=str(two_layers.folder),
+            output_dir=str(tmp_path / mesh),
+            jobs=[with_rows(jobs[0]), with_rows(jobs[1], TOKENS[5:])],
+            microbatch_tokens=256,
+            block_tokens=16,
+            dtype="float32",
+            mesh=mesh,
+        )
+        Trainer(config).train()
+        folders = (tmp_path / mesh / "adapters").rglob("*.safetensors")
+        found[mesh] = {p.parent.name: safetensors.numpy.load_file(p) for p in folders}
+    for name, tensors in found["stage=1"].items():
+        assert TOKEN_ROWS_KEY in tensors
+        for key, array in tensors.items():
+            assert relative_error(found["data=2,fsdp=2"][name][key], array) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"trainable_token_indices": [1, 2, 1]}, "token 1 occurs twice"),
+        ({"trainable_token_indices": {"lm_head": [1]}}, "not of lm_head"),
+        ({"trainable_token_indices": [-1]}, "trainable_token_indices"),
+        ({"trainable_token_indices": [1], "use_vera": True}, "cannot be combined with"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, match):
+    with pytest.raises((ConfigError, pydantic.ValidationError), match=match):
+        LoraJob(name="a", data={"path": "x"}, **settings)
+
+
+def test_both_forms_of_peft_are_read():
+    given = {"name": "a", "data": {"path": "x"}}
+    for tokens in ([3, 1], {"embed_tokens": [3, 1]}):
+        job = LoraJob(**given, trainable_token_indices=tokens)
+        assert job.trainable_token_indices == (3, 1)
+
+
+def test_optimizers_of_whole_matrices_are_refused(train, jobs):
+    job = with_rows(jobs[0]).replace(optimizer="muon")
+    with pytest.raises(ConfigError, match="cannot be combined with muon"):
+        train([job])
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(train, jobs):
+    with pytest.raises(ConfigError, match="has 288, and the base model has 288 tokens"):
+        train([with_rows(jobs[0], (288,))])
