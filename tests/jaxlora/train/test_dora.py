@@ -65,6 +65,9 @@ def on_meshes(jobs, tmp_path_factory):
     # A head of its own, as rows of a tied one would be on two stages.
     untied = tiny.CONFIG | {"num_hidden_layers": 2, "tie_word_embeddings": False}
     model = tiny.write_model(tmp_path_factory.mktemp("base") / "a", config=untied)
+    weights = safetensors.numpy.load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    safetensors.numpy.save_file(weights, model / "model.safetensors", {"format": "pt"})
     run[0] = run[0].replace(trainable_token_indices=(100, 101, 110))
     run.append(vera(jobs[3], steps=4, rank=6, projection_prng_key=5))
     copy = {"name": "copy", "clone_of": {"job": run[-1].name, "step": 2}}
