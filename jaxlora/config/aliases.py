@@ -85,6 +85,10 @@ _OPTIMIZER = (
     "adafactor."
 )
 _FROZEN = "Leave it out: the embedding, the head, norms and biases stay frozen."
+_WHOLE = (
+    "Leave it out: whole embeddings and heads stay frozen. For added tokens, set "
+    "trainable_token_indices."
+)
 _LOSS_ON = (
     "Set loss_on in data: completion trains on the answers only, last on the last one "
     "of a chat, all on every token."
@@ -234,9 +238,9 @@ OF_JOB = OtherNames(
         "evals_per_epoch": "Set eval_every, in optimizer steps.",
         "lora_target": "Set target_modules: a list of suffixes, or all-linear.",
         "lora_target_linear": "Set `target_modules: all-linear`.",
-        "modules_to_save": _FROZEN,
-        "lora_modules_to_save": _FROZEN,
-        "additional_target": _FROZEN,
+        "modules_to_save": _WHOLE,
+        "lora_modules_to_save": _WHOLE,
+        "additional_target": _WHOLE,
         "bias": _FROZEN,
         "lora_bias": _FROZEN,
         "lora_model_dir": "Set init_from: the PEFT folder to start from.",
