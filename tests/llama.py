@@ -9,7 +9,7 @@ from jaxlora.families.model_config import ModelConfig, Rope
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 
 LLAMA_8B = ModelConfig(
     model_type="llama",

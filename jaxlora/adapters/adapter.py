@@ -1,6 +1,7 @@
 """An adapter as a plain value on the host, at its real ranks."""
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 
@@ -179,6 +180,22 @@ class Adapter:
         if self.token_rows is not None:
             tensors[TOKEN_ROWS_PATH] = self.token_rows.rows
         return tensors
+
+    def fingerprint(self) -> str:
+        """Returns a hash of what is trained, and of what it is trained beside."""
+        digest = hashlib.sha256()
+        for name, weights in sorted(self.modules.items()):
+            digest.update(name.encode())
+            for tensor in tensors_with(self.is_set):
+                digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
+        if self.token_rows is not None:
+            digest.update(str(self.token_rows.ids).encode())
+            digest.update(self.token_rows.rows.tobytes())
+        if self.vera is not None:
+            digest.update(str(dataclasses.astuple(self.vera)).encode())
+        if self.score is not None:
+            digest.update(self.score.tobytes())
+        return digest.hexdigest()
 
     def check_tokens(self, vocab_size: int) -> None:
         """Checks that the base model has the tokens whose rows are trained.

@@ -15,7 +15,7 @@ from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_of, tensor_settings, unpadded
 
 NO_ADAPTER = 0  # the slot of the base model, which stays empty

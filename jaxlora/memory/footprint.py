@@ -13,7 +13,7 @@ from jaxlora.adapters.optimizers import OPTIMIZERS
 from jaxlora.memory.inputs import batch_shapes
 from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.scheduler import Limits
 
 # Copies of a slot's weights in float32, by each optimizer that mixes elements: 5 to 10

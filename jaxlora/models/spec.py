@@ -20,7 +20,7 @@ from jaxlora.models.sharded import base_specs, layer_bytes
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.models.token_rows import TOKEN_ROWS, TOKEN_ROWS_PATH
 from jaxlora.modules.base_param import BaseParam
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 from jaxlora.modules.vera import VeraTables
 from jaxlora.sharding.layerwise import compiler_options

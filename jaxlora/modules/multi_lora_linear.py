@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.quantized_kernel import QuantizedKernel, as_dense, make_kernel
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -23,7 +24,6 @@ from jaxlora.modules.trained_tensors import (
     VERA_D,
     TrainedTensor,
     common_rank,
-    trained_tensors,
     unpadded,
 )
 from jaxlora.modules.vera import chosen_pair, vera_pair
@@ -47,67 +47,6 @@ _keep_results = jax.checkpoint_policies.save_only_these_names(LINEAR_RESULTS)
 
 class SlotVariable(nnx.Variable):
     """A setting of each slot: data to the compiled step, never trained."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SlotShape:
-    """The slot tables of a layer.
-
-    Attributes:
-        num_slots: G, number of adapters that the tables hold.
-        rank: R, largest rank of a slot; smaller ones are zero-padded.
-        use_dropout: Whether training can drop features. It is compiled into the
-            programs; the rate of each slot is data.
-        settings: The settings of jobs for which there are tables; see
-            `TrainedTensor.setting`.
-        dora_dropout: Whether a slot can have both DoRA and dropout, which takes a
-            second product with W. It is compiled into the programs.
-        keeps_start: Whether a slot can hold an adapter of which half of the ranks is
-            fixed; see `jaxlora.adapters.initial`. It is compiled into the programs.
-        optimizers: Names of the optimizers of jobs, sorted, for whose state there are
-            tables; see `jaxlora.adapters.optimizers`.
-        has_score: Whether slots have a score head; see `jaxlora.models.score`.
-        num_token_rows: Largest number of rows of the embedding that a slot trains.
-        has_lora: Whether there are tables for A and B, beside those of VeRA. They are
-            as large in slots with VeRA, which do not need them.
-
-    Raises:
-        ValueError: A size is not positive.
-    """
-
-    num_slots: int
-    rank: int
-    use_dropout: bool = True
-    settings: tuple[str, ...] = ()
-    dora_dropout: bool = False
-    keeps_start: bool = False
-    optimizers: tuple[str, ...] = ("adamw",)
-    has_score: bool = False
-    num_token_rows: int = 0
-    has_lora: bool = True
-
-    @property
-    def tensors(self) -> tuple[TrainedTensor, ...]:
-        """The trained tensors for which there are tables."""
-
-        def is_here(tensor: TrainedTensor) -> bool:
-            if self.has_lora and tensor.unless is not None:
-                return True
-            return tensor.is_given(self.settings.__contains__)
-
-        return tuple(filter(is_here, trained_tensors()))
-
-    @property
-    def has_vera(self) -> bool:
-        """Whether there are tables for VeRA."""
-        return VERA_D in self.tensors
-
-    def __post_init__(self):
-        if self.num_slots < 1 or self.rank < 1:
-            raise ValueError(
-                f"num_slots and rank must be positive, got {self.num_slots} and "
-                f"{self.rank}."
-            )
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays

@@ -114,7 +114,7 @@ def test_a_setting_that_has_to_be_converted():
         ({"completion_only_loss": None}, r"Leave it out\.$"),
         ({"gradient_checkpointing": False}, r"Leave it out: nothing is recomputed"),
         ({"packing": False}, r"Leave it out: samples are always packed"),
-        ({"modules_to_save": None}, r"Leave it out: the embedding, the head"),
+        ({"modules_to_save": None}, r"Leave it out: whole embeddings and heads"),
     ],
 )
 def test_hints_answer_the_value(setting, hint):

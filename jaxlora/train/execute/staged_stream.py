@@ -15,7 +15,7 @@ from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, SlotKeys
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.global_arrays import everywhere
 from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b

@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
-from jaxlora.modules.trained_tensors import tensor_settings, tensors_with
+from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.problems import Problems
 
 _SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
@@ -119,7 +118,7 @@ class PreparedJob:
         return {
             "data_fingerprint": (stream or self.train_data).fingerprint,
             "eval_data_fingerprint": None if held_out is None else held_out.fingerprint,
-            "init_from_fingerprint": None if start is None else _hash_adapter(start),
+            "init_from_fingerprint": None if start is None else start.fingerprint(),
         } | ({} if stream is None else {"data_shards": stream.shards})
 
     @property
@@ -406,19 +405,3 @@ def longest_group(prepared: PreparedJob) -> int:
     """Returns the number of tokens of a job's longest group of samples."""
     data = filter(None, (prepared.train_data, prepared.eval_data))
     return max(one.longest_group for one in data)
-
-
-def _hash_adapter(adapter: Adapter) -> str:
-    digest = hashlib.sha256()
-    for name, weights in sorted(adapter.modules.items()):
-        digest.update(name.encode())
-        for tensor in tensors_with(adapter.is_set):
-            digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
-    if adapter.token_rows is not None:
-        digest.update(str(adapter.token_rows.ids).encode())
-        digest.update(adapter.token_rows.rows.tobytes())
-    if adapter.vera is not None:
-        digest.update(str(dataclasses.astuple(adapter.vera)).encode())
-    if adapter.score is not None:
-        digest.update(adapter.score.tobytes())
-    return digest.hexdigest()

@@ -11,7 +11,7 @@ from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention_table import ATTENTIONS
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.train.plan.kernel_choice import (
     KernelChoices,

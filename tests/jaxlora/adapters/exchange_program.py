@@ -24,7 +24,7 @@ from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs, Pending
 from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.memory.footprint import StageUse, num_bytes, optimizer_bytes
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.train.execute.step import CompiledSteps
 from tests.llama import LLAMA_1B, decoder

@@ -22,7 +22,7 @@ from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules import trained_tensors as tensors
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import TrainedTensor
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress

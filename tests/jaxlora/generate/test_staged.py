@@ -12,7 +12,7 @@ from jaxlora.hf.names import linear_path
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 

@@ -28,7 +28,7 @@ from jaxlora.memory.mesh import (
     measured_footprint,
 )
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
 from jaxlora.scheduler import Limits

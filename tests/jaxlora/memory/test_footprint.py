@@ -16,7 +16,7 @@ from jaxlora.memory.mesh import MeshStages, estimated_footprint, measured_footpr
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.step import CompiledSteps
 from tests.jaxlora.train import fused

@@ -33,7 +33,7 @@ from jaxlora.memory.mesh import (
 )
 from jaxlora.memory.planned import TRACED_ON
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.programs import key
 from jaxlora.programs.kept import KeptPrograms

@@ -15,7 +15,7 @@ from jaxlora.memory.footprint import Footprint, num_bytes
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels import BACKENDS
 from tests import tiny
 

@@ -11,7 +11,7 @@ from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.memory import estimate, planned
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
 from tests import tiny
 

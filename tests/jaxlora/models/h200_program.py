@@ -25,7 +25,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
 from jaxlora.sharding import layerwise

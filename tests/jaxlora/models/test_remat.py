@@ -14,7 +14,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.scheduler import Limits
 from tests import tiny
 

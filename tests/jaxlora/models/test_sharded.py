@@ -15,7 +15,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import SlotKeys, job_losses, run_stage
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.stage_passes import Pullback, split

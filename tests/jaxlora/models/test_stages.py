@@ -18,7 +18,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import JobLosses, SlotKeys, job_losses, run_stage
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from tests import tiny
 
 LAYERS, SLOTS, TOKENS = 3, 3, 64

@@ -21,7 +21,7 @@ from jaxlora.memory.footprint import Footprint, StagePrograms
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan import plan_run
 from jaxlora.run.folder import as_begun, write_run_record
 from jaxlora.run.identity import RunIdentity

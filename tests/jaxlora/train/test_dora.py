@@ -20,7 +20,7 @@ from jaxlora.memory.estimate import scratch_bytes, step_bytes
 from jaxlora.memory.footprint import StageUse, stage_resident
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import MAGNITUDE, VERA_B
 from jaxlora.pallas_kernels import Nf4Weight
 from jaxlora.train.plan.slot_spec import check_fits

@@ -25,7 +25,7 @@ from jaxlora.hf.config import model_config
 from jaxlora.memory.footprint import StageUse, stage_resident
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.train.saved.export import export_checkpoint
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests import tiny

@@ -17,7 +17,7 @@ from jaxlora.memory.footprint import StageUse, num_bytes, stage_resident
 from jaxlora.memory.inputs import settings_shapes
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import LORA_A, VERA_B, VERA_D
 from tests import tiny
 from tests.jaxlora.train.test_contracts import assert_same_training

@@ -1,0 +1,70 @@
+"""The shape of the slots of a run, which is compiled into its programs."""
+
+import dataclasses
+
+from jaxlora.modules.trained_tensors import (
+    VERA_D,
+    TrainedTensor,
+    trained_tensors,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SlotShape:
+    """The slot tables of a layer.
+
+    Attributes:
+        num_slots: G, number of adapters that the tables hold.
+        rank: R, largest rank of a slot; smaller ones are zero-padded.
+        use_dropout: Whether training can drop features. It is compiled into the
+            programs; the rate of each slot is data.
+        settings: The settings of jobs for which there are tables; see
+            `TrainedTensor.setting`.
+        dora_dropout: Whether a slot can have both DoRA and dropout, which takes a
+            second product with W. It is compiled into the programs.
+        keeps_start: Whether a slot can hold an adapter of which half of the ranks is
+            fixed; see `jaxlora.adapters.initial`. It is compiled into the programs.
+        optimizers: Names of the optimizers of jobs, sorted, for whose state there are
+            tables; see `jaxlora.adapters.optimizers`.
+        has_score: Whether slots have a score head; see `jaxlora.models.score`.
+        num_token_rows: Largest number of rows of the embedding that a slot trains.
+        has_lora: Whether there are tables for A and B, beside those of VeRA. They are
+            as large in slots with VeRA, which do not need them.
+
+    Raises:
+        ValueError: A size is not positive.
+    """
+
+    num_slots: int
+    rank: int
+    use_dropout: bool = True
+    settings: tuple[str, ...] = ()
+    dora_dropout: bool = False
+    keeps_start: bool = False
+    optimizers: tuple[str, ...] = ("adamw",)
+    has_score: bool = False
+    num_token_rows: int = 0
+    has_lora: bool = True
+
+    @property
+    def tensors(self) -> tuple[TrainedTensor, ...]:
+        """The trained tensors for which there are tables."""
+
+        def is_here(tensor: TrainedTensor) -> bool:
+            if self.has_lora and tensor.unless is not None:
+                return True
+            return tensor.is_given(self.settings.__contains__)
+
+        return tuple(filter(is_here, trained_tensors()))
+
+    @property
+    def has_vera(self) -> bool:
+        """Whether there are tables for VeRA."""
+        return VERA_D in self.tensors
+
+    def __post_init__(self):
+        if self.num_slots < 1 or self.rank < 1:
+            raise ValueError(
+                f"num_slots and rank must be positive, got {self.num_slots} and "
+                f"{self.rank}."
+            )
