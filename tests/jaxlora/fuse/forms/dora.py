@@ -97,6 +97,24 @@ def dora_of_peft_with_dropout(x, w, a, b, m, key):
     return x @ w + ((m - 1) * (dropped @ w) + m * ((dropped @ a) @ b) * SCALE)
 
 
+@form(trained="x a b bias m", m=(N,), w=(N, K), a=(R, K), b=(N, R))
+def whole_layer_of_peft(x, w, a, b, bias, m):
+    """PEFT's DoRA line by line, with torch's layouts and its detached norm."""
+    lora_weight = ((jnp.eye(K) @ a.T) @ b.T).T
+    norm = lax.stop_gradient(jnp.linalg.norm(w + SCALE * lora_weight, axis=1))
+    scale = (m / norm).reshape(1, -1)
+    result = x @ w.T + bias
+    base = result - bias
+    return result + ((scale - 1) * base + scale * ((x @ a.T) @ b.T) * SCALE)
+
+
+@form(trained="x d e", d=(R,), e=(N,), a=(R, K + 8), b=(N + 8, R), w=(N, K))
+def whole_layer_of_peft_with_vera(x, w, a, b, d, e):
+    """PEFT's VeRA line by line: each layer takes a part of the matrices."""
+    a, b = a[:, :K], b[:N]
+    return x @ w.T + e * ((d * (x @ a.T)) @ b.T)
+
+
 @form(trained="x a b c d m", m=(N,), c=(K, R), d=(R, N))
 def two_branches_with_one_magnitude(x, w, a, b, c, d, m):
     base = x @ w
