@@ -122,6 +122,26 @@ def test_all_mean_what_peft_means(model, tied_model, adapters):
         assert relative_error(logits, WANTED[f"{name}.logits"]) < 2e-5, name
 
 
+def test_a_slot_forgets_the_matrices_of_vera(model, adapters):
+    """The next job of the slot may have LoRA, and no matrices of its own."""
+    adapter = next(a for a in adapters.values() if a.vera is not None)
+    slots = SlotShape(num_slots=2, rank=8, settings=("use_vera",))
+    paths = tuple(sorted(map(linear_path, adapter.modules)))
+    options = DecoderOptions(dtype=model.dtype, max_segment_tokens=NUM_TOKENS)
+    spec = DecoderSpec(config=model.config, options=options, slots=slots, adapted=paths)
+    table = SlotTable(spec, CompiledSteps(spec).write_slot)
+    table.load(1, adapter, "adamw")
+    found = jax.device_get(table.settings.vera)
+    np.testing.assert_array_equal(found.is_used, [[False, True]])
+    rank = adapter.vera.rank
+    np.testing.assert_array_equal(found.a[0, 1, :, :rank], adapter.vera.a)
+    np.testing.assert_array_equal(found.b[0, 1, :rank], adapter.vera.b)
+    table.clear(1)
+    assert not any(
+        x.any() for x in jax.tree.leaves(jax.device_get(table.settings.vera))
+    )
+
+
 def test_the_same_settings_select_the_same_linears(model, adapters):
     """Ranks, alphas and layers by PEFT's names, of PEFT's own files."""
     same = "lora_alpha", "use_rslora", "target_modules", "rank_pattern"
