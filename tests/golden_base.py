@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import numpy as np
 import safetensors.numpy
 
 
@@ -13,6 +14,21 @@ def tied(base: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     (folder / "config.json").write_text(json.dumps(config))
     weights = safetensors.numpy.load_file(base / "model.safetensors")
     del weights["lm_head.weight"]
+    path = folder / "model.safetensors"
+    safetensors.numpy.save_file(weights, path, {"format": "pt"})
+    return folder
+
+
+def biased(base: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Writes the base with biases in attention, as make_variant_folders.py does."""
+    config = json.loads((base / "config.json").read_text())
+    config["attention_bias"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = safetensors.numpy.load_file(base / "model.safetensors")
+    for name in [n for n in weights if "self_attn" in n]:
+        number = int(name.split(".")[2])
+        bias = 0.3 * np.sin(np.arange(len(weights[name])) + number)
+        weights[name.replace("weight", "bias")] = bias.astype(np.float32)
     path = folder / "model.safetensors"
     safetensors.numpy.save_file(weights, path, {"format": "pt"})
     return folder

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.errors import AdapterError
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_path
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.models.token_rows import TOKEN_ROWS, TOKEN_ROWS_PATH
@@ -16,8 +17,10 @@ from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
+    TRAINED_BIAS,
     VERA_B,
     VERA_D,
+    TrainedTensor,
     tensor_paths,
     tensors_with,
     trained_tensors,
@@ -63,6 +66,10 @@ class LoraWeights:
                 raise ValueError(
                     f"the shapes {shapes} do not match each other and rank {self.rank}."
                 )
+
+    def in_order(self) -> list[TrainedTensor]:
+        """Its trained tensors, in the order of their table."""
+        return [t for t in trained_tensors() if t.name in self.tensors]
 
     @property
     def a(self) -> np.ndarray:
@@ -186,7 +193,7 @@ class Adapter:
         digest = hashlib.sha256()
         for name, weights in sorted(self.modules.items()):
             digest.update(name.encode())
-            for tensor in tensors_with(self.is_set):
+            for tensor in weights.in_order():
                 digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
         if self.token_rows is not None:
             digest.update(str(self.token_rows.ids).encode())
@@ -197,15 +204,21 @@ class Adapter:
             digest.update(self.score.tobytes())
         return digest.hexdigest()
 
-    def check_tokens(self, vocab_size: int) -> None:
-        """Checks that the base model has the tokens whose rows are trained.
-
-        Args:
-            vocab_size: Number of rows of its embedding.
+    def check_base(self, model: ModelConfig) -> None:
+        """Checks that the base model has the tokens and the biases that are trained.
 
         Raises:
             AdapterError: It lacks one.
         """
+        linears, vocab_size = model.linears(), model.vocab_size
+        for name, weights in self.modules.items():
+            path = linear_path(name)
+            has_bias = linears[path.split(".", 2)[2]].use_bias
+            if TRAINED_BIAS.name in weights.tensors and not has_bias:
+                raise AdapterError(
+                    f"the adapter has a bias of {name}, and this linear of the base "
+                    "model has none. Is it an adapter of another model?"
+                )
         if self.token_rows is None:
             return
         if (largest := max(self.token_rows.ids)) >= vocab_size:

@@ -1,8 +1,9 @@
 """The adapter that a new job starts from."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxlora.models.score import SCORE
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
+    TRAINED_BIAS,
     VERA_D,
     TrainedTensor,
     tensors_with,
@@ -34,6 +36,7 @@ def fresh_adapter(
     modules: Mapping[str, ModuleLora],
     kernels: Mapping[str, Any],
     dtype: DTypeLike = np.float32,
+    biases: Mapping[str, Any] = MappingProxyType({}),
 ) -> Adapter:
     """Makes the adapter that a new job starts from, with PEFT's initial values.
 
@@ -45,6 +48,7 @@ def fresh_adapter(
         modules: The modules that the job adapts.
         kernels: Frozen weight of each linear, K N, by module name.
         dtype: Dtype in which weights are multiplied.
+        biases: Frozen bias of each linear that has one, N, by module name.
     """
     # Programs on several devices must start in the same order on all, so no thread
     # runs them.
@@ -52,6 +56,8 @@ def fresh_adapter(
         name: _of_weight(job, module, kernels[name], _random(job, name), dtype)
         for name, module in modules.items()
     }
+    for name in modules.keys() & biases.keys():
+        made[name][TRAINED_BIAS.name] = np.asarray(everywhere(biases[name]))
 
     def drawn(name: str) -> dict[str, np.ndarray]:
         rng, rank = _random(job, name), modules[name].rank
@@ -60,11 +66,12 @@ def fresh_adapter(
             pair = draw(rng, kernels[name].shape, rank)
             tensors = dict(zip((LORA_A.name, LORA_B.name), pair, strict=True))
         tensors |= made[name]
-        for tensor in _tensors(job):
+        own = [t for t in _tensors(job) if name in biases or not t.needs_bias]
+        for tensor in own:
             if tensor.name not in tensors:
                 assert tensor.start is not None
                 tensors[tensor.name] = tensor.start(rng, kernels[name], rank)
-        return {t.name: tensors[t.name].astype(np.float32) for t in _tensors(job)}
+        return {t.name: tensors[t.name].astype(np.float32) for t in own}
 
     # NumPy draws without the interpreter's lock.
     with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as pool:
@@ -102,6 +109,7 @@ def blank_adapter(
     job: LoraJob,
     modules: Mapping[str, ModuleLora],
     kernels: Mapping[str, Any],
+    biases: Collection[str] = (),
 ) -> Adapter:
     """Makes an adapter with the shapes of `fresh_adapter`, whose zeros use no memory.
 
@@ -109,6 +117,7 @@ def blank_adapter(
         job: The job that the adapter is for.
         modules: The modules that the job adapts.
         kernels: Frozen weight of each linear, K N, or its shape, by module name.
+        biases: Names of the modules that have a bias.
     """
 
     def blank(name: str) -> dict[str, np.ndarray]:
@@ -116,6 +125,7 @@ def blank_adapter(
         return {
             tensor.name: np.broadcast_to(np.float32(0), tensor.shape(k, n, rank))
             for tensor in _tensors(job)
+            if name in biases or not tensor.needs_bias
         }
 
     return _adapter(job, modules, kernels, {name: blank(name) for name in modules})

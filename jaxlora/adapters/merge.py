@@ -16,6 +16,7 @@ from jaxlora.hf.files import model_folder, tokenizer_files
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.save import save_checkpoint
+from jaxlora.modules.trained_tensors import TRAINED_BIAS
 
 _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -35,7 +36,8 @@ def merge_adapter(
     """Writes `W + scaling * (A B)` for every adapted linear; other weights are copied.
 
     With DoRA, each column of the sum is scaled to the length of its magnitude. Trained
-    rows of tokens replace those of the embedding, and of a head that is tied to it.
+    rows of tokens replace those of the embedding, and of a head that is tied to it;
+    trained biases replace those of their linears.
 
     It computes in float32 and rounds once. Tensors are streamed: the host never holds
     more than one shard. Quantized linears are dequantized, also those without an
@@ -62,7 +64,7 @@ def merge_adapter(
     kernels = {s.path: s.shape for s in checkpoint.specs()}
     shapes = {n: kernels[f"{linear_path(n)}.kernel"] for n in linear_names(config)}
     adapter = import_peft(adapter_folder, shapes).as_lora(shapes)
-    adapter.check_tokens(config.vocab_size)
+    adapter.check_base(config)
     checkpoint.check()
     if checkpoint.quantized:
         dtype = dtype or "bfloat16"
@@ -93,6 +95,9 @@ def _merged(
                 if weights.magnitude is not None:
                     array *= _column_factors(array, weights.magnitude)[:, None]
             check_finite(array, f"{where}, merged,", ModelError, wanted)
+        of_bias = adapter.modules.get(name.removesuffix(".bias"))
+        if of_bias is not None and TRAINED_BIAS.name in of_bias.tensors:
+            array = of_bias.tensors[TRAINED_BIAS.name]
         if adapter.token_rows is not None and name in with_rows:
             array = array.astype(np.float32)
             array[list(adapter.token_rows.ids)] = adapter.token_rows.rows

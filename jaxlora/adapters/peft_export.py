@@ -26,7 +26,6 @@ from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     TOKEN_ROW_WEIGHTS,
     tensor_settings,
-    tensors_with,
 )
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ def export_peft(
     check_replaceable(folder, overwrite=overwrite)
     tensors = {}
     for name, weights in adapter.modules.items():
-        for tensor in tensors_with(adapter.is_set):
+        for tensor in weights.in_order():
             tensors[f"{PREFIX}{name}.{tensor.peft_name}"] = np.ascontiguousarray(
                 weights.tensors[tensor.name].T, np.float32
             )
@@ -115,7 +114,9 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
     given: dict[str, Any] = {s: adapter.is_set(s) for s in tensor_settings()}
-    del given["use_vera"]  # PEFT has a kind of its own for it
+    # PEFT has a kind of its own for VeRA, and another word for biases.
+    del given["use_vera"]
+    given["bias"] = "lora_only" if given.pop("train_bias") else "none"
     if (rows := adapter.token_rows) is not None:
         given["trainable_token_indices"] = list(rows.ids)
     return {

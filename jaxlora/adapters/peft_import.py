@@ -49,7 +49,7 @@ _READ = {
 _HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
-    "bias",  # "none" only, see below
+    "bias",  # see below
     "eva_config",
     "exclude_modules",
     "inference_mode",
@@ -248,11 +248,12 @@ def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
             raise AdapterError(
                 f"{path} has {key}={shown(config[key])}; wanted true or false."
             )
-    if config.get("bias") not in (None, "none"):
+    if config.get("bias") not in (None, "none", "lora_only"):
         raise AdapterError(
-            f"{path} sets bias={shown(config['bias'])}; only 'none' is supported: "
-            "biases stay frozen."
+            f"{path} sets bias={shown(config['bias'])}; only 'none' and 'lora_only' "
+            "are supported: other biases stay frozen."
         )
+    config["train_bias"] = config.get("bias") == "lora_only"
     known = {*_READ, *_HARMLESS, *tensor_settings(), "trainable_token_indices"}
     if set(config.get("modules_to_save") or ()) <= {SCORE, "classifier"}:
         known.add("modules_to_save")  # PEFT adds both to a sequence classifier
@@ -369,7 +370,7 @@ def _checked(
 ) -> dict[str, np.ndarray]:
     """Returns a module's tensors in our layout, float32, by our names."""
     for tensor in wanted:
-        if tensor.peft_name not in tensors:
+        if tensor.peft_name not in tensors and not tensor.needs_bias:
             raise AdapterError(f"{folder} lacks {name}.{tensor.peft_name}.")
     for tensor in trained_tensors():
         if tensor not in wanted and tensor.peft_name in tensors:
@@ -380,7 +381,9 @@ def _checked(
             )
     checked = {}
     for tensor in wanted:
-        array = tensors[tensor.peft_name]
+        array = tensors.get(tensor.peft_name)
+        if array is None:
+            continue
         k, n = linear_shape
         shape = tensor.shape(k, n, rank)[::-1]  # PEFT stores the transpose
         if array.shape != shape:

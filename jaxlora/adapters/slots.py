@@ -32,7 +32,7 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import Stack, to_paths
-from jaxlora.modules.trained_tensors import unpadded
+from jaxlora.modules.trained_tensors import TRAINED_BIAS, unpadded
 from jaxlora.sharding.global_arrays import everywhere, put, to_host
 
 # The compiled `read_slot_rows`.
@@ -92,6 +92,7 @@ class SlotTable:
             trained_rank=(
                 np.zeros(shape, np.int32) if spec.slots.keeps_start else None
             ),
+            trains_bias=np.zeros(shape, bool) if spec.slots.trains_bias else None,
             vera=jax.tree.map(_host_zeros, spec.vera_shapes()),
             token_ids=jax.tree.map(_host_zeros, spec.token_id_shape()),
         )
@@ -165,6 +166,9 @@ class SlotTable:
             if self._host_settings.trained_rank is not None:
                 trained = adapter.trained_rank(weights)
                 self._host_settings.trained_rank[place] = trained
+            if self._host_settings.trains_bias is not None:
+                trains_bias = TRAINED_BIAS.name in weights.tensors
+                self._host_settings.trains_bias[place] = trains_bias
         self._set_vera(slot, adapter)
         tokens, ids = adapter.token_rows, self._host_settings.token_ids
         if tokens is not None and ids is not None:

@@ -241,7 +241,7 @@ OF_JOB = OtherNames(
         "modules_to_save": _WHOLE,
         "lora_modules_to_save": _WHOLE,
         "additional_target": _WHOLE,
-        "bias": _FROZEN,
+        "bias": "Set `train_bias: true` for lora_only; other biases stay frozen.",
         "lora_bias": _FROZEN,
         "lora_model_dir": "Set init_from: the PEFT folder to start from.",
         "adapter_name_or_path": "Set init_from: the PEFT folder to start from.",

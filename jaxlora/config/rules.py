@@ -217,6 +217,7 @@ _NOT_OF_VERA = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "trainable_token_indices": (),
+    "train_bias": False,
 }
 
 

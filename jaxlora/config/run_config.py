@@ -95,6 +95,8 @@ class LoraJob(StrictModel):
         layers_pattern: Name of the list of layers, `layers`, as PEFT asks for it.
         trainable_token_indices: Tokens whose rows of the embedding are trained, too,
             and of a head that is tied to it; such as added tokens.
+        train_bias: Also train the biases of the adapted linears that have one, as
+            PEFT's `bias: lora_only`.
         rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
         alpha_pattern: lora_alpha of modules whose name matches the pattern.
         init_from: PEFT folder whose weights the adapter starts from.
@@ -167,6 +169,7 @@ class LoraJob(StrictModel):
     layers_to_transform: Indices = ()
     layers_pattern: Texts = ()
     trainable_token_indices: Indices = ()
+    train_bias: Bool = False
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
     init_from: str | None = None

@@ -16,7 +16,12 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import tensor_of, tensor_settings, unpadded
+from jaxlora.modules.trained_tensors import (
+    TRAINED_BIAS,
+    tensor_of,
+    tensor_settings,
+    unpadded,
+)
 
 NO_ADAPTER = 0  # the slot of the base model, which stays empty
 
@@ -39,7 +44,7 @@ def load_decoder(
     shapes = linear_shapes(model.config)
     adapters = tuple(adapter.as_lora(shapes) for adapter in adapters)
     for adapter in adapters:
-        adapter.check_tokens(model.config.vocab_size)
+        adapter.check_base(model.config)
     options = DecoderOptions(
         dtype=model.dtype, base_format=model.base_format, max_segment_tokens=1
     )
@@ -95,12 +100,14 @@ def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
     places = {path: i for i, path in enumerate(spec.adapted)}
     shape = len(places), len(adapters) + 1
     scaling, dropout = np.zeros((2, *shape), np.float32)
-    rank = np.zeros(shape, np.int32)
+    rank, trains_bias = np.zeros(shape, np.int32), np.zeros(shape, bool)
     for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
         for name, weights in adapter.modules.items():
             place = places[linear_path(name)], slot
             scaling[place], rank[place] = adapter.scaling(weights), weights.rank
+            trains_bias[place] = TRAINED_BIAS.name in weights.tensors
     ids = None
+    assert spec.slots is not None
     if (id_shape := spec.token_id_shape()) is not None:
         filled = np.full(id_shape.shape, -1, np.int32)
         for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
@@ -111,5 +118,6 @@ def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
         scaling=jnp.asarray(scaling),
         dropout=jnp.asarray(dropout),
         rank=jnp.asarray(rank),
+        trains_bias=jnp.asarray(trains_bias) if spec.slots.trains_bias else None,
         token_ids=ids,
     )

@@ -71,12 +71,14 @@ def settings_shapes(spec: DecoderSpec) -> SlotSettings:
     shape = len(spec.adapted), spec.slots.num_slots
     each: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     rank: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    is_set: Any = jax.ShapeDtypeStruct(shape, jnp.bool_)
     ids: Any = spec.token_id_shape()
     return SlotSettings(
         scaling=each,
         dropout=each,
         rank=rank,
         trained_rank=rank if spec.slots.keeps_start else None,
+        trains_bias=is_set if spec.slots.trains_bias else None,
         vera=spec.vera_shapes(),
         token_ids=ids,
     )

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
@@ -45,6 +45,7 @@ class SlotSettings:
         rank: Rank of the slot's adapter there; 0 where it does not adapt.
         trained_rank: Ranks that are trained; the others are fixed. None: all are, as
             no slot keeps its first weights.
+        trains_bias: Whether the slot trains the linear's bias; None: no slot does.
         vera: Matrices of VeRA, which all linears share; None: no slot has VeRA.
         token_ids: Tokens whose rows a slot trains; -1: none. None: no slot does, or
             not on this stage.
@@ -54,6 +55,7 @@ class SlotSettings:
     dropout: Float[Array | np.ndarray, "M G"]
     rank: Int[Array | np.ndarray, "M G"]
     trained_rank: Int[Array | np.ndarray, "M G"] | None = None
+    trains_bias: Bool[Array | np.ndarray, "M G"] | None = None
     vera: VeraTables | None = None
     token_ids: Int[Array | np.ndarray, "1 G E"] | None = None
 

@@ -16,10 +16,12 @@ from jaxtyping import Array, Float, Int
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.quantized_kernel import QuantizedKernel, as_dense, make_kernel
 from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.trained_bias import with_trained_bias
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
+    TRAINED_BIAS,
     VERA_B,
     VERA_D,
     TrainedTensor,
@@ -117,6 +119,7 @@ class MultiLoraLinear(nnx.Module):
             input features; absent without VeRA, as are the next two.
         vera_b: Expand matrices of VeRA, G R N, likewise.
         has_vera: Whether each slot has VeRA, G.
+        trains_bias: Whether each slot trains the bias, G; absent if none does.
     """
 
     lora_a: nnx.LoRAParam
@@ -125,6 +128,7 @@ class MultiLoraLinear(nnx.Module):
     vera_a: SlotVariable
     vera_b: SlotVariable
     has_vera: SlotVariable
+    trains_bias: SlotVariable
     dora_norms: SlotVariable | None
 
     def __init__(
@@ -174,7 +178,7 @@ class MultiLoraLinear(nnx.Module):
         if slots is None:
             return
         g = slots.num_slots
-        for tensor in slots.tensors:
+        for tensor in self._tensors:
             shape = g, *tensor.shape(k, n, slots.rank)
             setattr(self, tensor.name, nnx.LoRAParam(jnp.zeros(shape, jnp.float32)))
         self.scaling = SlotVariable(jnp.zeros((g,), jnp.float32))
@@ -187,6 +191,15 @@ class MultiLoraLinear(nnx.Module):
             self.vera_a = SlotVariable(jnp.zeros((g, k, slots.rank), jnp.float32))
             self.vera_b = SlotVariable(jnp.zeros((g, slots.rank, n), jnp.float32))
             self.has_vera = SlotVariable(jnp.zeros((g,), jnp.bool_))
+        if slots.trains_bias:
+            self.trains_bias = SlotVariable(jnp.zeros((g,), jnp.bool_))
+
+    @property
+    def _tensors(self) -> tuple[TrainedTensor, ...]:
+        """The trained tensors for which there are tables here."""
+        assert self.slots is not None
+        has_bias = self.bias is not None
+        return tuple(t for t in self.slots.tensors if has_bias or not t.needs_bias)
 
     def load_slot(
         self,
@@ -195,6 +208,7 @@ class MultiLoraLinear(nnx.Module):
         scaling: float,
         dropout: float = 0.0,
         vera: tuple[np.ndarray, np.ndarray] | None = None,
+        trains_bias: bool = False,
     ) -> None:
         """Puts an adapter into a slot, in place.
 
@@ -205,6 +219,7 @@ class MultiLoraLinear(nnx.Module):
             scaling: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA.
             dropout: Dropout rate of the LoRA path.
             vera: Matrices of VeRA, K r and r N; None: the adapter is not VeRA.
+            trains_bias: Whether the adapter trains the bias.
 
         Raises:
             ValueError: The layer has no slots, a tensor is missing, or the slot or the
@@ -215,13 +230,13 @@ class MultiLoraLinear(nnx.Module):
         num_slots, largest = self.slots.num_slots, self.slots.rank
         if not 0 <= slot < num_slots:
             raise ValueError(f"slot {slot} is not one of the {num_slots} slots.")
-        rank = common_rank(self.slots.tensors, tensors)
+        rank = common_rank(self._tensors, tensors)
         if rank is None or rank > largest:
             shapes = " and ".join(str(array.shape) for array in tensors)
             raise ValueError(
                 f"tensors of shapes {shapes} must share a rank of at most {largest}."
             )
-        for tensor, value in zip(self.slots.tensors, tensors, strict=True):
+        for tensor, value in zip(self._tensors, tensors, strict=True):
             variable = getattr(self, tensor.name)
             rows = jnp.zeros(variable.shape[1:], jnp.float32)
             rows = rows.at[unpadded(value.shape)].set(value)
@@ -232,6 +247,7 @@ class MultiLoraLinear(nnx.Module):
             (self.rank, rank),
             *([(self.trained_rank, rank)] if self.slots.keeps_start else []),
             *([(self.has_vera, vera is not None)] if self.slots.has_vera else []),
+            *([(self.trains_bias, trains_bias)] if self.slots.trains_bias else []),
         ):
             variable[...] = variable[...].at[slot].set(value)
         if vera is not None:
@@ -337,7 +353,7 @@ class MultiLoraLinear(nnx.Module):
 
     def _projection(self, x: Float[Array, "T K"], routing: Routing) -> Projection:
         assert self.slots is not None
-        own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B
+        own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B, TRAINED_BIAS
         a, b = self._matrices()
         return Projection(
             w=self._weight,
@@ -355,6 +371,16 @@ class MultiLoraLinear(nnx.Module):
             },
             settings=routing.settings.get(self.place),
         )
+
+    def _with_trained_bias(
+        self, y: Float[Array, "T N"], routing: Routing
+    ) -> Float[Array, "T N"]:
+        assert self.slots is not None
+        if self.bias is None or not self.slots.trains_bias:
+            return y
+        table, is_used = getattr(self, TRAINED_BIAS.name)[...], self.trains_bias[...]
+        blocks = routing.block_adapter
+        return with_trained_bias(y, self.bias[...], table, is_used, blocks)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -391,7 +417,9 @@ def apply_together(
         made = _apply([linears[i] for i in places], x, routing)
         outputs |= zip(places, made, strict=True)
     return [
-        linear._frozen(x, routing) if linear.slots is None else outputs[i]
+        linear._frozen(x, routing)
+        if linear.slots is None
+        else linear._with_trained_bias(outputs[i], routing)
         for i, linear in enumerate(linears)
     ]
 

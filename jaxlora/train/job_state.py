@@ -379,6 +379,8 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
         name: kernel_of(model.params, f"{linear_path(name)}.kernel", model.base_format)
         for name in prepared.modules
     }
+    paths = {name: f"{linear_path(name)}.bias" for name in prepared.modules}
+    biases = {n: model.params[p] for n, p in paths.items() if p in model.params}
     given = prepared.settings, prepared.modules, kernels
 
     def whole(adapter: Adapter, rows: TokenRowValues | None) -> Adapter:
@@ -392,8 +394,8 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
 
     def draw() -> Adapter:
         rows = fresh_rows(ids, table) if ids else None
-        return whole(fresh_adapter(*given, model.dtype), rows)
+        return whole(fresh_adapter(*given, model.dtype, biases), rows)
 
     blank = np.broadcast_to(np.float32(0), (len(ids), table.shape[1]))
     rows = TokenRowValues(ids, blank) if ids else None
-    return JobState(prepared, whole(blank_adapter(*given), rows), draw)
+    return JobState(prepared, whole(blank_adapter(*given, biases), rows), draw)

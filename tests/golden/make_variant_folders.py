@@ -23,7 +23,7 @@ from make_peft_run import VOCAB, save, tie
 
 OUT = pathlib.Path(__file__).parent / "variant_folders"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-NUM_DORA, NUM_VERA, NUM_PISSA, NUM_ROWS = 24, 12, 8, 4
+NUM_DORA, NUM_VERA, NUM_PISSA, NUM_ROWS, NUM_BIAS = 24, 12, 8, 4, 2
 
 
 def random_settings(draw: random.Random) -> dict:
@@ -122,6 +122,35 @@ def make_pissa(name: str, seed: int, wanted: dict) -> None:
     record(name, model, wanted)
 
 
+def biased_base():
+    """The base with biases in attention; tests/golden_base.py makes the same."""
+    model = base()
+    for number, layer in enumerate(model.model.layers):
+        for linear in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            module = getattr(layer.self_attn, linear)
+            values = 0.3 * np.sin(np.arange(module.out_features) + number)
+            module.bias = torch.nn.Parameter(torch.tensor(values, dtype=torch.float32))
+    return model
+
+
+def make_bias(name: str, seed: int, wanted: dict) -> None:
+    """Saves LoRA with trained biases; the second one has DoRA, too."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        bias="lora_only",
+        use_dora=bool(seed % 2),
+        r=3,
+        target_modules=["q_proj", "o_proj", "up_proj"],
+    )
+    model = peft.get_peft_model(biased_base(), config)
+    for key, weight in model.named_parameters():
+        if "lora_B" in key or (key.endswith("bias") and weight.requires_grad):
+            torch.nn.init.normal_(weight, std=0.3)
+    save(model, OUT / name)
+    record(name, model, wanted)
+
+
 def make_rows(name: str, seed: int, wanted: dict) -> None:
     """Saves trained rows of tokens; the head of odd ones is tied to the embedding."""
     torch.manual_seed(seed)
@@ -160,6 +189,8 @@ if __name__ == "__main__":
         make_pissa(f"pissa{number:02}", 200 + number, wanted)
     for number in range(NUM_ROWS):
         make_rows(f"rows{number:02}", 300 + number, wanted)
+    for number in range(NUM_BIAS):
+        make_bias(f"bias{number:02}", 400 + number, wanted)
     np.savez_compressed(OUT / "wanted.npz", **wanted)
     for file in OUT.rglob("*.safetensors"):
         file.chmod(0o644)

@@ -16,6 +16,7 @@ from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
+    TRAINED_BIAS,
     VERA_B,
     VERA_D,
 )
@@ -175,8 +176,8 @@ def kernels_unsupported(
 ) -> str | None:
     """Returns why a back end cannot run some adapted linear, or None if it can."""
     assert spec.slots is not None
-    # Magnitudes are applied after the kernels, and VeRA's vectors before them.
-    own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B
+    # VeRA's vectors are applied before the kernels, magnitudes and biases after them.
+    own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B, TRAINED_BIAS
     extra = tuple(t.name for t in spec.slots.tensors if t not in own)
     for path in spec.adapted:
         linear = spec.linear(path)

@@ -15,7 +15,12 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.fresh import fresh_score
 from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.adapters.peft_import import import_peft
-from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
+from jaxlora.adapters.targets import (
+    ModuleLora,
+    check_biases,
+    check_ranks,
+    resolve_targets,
+)
 from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
@@ -306,13 +311,14 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     if job.init_from is None:
         modules = resolve_targets(job, tuple(shapes))
         check_ranks(job, modules, shapes)
+        check_biases(job, modules, model)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
         return ChosenModules(modules=modules, start=None)
     has_score = find_objective(job.objective).has_score
     size = model.hidden_size if has_score else None
     start = import_peft(job.init_from, shapes, score_size=size)
-    start.check_tokens(model.vocab_size)
+    start.check_base(model)
     start = dataclasses.replace(start, dropout=job.dropout)
     if has_score and start.score is None:
         start = dataclasses.replace(start, score=fresh_score(job, model.hidden_size))

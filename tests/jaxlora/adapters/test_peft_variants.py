@@ -3,7 +3,6 @@
 The golden files are those of tests/golden/make_variant_folders.py.
 """
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -33,8 +32,9 @@ from jaxlora.errors import AdapterError
 from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.loss import head_logits
+from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.train.execute.step import CompiledSteps
-from tests.golden_base import tied
+from tests.golden_base import biased, tied
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -52,19 +52,20 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def tied_folder(tmp_path_factory):
-    """The base whose head is its embedding."""
-    return tied(BASE, tmp_path_factory.mktemp("tied"))
+def bases(tmp_path_factory) -> dict[str, pathlib.Path]:
+    """The base models of the golden adapters, by the word that `base_of` returns."""
+    return {
+        "plain": BASE,
+        "tied": tied(BASE, tmp_path_factory.mktemp("tied")),
+        "biased": biased(BASE, tmp_path_factory.mktemp("biased")),
+    }
 
 
-@pytest.fixture(scope="module")
-def tied_model(tied_folder):
-    return load_model(tied_folder, dtype="float32")
-
-
-def is_tied(name: str) -> bool:
-    """Whether the golden adapter is of the base with a tied head."""
-    return name in ("rows01", "rows03")
+def base_of(name: str) -> str:
+    """The base model of a golden adapter."""
+    if name in ("rows01", "rows03"):
+        return "tied"
+    return "biased" if name.startswith("bias") else "plain"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def logits_of(model, adapters) -> dict[str, np.ndarray]:
     shape = SlotShape(
         num_slots=len(adapters),
         rank=8,
-        settings=("use_dora", "use_vera"),
+        settings=tensor_settings(),
         num_token_rows=6,
     )
     paths = {
@@ -112,11 +113,13 @@ def logits_of(model, adapters) -> dict[str, np.ndarray]:
     return dict(zip(adapters, np.split(out, len(adapters)), strict=True))
 
 
-def test_all_mean_what_peft_means(model, tied_model, adapters):
+def test_all_mean_what_peft_means(bases, adapters):
     """In one microbatch, with different ranks, layers and linears."""
     assert len(adapters) >= 40
-    found = logits_of(model, {n: a for n, a in adapters.items() if not is_tied(n)})
-    found |= logits_of(tied_model, {n: a for n, a in adapters.items() if is_tied(n)})
+    found = {}
+    for word, folder in bases.items():
+        own = {name: a for name, a in adapters.items() if base_of(name) == word}
+        found |= logits_of(load_model(folder, dtype="float32"), own)
     assert found.keys() == adapters.keys()
     for name, logits in found.items():
         assert relative_error(logits, WANTED[f"{name}.logits"]) < 2e-5, name
@@ -153,6 +156,7 @@ def test_the_same_settings_select_the_same_linears(model, adapters):
         config = json.loads(path.read_text())
         given = {key: config[key] for key in same if config.get(key) is not None}
         given["use_vera"] = config["peft_type"] == "VERA"
+        given["train_bias"] = config["bias"] == "lora_only"
         num_with_layers += "layers_to_transform" in given
         job = LoraJob(name="a", data={"path": "x"}, **given)
         chosen = resolve_targets(job, list(linear_shapes(model.config)))
@@ -162,18 +166,18 @@ def test_the_same_settings_select_the_same_linears(model, adapters):
     assert num_with_layers > 5
 
 
-def test_merged_models_equal_those_of_peft(model, tied_folder, adapters, tmp_path):
+def test_merged_models_equal_those_of_peft(model, bases, adapters, tmp_path):
     merged, names = {}, [n for n in adapters if n.endswith(("00", "01"))]
     for name in names:
-        base = tied_folder if is_tied(name) else BASE
-        folder = merge_adapter(base, GOLDEN / "variant_folders" / name, tmp_path / name)
-        merged[name] = load_model(folder, dtype="float32").params
+        folder = GOLDEN / "variant_folders" / name
+        folder = merge_adapter(bases[base_of(name)], folder, tmp_path / name)
+        merged[name] = load_model(folder, dtype="float32")
     rows = jnp.arange(NUM_TOKENS)
 
     @functools.partial(jax.jit, static_argnums=2)
-    def run(base, tokens, has_head):
+    def run(base, tokens, config):
         spec = DecoderSpec(
-            config=dataclasses.replace(model.config, tie_embeddings=not has_head),
+            config=config,
             options=DecoderOptions(dtype=model.dtype, max_segment_tokens=NUM_TOKENS),
         )
         routing = Routing(block_adapter=jnp.zeros(1, jnp.int32))
@@ -183,7 +187,8 @@ def test_merged_models_equal_those_of_peft(model, tied_folder, adapters, tmp_pat
         return hidden @ (head.T if transposed else head)
 
     for name in names:
-        found = run(merged[name], WANTED[f"{name}.tokens"], not is_tied(name))
+        own = merged[name]
+        found = run(own.params, WANTED[f"{name}.tokens"], own.config)
         assert relative_error(found, WANTED[f"{name}.merged"]) < 2e-5, name
         assert relative_error(found, WANTED[f"{name}.logits"]) < 2e-5, name
 
