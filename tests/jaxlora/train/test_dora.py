@@ -21,10 +21,11 @@ from jaxlora.memory.footprint import StageUse, stage_resident
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import MAGNITUDE, VERA_B
+from jaxlora.modules.trained_tensors import MAGNITUDE, TRAINED_BIAS, VERA_B
 from jaxlora.pallas_kernels import Nf4Weight
 from jaxlora.train.plan.slot_spec import check_fits
 from tests import tiny
+from tests.golden_base import biased
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.jaxlora.train.test_vera import vera
@@ -68,6 +69,8 @@ def on_meshes(jobs, tmp_path_factory):
     weights = safetensors.numpy.load_file(model / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     safetensors.numpy.save_file(weights, model / "model.safetensors", {"format": "pt"})
+    model = biased(model, model)
+    run[2] = run[2].replace(train_bias=True, target_modules=["k_proj", "up_proj"])
     run[0] = run[0].replace(trainable_token_indices=(100, 101, 110))
     run.append(vera(jobs[3], steps=4, rank=6, projection_prng_key=5))
     copy = {"name": "copy", "clone_of": {"job": run[-1].name, "step": 2}}
@@ -114,6 +117,8 @@ def test_a_resumed_run_ends_in_the_same_bits_on_any_mesh(on_meshes):
         is_vera = name in ("job3", "copy")
         assert any(VERA_B.peft_name in key for key in tensors) == is_vera
         assert (TOKEN_ROWS_KEY in tensors) == (name == "job0")
+        has_bias = any(TRAINED_BIAS.peft_name in key for key in tensors)
+        assert has_bias == (name == "job2")
         for key, array in tensors.items():
             assert relative_error(whole[name][key], array) < ROUNDING, key
 
