@@ -219,6 +219,17 @@ def test_llama_factory(migrated):
     assert {"template", "val_size"} <= migration.left_out.keys()
 
 
+def test_tokens_and_biases_of_peft(migrated):
+    given = json.loads(PEFT) | {
+        "bias": "lora_only",
+        "trainable_token_indices": {"embed_tokens": [7, 5]},
+    }
+    migration, run = migrated(json.dumps(given))
+    (job,) = run.jobs
+    assert job.train_bias and job.trainable_token_indices == (7, 5)
+    assert not {"bias", "trainable_token_indices"} & migration.left_out.keys()
+
+
 def test_vera_of_peft(migrated):
     given = {"peft_type": "VERA", "r": 64, "vera_dropout": 0.1, "d_initial": 0.2}
     text = json.dumps(

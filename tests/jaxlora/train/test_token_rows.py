@@ -1,4 +1,4 @@
-"""Trained rows of tokens in a run, each job as if it were alone."""
+"""Trained rows of tokens and biases in a run, each job as if it were alone."""
 
 import json
 
@@ -8,14 +8,23 @@ import pytest
 import safetensors.numpy
 
 import jaxlora
-from jaxlora import LoraJob, RunConfig, Trainer, import_peft, merge_adapter
+from jaxlora import (
+    LoraJob,
+    RunConfig,
+    Trainer,
+    import_peft,
+    load_model,
+    merge_adapter,
+)
 from jaxlora.adapters.gguf_export import export_gguf
 from jaxlora.adapters.peft_export import TOKEN_ROWS_KEY
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.hf.names import linear_shapes
+from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.sharded import EMBEDDING
+from jaxlora.modules.trained_tensors import TRAINED_BIAS
 from jaxlora.train.execute.step import CompiledSteps
+from tests.golden_base import biased
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
@@ -32,8 +41,19 @@ def rows_of(outcome, name: str) -> np.ndarray:
     return safetensors.numpy.load_file(path)[TOKEN_ROWS_KEY]
 
 
-def test_jobs_train_their_own_rows_as_if_alone(train, jobs, model, tmp_path):
+@pytest.fixture(scope="module")
+def model(two_layers, tmp_path_factory):
+    """With biases in attention, which jobs train, too, and a tied head."""
+    folder = tmp_path_factory.mktemp("base")
+    for path in two_layers.folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return load_model(biased(two_layers.folder, folder), dtype="float32")
+
+
+def test_jobs_train_their_own_rows_and_biases_as_if_alone(train, jobs, model, tmp_path):
+    biases = {"train_bias": True, "target_modules": "all-linear"}
     first, second = with_rows(jobs[0]), with_rows(jobs[1], TOKENS[3:])
+    first = first.replace(**biases)
     plain = jobs[3].replace(steps=2)
     together = train([first, second, plain], microbatch_tokens=256)
     alone = train([first, plain], microbatch_tokens=256)
@@ -43,6 +63,14 @@ def test_jobs_train_their_own_rows_as_if_alone(train, jobs, model, tmp_path):
     start = np.asarray(model.params[EMBEDDING], np.float32)[list(TOKENS)]
     assert (np.abs(found - start).max(axis=1) > 0).all()
     assert relative_error(rows_of(together, second.name), start[3:]) > 1e-3
+    for name, weights in together.adapters[first.name].items():
+        has_bias = "self_attn" in name
+        assert (TRAINED_BIAS.name in weights.tensors) == has_bias
+        if has_bias:
+            frozen = np.asarray(model.params[f"{linear_path(name)}.bias"])
+            assert (weights.tensors[TRAINED_BIAS.name] != frozen).all()
+    for weights in together.adapters[second.name].values():
+        assert TRAINED_BIAS.name not in weights.tensors
     spec = alone.trainer.layout.stages[0].spec
     assert spec.slots.num_token_rows == len(TOKENS)
     with pytest.raises(ConfigError, match="has 21 trainable_token_indices, and the"):
@@ -72,7 +100,7 @@ def _check_uses(folder, model, tmp_path):
     for one, other in zip(given, wanted, strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
-    with pytest.raises(AdapterError, match="has trainable_token_indices, and llama"):
+    with pytest.raises(AdapterError, match="has train_bias, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -134,6 +162,16 @@ def test_a_tied_head_on_replicas_and_shards(two_layers, jobs, tmp_path):
 def test_settings_that_do_not_fit(settings, match):
     with pytest.raises((ConfigError, pydantic.ValidationError), match=match):
         LoraJob(name="a", data={"path": "x"}, **settings)
+
+
+def test_a_base_without_biases_has_none_to_train(two_layers, jobs, tmp_path):
+    config = RunConfig(
+        model=str(two_layers.folder),
+        output_dir=str(tmp_path),
+        jobs=[jobs[0].replace(train_bias=True)],
+    )
+    with pytest.raises(ConfigError, match="none of the linears that it adapts has a b"):
+        Trainer(config)
 
 
 def test_both_forms_of_peft_are_read():

@@ -19,6 +19,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import LORA_A, VERA_B, VERA_D
+from jaxlora.train.plan.slot_spec import check_fits
 from tests import tiny
 from tests.jaxlora.train.test_contracts import assert_same_training
 
@@ -34,16 +35,18 @@ def test_jobs_train_beside_vera_as_if_alone(train, jobs):
     first, third = vera(jobs[0]), vera(jobs[2], rank=3, projection_prng_key=3)
     dora = jobs[1].replace(use_dora=True)
     together = train([first, dora, third])
-    lora, alone = train([dora]), train([first, third], microbatch_tokens=256)
-    assert_same_training(together, lora, [dora.name])
+    alone = train([first, third], microbatch_tokens=256)
     assert_same_training(together, alone, [first.name, third.name])
     slots = alone.trainer.layout.stages[0].spec.slots
     assert slots.tensors == (VERA_D, VERA_B)
     assert LORA_A in together.trainer.layout.stages[0].spec.slots.tensors
     with pytest.raises(ConfigError, match="for jobs with use_vera alone"):
         alone.trainer.add_job(jobs[4])
+    spec = together.trainer.layout.stages[0].spec
+    without = dataclasses.replace(spec.slots, settings=("use_dora",))
+    spec = dataclasses.replace(spec, slots=without)
     with pytest.raises(ConfigError, match="has use_vera, and the slots of this run"):
-        lora.trainer.add_job(first)
+        check_fits(together.trainer.jobs[0].prepared, spec, 512)
 
 
 def test_adafactor_clips_by_the_mean_over_the_own_rank():
@@ -64,7 +67,7 @@ def test_adafactor_clips_by_the_mean_over_the_own_rank():
         ({"use_dora": True}, "use_dora=True cannot be combined with use_vera"),
         ({"lora_alpha": 16}, "Leave lora_alpha out of this job"),
         ({"rank_pattern": {"q_proj": 2}}, "VeRA has one rank"),
-        ({"init_lora_weights": "pissa"}, "nor A and B to train"),
+        ({"init_lora_weights": "pissa"}, "nothing but its vectors to train"),
         ({"use_vera": False, "projection_prng_key": 1}, "set use_vera: true"),
         ({"projection_prng_key": 2**32}, "projection_prng_key"),
         ({"d_initial": 0}, "d_initial"),
