@@ -23,6 +23,7 @@ new one until they agree.
 """
 
 import dataclasses
+import heapq
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -35,7 +36,8 @@ from jaxlora.scheduler.replicas.steps import Steps
 
 _MAX_NODES = 2000  # of each program
 _MAX_PROGRAMS = 4
-_MAX_ROUNDS = 8  # of the search around a solution
+_MAX_ROUNDS = 6  # of the search around a solution
+_MAX_NEAR = 12  # deployments of a round that are looked at closely
 _SAMPLES_TRIED = 50_000  # dispatched in trial steps
 _MAX_TRIALS = 6
 
@@ -97,29 +99,7 @@ def plan_deployment(
             break
     assert counts is not None, "the first program has a solution"
     deployment = Deployment(kinds=tuple(kinds), counts=counts)
-    return _tried(deployment, batches, float(steps.bounds(counts).mean()), bound)
-
-
-def best_uniform(
-    kinds: Sequence[ReplicaKind], num_gpus: int, batches: Sequence[np.ndarray]
-) -> PlannedDeployment:
-    """Chooses the best replicas of one kind, which must hold the longest sample.
-
-    Its `bound` is that of this deployment.
-
-    Raises:
-        ValueError: The longest sample fits into no replica that the GPUs suffice for.
-    """
-    batches = [np.asarray(batch) for batch in batches if len(batch)]
-    kinds = [k for k in kinds if k.num_gpus <= num_gpus]
-    longest = check_fit(kinds, batches)
-    found = []
-    for kind in kinds:
-        if kind.longest >= longest:
-            one = Deployment(kinds=(kind,), counts=(num_gpus // kind.num_gpus,))
-            bound = float(Steps((kind,), batches).bounds(one.counts).mean())
-            found.append(_tried(one, batches, bound, bound))
-    return min(found, key=lambda one: one.seconds)
+    return try_steps(deployment, batches, float(steps.bounds(counts).mean()), bound)
 
 
 def useful_kinds(
@@ -149,7 +129,7 @@ def useful_kinds(
     return tuple(kept)
 
 
-def _tried(
+def try_steps(
     deployment: Deployment, batches: Sequence[np.ndarray], mean: float, bound: float
 ) -> PlannedDeployment:
     """Predicts a mean step from the bounds of all steps, and some that are dispatched.
@@ -261,17 +241,19 @@ class _Program:
 def _climb(
     counts: tuple[int, ...], steps: Steps, num_gpus: int
 ) -> tuple[tuple[int, ...], float]:
-    """Improves a deployment until no neighbor has a lower mean of the steps' bounds.
+    """Improves a deployment until none nearby has a lower mean of the steps' bounds.
 
-    The program knows the mean step alone, and steps differ.
+    The program knows the mean step alone, and steps differ. Deployments are nearby if
+    two moves of GPUs between kinds make one of the other.
     """
+    rough = lambda one: (float(steps.bounds(one, quick=True).mean()), one)
     best = float(steps.bounds(counts).mean())
     for _ in range(_MAX_ROUNDS):
-        found = {
-            near: float(steps.bounds(near).mean())
-            for near in _neighbors(counts, steps, num_gpus)
-        }
-        nearest = min(found, key=lambda near: (found[near], near), default=counts)
+        near = set(_neighbors(counts, steps, num_gpus))
+        near |= {far for one in near for far in _neighbors(one, steps, num_gpus)}
+        promising = heapq.nsmallest(_MAX_NEAR, near - {counts}, key=rough)
+        found = {one: float(steps.bounds(one).mean()) for one in promising}
+        nearest = min(found, key=lambda one: (found[one], one), default=counts)
         if found.get(nearest, best) >= best:
             break
         counts, best = nearest, found[nearest]

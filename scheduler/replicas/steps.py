@@ -67,28 +67,30 @@ class Steps:
         pairs = zip(self.kinds, counts, strict=True)
         return max((k.longest for k, n in pairs if n), default=0) >= self.longest
 
-    def bounds(self, counts: Sequence[int]) -> np.ndarray:
+    def bounds(self, counts: Sequence[int], *, quick: bool = False) -> np.ndarray:
         """Returns a lower bound of the seconds of each step [steps].
 
         Args:
             counts: Number of replicas of each kind; together they hold all samples.
+            quick: Whether to use the closed form alone, which is as good if the costs
+                of all kinds are in proportion.
         """
         at = np.flatnonzero(counts)
         replicas = np.asarray(counts, float)[at]
         free, rates = (self.base + self.more)[at], self.rates[at]
         most = self._alone[at].min(axis=0)
-        for prices in self._prices(at, replicas, free):
+        for prices in self._prices(at, replicas, free, quick):
             worth = self.work_of @ priced(prices, rates).min(axis=0)
             most = np.maximum(most, proved(worth, prices * replicas, free))
         return most
 
     def _prices(
-        self, at: np.ndarray, replicas: np.ndarray, free: np.ndarray
+        self, at: np.ndarray, replicas: np.ndarray, free: np.ndarray, quick: bool
     ) -> Iterator[np.ndarray]:
         """Yields prices of the kinds: of the mean step, and in the closed form."""
         rates = self.rates[at]
-        seconds = rates * self.work
-        yield divide(seconds, replicas, free * replicas)[0]
+        if not quick:
+            yield divide(rates * self.work, replicas, free * replicas)[0]
         speeds = 1 / rates[:, np.isfinite(rates).all(axis=0)].mean(axis=1)
         limits = np.array([self.kinds[i].longest for i in at])
         for limit in (0, *np.unique(limits)[:-1].tolist()):
