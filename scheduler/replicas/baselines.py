@@ -14,18 +14,21 @@ type Planner = Callable[
 
 
 def best_uniform(
-    kinds: Sequence[ReplicaKind], num_gpus: int, batches: Sequence[np.ndarray]
+    kinds: Sequence[ReplicaKind],
+    num_gpus: int,
+    batches: Sequence[np.ndarray],
+    longest: int = 0,
 ) -> PlannedDeployment:
     """Chooses the best replicas of one kind, which must hold the longest sample.
 
-    Its `bound` is that of this deployment.
+    Its `bound` is that of this deployment. See `plan_deployment`.
 
     Raises:
         ValueError: The longest sample fits into no replica that the GPUs suffice for.
     """
     batches = [np.asarray(batch) for batch in batches if len(batch)]
     kinds = [k for k in kinds if k.num_gpus <= num_gpus]
-    longest = check_fit(kinds, batches)
+    longest = check_fit(kinds, batches, longest)
     found = []
     for kind in kinds:
         if kind.longest >= longest:

@@ -65,7 +65,10 @@ class PlannedDeployment:
 
 
 def plan_deployment(
-    kinds: Sequence[ReplicaKind], num_gpus: int, batches: Sequence[np.ndarray]
+    kinds: Sequence[ReplicaKind],
+    num_gpus: int,
+    batches: Sequence[np.ndarray],
+    longest: int = 0,
 ) -> PlannedDeployment:
     """Chooses the deployment with the shortest steps.
 
@@ -74,6 +77,7 @@ def plan_deployment(
         num_gpus: Number of GPUs.
         batches: Lengths of the samples of some steps of all jobs together. The paper
             takes 100 steps. Some replica will hold the longest of them.
+        longest: The longest length of other steps, which some replica will hold, too.
 
     Raises:
         ValueError: There are no samples, or the longest fits into no replica that the
@@ -83,8 +87,9 @@ def plan_deployment(
         LobRA, https://doi.org/10.14778/3742728.3742752, section 4.2.
     """
     batches = [np.asarray(batch) for batch in batches if len(batch)]
-    kinds = useful_kinds([k for k in kinds if k.num_gpus <= num_gpus], batches)
-    steps = Steps(kinds, batches)
+    kinds = [kind for kind in kinds if kind.num_gpus <= num_gpus]
+    kinds = useful_kinds(kinds, batches, longest)
+    steps = Steps(kinds, batches, longest)
     program = _Program(steps, num_gpus)
     best, counts, bound = float("inf"), None, 0.0
     for _ in range(_MAX_PROGRAMS):
@@ -103,7 +108,7 @@ def plan_deployment(
 
 
 def useful_kinds(
-    kinds: Sequence[ReplicaKind], batches: Sequence[np.ndarray]
+    kinds: Sequence[ReplicaKind], batches: Sequence[np.ndarray], longest: int = 0
 ) -> tuple[ReplicaKind, ...]:
     """Leaves out kinds that another one can replace in every deployment.
 
@@ -113,8 +118,8 @@ def useful_kinds(
     Raises:
         ValueError: There are no samples, or the longest one fits into no replica.
     """
-    check_fit(kinds, batches)
-    lengths = np.unique(np.concatenate(batches))
+    longest = check_fit(kinds, batches, longest)
+    lengths = np.unique(np.concatenate([*batches, [longest]]))
     seconds = {id(kind): kind.seconds(lengths) for kind in kinds}
 
     def replaces(a: ReplicaKind, b: ReplicaKind) -> bool:

@@ -225,7 +225,16 @@ def _deployments(
 ) -> Iterator[list[int]]:
     """Yields the counts of deployments to which no replica can be added."""
     gpus = [kind.num_gpus for kind in kinds]
-    number = 0
+    ways = [1] + [0] * num_gpus  # to use so many GPUs
+    for size in gpus:
+        for used in range(size, num_gpus + 1):
+            ways[used] += ways[used - size]
+    if (number := sum(ways[num_gpus - min(gpus) + 1 :])) > _MAX_DEPLOYMENTS:
+        raise ValueError(
+            f"{num_gpus} GPUs have {number} deployments of {len(kinds)} kinds of "
+            f"replicas, and {_MAX_DEPLOYMENTS} can be looked at. Give fewer of either, "
+            "or use plan_deployment."
+        )
 
     def fill(at: int, left: int) -> Iterator[list[int]]:
         if at == len(gpus):
@@ -238,13 +247,6 @@ def _deployments(
 
     for counts in fill(0, num_gpus):
         if any(n and k.longest >= longest for n, k in zip(counts, kinds, strict=True)):
-            number += 1
-            if number > _MAX_DEPLOYMENTS:
-                raise ValueError(
-                    f"{num_gpus} GPUs have more than {_MAX_DEPLOYMENTS} deployments of "
-                    f"{len(kinds)} kinds of replicas. Give fewer of either, or use "
-                    "plan_deployment."
-                )
             yield counts
 
 

@@ -126,15 +126,22 @@ class Deployment:
         return tuple(of[r] for r in range(len(sizes)))
 
 
-def check_fit(kinds: Iterable[ReplicaKind], batches: Sequence[np.ndarray]) -> int:
-    """Returns the longest length of some steps.
+def check_fit(
+    kinds: Iterable[ReplicaKind], batches: Sequence[np.ndarray], longest: int = 0
+) -> int:
+    """Returns the longest length that replicas must hold.
+
+    Args:
+        kinds: Kinds of replicas.
+        batches: Lengths of the samples of some steps.
+        longest: The longest length of other steps.
 
     Raises:
         ValueError: There are no samples, or the longest one fits into no replica.
     """
-    if not batches or not any(len(batch) for batch in batches):
+    if not any(len(batch) for batch in batches):
         raise ValueError("there are no samples to deploy replicas for.")
-    needed = max(int(np.max(batch)) for batch in batches if len(batch))
+    needed = max(longest, *(int(np.max(batch)) for batch in batches if len(batch)))
     fits = max((kind.longest for kind in kinds), default=0)
     if needed > fits:
         raise ValueError(

@@ -11,7 +11,7 @@ from jaxlora.scheduler.replicas.deploy import (
     plan_deployment,
     try_steps,
 )
-from jaxlora.scheduler.replicas.problem import Deployment, ReplicaKind
+from jaxlora.scheduler.replicas.problem import Deployment, ReplicaKind, check_fit
 from jaxlora.scheduler.replicas.steps import Steps
 
 
@@ -58,6 +58,7 @@ def replan(
     num_gpus: int,
     batches: Sequence[np.ndarray],
     *,
+    longest: int = 0,
     num_steps: int,
     moving_seconds: Callable[[Deployment, Deployment], float],
 ) -> Replan:
@@ -68,6 +69,7 @@ def replan(
         kinds: Kinds of replicas to choose from.
         num_gpus: Number of GPUs.
         batches: Lengths of the samples of some steps of the jobs that now run.
+        longest: The longest length of other steps of these jobs.
         num_steps: Steps for which these jobs will run.
         moving_seconds: Time in which one deployment takes the place of another one:
             jobs are parked, replicas load the base, jobs are restored.
@@ -79,10 +81,10 @@ def replan(
         LobRA, https://doi.org/10.14778/3742728.3742752, section 5.1, which always
         takes the new plan.
     """
-    planned = plan_deployment(kinds, num_gpus, batches)
+    planned = plan_deployment(kinds, num_gpus, batches, longest)
     batches = [np.asarray(batch) for batch in batches if len(batch)]
     same: PlannedDeployment | None = None
-    if max(int(batch.max()) for batch in batches) <= current.longest:
+    if check_fit(kinds, batches, longest) <= current.longest:
         bounds = Steps(current.kinds, batches).bounds(current.counts)
         mean = float(bounds.mean())
         same = try_steps(current, batches, mean, min(mean, planned.bound))

@@ -31,14 +31,24 @@ class Steps:
             weighted by the group's share of the steps [kinds, groups].
     """
 
-    def __init__(self, kinds: Sequence[ReplicaKind], batches: Sequence[np.ndarray]):
+    def __init__(
+        self,
+        kinds: Sequence[ReplicaKind],
+        batches: Sequence[np.ndarray],
+        longest: int = 0,
+    ):
         """Sums samples.
+
+        Args:
+            kinds: Kinds of replicas.
+            batches: Lengths of the samples of each step; no step is empty.
+            longest: The longest length of other steps.
 
         Raises:
             ValueError: There are no samples, or the longest one fits into no replica.
         """
         self.kinds = tuple(kinds)
-        self.longest = check_fit(kinds, batches)
+        self.longest = check_fit(kinds, batches, longest)
         bases = np.array([kind.cost.base for kind in kinds])
         self.base = float(bases.min())
         self.more = bases - self.base
@@ -54,10 +64,10 @@ class Steps:
         self.work_of = np.add.reduceat(counts * whole, first, axis=1)
         self.work = self.work_of.mean(axis=0)
         self.rates = np.minimum.reduceat(seconds / whole, first, axis=1)
-        longest = np.array([int(batch.max()) for batch in batches])
-        alone = np.stack([kind.seconds(longest) for kind in kinds])
+        last = np.array([int(batch.max()) for batch in batches])
+        alone = np.stack([kind.seconds(last) for kind in kinds])
         self._alone = alone + bases[:, None]
-        ordered, group = np.unique(longest, return_inverse=True)
+        ordered, group = np.unique(last, return_inverse=True)
         bins = bin_numbers(ordered, np.bincount(group), limits, _TAILS)[group]
         beyond = self._alone - self.base
         self.tails = np.stack([np.bincount(bins, row) for row in beyond]) / len(batches)
