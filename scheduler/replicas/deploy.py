@@ -23,7 +23,6 @@ new one until they agree.
 """
 
 import dataclasses
-import heapq
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -97,14 +96,15 @@ def plan_deployment(
         bound = max(bound, min(proved, best))
         if found is None or found == counts:
             break
-        found, seconds = _climb(found, steps, num_gpus)
+        seconds = float(steps.bounds(found).mean())
         if seconds < best:
             counts, best = found, seconds
         if not steps.more.any():
             break
     assert counts is not None, "the first program has a solution"
+    counts, best = _climb(counts, steps, num_gpus)
     deployment = Deployment(kinds=tuple(kinds), counts=counts)
-    return try_steps(deployment, batches, float(steps.bounds(counts).mean()), bound)
+    return try_steps(deployment, batches, best, bound)
 
 
 def useful_kinds(
@@ -251,12 +251,13 @@ def _climb(
     The program knows the mean step alone, and steps differ. Deployments are nearby if
     two moves of GPUs between kinds make one of the other.
     """
-    rough = lambda one: (float(steps.bounds(one, quick=True).mean()), one)
     best = float(steps.bounds(counts).mean())
     for _ in range(_MAX_ROUNDS):
         near = set(_neighbors(counts, steps, num_gpus))
         near |= {far for one in near for far in _neighbors(one, steps, num_gpus)}
-        promising = heapq.nsmallest(_MAX_NEAR, near - {counts}, key=rough)
+        ordered = sorted(near - {counts})
+        rough = steps.rough_means(np.array(ordered).reshape(-1, len(counts)))
+        promising = [ordered[i] for i in np.argsort(rough, kind="stable")[:_MAX_NEAR]]
         found = {one: float(steps.bounds(one).mean()) for one in promising}
         nearest = min(found, key=lambda one: (found[one], one), default=counts)
         if found.get(nearest, best) >= best:

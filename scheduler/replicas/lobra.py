@@ -26,8 +26,9 @@ from jaxlora.scheduler.replicas.problem import Deployment, ReplicaKind, check_fi
 
 NUM_BUCKETS = 16  # R, section 5.1
 INTERVAL = 256  # tokens of an interval u of section 4.3
-_SECONDS = 10.0  # of a program
-_MAX_SOLVED = 40  # deployments for which (2) is solved
+_SECONDS = 5.0  # of a program
+_GAP = 1e-3  # relative, at which a program ends
+_MAX_SOLVED = 8  # deployments for which (2) is solved
 _MAX_DEPLOYMENTS = 100_000
 _CLOSE = 1.001  # of times by which deployments are not solved
 
@@ -152,7 +153,7 @@ def dispatch_step(
     for i, (kind, _) in kinds:
         terms = (float(seconds[k] / unit) * d for k, d in given.items() if k[0] == i)
         program += pulp.lpSum(terms) + kind.cost.base / unit <= last
-    stats = solver.run(program, seed=0, timeLimit=_SECONDS, mip_rel_gap=1e-4)
+    stats = solver.run(program, seed=0, timeLimit=_SECONDS, mip_rel_gap=_GAP)
     if not stats.has_solution:
         raise solver.SolverError(f"HiGHS stopped with {stats.status.name!r}.")
     out = np.zeros(len(kinds))

@@ -77,31 +77,50 @@ class Steps:
         pairs = zip(self.kinds, counts, strict=True)
         return max((k.longest for k, n in pairs if n), default=0) >= self.longest
 
-    def bounds(self, counts: Sequence[int], *, quick: bool = False) -> np.ndarray:
+    def bounds(self, counts: Sequence[int]) -> np.ndarray:
         """Returns a lower bound of the seconds of each step [steps].
 
         Args:
             counts: Number of replicas of each kind; together they hold all samples.
-            quick: Whether to use the closed form alone, which is as good if the costs
-                of all kinds are in proportion.
         """
         at = np.flatnonzero(counts)
         replicas = np.asarray(counts, float)[at]
         free, rates = (self.base + self.more)[at], self.rates[at]
         most = self._alone[at].min(axis=0)
-        for prices in self._prices(at, replicas, free, quick):
+        for prices in self._prices(at, replicas, free):
             worth = self.work_of @ priced(prices, rates).min(axis=0)
             most = np.maximum(most, proved(worth, prices * replicas, free))
         return most
 
     def _prices(
-        self, at: np.ndarray, replicas: np.ndarray, free: np.ndarray, quick: bool
+        self, at: np.ndarray, replicas: np.ndarray, free: np.ndarray
     ) -> Iterator[np.ndarray]:
         """Yields prices of the kinds: of the mean step, and in the closed form."""
         rates = self.rates[at]
-        if not quick:
-            yield divide(rates * self.work, replicas, free * replicas)[0]
+        yield divide(rates * self.work, replicas, free * replicas)[0]
         speeds = 1 / rates[:, np.isfinite(rates).all(axis=0)].mean(axis=1)
         limits = np.array([self.kinds[i].longest for i in at])
         for limit in (0, *np.unique(limits)[:-1].tolist()):
             yield np.where(limits > limit, speeds, 0.0)
+
+    def rough_means(self, counts: np.ndarray) -> np.ndarray:
+        """Returns about the mean seconds of the steps, for many deployments at once.
+
+        It is the closed form for all limits of lengths, as if all replicas were busy.
+
+        Args:
+            counts: Number of replicas of each kind [deployments, kinds].
+        """
+        speeds = 1 / self.rates[:, np.isfinite(self.rates).all(axis=0)].mean(axis=1)
+        limits = np.array([kind.longest for kind in self.kinds])
+        out = np.where((counts > 0)[:, :, None], self._alone, np.inf).min(axis=1)
+        for limit in (0, *np.unique(limits)[:-1].tolist()):
+            longer = ~np.isfinite(self.rates[limits <= limit]).any(axis=0)
+            own = np.where(limits > limit, speeds, 0.0)
+            speed = (counts @ own)[:, None]
+            begun = (counts @ (own * (self.base + self.more)))[:, None]
+            work = self.work_of[:, longer].sum(axis=1)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ends = np.where(work > 0, (work + begun) / speed, 0.0)
+            out = np.maximum(out, ends)
+        return out.mean(axis=1)
