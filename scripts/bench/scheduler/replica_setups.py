@@ -169,10 +169,11 @@ def make_kinds(setup: Setup, costs: str) -> tuple[ReplicaKind, ...]:
             capacity=8192,
             mean_tokens=float((lengths**2).sum() / lengths.sum()),
         ).kinds()
-    return kinds if costs == "data sheet" else tuple(map(_lossy, kinds))
+    return kinds if costs == "data sheet" else tuple(map(lossy, kinds))
 
 
-def _lossy(kind: ReplicaKind) -> ReplicaKind:
+def lossy(kind: ReplicaKind) -> ReplicaKind:
+    """Returns a kind whose tensor parallelism loses more than its all-reduces take."""
     doublings = math.log2(kind.tensor)
     keeps = LOSSY ** min(3.0, doublings) * (LOSSY_ACROSS if doublings > 3 else 1.0)
     cost = kind.cost * (1 / keeps)

@@ -135,25 +135,25 @@ def _setup_rows(
     jobs, new = draw_jobs(setup.jobs, num_steps), draw_jobs(setup.jobs, num_new, seed=1)
     steps, later = together(jobs), together(new)
     given = kinds, num_gpus
-    fused, own = plan_fused(*given, steps), plan_deployment(*given, steps, LONGEST)
+    # All data is known, so that some replica holds the longest sample of it.
+    whole = steps + later
+    each = [(job + then, then) for job, then in zip(jobs, new, strict=True)]
+    fused, own = plan_fused(*given, whole), plan_deployment(*given, steps, LONGEST)
     by_name, alike = (
-        lobra.plan_lobra(*given, steps),
+        lobra.plan_lobra(*given, whole),
         best_uniform(*given, steps, LONGEST),
     )
     seconds = {
         "task_fused": fused_seconds(fused, later),
         "task_sequential": sum(
-            fused_seconds(plan_fused(*given, job), then)
-            for job, then in zip(jobs, new, strict=True)
+            fused_seconds(plan_fused(*given, job), then) for job, then in each
         ),
         "lobra_sequential": sum(
-            lobra_seconds(lobra.plan_lobra(*given, job), then[:2])
-            for job, then in zip(jobs, new, strict=True)
+            lobra_seconds(lobra.plan_lobra(*given, job), then[:2]) for job, then in each
         ),
         "lobra": lobra_seconds(by_name, later),
         "packed_apart": sum(
-            own_seconds(best_uniform(*given, job), then)
-            for job, then in zip(jobs, new, strict=True)
+            own_seconds(best_uniform(*given, job), then) for job, then in each
         ),
         "packed_alike": own_seconds(alike, later),
         "this_planner": own_seconds(own, later),
@@ -162,7 +162,9 @@ def _setup_rows(
     balanced = lobra_seconds(by_name, later, is_dynamic=False)
     saved = lambda one: _percent(1 - one / seconds["task_fused"])
     about_it = {"model": setup.name, "gpus": num_gpus, "costs": costs}
-    gpu_seconds = {name: round(num_gpus * one, 1) for name, one in seconds.items()}
+    gpu_seconds = {
+        name: float(f"{num_gpus * one:.4g}") for name, one in seconds.items()
+    }
     yield about_it | {"table": "gpu_seconds"} | gpu_seconds
     yield about_it | {
         "table": "saved",
