@@ -81,6 +81,7 @@ def plan_deployment(
     Raises:
         ValueError: There are no samples, or the longest fits into no replica that the
             GPUs suffice for.
+        SolverError: HiGHS is missing or fails.
 
     References:
         LobRA, https://doi.org/10.14778/3742728.3742752, section 4.2.
@@ -101,7 +102,11 @@ def plan_deployment(
             counts, best = found, seconds
         if not steps.more.any():
             break
-    assert counts is not None, "the first program has a solution"
+    if counts is None:
+        raise solver.SolverError(
+            f"HiGHS found no deployment of {len(kinds)} kinds in {_MAX_NODES} nodes. "
+            "Give fewer kinds of replicas."
+        )
     counts, best = _climb(counts, steps, num_gpus)
     deployment = Deployment(kinds=tuple(kinds), counts=counts)
     return try_steps(deployment, batches, best, bound)

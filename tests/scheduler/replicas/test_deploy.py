@@ -14,6 +14,7 @@ from jaxlora.scheduler.replicas import (
 )
 from tests.scheduler.replicas.mixes import (
     all_deployments,
+    best_dispatch,
     fluid_step,
     paper_kinds,
     random_kinds,
@@ -105,6 +106,31 @@ def test_a_replica_is_left_out_of_a_step_that_is_shorter_than_its_base():
     ]
     assert planned.bound <= min(means) * (1 + 1e-9)
     assert planned.seconds == pytest.approx(min(means))
+
+
+@pytest.mark.parametrize("seed", [53, 54, 56])
+def test_steps_shorter_than_a_base_are_bounded_like_the_best_of_all(seed):
+    """Replicas with a large base get samples in the long step alone."""
+    rng = np.random.default_rng([11, seed])
+    draw = lambda low, high: float(rng.uniform(low, high))
+    costs = [AffineCost(base=0.0, per_token=1.0, per_square=0.0)]
+    for most, each in ((600, 0.6), (100, 0.9)):
+        base, per_token = draw(50 if most > 100 else 0, most), draw(0.3, each)
+        costs.append(AffineCost(base=base, per_token=per_token, per_square=0.0))
+    kinds = (
+        kind(longest=300, cost=costs[0]),
+        kind(tensor=2, longest=1000, cost=costs[1]),
+        kind(tensor=3, longest=1000, cost=costs[2]),
+    )
+    steps = [rng.integers(10, 100, 2) for _ in range(3)]
+    steps.append(np.append(rng.integers(10, 100, 1), rng.integers(300, 1000, 2)))
+    planned = plan_deployment(kinds, 5, steps)
+    best = min(
+        np.mean([best_dispatch(one, step) for step in steps])
+        for one in all_deployments(kinds, 5, int(steps[-1].max()))
+    )
+    assert planned.bound <= best * (1 + 1e-9)
+    assert planned.seconds <= 1.1 * best
 
 
 @pytest.mark.parametrize(
