@@ -7,9 +7,9 @@ from jaxlora.scheduler.replicas.deploy import (
     plan_deployment,
     useful_kinds,
 )
-from jaxlora.scheduler.replicas.dispatch import Dispatch, dispatch
+from jaxlora.scheduler.replicas.dispatcher import Dispatch, dispatch
 from jaxlora.scheduler.replicas.problem import Deployment, ReplicaKind
-from jaxlora.scheduler.replicas.replan import Replan, changed_replicas, replan
+from jaxlora.scheduler.replicas.replanning import Replan, changed_replicas, replan
 from jaxlora.scheduler.replicas.simulate import Part, SimulatedSteps, simulate_steps
 
 __all__ = [

@@ -29,7 +29,7 @@ import numpy as np
 import pulp
 
 from jaxlora.scheduler import solver
-from jaxlora.scheduler.replicas.dispatch import dispatch
+from jaxlora.scheduler.replicas.dispatcher import dispatch
 from jaxlora.scheduler.replicas.problem import Deployment, ReplicaKind, check_fit
 from jaxlora.scheduler.replicas.steps import Steps
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from jaxlora.scheduler.picture import job_colors
 from jaxlora.scheduler.replicas.simulate import SimulatedSteps
 
-_MAX_ROWS = 64
+_MAX_ROWS = 20
 
 
 def draw_steps(

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxlora.scheduler.replicas.dispatch import Dispatch, dispatch
+from jaxlora.scheduler.replicas.dispatcher import Dispatch, dispatch
 from jaxlora.scheduler.replicas.problem import Deployment
 
 type Barrier = Literal["job", "step"]
