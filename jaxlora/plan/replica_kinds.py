@@ -78,7 +78,6 @@ class ReplicaModel:
             cost=self._cost(stages, tensor, capacity),
         )
 
-    @functools.cache  # noqa: B019 (of a value with few callers)
     def _stages(self, stage: int) -> MeshStages:
         return MeshStages(
             spec=self.spec,

@@ -10,6 +10,7 @@ import yaml
 
 from jaxlora.bench.shapes import config_json
 from jaxlora.cli.main import main
+from jaxlora.costs.device_profile import PassCost, estimate
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.hf.config import model_config
 from jaxlora.memory.mesh import MeshStages, estimated_footprint
@@ -22,6 +23,7 @@ from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.auto_mesh.predict import shape_seconds
 from tests import tiny
+from tests.jaxlora.costs.test_device_profile import profile
 
 BLOCK, CAPACITY, MEAN = 128, 1024, 300
 
@@ -98,6 +100,26 @@ def test_a_replica_of_one_gpu_takes_the_time_of_its_microbatches(model, kinds):
     seconds = cost.forward(tokens, 0.0) + cost.backward(tokens, 0.0)
     own = kind.cost(tokens, tokens * MEAN) - kind.cost.base
     assert own == pytest.approx(seconds, rel=0.01)
+
+
+def test_times_are_those_that_were_measured(model):
+    """A profile has the time of a microbatch, of which launches are not divided."""
+    rates, seconds = model.rates, PassCost(base=0.01, per_token=1e-5, per_square=1e-9)
+    measured = profile(
+        model.spec, cost=seconds, estimate=estimate(model.spec, rates.links.speed)
+    )
+    rates = dataclasses.replace(rates, profile=measured)
+    known = dataclasses.replace(model, rates=rates, free_bytes=None, num_gpus=2)
+    kinds = {(kind.tensor, kind.stage): kind for kind in known.kinds()}
+    reads = rates.links.speed.weight_tokens * seconds.per_token
+    whole, half = kinds[1, 1].cost, kinds[2, 1].cost
+    assert whole.per_token == pytest.approx(seconds.per_token + 0.01 / CAPACITY)
+    assert whole.per_square == pytest.approx(seconds.per_square)
+    reduced = 16 * rates.links.seconds(2048 * 2, 2)
+    once = reads / 2 + 0.01 - reads
+    divided = seconds.per_token / 2 + once / CAPACITY
+    assert half.per_token == pytest.approx(divided + reduced)
+    assert kinds[1, 1].longest == CAPACITY  # its memory is not known
 
 
 def test_tensor_parallelism_adds_all_reduces(model, kinds):
