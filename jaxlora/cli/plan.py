@@ -38,6 +38,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan for GPUs that need not be here: a100-40, a100-80, h100, h200, l40s "
         "or rtx4090, and how many, as in h100x4",
     )
+    parser.add_argument(
+        "--replicas",
+        choices=["auto"],
+        help="plan replicas of different shapes for samples of different lengths, on "
+        "all GPUs, in place of a mesh",
+    )
     add_price(parser)
     parser.add_argument(
         "--details",
@@ -64,6 +70,9 @@ def _run(arguments: argparse.Namespace) -> int | None:
         data = [one.path for job in config.jobs for one in job.data.sets]
         check_output(arguments.picture, [arguments.run_file, config.model, *data])
     with file.rewords(given):
+        if arguments.replicas is not None:
+            _plan_replicas(config, machine, arguments)
+            return None
         planned = _plan(config, machine, arguments.steps)
     if planned is None:
         return 1
@@ -82,6 +91,29 @@ def _run(arguments: argparse.Namespace) -> int | None:
         shown = draw_plan(planned, arguments.picture)
         say(f"wrote {arguments.picture}: {shown}")
     return None
+
+
+def _plan_replicas(
+    config: "RunConfig", machine: "GpuMachine | None", arguments: argparse.Namespace
+) -> None:
+    """Prints and draws replicas of different shapes for a run."""
+    from jaxlora.plan.replicas import draw_replicas, plan_run_replicas, print_replicas
+
+    for option in ("steps", "price_per_hour", "details"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is for the plan of a mesh. Leave it or "
+                "--replicas out."
+            )
+    replicas = plan_run_replicas(config, machine)
+    if replicas is None:
+        raise ConfigError(
+            "--replicas needs the rates of the GPUs, and those of this device are not "
+            "known. Name GPUs, as in --gpu h100x16, or measure with `jaxlora profile`."
+        )
+    print_replicas(replicas, Console())
+    if arguments.picture:
+        say(f"wrote {arguments.picture}: {draw_replicas(replicas, arguments.picture)}")
 
 
 def _plan(

@@ -1,9 +1,10 @@
 """Text tables of sweeps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jaxlora.scheduler.sweep.planner import PlannedSweep
 from jaxlora.scheduler.sweep.problem import Group, SweepPlan
+from jaxlora.scheduler.tables import align, format_seconds
 
 
 def comparison_table(
@@ -37,7 +38,7 @@ def comparison_table(
     ):
         over = bound / planned.plan.makespan
         lines.append([name, format_seconds(bound), f"{over:.2f}"])
-    return _align(head, lines)
+    return align(head, lines)
 
 
 def group_table(plan: SweepPlan) -> str:
@@ -65,23 +66,4 @@ def group_table(plan: SweepPlan) -> str:
         ]
         for key, groups in lines.items()
     ]
-    return _align(head, rows)
-
-
-def format_seconds(seconds: float) -> str:
-    """Formats a duration with three digits and a unit."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def _align(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Aligns columns; the first one to the left, the others to the right."""
-    full = [head, *([*line, *[""] * (len(head) - len(line))] for line in lines)]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    out = []
-    for first, *rest in full:
-        cells = [cell.rjust(w) for cell, w in zip(rest, widths[1:], strict=True)]
-        out.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(out)
+    return align(head, rows)

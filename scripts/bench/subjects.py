@@ -42,6 +42,9 @@ SUBJECTS = {
     "sweeps": Subject(
         "scheduler.sweeps", "planners of sweeps, simulated", on_device=False
     ),
+    "replicas": Subject(
+        "scheduler.replicas", "replicas of different shapes, simulated", on_device=False
+    ),
     "curves": Subject(
         "curves.benchmark", "rules of early exit, replayed", on_device=False
     ),

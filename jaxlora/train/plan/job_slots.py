@@ -19,7 +19,7 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.admission import Candidate, admit, preempt
 from jaxlora.scheduler.lanes import ONE_LANE
-from jaxlora.scheduler.replicas import choose_slots
+from jaxlora.scheduler.pinning import choose_slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
-from jaxlora.scheduler.replicas import Load, Pinning, decide_pinning
+from jaxlora.scheduler.pinning import Load, Pinning, decide_pinning
 
 
 def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinning:

@@ -19,7 +19,7 @@ from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.need import MemoryNeed
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import CostModel, Lanes, Limits, Schedule
-from jaxlora.scheduler.replicas import Load, Pinning
+from jaxlora.scheduler.pinning import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.streams.stream import Rules
 from jaxlora.train.execute.layout import base_placement

@@ -22,10 +22,10 @@ from jaxlora.scheduler.sweep import (
 from jaxlora.scheduler.sweep.picture import draw_sweep
 from jaxlora.scheduler.sweep.report import (
     comparison_table,
-    format_seconds,
     group_table,
 )
 from jaxlora.scheduler.sweep.rounds import Kinds, play
+from jaxlora.scheduler.tables import format_seconds
 from tests.scheduler.sweep.checker import (
     faults,
     optimum,

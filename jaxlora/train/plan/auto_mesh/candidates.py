@@ -11,7 +11,7 @@ from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
 from jaxlora.memory.options import estimated_room, largest_fitting
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Limits, Sample, Schedule
-from jaxlora.scheduler.replicas import Load
+from jaxlora.scheduler.pinning import Load
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.auto_mesh.predict import window_seconds
 from jaxlora.train.plan.job_slots import (

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxlora.scheduler import Lanes, Pipeline
-from jaxlora.scheduler.replicas import (
+from jaxlora.scheduler.pinning import (
     Load,
     choose_slots,
     decide_pinning,

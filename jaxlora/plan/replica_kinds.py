@@ -1,0 +1,190 @@
+"""Kinds of replicas of a model on GPUs: what they cost, and what fits into them."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+from jaxlora.costs.device_speed import DeviceSpeed
+from jaxlora.costs.stages import DecoderSeconds, decoder_seconds, stage_specs
+from jaxlora.memory.footprint import Footprint, num_bytes
+from jaxlora.memory.mesh import MeshStages, estimated_footprint
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.scheduler import AffineCost
+from jaxlora.scheduler.replicas import ReplicaKind
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.plan.auto_mesh.predict import Rates, step_seconds
+
+# Degrees that are weighed: LobRA's deployments have up to six stages and 16 GPUs.
+_TENSOR, _STAGE = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8)
+_MAX_GPUS = 16
+# All-reduces of a layer's hidden states in both passes: after attention and after the
+# MLP, of the states and of their gradients. If a layer is run again, so are its two.
+# They are not hidden: XLA overlaps one of seven.
+_ALL_REDUCES, _ALL_REDUCES_AGAIN = 4, 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaModel:
+    """A decoder with its slots, and the GPUs that its replicas are for.
+
+    Attributes:
+        spec: The decoder.
+        rates: Rates of the GPUs and links, which are known.
+        free_bytes: Memory of a GPU that a run may use; None: it is not known.
+        num_gpus: Number of GPUs.
+        block_tokens: Tokens of a block.
+        capacity: Tokens of a microbatch. A replica with less memory, or with a
+            pipeline, has smaller ones, except for longer samples.
+        mean_tokens: Mean length of the sample of a token, by which attention's time is
+            linear in the squared lengths.
+    """
+
+    spec: DecoderSpec
+    rates: Rates
+    free_bytes: int | None
+    num_gpus: int
+    block_tokens: int
+    capacity: int
+    mean_tokens: float
+
+    def kinds(self) -> tuple[ReplicaKind, ...]:
+        """Returns the kinds of replicas that hold the model and a block of tokens."""
+        return tuple(filter(None, itertools.starmap(self._kind, self._degrees())))
+
+    def _degrees(self) -> Iterator[tuple[int, int]]:
+        """Yields numbers of GPUs that share a layer, and of pipeline stages."""
+        heads, layers = self.spec.config.num_heads, self.spec.config.num_layers
+        most = min(self.num_gpus, _MAX_GPUS)
+        for tensor, stage in itertools.product(_TENSOR, _STAGE):
+            divides = heads % tensor == 0 and stage <= layers
+            if divides and tensor * stage <= most:
+                yield tensor, stage
+
+    def _kind(self, tensor: int, stage: int) -> ReplicaKind | None:
+        """Describes a kind of replica; None: the model does not fit into it."""
+        stages = self._stages(stage)
+        longest = self._longest(stages, tensor)
+        if longest < self.block_tokens:
+            return None
+        # The ramp of a pipeline takes the longer, the larger its microbatches are.
+        blocks = max(1, self.capacity // stage // self.block_tokens)
+        capacity = min(blocks * self.block_tokens, longest)
+        return ReplicaKind(
+            tensor=tensor,
+            stage=stage,
+            longest=longest,
+            cost=self._cost(stages, tensor, capacity),
+        )
+
+    def _stages(self, stage: int) -> MeshStages:
+        return MeshStages(
+            spec=self.spec,
+            specs=stage_specs(self.spec, stage, self.rates.links.speed),
+            sizes=MeshSizes(stage=stage),
+            in_flight=stage,
+            is_pinned=False,
+        )
+
+    # ---- memory ----------------------------------------------------------------------
+
+    def _longest(self, stages: MeshStages, tensor: int) -> int:
+        """Returns the most tokens of a microbatch that fits, in whole blocks."""
+        if self.free_bytes is None:
+            return self.capacity
+        found = estimated_footprint(stages, self.block_tokens, self.capacity)
+        parts = (_part(stage, tensor) for stage in found.stages)
+        fitting = min(stage.fitting_tokens(self.free_bytes) for stage in parts)
+        return max(0, fitting // self.block_tokens * self.block_tokens)
+
+    # ---- time ------------------------------------------------------------------------
+
+    def _cost(self, stages: MeshStages, tensor: int, capacity: int) -> AffineCost:
+        """Returns the seconds of a replica's part of a step.
+
+        The slowest stage sets the pace. Each microbatch takes the time of reading the
+        weights and of launches; the pipeline fills and drains once a step; and all
+        replicas exchange the gradients.
+        """
+        share, num_layers = self._slowest(stages)
+        weights, launches = self._microbatch_seconds()
+        each = self._sample_seconds() * (share / tensor)
+        again = _ALL_REDUCES_AGAIN * (self.spec.options.remat == "layer")
+        reduced = num_layers * (_ALL_REDUCES + again) * self._reduced_seconds(tensor)
+        once = share * (weights / tensor + launches)
+        per_token = each.per_token + reduced + once / capacity
+        ramp = (stages.sizes.stage - 1) * capacity * per_token
+        return AffineCost(
+            base=ramp + self._exchange_seconds(),
+            per_token=per_token,
+            per_square=each.per_square,
+        )
+
+    def _slowest(self, stages: MeshStages) -> tuple[float, int]:
+        """Returns the slowest stage's share of the time, and its number of layers."""
+        times = [t.both for t in self._decoder.stages(stages.borders)]
+        at = times.index(max(times))
+        return times[at] / sum(times), len(stages.specs[at].layer_numbers)
+
+    @property
+    def _speed(self) -> DeviceSpeed:
+        return self.rates.links.speed
+
+    @property
+    def _decoder(self) -> DecoderSeconds:
+        return decoder_seconds(self.spec, self._speed, mean_tokens=self.mean_tokens)
+
+    def _sample_seconds(self) -> AffineCost:
+        """Returns the seconds of samples in both passes of one GPU, without a base."""
+        if (profile := self.rates.profile) is not None:
+            measured = functools.partial(profile.seconds, self.spec, self._speed)
+            base = measured(0, 0)
+            return AffineCost(
+                base=0.0,
+                per_token=measured(1, 0) - base,
+                per_square=measured(0, 1) - base,
+            )
+        none = decoder_seconds(self.spec, self._speed, mean_tokens=0.0).whole.both
+        attention = (self._decoder.whole.both - none) / self.mean_tokens
+        return AffineCost(base=0.0, per_token=none, per_square=attention)
+
+    def _microbatch_seconds(self) -> tuple[float, float]:
+        """Returns the seconds of reading all weights once, and of launches."""
+        weights = self._speed.weight_tokens * self._sample_seconds().per_token
+        if (profile := self.rates.profile) is not None:
+            base = profile.seconds(self.spec, self._speed, 0, 0)
+            return min(weights, base), max(0.0, base - weights)
+        return weights, self._speed.layer_seconds * self.spec.config.num_layers
+
+    def _reduced_seconds(self, tensor: int) -> float:
+        """Returns the seconds in which a token's hidden state is summed over GPUs."""
+        itemsize = self.spec.options.dtype.itemsize
+        moved = 2 * (tensor - 1) / tensor * self.spec.config.hidden_size * itemsize
+        return self.rates.links.seconds(moved, tensor)
+
+    def _exchange_seconds(self) -> float:
+        """Returns the seconds of summing all gradients over replicas, and of steps."""
+        if not self.spec.slots:
+            return 0.0
+        slots = num_bytes(self.spec.adapter_shapes())
+        summed = self.rates.links.seconds(2 * slots, self.num_gpus)
+        own = step_seconds(self._stages(1), self.rates)
+        return own + (summed if self.num_gpus > 1 else 0.0)
+
+
+def _part(stage: Footprint, tensor: int) -> Footprint:
+    """Returns what each of the GPUs that share the layers of a stage holds.
+
+    One of A and B is divided, the other one is whole; hidden states are divided by
+    their tokens outside the linears, and by their features inside.
+    """
+    adapters = (1 + 1 / tensor) / 2
+    return dataclasses.replace(
+        stage,
+        base_bytes=math.ceil(stage.base_bytes / tensor),
+        adapter_bytes=math.ceil(stage.adapter_bytes * adapters),
+        gradient_bytes=math.ceil(stage.gradient_bytes * adapters),
+        bytes_per_token=stage.bytes_per_token / tensor,
+        transient_bytes_per_token=stage.transient_bytes_per_token / tensor,
+    )

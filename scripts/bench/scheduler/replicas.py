@@ -1,0 +1,301 @@
+"""Plans replicas of different shapes for LobRA's models, and simulates their steps.
+
+The tables are those of LobRA's section 5, beside its figures: GPU-seconds of a step
+(Figure 7), deployments (Table 2), what each part saves (Figure 8), idle time, and the
+time of planning. The costs are this library's for the GPUs of the paper, by their data
+sheets, and once more with tensor parallelism that loses more than its all-reduces take:
+nothing here was measured on these GPUs. The paper's data sets are not at hand: lengths
+are drawn from log-normal distributions whose mix is about that of its Figure 4.
+
+Prints tables. With --output-dir, writes replicas.jsonl and replicas.md.
+
+    jaxlora bench replicas --quick
+    jaxlora bench replicas --output-dir bench
+"""
+
+import argparse
+import dataclasses
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlora.bench.options import add_output_dir
+from jaxlora.bench.report import Row, Rows, about, sections, table, versions
+from jaxlora.bench.scheduler.replica_setups import (
+    COSTS,
+    JOBS,
+    LONGEST,
+    SETUPS,
+    STEPS,
+    Setup,
+    draw_jobs,
+    draw_mix,
+    make_kinds,
+    plain_kinds,
+    together,
+)
+from jaxlora.costs.gpus import parse_machine
+from jaxlora.device_check import use_cpu
+from jaxlora.scheduler.replicas import (
+    Deployment,
+    PlannedDeployment,
+    ReplicaKind,
+    best_uniform,
+    dispatch,
+    lobra,
+    plan_deployment,
+    replan,
+    simulate_steps,
+)
+
+
+def _timed(make: Callable[[], Any]) -> tuple[Any, float]:
+    began = time.process_time()
+    return make(), time.process_time() - began
+
+
+def short(deployment: Deployment) -> str:
+    """Writes a deployment as in Table 2."""
+    both = zip(deployment.kinds, deployment.counts, strict=True)
+    return " + ".join(f"{n} x <{k.tensor},{k.stage}>" for k, n in both)
+
+
+# ---- LobRA and its baselines ---------------------------------------------------------
+
+type Steps = Sequence[np.ndarray]
+type Planned = tuple[Deployment, np.ndarray]  # and the boundaries of buckets
+
+
+def plan_fused(kinds: Sequence[ReplicaKind], num_gpus: int, steps: Steps) -> Planned:
+    """Returns the best replicas of one kind that share padded samples evenly."""
+    lengths = np.concatenate(steps)
+    ends = lobra.boundaries(lengths)
+    found = [
+        Deployment(kinds=(kind,), counts=(num_gpus // kind.num_gpus,))
+        for kind in lobra.padded_kinds(kinds)
+        if kind.num_gpus <= num_gpus and kind.longest >= lengths.max()
+    ]
+    best = min(found, key=lambda one: fused_seconds((one, ends), steps))
+    return best, ends
+
+
+def fused_seconds(planned: Planned, steps: Steps) -> float:
+    """Returns the mean step of `plan_fused`."""
+    deployment, ends = planned
+    each = [lobra.even_step(deployment, lobra.padded(s, ends)) for s in steps]
+    return float(np.mean(each))
+
+
+def lobra_seconds(planned: Planned, steps: Steps, *, is_dynamic: bool = True) -> float:
+    """Returns the mean step of LobRA, with buckets of each step or fixed ones."""
+    deployment, fixed = planned
+    ends = (lobra.boundaries(step) if is_dynamic else fixed for step in steps)
+    padded = map(lobra.padded, steps, ends)
+    return float(np.mean([lobra.dispatch_step(deployment, one)[0] for one in padded]))
+
+
+def own_seconds(planned: PlannedDeployment, steps: Steps) -> float:
+    """Returns the mean step of samples that are packed and dispatched one by one."""
+    sent = [dispatch(planned.deployment, step) for step in steps]
+    return float(np.mean([one.seconds for one in sent]))
+
+
+def by_length(planned: Planned, steps: Steps) -> tuple[float, float]:
+    """Returns the mean step without balance, and the largest replica's idle share."""
+    deployment, ends = planned
+    each = [lobra.step_by_length(deployment, lobra.padded(s, ends)) for s in steps]
+    largest = int(np.argmax([kind.longest for kind in deployment.kinds]))
+    idle = [1 - seconds[largest] / seconds.max() for seconds in each]
+    return float(np.mean([seconds.max() for seconds in each])), float(np.mean(idle))
+
+
+# ---- the tables ----------------------------------------------------------------------
+
+
+def setup_rows(quick: bool) -> Iterator[dict[str, Any]]:
+    """Yields the rows of Figure 7, Table 2, Figure 8 and idle time."""
+    if quick:
+        small = dataclasses.replace(SETUPS[0], jobs=JOBS[::4])
+        yield from _setup_rows(small, COSTS[0], 20, 2)
+        return
+    for setup, costs in itertools.product(SETUPS, COSTS):
+        yield from _setup_rows(setup, costs, STEPS, 6)
+
+
+def _setup_rows(
+    setup: Setup, costs: str, num_steps: int, num_new: int
+) -> Iterator[dict[str, Any]]:
+    """Plans for `num_steps` steps, and compares on `num_new` other ones."""
+    kinds, num_gpus = make_kinds(setup, costs), parse_machine(setup.gpus).count
+    jobs, new = draw_jobs(setup.jobs, num_steps), draw_jobs(setup.jobs, num_new, seed=1)
+    steps, later = together(jobs), together(new)
+    given = kinds, num_gpus
+    # All data is known, so that some replica holds the longest sample of it.
+    whole = steps + later
+    each = [(job + then, then) for job, then in zip(jobs, new, strict=True)]
+    fused, own = plan_fused(*given, whole), plan_deployment(*given, steps, LONGEST)
+    by_name, alike = (
+        lobra.plan_lobra(*given, whole),
+        best_uniform(*given, steps, LONGEST),
+    )
+    seconds = {
+        "task_fused": fused_seconds(fused, later),
+        "task_sequential": sum(
+            fused_seconds(plan_fused(*given, job), then) for job, then in each
+        ),
+        "lobra_sequential": sum(
+            lobra_seconds(lobra.plan_lobra(*given, job), then[:2]) for job, then in each
+        ),
+        "lobra": lobra_seconds(by_name, later),
+        "packed_apart": sum(
+            own_seconds(best_uniform(*given, job), then) for job, then in each
+        ),
+        "packed_alike": own_seconds(alike, later),
+        "this_planner": own_seconds(own, later),
+    }
+    unbalanced, idle = by_length(by_name, later)
+    balanced = lobra_seconds(by_name, later, is_dynamic=False)
+    saved = lambda one: _percent(1 - one / seconds["task_fused"])
+    about_it = {"model": setup.name, "gpus": num_gpus, "costs": costs}
+    gpu_seconds = {
+        name: float(f"{num_gpus * one:.4g}") for name, one in seconds.items()
+    }
+    yield about_it | {"table": "gpu_seconds"} | gpu_seconds
+    yield about_it | {
+        "table": "saved",
+        "paper": setup.saved,
+        "lobra": saved(seconds["lobra"]),
+        "this_planner": saved(seconds["this_planner"]),
+        "over_packed_alike": _percent(
+            1 - seconds["this_planner"] / seconds["packed_alike"]
+        ),
+        "paper_over_lobra_sequential": "1.32 to 1.44",
+        "lobra_over_lobra_sequential": round(
+            seconds["lobra_sequential"] / seconds["lobra"], 2
+        ),
+        "this_planner_over_packed_apart": round(
+            seconds["packed_apart"] / seconds["this_planner"], 2
+        ),
+    }
+    yield about_it | {
+        "table": "deployments",
+        "paper_fused": setup.fused,
+        "fused": short(fused[0]),
+        "packed_alike": short(alike.deployment),
+        "paper": setup.deployment,
+        "lobra": short(by_name[0]),
+        "this_planner": short(own.deployment),
+        "over_bound": round(own.gap, 4),
+    }
+    yield about_it | {
+        "table": "parts",
+        "by_length": saved(unbalanced),
+        "balanced": saved(balanced),
+        "dynamic_buckets": saved(seconds["lobra"]),
+        "packed": saved(seconds["this_planner"]),
+        "paper": "18.94, 36.65, 45.03 %" if setup is SETUPS[0] else None,
+    }
+    in_time = [list(step) for step in zip(*jobs, strict=True)][:20]
+    by_step, by_job = (
+        simulate_steps(own.deployment, in_time, barrier=barrier)
+        for barrier in ("step", "job")
+    )
+    yield about_it | {
+        "table": "idle",
+        "largest_by_length": _percent(idle),
+        "paper_largest_by_length": "42 %",
+        "barrier_of_step": _percent(by_step.gpus_idle),
+        "barrier_of_job": _percent(by_job.gpus_idle),
+        "step_over_job": round(by_step.seconds / by_job.seconds, 4),
+    }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def plan_rows(quick: bool) -> Iterator[dict[str, Any]]:
+    """Yields plans and dispatches over their bounds, and the time that they take.
+
+    Jobs and their shares are drawn anew for each seed.
+    """
+    sizes = ((16, 512, 20), (64, 2048, 10), (512, 16384, 4))
+    for num_gpus, num_samples, seeds in sizes[: 1 if quick else None]:
+        plans: list[PlannedDeployment] = []
+        over, saved, times = [], [], []
+        for seed in range(2 if quick else seeds):
+            steps = draw_mix(seed, num_samples, STEPS + 10)
+            make = lambda s=steps, n=num_gpus: plan_deployment(
+                plain_kinds(), n, s[:STEPS], LONGEST
+            )
+            planned, seconds = _timed(make)
+            plans.append(planned)
+            new = steps[STEPS : STEPS + (3 if num_gpus > 100 else 10)]
+            sent, taken = _timed(
+                lambda p=planned, s=new: [dispatch(p.deployment, one) for one in s]
+            )
+            over += [one.seconds / one.bound for one in sent]
+            alike = best_uniform(plain_kinds(), num_gpus, steps[:STEPS], LONGEST)
+            saved.append(1 - planned.seconds / alike.seconds)
+            fewer = [step[: num_samples // 2] for step in steps[:STEPS]]
+            _, again = _timed(
+                lambda p=planned, s=fewer, n=num_gpus: replan(
+                    p.deployment,
+                    plain_kinds(),
+                    n,
+                    s,
+                    num_steps=1000,
+                    moving_seconds=lambda old, new: 180.0,
+                )
+            )
+            times.append((seconds, taken / len(new), again))
+        gaps = [planned.gap for planned in plans]
+        plan_s, dispatch_s, replan_s = np.mean(times, axis=0)
+        yield {
+            "table": "bounds",
+            "gpus": num_gpus,
+            "samples": num_samples,
+            "mixes": len(plans),
+            "deployment_over_bound": f"{np.mean(gaps):.4f} ({max(gaps):.4f})",
+            "dispatch_over_bound": f"{np.mean(over):.5f} ({max(over):.5f})",
+            "saved_over_alike": _percent(float(np.mean(saved))),
+            "planning_s": round(plan_s, 2),
+            "dispatch_s": round(dispatch_s, 3),
+            "replanning_s": round(replan_s, 2),
+        }
+
+
+_SHOWN = ("gpu_seconds", "saved", "deployments", "parts", "idle", "bounds")
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Formats all rows."""
+    hidden = {"table", "commit", "device", "versions", "date"}
+    out = {}
+    for name in _SHOWN:
+        of = [row for row in rows if row["table"] == name]
+        out[name] = table(of, [key for key in (of or [{}])[0] if key not in hidden])
+    return sections(out)
+
+
+def add_options(out: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    add_output_dir(out)
+    out.add_argument("--quick", action="store_true", help="few and small cases")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the benchmark with the given options."""
+    use_cpu()  # memory is estimated from traces
+    end = about(f"{platform.machine()}, {os.cpu_count()} CPU cores") | {
+        "versions": versions(("jax", "numpy", "scipy", "pulp", "highspy"))
+    }
+    rows = Rows(args.output_dir, "replicas", tables)
+    for row in itertools.chain(plan_rows(args.quick), setup_rows(args.quick)):
+        rows.add(row | end)
+    print(rows.tables())

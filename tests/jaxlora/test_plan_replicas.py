@@ -1,0 +1,198 @@
+"""The plan of replicas of different shapes, for GPUs that are not here."""
+
+import dataclasses
+import itertools
+import json
+
+import jax.numpy as jnp
+import pytest
+import yaml
+
+from jaxlora.bench.shapes import config_json
+from jaxlora.cli.main import main
+from jaxlora.costs.device_profile import PassCost, estimate
+from jaxlora.costs.gpus import parse_machine
+from jaxlora.hf.config import model_config
+from jaxlora.memory.mesh import MeshStages, estimated_footprint
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan.replica_kinds import ReplicaModel
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.auto_mesh.predict import shape_seconds
+from tests import tiny
+from tests.jaxlora.costs.test_device_profile import profile
+
+BLOCK, CAPACITY, MEAN = 128, 1024, 300
+
+
+@pytest.fixture(scope="module")
+def model() -> ReplicaModel:
+    config = model_config(config_json("llama-3.2-1b", 4))
+    names = (f"layers.{i}.{n}" for i in range(4) for n in config.linears())
+    options = DecoderOptions(
+        dtype=jnp.dtype(jnp.bfloat16),
+        max_segment_tokens=CAPACITY,
+        mean_segment_tokens=MEAN,
+    )
+    spec = DecoderSpec(
+        config=config,
+        options=options,
+        slots=SlotShape(num_slots=2, rank=16),
+        adapted=tuple(sorted(names)),
+    )
+    with planned_for(parse_machine("a100-40x16").planned(0.9)):
+        rates = this_machine().rates(spec, None)
+        return ReplicaModel(
+            spec=spec,
+            rates=rates,
+            free_bytes=3 * 2**30,
+            num_gpus=16,
+            block_tokens=BLOCK,
+            capacity=CAPACITY,
+            mean_tokens=float(MEAN),
+        )
+
+
+@pytest.fixture(scope="module")
+def kinds(model):
+    with planned_for(parse_machine("a100-40x16").planned(0.9)):
+        return {(kind.tensor, kind.stage): kind for kind in model.kinds()}
+
+
+def test_kinds_divide_the_model(kinds):
+    assert {tensor for tensor, _ in kinds} == {1, 2, 4, 8, 16}
+    assert {stage for _, stage in kinds} == {1, 2, 3, 4}  # of four layers
+    assert all(kind.num_gpus <= 16 for kind in kinds.values())
+
+
+def test_the_longest_sample_is_the_largest_microbatch_that_fits(model, kinds):
+    whole = MeshStages(
+        spec=model.spec,
+        specs=(model.spec,),
+        sizes=MeshSizes(),
+        in_flight=1,
+        is_pinned=False,
+    )
+    with planned_for(parse_machine("a100-40x16").planned(0.9)):
+        (found,) = estimated_footprint(whole, BLOCK, CAPACITY).stages
+    longest = kinds[1, 1].longest
+    assert found.total_bytes(longest) <= model.free_bytes
+    assert found.total_bytes(longest + BLOCK) > model.free_bytes
+    lengths = [kinds[tensor, 1].longest for tensor in (1, 2, 4, 8)]
+    assert all(2 * a < b for a, b in itertools.pairwise(lengths))
+
+
+def test_a_replica_of_one_gpu_takes_the_time_of_its_microbatches(model, kinds):
+    """As the trainer's own prediction for a full microbatch."""
+    kind = kinds[1, 1]
+    stages = MeshStages(
+        spec=model.spec,
+        specs=(model.spec,),
+        sizes=MeshSizes(),
+        in_flight=1,
+        is_pinned=False,
+    )
+    tokens = min(CAPACITY, kind.longest)
+    cost = shape_seconds(stages, tokens, model.rates).stages[0]
+    seconds = cost.forward(tokens, 0.0) + cost.backward(tokens, 0.0)
+    own = kind.cost(tokens, tokens * MEAN) - kind.cost.base
+    assert own == pytest.approx(seconds, rel=0.01)
+
+
+def test_times_are_those_that_were_measured(model):
+    """A profile has the time of a microbatch, of which launches are not divided."""
+    rates, seconds = model.rates, PassCost(base=0.01, per_token=1e-5, per_square=1e-9)
+    measured = profile(
+        model.spec, cost=seconds, estimate=estimate(model.spec, rates.links.speed)
+    )
+    rates = dataclasses.replace(rates, profile=measured)
+    known = dataclasses.replace(model, rates=rates, free_bytes=None, num_gpus=2)
+    kinds = {(kind.tensor, kind.stage): kind for kind in known.kinds()}
+    reads = rates.links.speed.weight_tokens * seconds.per_token
+    whole, half = kinds[1, 1].cost, kinds[2, 1].cost
+    assert whole.per_token == pytest.approx(seconds.per_token + 0.01 / CAPACITY)
+    assert whole.per_square == pytest.approx(seconds.per_square)
+    reduced = 16 * rates.links.seconds(2048 * 2, 2)
+    once = reads / 2 + 0.01 - reads
+    divided = seconds.per_token / 2 + once / CAPACITY
+    assert half.per_token == pytest.approx(divided + reduced)
+    assert kinds[1, 1].longest == CAPACITY  # its memory is not known
+
+
+def test_tensor_parallelism_adds_all_reduces(model, kinds):
+    """Four in each layer, of a hidden state, by rings: 2 (n - 1) / n of its bytes."""
+    links = model.rates.links
+    launches = 4 * links.speed.layer_seconds
+    reads = links.speed.weight_tokens  # of all weights, in tokens
+    once = lambda kind: 1 / min(CAPACITY, kind.longest)
+    each = kinds[1, 1].cost.per_token - launches * once(kinds[1, 1])
+    each /= 1 + reads * once(kinds[1, 1])
+    for tensor in (2, 8, 16):
+        kind = kinds[tensor, 1]
+        moved = 2 * (tensor - 1) / tensor * 2048 * 2
+        divided = each / tensor * (1 + reads * once(kind)) + launches * once(kind)
+        reduced = 4 * 4 * links.seconds(moved, tensor)
+        assert kind.cost.per_token == pytest.approx(divided + reduced)
+        whole = kinds[1, 1].cost.per_square
+        assert kind.cost.per_square * tensor == pytest.approx(whole)
+    inside, across = (kinds[tensor, 1].cost.per_token for tensor in (8, 16))
+    assert across > 0.7 * inside  # not half: sixteen are in two machines
+
+
+def test_a_pipeline_pays_its_ramp_once_a_step(kinds):
+    whole, piped = kinds[1, 1], kinds[1, 4]
+    assert piped.cost.base > whole.cost.base
+    assert piped.cost.per_token < whole.cost.per_token
+
+
+def test_a_model_that_does_not_fit_has_no_replicas(model):
+    small = dataclasses.replace(model, free_bytes=2**20)
+    with planned_for(parse_machine("a100-40x16").planned(0.9)):
+        assert small.kinds() == ()
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replicas")
+    config = config_json("llama-3.2-1b", 2) | {"hidden_size": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    tiny.write_tokenizer(folder)
+    jobs = []
+    for name, lengths in (("short", (60, 200)), ("long", (150, 900))):
+        data = folder / f"{name}.jsonl"
+        texts = [{"text": "a" * (lengths[i % 2] - 1)} for i in range(40)]
+        data.write_text("\n".join(map(json.dumps, texts)))
+        jobs.append({"name": name, "data": {"path": str(data)}, "max_length": 1024})
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({"model": str(folder), "jobs": jobs}))
+    return path
+
+
+def test_plan_prints_and_draws_replicas(run_file, capsys):
+    picture = run_file.parent / "replicas.png"
+    options = ["--gpu", "a100-40x4", "--replicas", "auto", "--picture", str(picture)]
+    assert main(["plan", str(run_file), *options]) == 0
+    text = capsys.readouterr().out
+    assert "replicas for 4 GPUs: 4 x tensor=1, remat none" in text
+    for word in ("lower bound", "saved", "one job after the other", "idle", "alike"):
+        assert word in text
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ([], "needs the rates of the GPUs"),
+        (["--gpu", "h100", "--steps", "2"], "--steps is for the plan of a mesh"),
+        (
+            ["--gpu", "h100", "--price-per-hour", "2"],
+            "--price-per-hour is for the plan",
+        ),
+    ],
+)
+def test_refusals(run_file, options, message, capsys):
+    assert main(["plan", str(run_file), "--replicas", "auto", *options]) == 1
+    assert message in capsys.readouterr().err
