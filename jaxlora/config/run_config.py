@@ -13,6 +13,7 @@ from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import BASE, SamplesConfig
+from jaxlora.config.replicas_config import OF_REPLICAS, ReplicaConfig
 from jaxlora.config.rules import (
     OF_A_JOB,
     OF_A_RUN,
@@ -242,6 +243,9 @@ class RunConfig(BaseSettings):
         mesh: Devices that the run uses, as sizes of the axes `data` (replicas), `stage`
             (pipeline stages) and `fsdp` (devices that share the base weights), such as
             `stage=2,fsdp=2`, or as a mapping; `auto` chooses the sizes.
+        replicas: Replicas whose microbatches differ in size, on one device each, which
+            train the same adapters: samples run where they fit. None: replicas are
+            alike (axis `data` of `mesh`).
         pipeline_microbatches: Microbatches that the first pipeline stage has in flight,
             at least one for each stage; None: as many as there are stages. More hide
             transfers between stages and uneven microbatches, but take memory, and the
@@ -302,8 +306,13 @@ class RunConfig(BaseSettings):
     """
 
     aliases = OF_RUN
-    rules = (*BaseSettings.rules, *OF_A_RUN)
-    nested = {"jobs": LoraJob, "samples": SamplesConfig, "sweep": Sweep}
+    rules = (*BaseSettings.rules, *OF_A_RUN, *OF_REPLICAS)
+    nested = {
+        "jobs": LoraJob,
+        "replicas": ReplicaConfig,
+        "samples": SamplesConfig,
+        "sweep": Sweep,
+    }
     belongs = dict.fromkeys(
         [*LoraJob.model_fields, *OF_JOB.same],
         "a job. Put it there, or into defaults for all jobs",
@@ -318,6 +327,7 @@ class RunConfig(BaseSettings):
     slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
+    replicas: Literal["auto"] | tuple[ReplicaConfig, ...] | None = None
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
@@ -378,6 +388,19 @@ class RunConfig(BaseSettings):
         """Sizes of the mesh; `mesh` must not be `auto`."""
         assert self.mesh != "auto", "auto is not settled yet"
         return MeshSizes.parse(mesh_text(self.mesh))
+
+    @property
+    def replica_tokens(self) -> tuple[int, ...]:
+        """Tokens of a microbatch of each of `replicas`, the largest first."""
+        if self.replicas is None or self.replicas == "auto":
+            return ()
+        each = [one.microbatch_tokens for one in self.replicas for _ in range(one.count)]
+        return tuple(sorted(each, reverse=True))
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the run uses; `mesh` must not be `auto`."""
+        return len(self.replica_tokens) or self.mesh_sizes.num_devices
 
     @property
     def may_gather(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
@@ -53,16 +53,31 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaStage:
+    """A replica beside the first one; see `FurtherReplica`.
+
+    Attributes:
+        stage: The decoder on the replica's device.
+        capacity: Tokens of its microbatches.
+    """
+
+    stage: Stage
+    capacity: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """The stages of a decoder.
 
     Attributes:
         stages: The stages, from the embedding to the head.
         in_flight: Ticks in flight on the first stage.
+        further: Replicas with microbatches of other sizes, on devices of their own.
     """
 
     stages: tuple[Stage, ...]
     in_flight: int
+    further: tuple[ReplicaStage, ...] = ()
 
     @staticmethod
     def of(
@@ -91,21 +106,36 @@ class Layout:
                 for mesh in stage_meshes(sizes, devices)
             ]
         pairs = zip(stages.specs, placements, strict=True)
+        places = _further_devices(placements[0], devices) if stages.further else ()
         return Layout(
             stages=tuple(
                 Stage(spec=with_fsdp(spec, sizes.fsdp), placement=placement)
                 for spec, placement in pairs
             ),
             in_flight=stages.in_flight,
+            further=tuple(
+                ReplicaStage(
+                    stage=Stage(spec=one.spec, placement=StageSharding(device=place)),
+                    capacity=one.capacity,
+                )
+                for one, place in zip(stages.further, places, strict=False)
+            ),
         )
 
     def with_remat(self, remat: Remat) -> "Layout":
         """Returns the same stages with another part of each layer recomputed."""
-        stages = tuple(
-            dataclasses.replace(stage, spec=stage.spec.with_remat(remat))
-            for stage in self.stages
+
+        def changed(stage: Stage) -> Stage:
+            return dataclasses.replace(stage, spec=stage.spec.with_remat(remat))
+
+        return dataclasses.replace(
+            self,
+            stages=tuple(map(changed, self.stages)),
+            further=tuple(
+                dataclasses.replace(one, stage=changed(one.stage))
+                for one in self.further
+            ),
         )
-        return dataclasses.replace(self, stages=stages)
 
     @property
     def num_lanes(self) -> int:
@@ -148,7 +178,8 @@ class Layout:
 
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""
-        return sum(stage.steps.num_compilations() for stage in self.stages)
+        each = (*self.stages, *(one.stage for one in self.further))
+        return sum(stage.steps.num_compilations() for stage in each)
 
 
 def _device_of(base: Base | None) -> Any:
@@ -159,6 +190,24 @@ def _device_of(base: Base | None) -> Any:
     if isinstance(device, NamedSharding):  # the base may be divided; slots are not
         return NamedSharding(device.mesh, PartitionSpec())
     return device
+
+
+def _further_devices(
+    first: StageSharding, devices: Sequence[jax.Device] | None
+) -> list[SingleDeviceSharding]:
+    """Returns the devices that the first replica, on one device, does not use.
+
+    Raises:
+        ValueError: The base is divided among several devices.
+    """
+    used = first.committed(PartitionSpec()).device_set
+    if len(used) > 1:
+        raise ValueError(
+            f"the base is on {len(used)} devices, and replicas are single devices. "
+            "Load it on one, or leave replicas out."
+        )
+    every = jax.local_devices() if devices is None else devices
+    return [SingleDeviceSharding(one) for one in every if one not in used]
 
 
 def with_fsdp(spec: DecoderSpec, fsdp: int) -> DecoderSpec:

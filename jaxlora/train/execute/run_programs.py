@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.exchange import exchange_rounds
+from jaxlora.adapters.exchange import exchange_rounds, read_part
 from jaxlora.adapters.slots import SlotTable, row_shapes
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.distributed import processes
@@ -24,7 +24,7 @@ from jaxlora.programs.program import (
     shapes_of,
 )
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.layout import Layout, Stage
+from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage
 from jaxlora.train.execute.staged_stream import optimizer_inputs
 from jaxlora.train.execute.step import PreparedPasses
 
@@ -67,6 +67,8 @@ class RunPrograms:
             if evaluates:
                 others += _evaluation(stage, table, limits, name)
             others += _updates(stage, table, len(layout.stages), name)
+        for number, one in enumerate(layout.further, start=2):
+            others += _replica(one, layout.stages[0], slots.tables[0], limits, number)
         found = RunPrograms(passes=tuple(passes), others=tuple(others))
         announce(found.each)
         return found
@@ -163,6 +165,35 @@ def _named(layout: Layout, slots: StagedSlots):
     pairs = zip(layout.stages, slots.tables, strict=True)
     for number, pair in enumerate(pairs, start=1):
         yield pair, f", stage {number} of {num_stages}" if num_stages > 1 else ""
+
+
+def _replica(
+    one: ReplicaStage, home: Stage, table: SlotTable, limits: Limits, number: int
+) -> list[Prepared]:
+    """Starts to compile the programs of a further replica, and those of its sums."""
+    stage, name = one.stage, f", replica {number}"
+    steps, where = stage.steps, stage.placement.sharding(stage.placement.by_slot)
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree
+        )
+
+    empty, slot = steps.empty.prepare(), jax.ShapeDtypeStruct((), "int32")
+    state, settings = placed(empty.out_info), placed(table.settings)
+    own = dataclasses.replace(limits, capacity=one.capacity)
+    passes = steps.prepare_passes(stage.base_shapes(), state, settings, own, name)
+    row = home.steps.read_slot.prepare(table.state.params, slot).out_info
+    weights = state.params, state.pending, slot, placed(row)
+    pending = table.state.pending
+    part = jax.eval_shape(read_part, pending, slot)
+    return [
+        *passes.each,
+        empty,
+        steps.write_weights.prepare(*weights, what=f"weights{name}"),
+        steps.read_part.prepare(state.pending, slot, what=f"gradients{name}"),
+        home.steps.add_part.prepare(pending, slot, *part),
+    ]
 
 
 def _evaluation(

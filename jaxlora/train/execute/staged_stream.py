@@ -13,8 +13,8 @@ from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResul
 from jaxlora.adapters.optimizers import OPTIMIZERS
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
-from jaxlora.data.pack import JobBatch
-from jaxlora.models.forward import Base, SlotKeys
+from jaxlora.data.pack import JobBatch, PackedBatch
+from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.global_arrays import everywhere
@@ -24,6 +24,7 @@ from jaxlora.train.execute.executor import Outcomes, StepOutcome
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.replicas import FurtherReplicas, ReplicaRows
 from jaxlora.train.job_state import JobState
 
 
@@ -49,6 +50,24 @@ class _Steps:
     results: list[StepResult] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class TickRows:
+    """The arrays of a tick.
+
+    Attributes:
+        stages: Its rows on the devices of each stage; None: none of its samples run on
+            the stages.
+        num_tokens: Tokens of these samples.
+        num_rows: Number of these rows, padding included.
+        further: The microbatches of further replicas.
+    """
+
+    stages: Sequence[PackedBatch] | None
+    num_tokens: int
+    num_rows: int
+    further: Sequence[ReplicaRows]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Cut:
     """Copies of the slots of each stage, after its steps that follow a tick."""
@@ -68,6 +87,7 @@ class StagedStream:
         jobs: Mapping[int, JobState],
         feed: Feed,
         baselines: Baselines,
+        further: FurtherReplicas,
     ):
         """Queues nothing yet.
 
@@ -78,6 +98,7 @@ class StagedStream:
             jobs: The job in each slot, at any time.
             feed: The ticks.
             baselines: Computes the baselines of global batches.
+            further: Replicas beside the stages.
         """
         assert layout.stages[0].spec.slots is not None
         self._shape = layout.stages[0].spec.slots
@@ -85,9 +106,13 @@ class StagedStream:
         self._jobs, self._feed = jobs, feed
         self._in_flight = InFlight(layout, bases, slots)
         self._baselines, self._baseline = baselines, baselines.none
+        self._further = further
+        self._further_rows: dict[int, tuple[SlotKeys, Sequence[ReplicaRows]]] = {}
         # By tick, the samples of the baselines of global batches that begin in it.
         self._beginning: dict[int, dict[int, JobBatch]] = {}
         self._fed: dict[int, FedTick] = {}  # whose steps are not queued yet
+        # By tick, the global batches that it completes, by slot.
+        self._completed: dict[int, dict[int, JobBatch]] = {}
         # By slot.
         self._losses: dict[int, list[dict[str, jax.Array]]] = defaultdict(list)
         self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
@@ -122,24 +147,46 @@ class StagedStream:
         enters = one.stage == 0 and one.kind != "backward"
         if enters:
             self._enter(one.tick)
-        if one.tick in self._in_flight:  # some of its samples run
+        if one.kind == "forward_backward":
+            self._begin(one.tick)
+        if one.tick in self._in_flight:  # some of its samples run on the stages
             self._run(one)
         if enters:
+            self._run_further(one.tick)
             self._feed.prepare(one.tick + 1)
 
-    def _run(self, one: Pass) -> None:
-        if one.kind == "forward_backward":
-            # All stages still have the weights before the step of a batch that begins
-            # here: the step follows this tick.
-            new = self._beginning.pop(one.tick)
+    def _begin(self, tick: int) -> None:
+        """Computes the baselines of the batches that begin in a tick.
+
+        All stages still have the weights before the step of such a batch: the step
+        follows this tick.
+        """
+        if new := self._beginning.pop(tick, None):
             weights = [table.state.params for table in self._tables]
             self._baseline = self._baselines.add(self._baseline, new, weights)
+
+    def _run(self, one: Pass) -> None:
         losses = self._in_flight.run(one, self._baseline)
         if losses is not None:
             self._wait_for_earlier(losses.loss)
-            sums = everywhere({"loss": losses.loss} | losses.metrics)
-            for slot in {s.owner for s in self._fed[one.tick].samples}:
-                self._losses[slot].append(sums)
+            self._note_losses({s.owner for s in self._fed[one.tick].samples}, losses)
+
+    def _run_further(self, tick: int) -> None:
+        """Queues the microbatches of further replicas.
+
+        They send their gradients of the batches that the tick completes, some of which
+        are of earlier ticks.
+        """
+        if tick in self._further_rows:
+            keys, rows = self._further_rows.pop(tick)
+            for slots, losses in self._further.run(rows, keys, self._baseline):
+                self._note_losses(slots, losses)
+        self._further.send(self._completed.get(tick, ()))
+
+    def _note_losses(self, slots: Collection[int], losses: JobLosses) -> None:
+        sums = everywhere({"loss": losses.loss} | losses.metrics)
+        for slot in slots:
+            self._losses[slot].append(sums)
 
     def _wait_for_earlier(self, loss: jax.Array) -> None:
         """Waits if the last stage of a pipeline has too many unfinished ticks."""
@@ -150,9 +197,9 @@ class StagedStream:
             self._unfinished.popleft().block_until_ready()
 
     def _enter(self, tick: int) -> None:
-        fed, batches = self._feed.take()
+        fed, rows = self._feed.take()
         self._fed[tick] = fed
-        if batches is None:
+        if rows is None:
             return
         # The host may not have reached these steps yet: they are the samples'.
         steps = {s.owner: s.batch for s in fed.samples}
@@ -161,10 +208,19 @@ class StagedStream:
             seed=by_slot(seeds, self._shape.num_slots, np.int32),
             step=by_slot(steps, self._shape.num_slots, np.int32),
         )
-        self._in_flight.enter(tick, batches, keys, steps)
+        number, num_tokens = 0, rows.num_tokens
+        if rows.stages is not None:
+            self._in_flight.enter(tick, rows.stages, keys, steps)
+            number = self._layout.num_lanes
+        if rows.further:
+            self._further_rows[tick] = keys, rows.further
         self._beginning[tick] = self._feed.begin(fed)
-        num_tokens, number = sum(s.num_tokens for s in fed.samples), len(fed.tick)
-        self._sizes[tick] = number, number * fed.of.rows, num_tokens
+        self._completed[tick] = self._feed.complete(fed)
+        num_rows = rows.num_rows
+        for one in rows.further:
+            number, num_tokens = number + 1, num_tokens + one.num_tokens
+            num_rows += self._further.capacities[one.replica]
+        self._sizes[tick] = number, num_rows, num_tokens
 
     # ---- jobs that leave -----------------------------------------------------------
 
@@ -172,6 +228,8 @@ class StagedStream:
         """Forgets a job that has left its slot; its samples are dropped already."""
         self._feed.forget(slot)
         self._losses.pop(slot, None)
+        for completed in self._completed.values():
+            completed.pop(slot, None)
         last = max(self._in_flight.ticks_of(slot), default=None)
         if last is not None:
             self._leaving[slot] = last
@@ -190,11 +248,13 @@ class StagedStream:
 
     def _complete(self, tick: int) -> None:
         """Prepares the steps that follow a tick whose backward passes are queued."""
-        batches = self._feed.complete(self._fed.pop(tick))
+        self._fed.pop(tick)
+        batches = self._completed.pop(tick, {})
         if not batches:
             return
         step = {slot: batch.step for slot, batch in batches.items()}
         rates = {s: self._jobs[s].learning_rate(number) for s, number in step.items()}
+        self._further.add(batches)
         self._exchange(batches)
         stepping = {s: (self._jobs[s], number) for s, number in step.items()}
         self._steps[tick] = _Steps(
@@ -236,6 +296,7 @@ class StagedStream:
         steps.results.append(everywhere(result))
         if stage:
             return
+        self._further.copy_weights(steps.batches)
         # This transfer is intended and does not block, so the transfer guard is off.
         with jax.transfer_guard_device_to_host("allow"):
             for array in jax.tree.leaves((steps.losses, steps.results)):

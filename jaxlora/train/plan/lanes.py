@@ -7,10 +7,12 @@ from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import base_dtype
+from jaxlora.memory.mesh import REPLICA_TICKS
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
+from jaxlora.scheduler.lanes import Replica
 from jaxlora.scheduler.replicas import Load, Pinning, decide_pinning
 
 
@@ -22,12 +24,31 @@ def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinni
         loads: The work of each job.
         num_slots: Number of jobs that may run at the same time.
     """
+    if len(config.replica_tokens) > 1:
+        return Pinning(lanes=replica_lanes(config), reason="replicas share all jobs")
     sizes = config.mesh_sizes
     # A pipeline of one stage has no use for more microbatches in flight.
     in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
     pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
     lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
     return decide_pinning(loads, lanes, config.limits.capacity, num_slots)
+
+
+def replica_lanes(config: RunConfig) -> Lanes:
+    """Returns the lanes of a run with `replicas`.
+
+    The optimizer step of a job is queued behind the next tick, so a replica that is
+    late by less than a tick delays no other. So the job's next batch comes in the tick
+    after that.
+    """
+    # A microbatch also takes the time of reading the weights.
+    weights = round(find_speed(device_kind()).weight_tokens)
+    replicas = [
+        Replica(capacity=tokens, work=tokens + weights)
+        for tokens in config.replica_tokens
+    ]
+    pipeline = Pipeline.one_f_one_b(1, REPLICA_TICKS)
+    return Lanes(pipeline=pipeline, replicas=tuple(replicas))
 
 
 def window_cost(

@@ -152,9 +152,10 @@ class RunPlan:
             is_part: See `window_seconds`.
 
         Returns:
-            Seconds; None: the rates of the device are not known.
+            Seconds; None: the rates of the device are not known, or replicas have
+            microbatches of different sizes.
         """
-        if not self.rates.are_known:
+        if not self.rates.are_known or self.lanes.replicas:
             return None
         args = self.stages, self.lanes, schedule, self.rates, self.shapes.tokens
         return window_seconds(*args, is_part=is_part)
