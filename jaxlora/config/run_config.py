@@ -394,7 +394,9 @@ class RunConfig(BaseSettings):
         """Tokens of a microbatch of each of `replicas`, the largest first."""
         if self.replicas is None or self.replicas == "auto":
             return ()
-        each = [one.microbatch_tokens for one in self.replicas for _ in range(one.count)]
+        each = [
+            one.microbatch_tokens for one in self.replicas for _ in range(one.count)
+        ]
         return tuple(sorted(each, reverse=True))
 
     @property

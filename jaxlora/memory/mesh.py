@@ -21,7 +21,6 @@ from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.sharding.pipeline import RUN_AHEAD, ticks_ahead
 
-
 # Ticks in flight of a run with `replicas`: the one that runs, and the one before it,
 # whose optimizer steps wait for the slowest replica.
 REPLICA_TICKS = 2

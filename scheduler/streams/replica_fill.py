@@ -43,9 +43,7 @@ def fill_replicas(
         filled.place_others()
         filled.take(lanes.pipeline.distance)
         parts = {lane.number: filled.samples[lane.number] for lane in open_lanes}
-        ticks.append(
-            tuple(in_order(parts.get(n, [])) for n in range(lanes.num_lanes))
-        )
+        ticks.append(tuple(in_order(parts.get(n, [])) for n in range(lanes.num_lanes)))
     return ticks
 
 

@@ -106,7 +106,9 @@ class Layout:
                 for mesh in stage_meshes(sizes, devices)
             ]
         pairs = zip(stages.specs, placements, strict=True)
-        places = _further_devices(placements[0], devices) if stages.further else ()
+        num_further, places = len(stages.further), []
+        if num_further:
+            places = _further_devices(placements[0], devices, num_further)
         return Layout(
             stages=tuple(
                 Stage(spec=with_fsdp(spec, sizes.fsdp), placement=placement)
@@ -118,7 +120,7 @@ class Layout:
                     stage=Stage(spec=one.spec, placement=StageSharding(device=place)),
                     capacity=one.capacity,
                 )
-                for one, place in zip(stages.further, places, strict=False)
+                for one, place in zip(stages.further, places, strict=True)
             ),
         )
 
@@ -193,12 +195,12 @@ def _device_of(base: Base | None) -> Any:
 
 
 def _further_devices(
-    first: StageSharding, devices: Sequence[jax.Device] | None
+    first: StageSharding, devices: Sequence[jax.Device] | None, number: int
 ) -> list[SingleDeviceSharding]:
-    """Returns the devices that the first replica, on one device, does not use.
+    """Returns devices that the first replica, on one device, does not use.
 
     Raises:
-        ValueError: The base is divided among several devices.
+        ValueError: The base is on several devices, or there are too few.
     """
     used = first.committed(PartitionSpec()).device_set
     if len(used) > 1:
@@ -207,7 +209,13 @@ def _further_devices(
             "Load it on one, or leave replicas out."
         )
     every = jax.local_devices() if devices is None else devices
-    return [SingleDeviceSharding(one) for one in every if one not in used]
+    left = [SingleDeviceSharding(one) for one in every if one not in used]
+    if len(left) < number:
+        raise ValueError(
+            f"{number} replicas beside the first need a device each, and {len(left)} "
+            "are left. Lower a count."
+        )
+    return left[:number]
 
 
 def with_fsdp(spec: DecoderSpec, fsdp: int) -> DecoderSpec:

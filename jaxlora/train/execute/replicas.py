@@ -26,6 +26,7 @@ from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch
 from jaxlora.scheduler.lanes import Lane
+from jaxlora.train.execute.executor import TickWork
 from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage
 
 # A replica's part of the gradients of a slot, and whether they are finite.
@@ -40,21 +41,17 @@ class ReplicaRows:
         replica: Number of the replica; the first one is 0.
         rows: Its rows, which its program uploads.
         slots: Slots of the samples that run.
-        num_tokens: Tokens of these samples.
+        work: Its work.
     """
 
     replica: int
     rows: PackedBatch
     slots: frozenset[int]
-    num_tokens: int
+    work: TickWork
 
 
 class FurtherReplicas:
-    """The replicas beside the first one; none if replicas are alike or there is one.
-
-    Attributes:
-        capacities: Tokens of a microbatch of each of the replicas, by number.
-    """
+    """The replicas beside the first one; none if replicas are alike or there is one."""
 
     def __init__(
         self,
@@ -78,16 +75,15 @@ class FurtherReplicas:
         self._limits, self._lanes = limits, tuple(lanes)
         self._objectives = self._home.spec.options.objectives
         self._replicas = {
-            number: _Replica(one, params)
+            number: _Replica(number, one, params)
             for number, one in enumerate(layout.further, start=1)
         }
-        self.capacities = {n: one.capacity for n, one in enumerate(layout.further, 1)}
         # By slot, what the first replica is to add, in the order of the replicas.
         self._parts: dict[int, list[_Part]] = defaultdict(list)
-        if self._replicas:
-            for slot in range(self._home.spec.slots.num_slots):
-                if table.has_job(slot):
-                    self.copy(slot)
+        assert self._home.spec.slots is not None
+        for slot in range(self._home.spec.slots.num_slots):
+            if table.has_job(slot):
+                self.copy(slot)
 
     # ---- slots ---------------------------------------------------------------------
 
@@ -143,7 +139,11 @@ class FurtherReplicas:
                     replica=lane.replica,
                     rows=pack_tick((microbatch,), batches, limits, self._objectives),
                     slots=frozenset(s.owner for s in samples),
-                    num_tokens=sum(s.num_tokens for s in samples),
+                    work=TickWork(
+                        num_microbatches=1,
+                        num_rows=lane.capacity,
+                        num_tokens=sum(s.num_tokens for s in samples),
+                    ),
                 )
             )
         return found
@@ -203,7 +203,8 @@ class _Replica:
         new: Weights of slots that no microbatch has needed yet.
     """
 
-    def __init__(self, one: ReplicaStage, params: Base):
+    def __init__(self, number: int, one: ReplicaStage, params: Base):
+        self._number = number
         self.stage: Stage = one.stage
         self.device = one.stage.placement.device
         self.new: dict[int, jax.Array] = {}
@@ -214,6 +215,14 @@ class _Replica:
         self._has_part: set[int] = set()
 
     def run(self, one: ReplicaRows, keys: SlotKeys) -> JobLosses:
+        """Queues a microbatch, whose gradients are added to those before."""
+        try:
+            return self._run(one, keys)
+        except jax.errors.JaxRuntimeError as error:
+            error.add_note(f"replica {self._number + 1}, on {self.device}")
+            raise
+
+    def _run(self, one: ReplicaRows, keys: SlotKeys) -> JobLosses:
         steps = self.stage.steps
         for slot in sorted(one.slots & self.new.keys()):
             args = self._params, self._pending, np.int32(slot), self.new.pop(slot)

@@ -67,8 +67,7 @@ class RunPrograms:
             if evaluates:
                 others += _evaluation(stage, table, limits, name)
             others += _updates(stage, table, len(layout.stages), name)
-        for number, one in enumerate(layout.further, start=2):
-            others += _replica(one, layout.stages[0], slots.tables[0], limits, number)
+        others += _replicas(layout, slots.tables[0], limits)
         found = RunPrograms(passes=tuple(passes), others=tuple(others))
         announce(found.each)
         return found
@@ -167,10 +166,32 @@ def _named(layout: Layout, slots: StagedSlots):
         yield pair, f", stage {number} of {num_stages}" if num_stages > 1 else ""
 
 
+def _replicas(layout: Layout, table: SlotTable, limits: Limits) -> list[Prepared]:
+    """Starts to compile the programs of further replicas, and those of their sums."""
+    if not layout.further:
+        return []
+    steps, slot = layout.stages[0].steps, jax.ShapeDtypeStruct((), "int32")
+    pending = table.state.pending
+    part = jax.eval_shape(read_part, pending, slot)
+    row = steps.read_slot.prepare(table.state.params, slot)
+    found = [row, steps.add_part.prepare(pending, slot, *part)]
+    for number, one in enumerate(layout.further, start=2):
+        found += _replica(one, table, row.out_info, limits, number)
+    return found
+
+
 def _replica(
-    one: ReplicaStage, home: Stage, table: SlotTable, limits: Limits, number: int
+    one: ReplicaStage, table: SlotTable, row: Any, limits: Limits, number: int
 ) -> list[Prepared]:
-    """Starts to compile the programs of a further replica, and those of its sums."""
+    """Starts to compile the programs of a further replica.
+
+    Args:
+        one: The replica.
+        table: The slots of the first replica.
+        row: Shape of the weights of a slot, as one array.
+        limits: Limits of a microbatch of the first replica.
+        number: Number of the replica, from 1 on.
+    """
     stage, name = one.stage, f", replica {number}"
     steps, where = stage.steps, stage.placement.sharding(stage.placement.by_slot)
 
@@ -183,16 +204,12 @@ def _replica(
     state, settings = placed(empty.out_info), placed(table.settings)
     own = dataclasses.replace(limits, capacity=one.capacity)
     passes = steps.prepare_passes(stage.base_shapes(), state, settings, own, name)
-    row = home.steps.read_slot.prepare(table.state.params, slot).out_info
     weights = state.params, state.pending, slot, placed(row)
-    pending = table.state.pending
-    part = jax.eval_shape(read_part, pending, slot)
     return [
         *passes.each,
         empty,
         steps.write_weights.prepare(*weights, what=f"weights{name}"),
         steps.read_part.prepare(state.pending, slot, what=f"gradients{name}"),
-        home.steps.add_part.prepare(pending, slot, *part),
     ]
 
 

@@ -25,7 +25,7 @@ from jaxlora.scheduler.algorithms import greedy
 from jaxlora.scheduler.lanes import Lane, Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.execute.baselines import Baselines
-from jaxlora.train.execute.executor import Outcomes, TickSource
+from jaxlora.train.execute.executor import Outcomes, TickSource, TickWork
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.replicas import FurtherReplicas
@@ -184,8 +184,11 @@ class StagedExecutor:
             rows = self._upload(pack_tick(tick, batches, limits, self._objectives))
         return TickRows(
             stages=rows,
-            num_tokens=num_tokens,
-            num_rows=num_lanes * fed.of.rows if rows else 0,
+            work=TickWork(
+                num_microbatches=num_lanes,
+                num_rows=num_lanes * fed.of.rows,
+                num_tokens=num_tokens,
+            ),
             further=self._further.pack(further, batches),
         )
 

@@ -20,7 +20,7 @@ from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.global_arrays import everywhere
 from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b
 from jaxlora.train.execute.baselines import Baselines
-from jaxlora.train.execute.executor import Outcomes, StepOutcome
+from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickWork
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.layout import Layout
@@ -57,14 +57,12 @@ class TickRows:
     Attributes:
         stages: Its rows on the devices of each stage; None: none of its samples run on
             the stages.
-        num_tokens: Tokens of these samples.
-        num_rows: Number of these rows, padding included.
+        work: Work of the stages.
         further: The microbatches of further replicas.
     """
 
     stages: Sequence[PackedBatch] | None
-    num_tokens: int
-    num_rows: int
+    work: TickWork
     further: Sequence[ReplicaRows]
 
 
@@ -121,8 +119,7 @@ class StagedStream:
         self._leaving: dict[int, int] = {}
         self._num_rounds = 0
         self._cut: _Cut | None = None
-        # Microbatches, rows and tokens of ticks.
-        self._sizes: dict[int, tuple[int, int, int]] = {}
+        self._work: dict[int, dict[int, TickWork]] = {}  # by tick and replica
 
     def outcomes(self) -> Iterator[Outcomes]:
         """Runs the ticks, and yields the results of their optimizer steps."""
@@ -208,19 +205,16 @@ class StagedStream:
             seed=by_slot(seeds, self._shape.num_slots, np.int32),
             step=by_slot(steps, self._shape.num_slots, np.int32),
         )
-        number, num_tokens = 0, rows.num_tokens
+        self._work[tick] = {0: rows.work} if rows.stages is not None else {}
         if rows.stages is not None:
             self._in_flight.enter(tick, rows.stages, keys, steps)
-            number = self._layout.num_lanes
         if rows.further:
             self._further_rows[tick] = keys, rows.further
         self._beginning[tick] = self._feed.begin(fed)
         self._completed[tick] = self._feed.complete(fed)
-        num_rows = rows.num_rows
+        work = self._work[tick]
         for one in rows.further:
-            number, num_tokens = number + 1, num_tokens + one.num_tokens
-            num_rows += self._further.capacities[one.replica]
-        self._sizes[tick] = number, num_rows, num_tokens
+            work[one.replica] = work.get(one.replica, TickWork()) + one.work
 
     # ---- jobs that leave -----------------------------------------------------------
 
@@ -319,12 +313,9 @@ class StagedStream:
         if self._cut is not None and self._cut.tick == tick:
             snapshot = self._slots.joined(self._cut.reads)
             self._cut = None
-        number, rows, tokens = self._sizes.pop(tick, (0, 0, 0))
         return Outcomes(
             steps={} if steps is None else _step_outcomes(steps),
-            num_microbatches=number,
-            num_rows=rows,
-            num_tokens=tokens,
+            work=self._work.pop(tick, {}),
             snapshot=snapshot,
         )
 
