@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
-from jaxlora.memory.mesh import MeshStages
+from jaxlora.memory.mesh import FurtherReplica, MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
@@ -96,6 +97,8 @@ class Layout:
 
         Raises:
             ValueError: There are too few devices.
+            ConfigError: There are too few for `RunConfig.replicas`, or the base is on
+                several.
         """
         sizes = stages.sizes
         if sizes.num_devices == 1:
@@ -106,22 +109,13 @@ class Layout:
                 for mesh in stage_meshes(sizes, devices)
             ]
         pairs = zip(stages.specs, placements, strict=True)
-        num_further, places = len(stages.further), []
-        if num_further:
-            places = _further_devices(placements[0], devices, num_further)
         return Layout(
             stages=tuple(
                 Stage(spec=with_fsdp(spec, sizes.fsdp), placement=placement)
                 for spec, placement in pairs
             ),
             in_flight=stages.in_flight,
-            further=tuple(
-                ReplicaStage(
-                    stage=Stage(spec=one.spec, placement=StageSharding(device=place)),
-                    capacity=one.capacity,
-                )
-                for one, place in zip(stages.further, places, strict=True)
-            ),
+            further=_further_stages(stages.further, placements[0], devices),
         )
 
     def with_remat(self, remat: Remat) -> "Layout":
@@ -194,28 +188,38 @@ def _device_of(base: Base | None) -> Any:
     return device
 
 
-def _further_devices(
-    first: StageSharding, devices: Sequence[jax.Device] | None, number: int
-) -> list[SingleDeviceSharding]:
-    """Returns devices that the first replica, on one device, does not use.
+def _further_stages(
+    further: Sequence[FurtherReplica],
+    first: StageSharding,
+    devices: Sequence[jax.Device] | None,
+) -> tuple[ReplicaStage, ...]:
+    """Places replicas on the devices that the first one, on one device, does not use.
 
     Raises:
-        ValueError: The base is on several devices, or there are too few.
+        ConfigError: The base is on several devices, or there are too few.
     """
+    if not further:
+        return ()
     used = first.committed(PartitionSpec()).device_set
     if len(used) > 1:
-        raise ValueError(
-            f"the base is on {len(used)} devices, and replicas are single devices. "
-            "Load it on one, or leave replicas out."
+        raise ConfigError(
+            f"replicas: the base is on {len(used)} devices, and a replica is one. Load "
+            "it on one device, or leave replicas out."
         )
     every = jax.local_devices() if devices is None else devices
-    left = [SingleDeviceSharding(one) for one in every if one not in used]
-    if len(left) < number:
-        raise ValueError(
-            f"{number} replicas beside the first need a device each, and {len(left)} "
-            "are left. Lower a count."
+    left = [SingleDeviceSharding(device) for device in every if device not in used]
+    if len(left) < len(further):
+        raise ConfigError(
+            f"replicas: {len(further)} of them need a device beside that of the base, "
+            f"and there are {len(left)}. Lower a count."
         )
-    return left[:number]
+    return tuple(
+        ReplicaStage(
+            stage=Stage(spec=one.spec, placement=StageSharding(device=device)),
+            capacity=one.capacity,
+        )
+        for one, device in zip(further, left, strict=False)
+    )
 
 
 def with_fsdp(spec: DecoderSpec, fsdp: int) -> DecoderSpec:
