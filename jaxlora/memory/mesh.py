@@ -54,6 +54,20 @@ class FurtherReplica:
         spec = dataclasses.replace(spec, options=options, slots=slots)
         return FurtherReplica(spec=spec, capacity=capacity)
 
+    def num_bytes(self, programs: StagePrograms, block_tokens: int) -> int | None:
+        """Returns the memory that it needs; None: the compiler reports none.
+
+        Args:
+            programs: Its compiled passes.
+            block_tokens: Tokens of a block.
+        """
+        limits = Limits(capacity=self.capacity, block_tokens=block_tokens)
+        use = StageUse(
+            num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0
+        )
+        found = stage_measured(self.spec, programs, limits, use)
+        return None if found is None else found.total_bytes(self.capacity)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MeshStages:

@@ -98,8 +98,9 @@ class OpenedRun:
             ConfigError: The device's memory cannot hold the run.
         """
         plan = self.plan.fit(self.compile)
-        log_notes(plan.notes)
-        self.start_programs(plan).finish()
+        programs = self.start_programs(plan)
+        log_notes([*plan.notes, *plan.replica_notes(programs.compiled_further())])
+        programs.finish()
         layout = self.layout.with_remat(plan.spec.options.remat)
         return dataclasses.replace(self, plan=plan, layout=layout)
 

@@ -6,10 +6,11 @@ time however it is filled, so a small one wastes less, and large ones keep their
 for the long samples of other jobs.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from jaxlora.scheduler.lanes import Lane, Lanes, Tick
-from jaxlora.scheduler.types import Limits, Sample, in_order, padded_tokens
+from jaxlora.scheduler.types import Limits, Sample, in_order
 from jaxlora.scheduler.windows.cursor import Item
 from jaxlora.scheduler.windows.fill import best_subsets
 from jaxlora.scheduler.windows.job_queue import JobQueue
@@ -62,58 +63,63 @@ class _Filling:
         # the same size get the same number of microbatches.
         self._lanes = sorted(lanes, key=lambda one: (one.capacity, one.turn))
         self.samples: dict[int, list[Sample]] = {lane.number: [] for lane in lanes}
+        # By lane, the tokens of each job.
+        self._tokens: dict[int, Counter[int]] = {n: Counter() for n in self.samples}
         candidates = jobs.first(tick, _MAX_JOBS)
         self._items = {job: jobs[job].items for job in candidates}
-        self._placed: dict[int, list[int]] = {job: [] for job in candidates}
+        # Places of the items of each job that are on no lane yet.
+        self._left = {job: list(range(len(one))) for job, one in self._items.items()}
 
     def place_long(self) -> None:
         """Places the samples that do not fit on the smallest lanes, the longest first.
 
         A sample goes to the smallest lane that has room for it.
         """
+        smallest = self._lanes[0].capacity
         for job, items in self._items.items():
             for place, item in enumerate(items):
-                if self._limits.padded(item[1]) <= self._lanes[0].capacity:
+                if self._limits.padded(item[1]) <= smallest:
                     continue
                 for lane in self._lanes:
-                    if item[1] <= self._room(lane, item[2].owner):
+                    if item[1] <= self._room(lane, job):
                         self._place(lane, job, [place])
                         break
 
     def place_others(self) -> None:
         """Fills lane after lane with samples of one job after the other."""
         for lane in self._lanes:
-            for job, items in self._items.items():
-                placed = set(self._placed[job])
-                left = [i for i in range(len(items)) if i not in placed]
+            for job, left in self._left.items():
                 if left:
-                    room = self._room(lane, items[0][2].owner)
-                    self._place(lane, job, _choose(items, left, room))
+                    chosen = _choose(self._items[job], left, self._room(lane, job))
+                    self._place(lane, job, chosen)
 
     def take(self, distance: int) -> None:
         """Advances the jobs by the samples that were placed."""
-        for job, places in self._placed.items():
-            if places:
-                self._jobs.take(job, sorted(places), self._tick, distance)
+        for job, left in self._left.items():
+            placed = sorted(set(range(len(self._items[job]))).difference(left))
+            if placed:
+                self._jobs.take(job, placed, self._tick, distance)
 
-    def _room(self, lane: Lane, owner: int) -> int:
+    def _room(self, lane: Lane, job: int) -> int:
         """Returns the tokens of a job that a lane has room for, in whole blocks."""
-        others = [s for s in self.samples[lane.number] if s.owner != owner]
-        own = [s for s in self.samples[lane.number] if s.owner == owner]
-        used = padded_tokens(others, self._limits) + sum(s.num_tokens for s in own)
-        return lane.capacity - used
+        tokens = self._tokens[lane.number]
+        others = sum(self._limits.padded(n) for own, n in tokens.items() if own != job)
+        return lane.capacity - others - tokens[job]
 
     def _place(self, lane: Lane, job: int, places: Sequence[int]) -> None:
+        if not places:
+            return
         items = self._items[job]
         self.samples[lane.number] += [items[place][2] for place in places]
-        self._placed[job] += places
+        self._tokens[lane.number][job] += sum(items[place][1] for place in places)
+        placed = set(places)
+        self._left[job] = [place for place in self._left[job] if place not in placed]
 
 
 def _choose(items: Sequence[Item], left: Sequence[int], room: int) -> list[int]:
     """Returns the places of the samples, of those that are left, that fill the room."""
-    tokens = [items[place][1] for place in left]
+    fitting = [place for place in left if items[place][1] <= room]
+    tokens = [items[place][1] for place in fitting]
     if sum(tokens) <= room:
-        return list(left)
-    fitting = [(place, n) for place, n in zip(left, tokens, strict=True) if n <= room]
-    weights = [n for _, n in fitting]
-    return [fitting[i][0] for i in sorted(next(best_subsets(weights, room), []))]
+        return fitting
+    return [fitting[i] for i in sorted(next(best_subsets(tokens, room), []))]

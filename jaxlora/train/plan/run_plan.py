@@ -11,9 +11,11 @@ from typing import Any
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
+from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.memory import capacity
 from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.device_memory import format_bytes
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.need import MemoryNeed
@@ -143,6 +145,34 @@ class RunPlan:
         found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
         plan = self.with_config(found.config)
         return dataclasses.replace(plan, need=found.need, notes=found.notes)
+
+    def replica_notes(self, programs: Sequence[StagePrograms]) -> list[Note]:
+        """Says how much memory each further replica needs.
+
+        Args:
+            programs: Its compiled passes.
+
+        Raises:
+            ConfigError: A replica needs more than there is.
+        """
+        notes, available = [], None if self.need is None else self.need.available
+        pairs = zip(self.stages.further, programs, strict=True)
+        for number, (replica, own) in enumerate(pairs, start=2):
+            needed = replica.num_bytes(own, self.config.block_tokens)
+            if needed is None:
+                continue
+            text = (
+                f"{format_bytes(needed)} needed on replica {number} with microbatches "
+                f"of {replica.capacity} tokens"
+            )
+            if available is not None and needed > available.num_bytes:
+                raise ConfigError(
+                    f"replicas: {text}, and there are "
+                    f"{format_bytes(available.num_bytes)} ({available.source}). Lower "
+                    "its microbatch_tokens."
+                )
+            notes.append(Note(f"memory: {text}"))
+        return notes
 
     def seconds(self, schedule: Schedule, *, is_part: bool = False) -> float | None:
         """Predicts the time of microbatches, without evaluations and checkpoints.

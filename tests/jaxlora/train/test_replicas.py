@@ -13,6 +13,7 @@ from jax._src.array import ArrayImpl
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import ConfigError
+from jaxlora.memory.mesh import FurtherReplica
 from jaxlora.plan import plan_run
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.log import read_events
@@ -214,6 +215,23 @@ def test_jobs_come_and_go(runs, unlike_jobs):
     assert other.progress[first.name].status == "stopped early"
 
 
+def test_memory_is_named_by_replica(runs, unlike_jobs, caplog):
+    with caplog.at_level("INFO"):
+        outcome = runs.train(unlike_jobs, **UNLIKE)
+    needed = [text for text in caplog.messages if " needed on replica " in text]
+    assert len(needed) == 3
+    assert "needed on replica 1 with microbatches of 192 tokens" in needed[0]
+    assert "needed on replica 3 with microbatches of 64 tokens" in needed[2]
+    assert outcome.result.num_compilations == 0  # as of any later trainer
+
+
+def test_a_replica_that_does_not_fit(runs, unlike_jobs, monkeypatch):
+    monkeypatch.setattr(FurtherReplica, "num_bytes", lambda *_: 2**60)
+    trainer = Trainer(runs.config(unlike_jobs, **UNLIKE), runs.model)
+    with pytest.raises(ConfigError, match="replica 2 .*Lower its microbatch_tokens"):
+        trainer.train()
+
+
 # ---- resume --------------------------------------------------------------------------
 
 
@@ -239,7 +257,9 @@ def resumed(runs, jobs, folder, **settings) -> Outcome:
     [
         pytest.param(UNLIKE, id="same"),
         pytest.param(ONE, id="one device"),
-        pytest.param({"replicas": REPLICAS[:1] + REPLICAS[:1]}, id="other replicas"),
+        pytest.param(
+            {"replicas": REPLICAS[:1] * 2}, id="other", marks=pytest.mark.grid
+        ),
     ],
 )
 def test_an_interrupted_run_continues(
@@ -263,6 +283,7 @@ def test_a_run_of_one_device_continues_on_replicas(runs, unlike_jobs, tmp_path):
     assert_same_on_meshes(whole, again)
 
 
+@pytest.mark.grid
 def test_killed(runs, unlike_jobs):
     """kill -9 while the second checkpoint is written, so the first is complete."""
     whole = runs.once(unlike_jobs, **UNLIKE)
