@@ -228,7 +228,7 @@ def test_memory_is_named_by_replica(runs, unlike_jobs, caplog):
 def test_a_replica_that_does_not_fit(runs, unlike_jobs, monkeypatch):
     monkeypatch.setattr(FurtherReplica, "num_bytes", lambda *_: 2**60)
     trainer = Trainer(runs.config(unlike_jobs, **UNLIKE), runs.model)
-    with pytest.raises(ConfigError, match="replica 2 .*Lower its microbatch_tokens"):
+    with pytest.raises(ConfigError, match="replica 2 with microbatches"):
         trainer.train()
 
 
