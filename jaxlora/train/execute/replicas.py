@@ -109,6 +109,11 @@ class FurtherReplicas:
             for replica in self._replicas.values():
                 replica.new[slot] = jax.device_put(row, replica.device)
 
+    def wait(self) -> None:
+        """Waits until the replicas have finished all queued work."""
+        for replica in self._replicas.values():
+            replica.wait()
+
     # ---- microbatches --------------------------------------------------------------
 
     def shortest_classes(self) -> list[Any]:
@@ -233,6 +238,10 @@ class _Replica:
         )
         self._has_part |= one.slots
         return losses
+
+    def wait(self) -> None:
+        """Waits until all queued microbatches have run."""
+        jax.block_until_ready(self._pending.is_finite)
 
     def part(self, slot: int) -> _Part | None:
         """Returns the gradients of a slot; None if no sample of its batch ran here."""

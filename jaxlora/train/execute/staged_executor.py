@@ -120,6 +120,7 @@ class StagedExecutor:
         """Waits until the devices have finished all queued work."""
         states = [table.state for table in self.slots.tables]
         jax.block_until_ready([state.pending.is_finite for state in states])
+        self._further.wait()
 
     # ---- training ------------------------------------------------------------------
 
