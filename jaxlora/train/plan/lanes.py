@@ -15,6 +15,8 @@ from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
 from jaxlora.scheduler.lanes import Replica
 from jaxlora.scheduler.replicas import Load, Pinning, decide_pinning
 
+_WHOLE = 10_000  # the unit of work: parts of the longest microbatch
+
 
 def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinning:
     """Returns the lanes of a run, and whether its jobs are pinned to replicas.
@@ -24,8 +26,6 @@ def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinni
         loads: The work of each job.
         num_slots: Number of jobs that may run at the same time.
     """
-    if len(config.replica_tokens) > 1:
-        return Pinning(lanes=replica_lanes(config), reason="replicas share all jobs")
     sizes = config.mesh_sizes
     # A pipeline of one stage has no use for more microbatches in flight.
     in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
@@ -34,18 +34,22 @@ def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinni
     return decide_pinning(loads, lanes, config.limits.capacity, num_slots)
 
 
-def replica_lanes(config: RunConfig) -> Lanes:
+def replica_lanes(tokens: Sequence[int], cost: CostModel) -> Lanes:
     """Returns the lanes of a run with `replicas`.
 
     The optimizer step of a job is queued behind the next tick, so a replica that is
     late by less than a tick delays no other. So the job's next batch comes in the tick
     after that.
+
+    Args:
+        tokens: Tokens of a microbatch of each replica, the largest first.
+        cost: Times of a microbatch by its tokens.
     """
-    # A microbatch also takes the time of reading the weights.
-    weights = round(find_speed(device_kind()).weight_tokens)
+    both = cost.stages[0].forward + cost.stages[0].backward
+    parts = [both(float(n), 0.0) / both(float(tokens[0]), 0.0) for n in tokens]
     replicas = [
-        Replica(capacity=tokens, work=tokens + weights)
-        for tokens in config.replica_tokens
+        Replica(capacity=n, work=round(_WHOLE * part))
+        for n, part in zip(tokens, parts, strict=True)
     ]
     pipeline = Pipeline.one_f_one_b(1, REPLICA_TICKS)
     return Lanes(pipeline=pipeline, replicas=tuple(replicas))

@@ -25,8 +25,8 @@ from jaxlora.scheduler.replicas import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.streams.stream import Rules
 from jaxlora.train.execute.layout import base_placement
-from jaxlora.train.plan.auto_mesh.predict import Rates, window_seconds
-from jaxlora.train.plan.lanes import run_lanes, window_cost
+from jaxlora.train.plan.auto_mesh.predict import Rates, shape_seconds, window_seconds
+from jaxlora.train.plan.lanes import replica_lanes, run_lanes, window_cost
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.shapes import ONE_SHAPE, Shapes
@@ -182,10 +182,9 @@ class RunPlan:
             is_part: See `window_seconds`.
 
         Returns:
-            Seconds; None: the rates of the device are not known, or replicas have
-            microbatches of different sizes.
+            Seconds; None: the rates of the device are not known.
         """
-        if not self.rates.are_known or self.lanes.replicas:
+        if not self.rates.are_known:
             return None
         args = self.stages, self.lanes, schedule, self.rates, self.shapes.tokens
         return window_seconds(*args, is_part=is_part)
@@ -215,7 +214,8 @@ def laid_out(
 ) -> RunPlan:
     """Decides whether replicas share jobs, and divides the decoder into stages.
 
-    If each job runs on one replica, all replicas get as many slots.
+    If each job runs on one replica, all replicas get as many slots. Replicas of
+    different sizes share all jobs.
 
     Args:
         config: The run; none of its settings is `auto`.
@@ -226,6 +226,17 @@ def laid_out(
         rates: What the predicted time follows from.
     """
     assert spec.slots is not None
+    if len(config.replica_tokens) > 1:
+        stages = MeshStages.of(config, spec)
+        cost = shape_seconds(stages, config.limits.capacity, rates)
+        return RunPlan(
+            config=config,
+            model=model,
+            stages=stages,
+            lanes=replica_lanes(config.replica_tokens, cost),
+            bounds=bounds,
+            rates=rates,
+        )
     loads = [
         Load(num_batches=job.num_steps, batch_tokens=job.batch_tokens) for job in jobs
     ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax._src.array import ArrayImpl
 
-from jaxlora import RunConfig, Trainer
+from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import ConfigError
 from jaxlora.memory.mesh import FurtherReplica
 from jaxlora.plan import plan_run
@@ -187,7 +187,8 @@ def test_a_job_that_diverges_changes_no_other(runs, unlike_jobs):
 def test_jobs_come_and_go(runs, unlike_jobs):
     """They join, pause, resume and end early as on one device; nothing recompiles."""
     stops = {"early_stopping": 2, "early_stopping_delta": 100.0, "eval_every": 1}
-    first = unlike_jobs[0].model_copy(update=stops | {"steps": 20})
+    # Its next batch, in one tick, is in flight when it ends.
+    first = unlike_jobs[0].model_copy(update=stops | {"steps": 90, "batch_size": 2})
     late = unlike_jobs[1].model_copy(update={"name": "late", "steps": 4})
     rest = [job.model_copy(update={"steps": 9}) for job in unlike_jobs[1:]]
 
@@ -213,6 +214,29 @@ def test_jobs_come_and_go(runs, unlike_jobs):
     kinds = {event["event"] for event in events}
     assert {"job_pause", "job_resume"} <= kinds and "late" in other.progress
     assert other.progress[first.name].status == "stopped early"
+
+
+@pytest.mark.grid
+def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
+    """Baselines over a batch, other optimizers, and tensors beside A and B."""
+    pairs = tmp_path / "pairs.jsonl"
+    with pairs.open("w") as file:
+        for number in range(24):
+            prompt, completion = "ab" * (1 + number % 7), "c" * (1 + number)
+            record = {"prompt": prompt, "completion": completion}
+            file.write(json.dumps(record | {"label": number % 3 > 0}) + "\n")
+    kto = {"data": {"path": str(pairs), "kind": "unpaired"}, "objective": "kto"}
+    kinds = (
+        kto | {"eval_fraction": 0.0, "eval_every": None},
+        {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"},
+        {"optimizer": "sgd", "use_dora": True},
+    )
+    jobs = [
+        LoraJob(**job.model_dump(mode="json") | {"adam_eps": 1e-8} | kind)
+        for job, kind in zip(unlike_jobs, kinds, strict=True)
+    ]
+    one, other = (runs.train(jobs, **settings) for settings in (ONE, UNLIKE))
+    assert_same_on_meshes(one, other)
 
 
 def test_memory_is_named_by_replica(runs, unlike_jobs, caplog):
