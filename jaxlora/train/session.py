@@ -189,6 +189,7 @@ class Session:
             self._slots,
             limits,
             further.wait_for,
+            run.further_bases,
             run.plan.lanes.unlike[1:],
         )
         services = RunServices(

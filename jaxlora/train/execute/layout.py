@@ -172,6 +172,11 @@ class Layout:
             for stage in self.stages
         ]
 
+    def further_bases(self, params: Base) -> list[Base]:
+        """Copies the frozen weights to the devices of the further replicas."""
+        places = [one.stage.placement.device for one in self.further]
+        return [{k: jax.device_put(x, p) for k, x in params.items()} for p in places]
+
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""
         each = (*self.stages, *(one.stage for one in self.further))

@@ -50,22 +50,38 @@ class ReplicaRows:
     work: TickWork
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class TickRows:
+    """The arrays of a tick.
+
+    Attributes:
+        stages: Its rows on the devices of each stage of the first replica; None: none
+            of its samples run there.
+        work: Work of the first replica.
+        further: The microbatches of further replicas.
+    """
+
+    stages: Sequence[PackedBatch] | None
+    work: TickWork
+    further: Sequence[ReplicaRows]
+
+
 class FurtherReplicas:
     """The replicas beside the first one; none if replicas are alike or there is one."""
 
     def __init__(
         self,
         layout: Layout,
-        params: Base,
+        bases: Sequence[Base],
         table: SlotTable,
         limits: Limits,
         lanes: Sequence[Lane],
     ):
-        """Copies the base and all slots to the replicas.
+        """Copies all slots to the replicas.
 
         Args:
             layout: The first replica, and the others.
-            params: Weights of the frozen base.
+            bases: Weights of the frozen base on each of the others.
             table: Slots of the first replica.
             limits: Limits of a microbatch of the first replica.
             lanes: The lanes of a tick after that of the first replica; empty if there
@@ -75,8 +91,10 @@ class FurtherReplicas:
         self._limits, self._lanes = limits, tuple(lanes)
         self._objectives = self._home.spec.options.objectives
         self._replicas = {
-            number: _Replica(number, one, params)
-            for number, one in enumerate(layout.further, start=1)
+            number: _Replica(number, *pair)
+            for number, pair in enumerate(
+                zip(layout.further, bases, strict=True), start=1
+            )
         }
         # By slot, what the first replica is to add, in the order of the replicas.
         self._parts: dict[int, list[_Part]] = defaultdict(list)
@@ -208,13 +226,13 @@ class _Replica:
         new: Weights of slots that no microbatch has needed yet.
     """
 
-    def __init__(self, number: int, one: ReplicaStage, params: Base):
+    def __init__(self, number: int, one: ReplicaStage, base: Base):
         self._number = number
         self.stage: Stage = one.stage
         self.device = one.stage.placement.device
         self.new: dict[int, jax.Array] = {}
         self.settings: Any = None
-        self._base = {k: jax.device_put(x, self.device) for k, x in params.items()}
+        self._base = base
         state = self.stage.steps.make_empty()
         self._params, self._pending = state.params, state.pending
         self._has_part: set[int] = set()

@@ -28,12 +28,8 @@ from jaxlora.train.execute.baselines import Baselines
 from jaxlora.train.execute.executor import Outcomes, TickSource, TickWork
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.replicas import FurtherReplicas
-from jaxlora.train.execute.staged_stream import (
-    StagedStream,
-    TickRows,
-    total_losses,
-)
+from jaxlora.train.execute.replicas import FurtherReplicas, TickRows
+from jaxlora.train.execute.staged_stream import StagedStream, total_losses
 from jaxlora.train.job_state import JobState
 
 
@@ -56,6 +52,7 @@ class StagedExecutor:
         slots: StagedSlots,
         limits: Limits,
         wait_for: Callable[[int], None] = lambda rows: None,
+        bases: Sequence[Base] = (),
         lanes: Sequence[Lane] = (),
     ):
         """Makes the executor; nothing is queued yet.
@@ -67,7 +64,8 @@ class StagedExecutor:
             limits: Limits of a microbatch.
             wait_for: Waits for the passes of microbatches of so many rows, which may
                 be compiled beside training.
-            lanes: The lanes of further replicas; see `FurtherReplicas`.
+            bases: The frozen base on each further replica; see `FurtherReplicas`.
+            lanes: The lanes of further replicas.
         """
         spec = layout.stages[0].spec
         assert spec.slots is not None
@@ -78,7 +76,7 @@ class StagedExecutor:
         self._wait_for, self._options = wait_for, spec.options
         self._stream: StagedStream | None = None  # that runs
         self._baselines = Baselines(layout.stages[-1], self._queue_evaluation)
-        self._further = FurtherReplicas(layout, params, slots.tables[0], limits, lanes)
+        self._further = FurtherReplicas(layout, bases, slots.tables[0], limits, lanes)
         self.slots = slots
 
     # ---- slots ---------------------------------------------------------------------

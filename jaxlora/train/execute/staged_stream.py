@@ -13,7 +13,7 @@ from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResul
 from jaxlora.adapters.optimizers import OPTIMIZERS
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
-from jaxlora.data.pack import JobBatch, PackedBatch
+from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
@@ -48,22 +48,6 @@ class _Steps:
     inputs: OptimizerInputs
     measured: list[tuple[GradientNorms, ...]]
     results: list[StepResult] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class TickRows:
-    """The arrays of a tick.
-
-    Attributes:
-        stages: Its rows on the devices of each stage; None: none of its samples run on
-            the stages.
-        work: Work of the stages.
-        further: The microbatches of further replicas.
-    """
-
-    stages: Sequence[PackedBatch] | None
-    work: TickWork
-    further: Sequence[ReplicaRows]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from jaxlora.memory.mesh import FurtherReplica
 from jaxlora.plan import plan_run
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.log import read_events
+from jaxlora.train.execute import replicas
 from jaxlora.train.execute.replicas import FurtherReplicas
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train.at_window import InterruptAt, at_windows
@@ -136,6 +137,23 @@ def test_the_same_bits_in_any_order_of_execution(runs, unlike_jobs, monkeypatch)
     assert again.result.num_compilations == 0
     assert again.bytes == whole.bytes
     assert (again.losses, again.norms) == (whole.losses, whole.norms)
+
+
+def test_a_replica_waits_for_its_own_jobs_only(runs, unlike_jobs, monkeypatch):
+    """It takes the new weights of a slot before samples of it, and no others."""
+    run, taken, needed = replicas._Replica.run, [], []
+
+    def watched(self, one, keys):
+        before = set(self.new)
+        out = run(self, one, keys)
+        taken.append(before - set(self.new))
+        needed.append(before & one.slots)
+        return out
+
+    monkeypatch.setattr(replicas._Replica, "run", watched)
+    runs.train(unlike_jobs, **UNLIKE)
+    assert taken == needed
+    assert any(not one for one in taken) and any(taken)
 
 
 def test_nothing_goes_through_the_host(runs, unlike_jobs, monkeypatch):
