@@ -34,16 +34,21 @@ class ReplicaConfig(StrictModel):
     microbatch_tokens: PositiveInt
 
 
-def _replicas_are_listed(run: Any) -> tuple[str, str] | None:
-    if run.replicas == "auto":
-        return "replicas", (
+def check_listed(replicas: object) -> object:
+    """Returns a value of `replicas` if it is a list, or None.
+
+    Raises:
+        ValueError: It is `auto`, or empty.
+    """
+    if replicas == "auto":
+        raise ValueError(
             "replicas: auto is not supported yet. List them, such as "
-            "[{count: 1, microbatch_tokens: 8192}, {count: 3, microbatch_tokens: 2048}]"
-            ", or leave replicas out."
+            "[{microbatch_tokens: 8192}, {microbatch_tokens: 2048, count: 3}], or "
+            "leave replicas out."
         )
-    if not run.replicas and run.replicas is not None:
-        return "replicas", "replicas is empty. List them, or leave replicas out."
-    return None
+    if isinstance(replicas, list | tuple) and not replicas:
+        raise ValueError("replicas is empty. List them, or leave replicas out.")
+    return replicas
 
 
 def _replicas_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
@@ -80,7 +85,7 @@ def _replicas_stand_alone(run: Any) -> tuple[str, str] | None:
         return "packer", (
             f"packer is {run.packer}, and only joint fills replicas. Set packer: joint."
         )
-    if run.microbatch_shapes not in ((), "auto"):
+    if run.microbatch_shapes:
         return "microbatch_shapes", (
             "each replica has one shape. Leave microbatch_shapes out, or add a replica "
             "with smaller microbatches."
@@ -93,7 +98,6 @@ def _replicas_stand_alone(run: Any) -> tuple[str, str] | None:
 
 
 OF_REPLICAS: tuple[Rule, ...] = (
-    _replicas_are_listed,
     _replicas_hold_whole_blocks,
     _replicas_have_their_own_tokens,
     _replicas_stand_alone,

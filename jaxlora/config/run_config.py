@@ -13,7 +13,11 @@ from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import BASE, SamplesConfig
-from jaxlora.config.replicas_config import OF_REPLICAS, ReplicaConfig
+from jaxlora.config.replicas_config import (
+    OF_REPLICAS,
+    ReplicaConfig,
+    check_listed,
+)
 from jaxlora.config.rules import (
     OF_A_JOB,
     OF_A_RUN,
@@ -327,7 +331,7 @@ class RunConfig(BaseSettings):
     slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
-    replicas: Literal["auto"] | tuple[ReplicaConfig, ...] | None = None
+    replicas: tuple[ReplicaConfig, ...] | None = None
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
@@ -392,10 +396,10 @@ class RunConfig(BaseSettings):
     @property
     def replica_tokens(self) -> tuple[int, ...]:
         """Tokens of a microbatch of each of `replicas`, the largest first."""
-        if self.replicas is None or self.replicas == "auto":
-            return ()
         each = [
-            one.microbatch_tokens for one in self.replicas for _ in range(one.count)
+            one.microbatch_tokens
+            for one in self.replicas or ()
+            for _ in range(one.count)
         ]
         return tuple(sorted(each, reverse=True))
 
@@ -416,6 +420,11 @@ class RunConfig(BaseSettings):
         if not isinstance(mesh, str) or mesh == "auto":
             return mesh
         return str(MeshSizes.parse(mesh))
+
+    @pydantic.field_validator("replicas", mode="before")
+    @classmethod
+    def _replicas_are_listed(cls, replicas: object) -> object:
+        return check_listed(replicas)
 
     @pydantic.field_validator("report_to", mode="before")
     @classmethod

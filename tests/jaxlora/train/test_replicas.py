@@ -380,6 +380,9 @@ def test_killed(runs, unlike_jobs):
         (UNLIKE | {"mesh": "auto"}, "mesh is auto, and replicas are single devices"),
         (UNLIKE | {"packer": "greedy"}, "only joint fills replicas"),
         (UNLIKE | {"microbatch_shapes": [64]}, "each replica has one shape"),
+        (UNLIKE | {"microbatch_shapes": "auto"}, "each replica has one shape"),
+        ({"replicas": [{"count": 2}]}, "replicas[0].microbatch_tokens"),
+        ({"replicas": 3}, "replicas: expected a list"),
     ],
 )
 def test_settings_that_are_refused(runs, unlike_jobs, settings, text):
