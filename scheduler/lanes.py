@@ -13,6 +13,36 @@ from jaxlora.scheduler.types import Limits, Microbatch, Pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """A replica of a run whose replicas have microbatches of different sizes.
+
+    Attributes:
+        capacity: Tokens of its microbatches, a multiple of the block.
+        work: Time that one of them takes, in tokens of equal cost.
+    """
+
+    capacity: int
+    work: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """A microbatch of a tick.
+
+    Attributes:
+        number: Its place in the tick.
+        replica: Number of its replica.
+        turn: How many microbatches the replica runs before it in the tick.
+        capacity: Tokens that it holds.
+    """
+
+    number: int
+    replica: int
+    turn: int
+    capacity: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
     """The data-parallel lanes of a run, and its pipeline.
 
@@ -28,12 +58,18 @@ class Lanes:
         slots_per_replica: Number of adapter slots of each replica if jobs are pinned to
             replicas: slot g lives on replica `g // slots_per_replica`, and all samples
             of the job in it run there. None if all replicas share all jobs.
+        replicas: Replicas with microbatches of different sizes, from the largest to the
+            smallest; empty if all lanes have the same size. `data` and `fsdp` are then
+            1. A tick takes as long as a microbatch of the first replica, and the others
+            run one or more of theirs meanwhile, one after the other: each of these
+            microbatches is a lane.
     """
 
     data: int = 1
     fsdp: int = 1
     pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
     slots_per_replica: int | None = None
+    replicas: tuple[Replica, ...] = ()
 
     def __post_init__(self):
         if self.data < 1 or self.fsdp < 1:
@@ -45,11 +81,55 @@ class Lanes:
                 f"slots_per_replica={self.slots_per_replica} must be positive. Use "
                 "None if all replicas share all jobs."
             )
+        capacities = [replica.capacity for replica in self.replicas]
+        if capacities != sorted(capacities, reverse=True):
+            raise ValueError(
+                f"replicas have the capacities {capacities}. Give them from the "
+                "largest to the smallest."
+            )
 
     @property
     def num_lanes(self) -> int:
         """Number of microbatches in a tick."""
-        return self.data * self.fsdp
+        return len(self.unlike) if self.replicas else self.data * self.fsdp
+
+    @property
+    def unlike(self) -> tuple[Lane, ...]:
+        """The lanes of `replicas`, replica by replica.
+
+        A replica that runs 2.5 of its microbatches in a tick has three lanes, of which
+        two are open in every other tick.
+        """
+        lanes: list[Lane] = []
+        for number, replica in enumerate(self.replicas):
+            for turn in range(-(-self.replicas[0].work // replica.work)):
+                lanes.append(
+                    Lane(
+                        number=len(lanes),
+                        replica=number,
+                        turn=turn,
+                        capacity=replica.capacity,
+                    )
+                )
+        return tuple(lanes)
+
+    def open_lanes(self, tick: int) -> list[Lane]:
+        """Returns the lanes of `replicas` that a tick may fill."""
+        whole = self.replicas[0].work
+        work = [replica.work for replica in self.replicas]
+        turns = [(tick + 1) * whole // one - tick * whole // one for one in work]
+        return [lane for lane in self.unlike if lane.turn < turns[lane.replica]]
+
+    def tick_tokens(self, capacity: int) -> float:
+        """Returns the tokens that a tick holds.
+
+        Args:
+            capacity: Tokens of a microbatch, if all lanes have the same size.
+        """
+        if not self.replicas:
+            return self.num_lanes * capacity
+        whole = self.replicas[0].work
+        return sum(one.capacity * whole / one.work for one in self.replicas)
 
     @property
     def pinned(self) -> bool:

@@ -1,16 +1,24 @@
-"""Sums a slot's pending gradients over the devices that have a part of them."""
+"""Sums a slot's pending gradients over the devices that have a part of them.
+
+The devices of a mesh do so in one program (`exchange`). Replicas on devices of their
+own run no program together: each hands its part of a slot to the replica that takes the
+step (`read_part`), which adds the parts in the order of the replicas (`add_part`), and
+hands out the new weights (`write_weights`).
+"""
 
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.adapters.optimizer import Pending
+from jaxlora.adapters.optimizer_state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
 
 
@@ -79,3 +87,73 @@ def _sum(flat: Float[Array, " N"], axes: Sequence[str]) -> Float[Array, " N"]:
     mine = jax.lax.all_to_all(chunks, tuple(axes), split_axis=0, concat_axis=0)
     total = functools.reduce(jnp.add, list(mine))
     return jax.lax.all_gather(total, tuple(axes), tiled=True)[: flat.size]
+
+
+# ---- replicas ------------------------------------------------------------------------
+
+
+def read_part(
+    pending: Pending, slot: Int[Array, ""]
+) -> tuple[Float[Array, " N"], Bool[Array, ""]]:
+    """Returns a replica's gradients of a slot as one array, as many are slow to send.
+
+    Args:
+        pending: Gradients of all slots.
+        slot: Number of the slot, int32.
+
+    Returns:
+        The gradients, and whether they are finite.
+    """
+    flat, _ = ravel_pytree({k: x[slot] for k, x in pending.gradients.items()})
+    return flat, pending.is_finite[slot]
+
+
+def add_part(
+    pending: Pending,
+    slot: Int[Array, ""],
+    flat: Float[Array, " N"],
+    is_finite: Bool[Array, ""],
+) -> Pending:
+    """Adds another replica's gradients of a slot to the pending ones, in float32.
+
+    Args:
+        pending: Gradients of all slots.
+        slot: Number of the slot, int32.
+        flat: What `read_part` has returned on the other replica.
+        is_finite: Likewise.
+    """
+    rows = {k: x[slot] for k, x in pending.gradients.items()}
+    own, to_rows = ravel_pytree(rows)
+    new = Pending(
+        gradients=to_rows(own + flat), is_finite=pending.is_finite[slot] & is_finite
+    )
+    return jax.tree.map(lambda x, row: _with_row(x, slot, row), pending, new)
+
+
+def write_weights(
+    params: Tables, pending: Pending, slot: Int[Array, ""], flat: Float[Array, " N"]
+) -> tuple[Tables, Pending]:
+    """Replaces the weights of a slot on a replica, and discards its gradients.
+
+    Args:
+        params: Weights of all slots.
+        pending: Gradients of all slots.
+        slot: Number of the slot, int32.
+        flat: What `read_slot_rows` has returned on the replica that has stepped.
+    """
+    rows, first = {}, 0
+    for name in sorted(params):
+        shape = params[name].shape[1:]
+        size = math.prod(shape)
+        rows[name] = flat[first : first + size].reshape(shape)
+        first += size
+    none = Pending(
+        gradients={k: jnp.zeros(x.shape[1:]) for k, x in pending.gradients.items()},
+        is_finite=jnp.ones((), jnp.bool_),
+    )
+    write = lambda x, row: _with_row(x, slot, row)
+    return jax.tree.map(write, params, rows), jax.tree.map(write, pending, none)
+
+
+def _with_row(table: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(table, row, slot, axis=0)

@@ -13,6 +13,11 @@ from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import BASE, SamplesConfig
+from jaxlora.config.replicas_config import (
+    OF_REPLICAS,
+    ReplicaConfig,
+    check_listed,
+)
 from jaxlora.config.rules import (
     OF_A_JOB,
     OF_A_RUN,
@@ -262,6 +267,9 @@ class RunConfig(BaseSettings):
         mesh: Devices that the run uses, as sizes of the axes `data` (replicas), `stage`
             (pipeline stages) and `fsdp` (devices that share the base weights), such as
             `stage=2,fsdp=2`, or as a mapping; `auto` chooses the sizes.
+        replicas: Replicas whose microbatches differ in size, on one device each, which
+            train the same adapters: samples run where they fit. None: replicas are
+            alike (axis `data` of `mesh`).
         pipeline_microbatches: Microbatches that the first pipeline stage has in flight,
             at least one for each stage; None: as many as there are stages. More hide
             transfers between stages and uneven microbatches, but take memory, and the
@@ -322,8 +330,13 @@ class RunConfig(BaseSettings):
     """
 
     aliases = OF_RUN
-    rules = (*BaseSettings.rules, *OF_A_RUN)
-    nested = {"jobs": LoraJob, "samples": SamplesConfig, "sweep": Sweep}
+    rules = (*BaseSettings.rules, *OF_A_RUN, *OF_REPLICAS)
+    nested = {
+        "jobs": LoraJob,
+        "replicas": ReplicaConfig,
+        "samples": SamplesConfig,
+        "sweep": Sweep,
+    }
     belongs = dict.fromkeys(
         [*LoraJob.model_fields, *OF_JOB.same],
         "a job. Put it there, or into defaults for all jobs",
@@ -338,6 +351,7 @@ class RunConfig(BaseSettings):
     slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
+    replicas: tuple[ReplicaConfig, ...] | None = None
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
@@ -400,6 +414,21 @@ class RunConfig(BaseSettings):
         return MeshSizes.parse(mesh_text(self.mesh))
 
     @property
+    def replica_tokens(self) -> tuple[int, ...]:
+        """Tokens of a microbatch of each of `replicas`, the largest first."""
+        each = [
+            one.microbatch_tokens
+            for one in self.replicas or ()
+            for _ in range(one.count)
+        ]
+        return tuple(sorted(each, reverse=True))
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the run uses; `mesh` must not be `auto`."""
+        return len(self.replica_tokens) or self.mesh_sizes.num_devices
+
+    @property
     def may_gather(self) -> bool:
         """Whether weights are, or may be, divided among devices and gathered."""
         return self.mesh == "auto" or self.mesh_sizes.fsdp > 1
@@ -411,6 +440,11 @@ class RunConfig(BaseSettings):
         if not isinstance(mesh, str) or mesh == "auto":
             return mesh
         return str(MeshSizes.parse(mesh))
+
+    @pydantic.field_validator("replicas", mode="before")
+    @classmethod
+    def _replicas_are_listed(cls, replicas: object) -> object:
+        return check_listed(replicas)
 
     @pydantic.field_validator("report_to", mode="before")
     @classmethod

@@ -84,6 +84,11 @@ def check_mesh(config: RunConfig) -> None:
     """
     if processes.count() == 1:
         return
+    if config.replica_tokens:
+        raise ConfigError(
+            f"replicas: the run has {processes.count()} processes, and replicas run in "
+            "one so far. Start one process, or leave replicas out."
+        )
     sizes, num_devices = config.mesh_sizes, len(jax.devices())
     if sizes.stage > 1:
         raise ConfigError(

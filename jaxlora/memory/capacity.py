@@ -118,7 +118,7 @@ def fit(
     first = mesh.resident_footprint(stages).stages[0]
     available = device.device_memory(first.base_bytes + first.adapter_bytes)
     if available is not None:
-        available = available.share(stages.sizes.num_devices)
+        available = available.share(config.num_devices)
         _check_resident(config, stages, bounds, available)
     return _measured(config, stages, bounds, available, compile_stages)
 

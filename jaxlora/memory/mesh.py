@@ -21,6 +21,53 @@ from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.sharding.pipeline import RUN_AHEAD, ticks_ahead
 
+# Ticks in flight of a run with `replicas`: the one that runs, and the one before it,
+# whose optimizer steps wait for the slowest replica.
+REPLICA_TICKS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FurtherReplica:
+    """A replica beside the first one, which has the slots and takes all steps.
+
+    Attributes:
+        spec: The whole decoder, for the replica's samples. Its slots have weights and
+            gradients, and no optimizer state.
+        capacity: Tokens of its microbatches.
+    """
+
+    spec: DecoderSpec
+    capacity: int
+
+    @staticmethod
+    def of(spec: DecoderSpec, capacity: int) -> "FurtherReplica":
+        """Makes the replica.
+
+        Args:
+            spec: The decoder of the first replica.
+            capacity: Tokens of a microbatch, at most those of the first replica.
+        """
+        longest = min(spec.options.max_segment_tokens, capacity)
+        options = dataclasses.replace(spec.options, max_segment_tokens=longest)
+        assert spec.slots is not None
+        slots = dataclasses.replace(spec.slots, optimizers=())
+        spec = dataclasses.replace(spec, options=options, slots=slots)
+        return FurtherReplica(spec=spec, capacity=capacity)
+
+    def num_bytes(self, programs: StagePrograms, block_tokens: int) -> int | None:
+        """Returns the memory that it needs; None: the compiler reports none.
+
+        Args:
+            programs: Its compiled passes.
+            block_tokens: Tokens of a block.
+        """
+        limits = Limits(capacity=self.capacity, block_tokens=block_tokens)
+        use = StageUse(
+            num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0
+        )
+        found = stage_measured(self.spec, programs, limits, use)
+        return None if found is None else found.total_bytes(self.capacity)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MeshStages:
@@ -32,6 +79,7 @@ class MeshStages:
         sizes: Sizes of the mesh.
         in_flight: Microbatches that each device of the first stage has in flight.
         is_pinned: Whether the slots are divided among the replicas.
+        further: Replicas of other sizes beside the stages, on a device each.
     """
 
     spec: DecoderSpec
@@ -39,6 +87,7 @@ class MeshStages:
     sizes: MeshSizes
     in_flight: int
     is_pinned: bool
+    further: tuple[FurtherReplica, ...] = ()
 
     @staticmethod
     def of(
@@ -62,14 +111,16 @@ class MeshStages:
         sizes = config.mesh_sizes
         if speed is None:
             speed = find_speed(device_kind())
+        further = [FurtherReplica.of(spec, n) for n in config.replica_tokens[1:]]
+        # A pipeline of one stage has no use for more.
+        in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
         return MeshStages(
             spec=spec,
             specs=stage_specs(spec, sizes.stage, speed),
             sizes=sizes,
-            # A pipeline of one stage has no use for more.
-            in_flight=(config.pipeline_microbatches if sizes.stage > 1 else None)
-            or sizes.stage,
+            in_flight=in_flight or (REPLICA_TICKS if further else sizes.stage),
             is_pinned=is_pinned,
+            further=tuple(further),
         )
 
     @property
@@ -83,6 +134,10 @@ class MeshStages:
             self,
             spec=self.spec.with_remat(remat),
             specs=tuple(spec.with_remat(remat) for spec in self.specs),
+            further=tuple(
+                dataclasses.replace(one, spec=one.spec.with_remat(remat))
+                for one in self.further
+            ),
         )
 
     def use(self, number: int) -> StageUse:
@@ -109,6 +164,8 @@ class MeshStages:
 
     def describe(self, number: int) -> str:
         """Describes the devices of a stage, for errors; empty on a single device."""
+        if self.further:
+            return " on replica 1"
         if self.sizes.num_devices == 1:
             return ""
         if self.sizes.stage == 1:

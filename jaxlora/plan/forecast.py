@@ -12,6 +12,7 @@ from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.device_check import check_device
+from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.memory.need import MemoryNeed
@@ -119,6 +120,11 @@ def plan_run(
         JaxloraError: The run cannot be trained.
     """
     log_notes(config.notes)
+    if len(config.replica_tokens) > 1:
+        raise ConfigError(
+            "replicas: a run with replicas of different sizes is not simulated yet. "
+            "Leave replicas out to plan the same jobs on one device or a mesh."
+        )
     if machine is None:
         return _plan_here(config, steps)
     if machine.count > 1 and "mesh" not in config.model_fields_set:

@@ -270,6 +270,7 @@ class WindowEvent(Event):
         planning_seconds: Time that training waited for plans.
         pipeline: Estimates for a pipeline of stages, by name; empty without stages.
         predicted_seconds: Predicted duration; None: the device's rates are not known.
+        replicas: Work of each replica, by name; empty without `RunConfig.replicas`.
     """
 
     kind = "window"
@@ -285,6 +286,7 @@ class WindowEvent(Event):
     planning_seconds: float
     pipeline: Mapping[str, Any]
     predicted_seconds: float | None = None
+    replicas: tuple[Mapping[str, Any], ...] = ()
 
     def values(self) -> dict[str, Any]:
         """Returns the JSON values that describe the event in metrics.jsonl."""
@@ -292,6 +294,8 @@ class WindowEvent(Event):
         own = {n: getattr(self, n) for n in fields if n not in ("round", "pipeline")}
         if self.predicted_seconds is None:
             del own["predicted_seconds"]
+        if not self.replicas:
+            del own["replicas"]
         return own | dict(self.pipeline)
 
 

@@ -75,7 +75,7 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
         CheckpointError: `block_tokens` differs from what the run began with.
     """
     begun: dict[str, Any] = {}
-    if config.microbatch_tokens == "auto":
+    if config.microbatch_tokens == "auto" and not config.replica_tokens:
         begun["microbatch_tokens"] = record.microbatch_tokens
         if record.microbatch_tokens % config.block_tokens:
             raise CheckpointError(

@@ -47,6 +47,7 @@ class OpenedRun:
         plan: The plan of the run, with the jobs that joined it earlier.
         model: The frozen base.
         layout: The decoder on its devices.
+        further_bases: The frozen base on each further replica.
         slots: The slots, which are empty.
         num_compiled: Programs that this process had compiled for the layout before.
         jobs: The jobs.
@@ -60,6 +61,7 @@ class OpenedRun:
     plan: RunPlan
     model: FrozenModel
     layout: Layout
+    further_bases: Sequence[Base]
     slots: StagedSlots
     num_compiled: int
     jobs: list[JobState]
@@ -98,8 +100,9 @@ class OpenedRun:
             ConfigError: The device's memory cannot hold the run.
         """
         plan = self.plan.fit(self.compile)
-        log_notes(plan.notes)
-        self.start_programs(plan).finish()
+        programs = self.start_programs(plan)
+        log_notes([*plan.notes, *plan.replica_notes(programs.compiled_further())])
+        programs.finish()
         layout = self.layout.with_remat(plan.spec.options.remat)
         return dataclasses.replace(self, plan=plan, layout=layout)
 
@@ -157,6 +160,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         plan=plan,
         model=model,
         layout=layout,
+        further_bases=layout.further_bases(model.params),
         slots=slots,
         num_compiled=num_compiled,
         jobs=jobs,

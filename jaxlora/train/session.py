@@ -184,7 +184,13 @@ class Session:
     def _open_stream(self, further: FurtherPrograms) -> Stream:
         run, limits = self._run, self._config.limits
         executor = StagedExecutor(
-            run.layout, run.model.params, self._slots, limits, further.wait_for
+            run.layout,
+            run.model.params,
+            self._slots,
+            limits,
+            further.wait_for,
+            run.further_bases,
+            run.plan.lanes.unlike[1:],
         )
         services = RunServices(
             plan=run.plan,

@@ -51,7 +51,7 @@ def queue_of(
         cost: Converts samples to work, which is what lanes are filled with.
     """
     work, queue = WorkModel.from_cost(cost), JobQueue()
-    tick_tokens = lanes.num_lanes * limits.capacity
+    tick_tokens = lanes.tick_tokens(limits.capacity)
     for job in jobs:
         ticks = ticks_per_batch(job.batch_tokens, tick_tokens, lanes.pipeline.distance)
         queue.add(
@@ -66,7 +66,7 @@ def queue_of(
     return queue
 
 
-def ticks_per_batch(batch_tokens: float, tick_tokens: int, distance: int) -> float:
+def ticks_per_batch(batch_tokens: float, tick_tokens: float, distance: int) -> float:
     """Estimates the ticks from the start of a job's batch to that of its next one."""
     return max(1.0, batch_tokens / tick_tokens) + distance - 1
 

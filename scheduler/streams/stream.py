@@ -13,7 +13,8 @@ from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
 from jaxlora.scheduler.packers import PackerName
 from jaxlora.scheduler.streams.buckets import rows_of
-from jaxlora.scheduler.streams.lane_fill import next_window
+from jaxlora.scheduler.streams.lane_fill import next_window, queue_of
+from jaxlora.scheduler.streams.replica_fill import fill_replicas
 from jaxlora.scheduler.streams.ticks import pack_ticks
 from jaxlora.scheduler.types import (
     Limits,
@@ -120,7 +121,8 @@ class Rules:
     def rows(self, number: int, tick: Tick) -> int:
         """Returns the compiled shape of a tick: the rows of each of its microbatches.
 
-        All lanes of a tick have the shape of the longest one.
+        All lanes of a tick have the shape of the longest one. With unlike replicas, it
+        is the shape of the first replica; each of the others has one shape.
         """
         buckets = self.at(number).cost.buckets or (self.limits.capacity,)
         return rows_of(tick, self.limits, buckets)
@@ -205,6 +207,10 @@ def _plan_lanes(
         return _plan_batches(state, lengths, rules), hint
     before = [tuple(map(_of_nobody, tick)) for tick in state.before]
     jobs = lambda: (_job_batches(position, lengths) for position in state.positions)
+    if rules.lanes.replicas:
+        queue = queue_of(jobs(), rules.limits, rules.lanes, rules.cost)
+        ticks = fill_replicas(queue, rules.limits, rules.lanes, first_tick=state.tick)
+        return tuple(ticks), hint
     if rules.lanes.num_lanes > 1:
         window = next_window(
             *(jobs, rules.limits, rules.lanes, rules.cost),
@@ -338,8 +344,10 @@ def _by_owner(tick: Tick) -> dict[int, list[Sample]]:
 def _check_microbatch(
     microbatch: Microbatch, lane: int, number: int, rules: Rules
 ) -> None:
-    lanes = rules.lanes
-    if padded_tokens(microbatch, rules.limits) > rules.limits.capacity:
+    lanes, capacity = rules.lanes, rules.limits.capacity
+    if lanes.replicas:
+        capacity = lanes.unlike[lane].capacity
+    if padded_tokens(microbatch, rules.limits) > capacity:
         raise RuntimeError(f"tick {number} has a microbatch over the capacity.")
     owners = [s.owner for s in microbatch]
     if len(set(owners)) != sum(

@@ -43,22 +43,41 @@ class StepOutcome:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TickWork:
+    """The work of a tick, or of a replica in a tick.
+
+    Attributes:
+        num_microbatches: Microbatches that ran.
+        num_rows: Rows of them, padding included.
+        num_tokens: Tokens in them, without padding.
+    """
+
+    num_microbatches: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+
+    def __add__(self, other: "TickWork") -> "TickWork":
+        return TickWork(
+            num_microbatches=self.num_microbatches + other.num_microbatches,
+            num_rows=self.num_rows + other.num_rows,
+            num_tokens=self.num_tokens + other.num_tokens,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes:
     """A tick that `Executor.run` has run.
 
     Attributes:
         steps: Results of the optimizer steps that followed it, by slot.
-        num_microbatches: Its microbatches; 0 if none of its samples had to run.
-        num_rows: Rows of them, padding included.
-        num_tokens: Tokens in them, without padding.
+        work: Its work, by the number of the replica; empty if none of its samples had
+            to run. Without `RunConfig.replicas`, all of it is that of number 0.
         snapshot: The states that `Executor.snapshot` has promised; None: not in this
             item.
     """
 
     steps: Mapping[int, StepOutcome]
-    num_microbatches: int
-    num_rows: int
-    num_tokens: int
+    work: Mapping[int, TickWork] = dataclasses.field(default_factory=dict)
     snapshot: ReadSlot | None = None
 
 

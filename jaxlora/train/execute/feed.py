@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxlora.data.pack import JobBatch, PackedBatch, pack_tick
-from jaxlora.scheduler import Limits, Sample
+from jaxlora.data.pack import JobBatch
+from jaxlora.scheduler import Sample
 from jaxlora.scheduler.lanes import Tick
 from jaxlora.train.execute.executor import TickSource
 from jaxlora.train.job_state import JobState
@@ -41,25 +41,21 @@ class Feed:
         self,
         source: TickSource,
         jobs: Mapping[int, JobState],
-        limits: Limits,
-        objectives: Sequence[str],
         *,
         split: Callable[[StreamTick], Sequence[Tick]],
-        upload: Callable[[PackedBatch], Any],
+        pack: Callable[[FedTick, Mapping[int, JobBatch]], Any],
     ):
         """Takes no tick yet.
 
         Args:
             source: The ticks.
             jobs: The job in each slot, at any time.
-            limits: Limits of a microbatch.
-            objectives: Objectives of the run.
             split: Splits a tick that the devices cannot run at once.
-            upload: Starts the upload of the arrays of a tick; returns what `take` does.
+            pack: Makes the arrays of a tick, given the global batch of each slot whose
+                samples run, and starts their upload; returns what `take` does.
         """
         self._source, self._jobs = source, jobs
-        self._limits, self._objectives = limits, objectives
-        self._split, self._upload = split, upload
+        self._split, self._pack_tick = split, pack
         self._fetched: deque[FedTick] = deque()
         self._num_taken = 0
         # The samples of the next tick for which it was packed, and its arrays.
@@ -112,8 +108,7 @@ class Feed:
                 self._remaining[slot, step] = batch.num_groups
             batches[slot] = self._batches[slot, step]
         # Rows of jobs that have left become padding, so no other rows move.
-        limits = dataclasses.replace(self._limits, capacity=fed.of.rows)
-        return self._upload(pack_tick(fed.tick, batches, limits, self._objectives))
+        return self._pack_tick(fed, batches)
 
     def begin(self, fed: FedTick) -> dict[int, JobBatch]:
         """Returns the samples of the baselines of batches that begin, by slot.

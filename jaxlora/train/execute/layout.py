@@ -8,14 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
-from jaxlora.memory.mesh import MeshStages
+from jaxlora.memory.mesh import FurtherReplica, MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
@@ -53,16 +54,31 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaStage:
+    """A replica beside the first one; see `FurtherReplica`.
+
+    Attributes:
+        stage: The decoder on the replica's device.
+        capacity: Tokens of its microbatches.
+    """
+
+    stage: Stage
+    capacity: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """The stages of a decoder.
 
     Attributes:
         stages: The stages, from the embedding to the head.
         in_flight: Ticks in flight on the first stage.
+        further: Replicas with microbatches of other sizes, on devices of their own.
     """
 
     stages: tuple[Stage, ...]
     in_flight: int
+    further: tuple[ReplicaStage, ...] = ()
 
     @staticmethod
     def of(
@@ -81,6 +97,8 @@ class Layout:
 
         Raises:
             ValueError: There are too few devices.
+            ConfigError: There are too few for `RunConfig.replicas`, or the base is on
+                several.
         """
         sizes = stages.sizes
         if sizes.num_devices == 1:
@@ -97,15 +115,23 @@ class Layout:
                 for spec, placement in pairs
             ),
             in_flight=stages.in_flight,
+            further=_further_stages(stages.further, placements[0], devices),
         )
 
     def with_remat(self, remat: Remat) -> "Layout":
         """Returns the same stages with another part of each layer recomputed."""
-        stages = tuple(
-            dataclasses.replace(stage, spec=stage.spec.with_remat(remat))
-            for stage in self.stages
+
+        def changed(stage: Stage) -> Stage:
+            return dataclasses.replace(stage, spec=stage.spec.with_remat(remat))
+
+        return dataclasses.replace(
+            self,
+            stages=tuple(map(changed, self.stages)),
+            further=tuple(
+                dataclasses.replace(one, stage=changed(one.stage))
+                for one in self.further
+            ),
         )
-        return dataclasses.replace(self, stages=stages)
 
     @property
     def num_lanes(self) -> int:
@@ -146,9 +172,15 @@ class Layout:
             for stage in self.stages
         ]
 
+    def further_bases(self, params: Base) -> list[Base]:
+        """Copies the frozen weights to the devices of the further replicas."""
+        places = [one.stage.placement.device for one in self.further]
+        return [{k: jax.device_put(x, p) for k, x in params.items()} for p in places]
+
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""
-        return sum(stage.steps.num_compilations() for stage in self.stages)
+        each = (*self.stages, *(one.stage for one in self.further))
+        return sum(stage.steps.num_compilations() for stage in each)
 
 
 def _device_of(base: Base | None) -> Any:
@@ -159,6 +191,40 @@ def _device_of(base: Base | None) -> Any:
     if isinstance(device, NamedSharding):  # the base may be divided; slots are not
         return NamedSharding(device.mesh, PartitionSpec())
     return device
+
+
+def _further_stages(
+    further: Sequence[FurtherReplica],
+    first: StageSharding,
+    devices: Sequence[jax.Device] | None,
+) -> tuple[ReplicaStage, ...]:
+    """Places replicas on the devices that the first one, on one device, does not use.
+
+    Raises:
+        ConfigError: The base is on several devices, or there are too few.
+    """
+    if not further:
+        return ()
+    used = first.committed(PartitionSpec()).device_set
+    if len(used) > 1:
+        raise ConfigError(
+            f"replicas: the base is on {len(used)} devices, and a replica is one. Load "
+            "it on one device, or leave replicas out."
+        )
+    every = jax.local_devices() if devices is None else devices
+    left = [SingleDeviceSharding(device) for device in every if device not in used]
+    if len(left) < len(further):
+        raise ConfigError(
+            f"replicas: {len(further)} of them need a device beside that of the base, "
+            f"and there are {len(left)}. Lower a count."
+        )
+    return tuple(
+        ReplicaStage(
+            stage=Stage(spec=one.spec, placement=StageSharding(device=device)),
+            capacity=one.capacity,
+        )
+        for one, device in zip(further, left, strict=False)
+    )
 
 
 def with_fsdp(spec: DecoderSpec, fsdp: int) -> DecoderSpec:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.exchange import exchange_rounds
+from jaxlora.adapters.exchange import exchange_rounds, read_part
 from jaxlora.adapters.slots import SlotTable, row_shapes
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.distributed import processes
@@ -24,9 +24,9 @@ from jaxlora.programs.program import (
     shapes_of,
 )
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.layout import Layout, Stage
+from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage
 from jaxlora.train.execute.staged_stream import optimizer_inputs
-from jaxlora.train.execute.step import PreparedPasses
+from jaxlora.train.execute.step import CompiledSteps, PreparedPasses
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,13 @@ class RunPrograms:
 
     Attributes:
         passes: Forward and backward passes of each stage.
+        further: Those of each further replica.
         others: Optimizer steps, evaluations and what else the run calls.
     """
 
     passes: tuple[PreparedPasses, ...]
     others: tuple[Prepared, ...]
+    further: tuple[PreparedPasses, ...] = ()
 
     @staticmethod
     def start(
@@ -55,7 +57,7 @@ class RunPrograms:
             limits: Limits of the microbatches.
             evaluates: Whether a job has held-out samples.
         """
-        passes, others = [], []
+        passes, further, others = [], [], []
         # The passes take longest.
         for (stage, table), name in _named(layout, slots):
             base = stage.base_shapes()
@@ -67,18 +69,33 @@ class RunPrograms:
             if evaluates:
                 others += _evaluation(stage, table, limits, name)
             others += _updates(stage, table, len(layout.stages), name)
-        found = RunPrograms(passes=tuple(passes), others=tuple(others))
+        if layout.further:
+            steps, table = layout.stages[0].steps, slots.tables[0]
+            row, found = _sums_of_replicas(steps, table)
+            others += found
+            for number, one in enumerate(layout.further, start=2):
+                own, found = _replica(one, table, row, limits, number)
+                further.append(own)
+                others += found
+        found = RunPrograms(
+            passes=tuple(passes), further=tuple(further), others=tuple(others)
+        )
         announce(found.each)
         return found
 
     @property
     def each(self) -> list[Prepared]:
         """The programs, one by one."""
-        return [*(p for one in self.passes for p in one.each), *self.others]
+        passes = (*self.passes, *self.further)
+        return [*(p for one in passes for p in one.each), *self.others]
 
     def compiled_passes(self) -> tuple[StagePrograms, ...]:
         """Waits for the passes of all stages."""
         return tuple(one.compiled() for one in self.passes)
+
+    def compiled_further(self) -> tuple[StagePrograms, ...]:
+        """Waits for the passes of all further replicas."""
+        return tuple(one.compiled() for one in self.further)
 
     def finish(self) -> None:
         """Waits for all programs, and logs how long they took."""
@@ -163,6 +180,52 @@ def _named(layout: Layout, slots: StagedSlots):
     pairs = zip(layout.stages, slots.tables, strict=True)
     for number, pair in enumerate(pairs, start=1):
         yield pair, f", stage {number} of {num_stages}" if num_stages > 1 else ""
+
+
+def _sums_of_replicas(
+    steps: CompiledSteps, table: SlotTable
+) -> tuple[Any, list[Prepared]]:
+    """Starts to compile what the first replica does with the gradients of others.
+
+    Returns:
+        Shape of the weights of a slot, which it sends to them; and the programs.
+    """
+    slot, pending = jax.ShapeDtypeStruct((), "int32"), table.state.pending
+    row = steps.read_slot.prepare(table.state.params, slot)
+    part = jax.eval_shape(read_part, pending, slot)
+    return row.out_info, [row, steps.add_part.prepare(pending, slot, *part)]
+
+
+def _replica(
+    one: ReplicaStage, table: SlotTable, row: Any, limits: Limits, number: int
+) -> tuple[PreparedPasses, list[Prepared]]:
+    """Starts to compile the programs of a further replica: its passes, and others.
+
+    Args:
+        one: The replica.
+        table: The slots of the first replica.
+        row: Shape of the weights of a slot, as one array.
+        limits: Limits of a microbatch of the first replica.
+        number: Number of the replica, from 1 on.
+    """
+    stage, name = one.stage, f", replica {number}"
+    steps, where = stage.steps, stage.placement.sharding(stage.placement.by_slot)
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree
+        )
+
+    empty, slot = steps.empty.prepare(), jax.ShapeDtypeStruct((), "int32")
+    state, settings = placed(empty.out_info), placed(table.settings)
+    own = dataclasses.replace(limits, capacity=one.capacity)
+    passes = steps.prepare_passes(stage.base_shapes(), state, settings, own, name)
+    weights = state.params, state.pending, slot, placed(row)
+    return passes, [
+        empty,
+        steps.write_weights.prepare(*weights, what=f"weights{name}"),
+        steps.read_part.prepare(state.pending, slot, what=f"gradients{name}"),
+    ]
 
 
 def _evaluation(

@@ -1,5 +1,6 @@
 """Trains on the devices of a layout, from one device to a pipeline of FSDP groups."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,12 +22,13 @@ from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch, Sample
 from jaxlora.scheduler.algorithms import greedy
-from jaxlora.scheduler.lanes import Tick, ticks_of
+from jaxlora.scheduler.lanes import Lane, Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.execute.baselines import Baselines
-from jaxlora.train.execute.executor import Outcomes, TickSource
-from jaxlora.train.execute.feed import Feed
+from jaxlora.train.execute.executor import Outcomes, TickSource, TickWork
+from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.replicas import FurtherReplicas, TickRows
 from jaxlora.train.execute.staged_stream import StagedStream, total_losses
 from jaxlora.train.job_state import JobState
 
@@ -50,6 +52,8 @@ class StagedExecutor:
         slots: StagedSlots,
         limits: Limits,
         wait_for: Callable[[int], None] = lambda rows: None,
+        bases: Sequence[Base] = (),
+        lanes: Sequence[Lane] = (),
     ):
         """Makes the executor; nothing is queued yet.
 
@@ -60,6 +64,8 @@ class StagedExecutor:
             limits: Limits of a microbatch.
             wait_for: Waits for the passes of microbatches of so many rows, which may
                 be compiled beside training.
+            bases: The frozen base on each further replica; see `FurtherReplicas`.
+            lanes: The lanes of further replicas.
         """
         spec = layout.stages[0].spec
         assert spec.slots is not None
@@ -70,6 +76,7 @@ class StagedExecutor:
         self._wait_for, self._options = wait_for, spec.options
         self._stream: StagedStream | None = None  # that runs
         self._baselines = Baselines(layout.stages[-1], self._queue_evaluation)
+        self._further = FurtherReplicas(layout, bases, slots.tables[0], limits, lanes)
         self.slots = slots
 
     # ---- slots ---------------------------------------------------------------------
@@ -78,11 +85,13 @@ class StagedExecutor:
         """Puts an adapter into a free slot, with empty state of its optimizer."""
         self._check_free(slot)
         self.slots.load(slot, adapter, optimizer)
+        self._further.copy(slot)
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
         """Puts a parked state into a free slot."""
         self._check_free(slot)
         self.slots.restore(slot, parked, like)
+        self._further.copy(slot)
 
     def _check_free(self, slot: int) -> None:
         is_leaving = self._stream is not None and self._stream.is_leaving(slot)
@@ -95,6 +104,7 @@ class StagedExecutor:
     def release(self, slot: int) -> None:
         """Empties a slot; gradients that queued passes add later are discarded."""
         self.slots.clear(slot)
+        self._further.copy(slot)
         if self._stream is not None:
             self._stream.release(slot)
 
@@ -108,6 +118,7 @@ class StagedExecutor:
         """Waits until the devices have finished all queued work."""
         states = [table.state for table in self.slots.tables]
         jax.block_until_ready([state.pending.is_finite for state in states])
+        self._further.wait()
 
     # ---- training ------------------------------------------------------------------
 
@@ -122,13 +133,17 @@ class StagedExecutor:
         feed = Feed(
             source,
             jobs,
-            self._limits,
-            self._objectives,
             split=lambda tick: self._split_tick(tick.tick, tick.rows, lengths),
-            upload=self._upload,
+            pack=self._pack,
         )
         self._stream = StagedStream(
-            self._layout, self._bases, self.slots, jobs, feed, self._baselines
+            self._layout,
+            self._bases,
+            self.slots,
+            jobs,
+            feed,
+            self._baselines,
+            self._further,
         )
         yield from self._stream.outcomes()
         self._stream = None
@@ -145,16 +160,36 @@ class StagedExecutor:
         """
         if self._options.attention != "cudnn":
             return [tick]
-        short = shortest_class(rows, *self._options.lengths)
+        own = [shortest_class(rows, *self._options.lengths)] * self._layout.num_lanes
+        classes = own + self._further.shortest_classes()
         parts = [
             split_by_segment_limit(microbatch, short.tokens, short.segments, lengths)
-            for microbatch in tick
+            for microbatch, short in zip(tick, classes, strict=False)
         ]
         # A lane without a further part waits; ticks of no-ops keep their place.
         return [
             tuple(p[i] if i < len(p) else () for p in parts)
             for i in range(max(map(len, parts)))
         ]
+
+    def _pack(self, fed: FedTick, batches: Mapping[int, JobBatch]) -> TickRows:
+        """Packs a tick, and starts the upload of its rows."""
+        num_lanes = self._layout.num_lanes
+        tick, further = fed.tick[:num_lanes], fed.tick[num_lanes:]
+        num_tokens = sum(s.num_tokens for m in tick for s in m if s.owner in batches)
+        rows = None
+        if num_tokens:
+            limits = dataclasses.replace(self._limits, capacity=fed.of.rows)
+            rows = self._upload(pack_tick(tick, batches, limits, self._objectives))
+        return TickRows(
+            stages=rows,
+            work=TickWork(
+                num_microbatches=num_lanes,
+                num_rows=num_lanes * fed.of.rows,
+                num_tokens=num_tokens,
+            ),
+            further=self._further.pack(further, batches),
+        )
 
     def _upload(self, packed: PackedBatch) -> list[PackedBatch]:
         """Starts the upload of a tick's rows to the devices of every stage.

@@ -14,16 +14,17 @@ from jaxlora.adapters.optimizers import OPTIMIZERS
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
-from jaxlora.models.forward import Base, SlotKeys
+from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.global_arrays import everywhere
 from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b
 from jaxlora.train.execute.baselines import Baselines
-from jaxlora.train.execute.executor import Outcomes, StepOutcome
+from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickWork
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.replicas import FurtherReplicas, ReplicaRows
 from jaxlora.train.job_state import JobState
 
 
@@ -68,6 +69,7 @@ class StagedStream:
         jobs: Mapping[int, JobState],
         feed: Feed,
         baselines: Baselines,
+        further: FurtherReplicas,
     ):
         """Queues nothing yet.
 
@@ -78,6 +80,7 @@ class StagedStream:
             jobs: The job in each slot, at any time.
             feed: The ticks.
             baselines: Computes the baselines of global batches.
+            further: Replicas beside the stages.
         """
         assert layout.stages[0].spec.slots is not None
         self._shape = layout.stages[0].spec.slots
@@ -85,9 +88,13 @@ class StagedStream:
         self._jobs, self._feed = jobs, feed
         self._in_flight = InFlight(layout, bases, slots)
         self._baselines, self._baseline = baselines, baselines.none
+        self._further = further
+        self._further_rows: dict[int, tuple[SlotKeys, Sequence[ReplicaRows]]] = {}
         # By tick, the samples of the baselines of global batches that begin in it.
         self._beginning: dict[int, dict[int, JobBatch]] = {}
         self._fed: dict[int, FedTick] = {}  # whose steps are not queued yet
+        # By tick, the global batches that it completes, by slot.
+        self._completed: dict[int, dict[int, JobBatch]] = {}
         # By slot.
         self._losses: dict[int, list[dict[str, jax.Array]]] = defaultdict(list)
         self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
@@ -96,8 +103,7 @@ class StagedStream:
         self._leaving: dict[int, int] = {}
         self._num_rounds = 0
         self._cut: _Cut | None = None
-        # Microbatches, rows and tokens of ticks.
-        self._sizes: dict[int, tuple[int, int, int]] = {}
+        self._work: dict[int, dict[int, TickWork]] = {}  # by tick and replica
 
     def outcomes(self) -> Iterator[Outcomes]:
         """Runs the ticks, and yields the results of their optimizer steps."""
@@ -122,24 +128,46 @@ class StagedStream:
         enters = one.stage == 0 and one.kind != "backward"
         if enters:
             self._enter(one.tick)
-        if one.tick in self._in_flight:  # some of its samples run
+        if one.kind == "forward_backward":
+            self._begin(one.tick)
+        if one.tick in self._in_flight:  # some of its samples run on the stages
             self._run(one)
         if enters:
+            self._run_further(one.tick)
             self._feed.prepare(one.tick + 1)
 
-    def _run(self, one: Pass) -> None:
-        if one.kind == "forward_backward":
-            # All stages still have the weights before the step of a batch that begins
-            # here: the step follows this tick.
-            new = self._beginning.pop(one.tick)
+    def _begin(self, tick: int) -> None:
+        """Computes the baselines of the batches that begin in a tick.
+
+        All stages still have the weights before the step of such a batch: the step
+        follows this tick.
+        """
+        if new := self._beginning.pop(tick, None):
             weights = [table.state.params for table in self._tables]
             self._baseline = self._baselines.add(self._baseline, new, weights)
+
+    def _run(self, one: Pass) -> None:
         losses = self._in_flight.run(one, self._baseline)
         if losses is not None:
             self._wait_for_earlier(losses.loss)
-            sums = everywhere({"loss": losses.loss} | losses.metrics)
-            for slot in {s.owner for s in self._fed[one.tick].samples}:
-                self._losses[slot].append(sums)
+            self._note_losses({s.owner for s in self._fed[one.tick].samples}, losses)
+
+    def _run_further(self, tick: int) -> None:
+        """Queues the microbatches of further replicas.
+
+        They send their gradients of the batches that the tick completes, some of which
+        are of earlier ticks.
+        """
+        if tick in self._further_rows:
+            keys, rows = self._further_rows.pop(tick)
+            for slots, losses in self._further.run(rows, keys, self._baseline):
+                self._note_losses(slots, losses)
+        self._further.send(self._completed.get(tick, ()))
+
+    def _note_losses(self, slots: Collection[int], losses: JobLosses) -> None:
+        sums = everywhere({"loss": losses.loss} | losses.metrics)
+        for slot in slots:
+            self._losses[slot].append(sums)
 
     def _wait_for_earlier(self, loss: jax.Array) -> None:
         """Waits if the last stage of a pipeline has too many unfinished ticks."""
@@ -150,9 +178,9 @@ class StagedStream:
             self._unfinished.popleft().block_until_ready()
 
     def _enter(self, tick: int) -> None:
-        fed, batches = self._feed.take()
+        fed, rows = self._feed.take()
         self._fed[tick] = fed
-        if batches is None:
+        if rows is None:
             return
         # The host may not have reached these steps yet: they are the samples'.
         steps = {s.owner: s.batch for s in fed.samples}
@@ -161,10 +189,16 @@ class StagedStream:
             seed=by_slot(seeds, self._shape.num_slots, np.int32),
             step=by_slot(steps, self._shape.num_slots, np.int32),
         )
-        self._in_flight.enter(tick, batches, keys, steps)
+        self._work[tick] = {0: rows.work} if rows.stages is not None else {}
+        if rows.stages is not None:
+            self._in_flight.enter(tick, rows.stages, keys, steps)
+        if rows.further:
+            self._further_rows[tick] = keys, rows.further
         self._beginning[tick] = self._feed.begin(fed)
-        num_tokens, number = sum(s.num_tokens for s in fed.samples), len(fed.tick)
-        self._sizes[tick] = number, number * fed.of.rows, num_tokens
+        self._completed[tick] = self._feed.complete(fed)
+        work = self._work[tick]
+        for one in rows.further:
+            work[one.replica] = work.get(one.replica, TickWork()) + one.work
 
     # ---- jobs that leave -----------------------------------------------------------
 
@@ -172,6 +206,8 @@ class StagedStream:
         """Forgets a job that has left its slot; its samples are dropped already."""
         self._feed.forget(slot)
         self._losses.pop(slot, None)
+        for completed in self._completed.values():
+            completed.pop(slot, None)
         last = max(self._in_flight.ticks_of(slot), default=None)
         if last is not None:
             self._leaving[slot] = last
@@ -190,11 +226,13 @@ class StagedStream:
 
     def _complete(self, tick: int) -> None:
         """Prepares the steps that follow a tick whose backward passes are queued."""
-        batches = self._feed.complete(self._fed.pop(tick))
+        self._fed.pop(tick)
+        batches = self._completed.pop(tick, {})
         if not batches:
             return
         step = {slot: batch.step for slot, batch in batches.items()}
         rates = {s: self._jobs[s].learning_rate(number) for s, number in step.items()}
+        self._further.add(batches)
         self._exchange(batches)
         stepping = {s: (self._jobs[s], number) for s, number in step.items()}
         self._steps[tick] = _Steps(
@@ -236,6 +274,7 @@ class StagedStream:
         steps.results.append(everywhere(result))
         if stage:
             return
+        self._further.copy_weights(steps.batches)
         # This transfer is intended and does not block, so the transfer guard is off.
         with jax.transfer_guard_device_to_host("allow"):
             for array in jax.tree.leaves((steps.losses, steps.results)):
@@ -258,12 +297,9 @@ class StagedStream:
         if self._cut is not None and self._cut.tick == tick:
             snapshot = self._slots.joined(self._cut.reads)
             self._cut = None
-        number, rows, tokens = self._sizes.pop(tick, (0, 0, 0))
         return Outcomes(
             steps={} if steps is None else _step_outcomes(steps),
-            num_microbatches=number,
-            num_rows=rows,
-            num_tokens=tokens,
+            work=self._work.pop(tick, {}),
             snapshot=snapshot,
         )
 

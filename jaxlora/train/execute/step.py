@@ -8,7 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxlora.adapters.exchange import exchange
+from jaxlora.adapters.exchange import (
+    add_part,
+    exchange,
+    read_part,
+    write_weights,
+)
 from jaxlora.adapters.optimizer import (
     AdapterState,
     empty_state,
@@ -68,6 +73,10 @@ class CompiledSteps:
         add_baseline: Adds losses of an evaluation to the baselines of slots.
         exchange: Sum of a slot's pending gradients over the devices; not used if no
             devices share a slot.
+        read_part: Gradients of a slot, for the replica that takes the step; this and
+            the next two are not used without other replicas.
+        add_part: Adds the gradients of another replica.
+        write_weights: Takes the weights that another replica has made.
         measure: Norms of the pending gradients, which the other stages need for their
             optimizer steps.
         step: Optimizer step of the slots whose global batch is complete.
@@ -91,6 +100,8 @@ class CompiledSteps:
         self._make_updates()
         if spec.slots is not None:
             self._make_slots(spec.slots)
+        if placement.mesh is None:
+            self._make_replicas()
 
     def _program(self, what, run, takes, gives, *, varies=(), **options) -> Program:
         jitted = _jitted(run, self._placement, takes, gives, **options)
@@ -210,6 +221,21 @@ class CompiledSteps:
                 by_slot,
                 compiler_options=_SHORT,
             )
+
+    def _make_replicas(self) -> None:
+        self.read_part = self._program(
+            *("gradients of a replica", read_part, (), ()), compiler_options=_SHORT
+        )
+        self.add_part = self._program(
+            *("sum over replicas", add_part, (), ()),
+            donate_argnums=0,
+            compiler_options=_SHORT,
+        )
+        self.write_weights = self._program(
+            *("weights of a replica", write_weights, (), ()),
+            donate_argnums=(0, 1),
+            compiler_options=_SHORT,
+        )
 
     def make_empty(self) -> AdapterState:
         """Makes the state of empty slots; a run logs the program with its others."""

@@ -8,12 +8,13 @@ others go on: the stream is then planned anew from the next microbatch on.
 import dataclasses
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.run.events import WindowEvent
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule
-from jaxlora.train.execute.executor import Outcomes
+from jaxlora.train.execute.executor import Outcomes, TickWork
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.job_state import JobState
@@ -39,15 +40,19 @@ class _WindowCounts:
     """Counts the work of a window, for the event that reports it."""
 
     def __init__(self):
-        self.num_microbatches = self.num_rows = self.num_tokens = 0
+        self.by_replica: dict[int, TickWork] = {}
         self.num_rounds = 0
         self._began = time.perf_counter()
 
     def add(self, outcomes: Outcomes) -> None:
         """Counts an item of the executor."""
-        self.num_microbatches += outcomes.num_microbatches
-        self.num_rows += outcomes.num_rows
-        self.num_tokens += outcomes.num_tokens
+        for number, work in outcomes.work.items():
+            self.by_replica[number] = self.by_replica.get(number, TickWork()) + work
+
+    @property
+    def work(self) -> TickWork:
+        """The work of all replicas."""
+        return sum(self.by_replica.values(), TickWork())
 
     @property
     def seconds(self) -> float:
@@ -175,7 +180,7 @@ class Stream:
             snapshot = self._executor.snapshot()
             yield Border(ends_round=False, ends_window=False, snapshot=snapshot)
         self.end_round()
-        if self._window.num_microbatches:
+        if self._window.work.num_microbatches:
             self._end_window()
 
     def stop(self) -> None:
@@ -203,14 +208,14 @@ class Stream:
         self._window.num_rounds += 1
         if (
             self.round % self._config.window_steps == 0
-            and self._window.num_microbatches
+            and self._window.work.num_microbatches
         ):
             self._end_window()
 
     def _end_window(self) -> None:
         """Sends the figures of the last rounds."""
         window, ticks = self._window, self._ticks
-        seconds = window.seconds - self._life.side_work.seconds
+        seconds, work = window.seconds - self._life.side_work.seconds, window.work
         recent = Schedule(
             microbatches=tuple(m for tick in ticks.recent for m in tick),
             limits=self._config.limits,
@@ -218,19 +223,41 @@ class Stream:
         event = WindowEvent(
             round=self.round,
             num_rounds=window.num_rounds,
-            num_tokens=window.num_tokens,
+            num_tokens=work.num_tokens,
             seconds=round(seconds, 4),
-            tokens_per_second=round(window.num_tokens / seconds, 1),
-            num_microbatches=window.num_microbatches,
-            fill=round(window.num_tokens / max(1, window.num_rows), 4),
+            tokens_per_second=round(work.num_tokens / seconds, 1),
+            num_microbatches=work.num_microbatches,
+            fill=_fill(work),
             planned_ahead=ticks.num_ahead == ticks.num_stretches,
             planning_seconds=round(ticks.waited_seconds, 4),
             pipeline=self._plan.pipeline_figures(recent),
             predicted_seconds=self._plan.seconds(recent, is_part=True),
+            replicas=self._by_replica(),
         )
         ticks.forget_figures()
         self._begin_window()
         self._send(event)
 
+    def _by_replica(self) -> tuple[dict[str, Any], ...]:
+        """Returns the work of each replica; nothing if replicas are alike."""
+        found = []
+        for number, replica in enumerate(self._plan.lanes.replicas):
+            work = self._window.by_replica.get(number, TickWork())
+            found.append(
+                {
+                    "replica": number + 1,
+                    "microbatch_tokens": replica.capacity,
+                    "num_microbatches": work.num_microbatches,
+                    "num_tokens": work.num_tokens,
+                    "fill": _fill(work),
+                }
+            )
+        return tuple(found)
+
     def _begin_window(self) -> None:
         self._window, self._life.side_work.seconds = _WindowCounts(), 0.0
+
+
+def _fill(work: TickWork) -> float:
+    """Returns the share of the rows that hold tokens."""
+    return round(work.num_tokens / max(1, work.num_rows), 4)

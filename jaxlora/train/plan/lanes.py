@@ -7,11 +7,15 @@ from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import base_dtype
+from jaxlora.memory.mesh import REPLICA_TICKS
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
+from jaxlora.scheduler.lanes import Replica
 from jaxlora.scheduler.pinning import Load, Pinning, decide_pinning
+
+_WHOLE = 10_000  # the unit of work: parts of the longest microbatch
 
 
 def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinning:
@@ -28,6 +32,27 @@ def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinni
     pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
     lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
     return decide_pinning(loads, lanes, config.limits.capacity, num_slots)
+
+
+def replica_lanes(tokens: Sequence[int], cost: CostModel) -> Lanes:
+    """Returns the lanes of a run with `replicas`.
+
+    The optimizer step of a job is queued behind the next tick, so a replica that is
+    late by less than a tick delays no other. So the job's next batch comes in the tick
+    after that.
+
+    Args:
+        tokens: Tokens of a microbatch of each replica, the largest first.
+        cost: Times of a microbatch by its tokens.
+    """
+    both = cost.stages[0].forward + cost.stages[0].backward
+    parts = [both(float(n), 0.0) / both(float(tokens[0]), 0.0) for n in tokens]
+    replicas = [
+        Replica(capacity=n, work=round(_WHOLE * part))
+        for n, part in zip(tokens, parts, strict=True)
+    ]
+    pipeline = Pipeline.one_f_one_b(1, REPLICA_TICKS)
+    return Lanes(pipeline=pipeline, replicas=tuple(replicas))
 
 
 def window_cost(

@@ -58,6 +58,8 @@ def resolve(
     check_comparable(config.sweep, jobs)
     jobs = [job.foreseen for job in jobs]
     chooses_remat, notes = config.remat == "auto", []
+    if config.replica_tokens:
+        config = config.replace(microbatch_tokens=config.replica_tokens[0])
     if config.mesh == "auto":
         config, note = _with_mesh(config, model, jobs, machine)
         notes.append(note)
@@ -117,7 +119,12 @@ def _with_mesh(
 
 
 def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> None:
-    sizes = config.mesh_sizes
+    sizes, wanted = config.mesh_sizes, len(config.replica_tokens)
+    if wanted > machine.num_devices:
+        raise ConfigError(
+            f"replicas: {wanted} replicas need a device each, and this machine has "
+            f"{machine.num_devices}. Lower a count, or run it where there are more."
+        )
     try:
         sizes.check_fits(machine.num_devices)
         base_specs_of(model.config, model.dtype, sizes.fsdp)
@@ -154,7 +161,7 @@ class _Draft:
 
     @property
     def available(self) -> DeviceMemory | None:
-        return self.machine.memory_of(self.config.mesh_sizes.num_devices)
+        return self.machine.memory_of(self.config.num_devices)
 
     def resolved(
         self, on_accepted: Callable[[], None] = lambda: None
@@ -222,7 +229,7 @@ def _draft(
 ) -> _Draft:
     bounds = _bounds(config, jobs)
     spec, choices = decoder_spec(config, model, jobs, bounds.max_tokens)
-    available = machine.memory_of(config.mesh_sizes.num_devices)
+    available = machine.memory_of(config.num_devices)
     spec, storage = choose_storage(config, spec, bounds, available)
     for job in jobs:
         check_fits(job, spec, bounds.max_tokens)

@@ -11,9 +11,11 @@ from typing import Any
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
+from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.memory import capacity
 from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.device_memory import format_bytes
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.need import MemoryNeed
@@ -23,8 +25,8 @@ from jaxlora.scheduler.pinning import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.streams.stream import Rules
 from jaxlora.train.execute.layout import base_placement
-from jaxlora.train.plan.auto_mesh.predict import Rates, window_seconds
-from jaxlora.train.plan.lanes import run_lanes, window_cost
+from jaxlora.train.plan.auto_mesh.predict import Rates, shape_seconds, window_seconds
+from jaxlora.train.plan.lanes import replica_lanes, run_lanes, window_cost
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.shapes import ONE_SHAPE, Shapes
@@ -144,6 +146,34 @@ class RunPlan:
         plan = self.with_config(found.config)
         return dataclasses.replace(plan, need=found.need, notes=found.notes)
 
+    def replica_notes(self, programs: Sequence[StagePrograms]) -> list[Note]:
+        """Says how much memory each further replica needs.
+
+        Args:
+            programs: Its compiled passes.
+
+        Raises:
+            ConfigError: A replica needs more than there is.
+        """
+        notes, available = [], None if self.need is None else self.need.available
+        pairs = zip(self.stages.further, programs, strict=True)
+        for number, (replica, own) in enumerate(pairs, start=2):
+            needed = replica.num_bytes(own, self.config.block_tokens)
+            if needed is None:
+                continue
+            text = (
+                f"{format_bytes(needed)} needed on replica {number} with microbatches "
+                f"of {replica.capacity} tokens"
+            )
+            if available is not None and needed > available.num_bytes:
+                raise ConfigError(
+                    f"replicas: {text}, and there are "
+                    f"{format_bytes(available.num_bytes)} ({available.source}). Lower "
+                    "its microbatch_tokens."
+                )
+            notes.append(Note(f"memory: {text}"))
+        return notes
+
     def seconds(self, schedule: Schedule, *, is_part: bool = False) -> float | None:
         """Predicts the time of microbatches, without evaluations and checkpoints.
 
@@ -184,7 +214,8 @@ def laid_out(
 ) -> RunPlan:
     """Decides whether replicas share jobs, and divides the decoder into stages.
 
-    If each job runs on one replica, all replicas get as many slots.
+    If each job runs on one replica, all replicas get as many slots. Replicas of
+    different sizes share all jobs.
 
     Args:
         config: The run; none of its settings is `auto`.
@@ -195,6 +226,17 @@ def laid_out(
         rates: What the predicted time follows from.
     """
     assert spec.slots is not None
+    if len(config.replica_tokens) > 1:
+        stages = MeshStages.of(config, spec)
+        cost = shape_seconds(stages, config.limits.capacity, rates)
+        return RunPlan(
+            config=config,
+            model=model,
+            stages=stages,
+            lanes=replica_lanes(config.replica_tokens, cost),
+            bounds=bounds,
+            rates=rates,
+        )
     loads = [
         Load(num_batches=job.num_steps, batch_tokens=job.batch_tokens) for job in jobs
     ]

@@ -62,7 +62,9 @@ def decoder_spec(
     )
     # Otherwise, other data of the same shapes would be compiled for anew.
     if ATTENTIONS[attention.name].depends_on_mean:
-        mean = min(_mean_tokens(job.train_data) for job in jobs)
+        # Small replicas run the samples that fit there, which are shorter.
+        most = min(config.replica_tokens, default=max_tokens)
+        mean = min(_mean_tokens(job.train_data, most) for job in jobs)
         options = dataclasses.replace(options, mean_segment_tokens=mean)
     shape = SlotShape(
         num_slots=config.max_concurrent_jobs or len(jobs),
@@ -93,8 +95,11 @@ def decoder_spec(
     return spec, KernelChoices(kernels=kernels, attention=attention)
 
 
-def _mean_tokens(data: TokenizedData) -> int:
-    return data.num_tokens // len(data.lengths)
+def _mean_tokens(data: TokenizedData, most: int) -> int:
+    """Returns the mean length of the samples that are not longer than `most`."""
+    lengths = data.lengths
+    short = lengths[lengths <= most]
+    return int((short if short.size else lengths).mean())
 
 
 def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:

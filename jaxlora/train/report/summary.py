@@ -137,7 +137,7 @@ def sweep_report(
         for job, result in zip(jobs, results, strict=True)
     ]
     events = read_events(pathlib.Path(config.output_dir) / METRICS_FILE)
-    num_devices = config.mesh_sizes.num_devices
+    num_devices = config.num_devices
     return SweepReport.of(config.sweep, trials, events, num_devices)
 
 

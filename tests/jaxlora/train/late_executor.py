@@ -9,7 +9,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.data.pack import JobBatch
-from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickSource
+from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickSource, TickWork
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.stream_plan import StreamTick
 
@@ -101,7 +101,8 @@ class LateExecutor:
                 is_finite=loss == loss,
             )
         self._may_release = set(outcomes)
-        return Outcomes(steps=outcomes, num_microbatches=1, num_rows=16, num_tokens=8)
+        work = TickWork(num_microbatches=1, num_rows=16, num_tokens=8)
+        return Outcomes(steps=outcomes, work={0: work})
 
     def release(self, slot: int) -> None:
         if self._may_release is not None:

@@ -22,6 +22,7 @@ from jaxlora.scheduler import (
     StageCost,
     simulate,
 )
+from jaxlora.scheduler.lanes import ticks_of
 
 # Share of a transfer that is not hidden behind the work beside it. Without a prefetch,
 # 8 layers of Llama-3.1-8B in 4 shards took 1.065 times as long as whole ones on H200s;
@@ -73,7 +74,9 @@ def window_seconds(
     limits, n, squares = schedule.limits, lanes.num_lanes, _mean_squares(schedule)
     cost = shape_seconds(stages, limits.capacity, rates, shapes, squares=squares)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
-    if stages.sizes.stage == 1:
+    if lanes.replicas:
+        seconds = _replica_seconds(lanes, schedule, cost)
+    elif stages.sizes.stage == 1:
         both = cost.stages[0].forward + cost.stages[0].backward
         ticks = [t for t in itertools.batched(schedule.microbatches, n) if any(t)]
         tokens = Counter(max(cost.size(m, limits)[0] for m in tick) for tick in ticks)
@@ -84,6 +87,16 @@ def window_seconds(
         if is_part and schedule.microbatches:
             seconds = max(0.0, seconds - _ramp_seconds(cost, schedule))
     return seconds + len(batches) * step_seconds(stages, rates)
+
+
+def _replica_seconds(lanes: Lanes, schedule: Schedule, cost: CostModel) -> float:
+    """Time of the replica with the most work."""
+    both = cost.stages[0].forward + cost.stages[0].backward
+    busy = [0.0] * len(lanes.replicas)
+    for tick in ticks_of(schedule.microbatches, lanes.num_lanes):
+        for lane, microbatch in zip(lanes.unlike, tick, strict=True):
+            busy[lane.replica] += both(lane.capacity, 0) if microbatch else 0.0
+    return max(busy)
 
 
 def _ramp_seconds(cost: CostModel, schedule: Schedule) -> float:

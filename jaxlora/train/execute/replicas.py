@@ -1,0 +1,268 @@
+"""Replicas beside the first one, with microbatches of other sizes.
+
+The first replica has the slots with their optimizers, takes every step, evaluates and
+is saved. The others have a base and a copy of all weights, run microbatches, and add up
+the gradients of their own. When a replica has run all its samples of a global batch,
+its part of the gradients is sent to the first replica, which adds the parts in the
+order of the replicas before the step. The new weights come back, and each replica takes
+those of a slot just before it runs samples of it. So a replica waits for the jobs whose
+samples it runs next, and for no other.
+
+One thread queues everything, in an order that the ticks determine. No program runs on
+two replicas, and arrays go from device to device without the host.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlora.adapters.slots import SlotTable
+from jaxlora.data.pack import JobBatch, PackedBatch, pack_tick
+from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.modules.length_classes import shortest_class
+from jaxlora.scheduler import Limits, Microbatch
+from jaxlora.scheduler.lanes import Lane
+from jaxlora.train.execute.executor import TickWork
+from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage
+
+# A replica's part of the gradients of a slot, and whether they are finite.
+_Part = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class ReplicaRows:
+    """A microbatch of a further replica.
+
+    Attributes:
+        replica: Number of the replica; the first one is 0.
+        rows: Its rows, which its program uploads.
+        slots: Slots of the samples that run.
+        work: Its work.
+    """
+
+    replica: int
+    rows: PackedBatch
+    slots: frozenset[int]
+    work: TickWork
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class TickRows:
+    """The arrays of a tick.
+
+    Attributes:
+        stages: Its rows on the devices of each stage of the first replica; None: none
+            of its samples run there.
+        work: Work of the first replica.
+        further: The microbatches of further replicas.
+    """
+
+    stages: Sequence[PackedBatch] | None
+    work: TickWork
+    further: Sequence[ReplicaRows]
+
+
+class FurtherReplicas:
+    """The replicas beside the first one; none if replicas are alike or there is one."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        bases: Sequence[Base],
+        table: SlotTable,
+        limits: Limits,
+        lanes: Sequence[Lane],
+    ):
+        """Copies all slots to the replicas.
+
+        Args:
+            layout: The first replica, and the others.
+            bases: Weights of the frozen base on each of the others.
+            table: Slots of the first replica.
+            limits: Limits of a microbatch of the first replica.
+            lanes: The lanes of a tick after that of the first replica; empty if there
+                are no further replicas.
+        """
+        self._home, self._table = layout.stages[0], table
+        self._limits, self._lanes = limits, tuple(lanes)
+        self._objectives = self._home.spec.options.objectives
+        self._replicas = {
+            number: _Replica(number, *pair)
+            for number, pair in enumerate(
+                zip(layout.further, bases, strict=True), start=1
+            )
+        }
+        # By slot, what the first replica is to add, in the order of the replicas.
+        self._parts: dict[int, list[_Part]] = defaultdict(list)
+        assert self._home.spec.slots is not None
+        for slot in range(self._home.spec.slots.num_slots):
+            if table.has_job(slot):
+                self.copy(slot)
+
+    # ---- slots ---------------------------------------------------------------------
+
+    def copy(self, slot: int) -> None:
+        """Gives the replicas what is in a slot now: a job's weights, or none.
+
+        Gradients of the slot that they have are discarded.
+        """
+        if not self._replicas:
+            return
+        self._parts.pop(slot, None)
+        for replica in self._replicas.values():
+            replica.settings = jax.device_put(self._table.settings, replica.device)
+        self.copy_weights([slot])
+
+    def copy_weights(self, slots: Collection[int]) -> None:
+        """Sends the weights of slots to the replicas, which take them when needed."""
+        if not self._replicas:
+            return
+        for slot in sorted(slots):
+            params = self._table.state.params
+            row = self._home.steps.read_slot(params, np.int32(slot))
+            for replica in self._replicas.values():
+                replica.new[slot] = jax.device_put(row, replica.device)
+
+    def wait(self) -> None:
+        """Waits until the replicas have finished all queued work."""
+        for replica in self._replicas.values():
+            replica.wait()
+
+    # ---- microbatches --------------------------------------------------------------
+
+    def shortest_classes(self) -> list[Any]:
+        """Returns the class of the shortest samples of each lane, for attention."""
+        found = []
+        for lane in self._lanes:
+            options = self._replicas[lane.replica].stage.spec.options
+            found.append(shortest_class(lane.capacity, *options.lengths))
+        return found
+
+    def pack(
+        self, microbatches: Sequence[Microbatch], batches: Mapping[int, JobBatch]
+    ) -> list[ReplicaRows]:
+        """Packs the microbatches of a tick that have samples to run.
+
+        Args:
+            microbatches: That of each lane after the first.
+            batches: Global batch of each slot whose samples run.
+        """
+        found = []
+        for lane, microbatch in zip(self._lanes, microbatches, strict=True):
+            samples = [s for s in microbatch if s.owner in batches]
+            if not samples:
+                continue
+            limits = dataclasses.replace(self._limits, capacity=lane.capacity)
+            found.append(
+                ReplicaRows(
+                    replica=lane.replica,
+                    rows=pack_tick((microbatch,), batches, limits, self._objectives),
+                    slots=frozenset(s.owner for s in samples),
+                    work=TickWork(
+                        num_microbatches=1,
+                        num_rows=lane.capacity,
+                        num_tokens=sum(s.num_tokens for s in samples),
+                    ),
+                )
+            )
+        return found
+
+    def run(
+        self, tick: Sequence[ReplicaRows], keys: SlotKeys, baseline: jax.Array | None
+    ) -> Iterator[tuple[frozenset[int], JobLosses]]:
+        """Queues the microbatches of a tick; yields their slots and losses.
+
+        Args:
+            tick: The microbatches.
+            keys: Keys of the dropout masks.
+            baseline: The baselines of the slots' global batches, on the first replica.
+        """
+        placed: dict[int, SlotKeys] = {}
+        for one in tick:
+            replica = self._replicas[one.replica]
+            if one.replica not in placed:
+                own = None
+                if baseline is not None:
+                    own = jax.device_put(baseline, replica.device)
+                placed[one.replica] = dataclasses.replace(keys, baseline=own)
+            yield one.slots, replica.run(one, placed[one.replica])
+
+    # ---- gradients -----------------------------------------------------------------
+
+    def send(self, slots: Collection[int]) -> None:
+        """Sends the gradients of slots, all of whose samples are queued.
+
+        They leave a replica before it runs its next microbatch.
+        """
+        where = self._home.placement.committed(self._home.placement.by_slot)
+        for slot in sorted(slots):
+            for number in sorted(self._replicas):
+                part = self._replicas[number].part(slot)
+                if part is not None:
+                    self._parts[slot].append(jax.device_put(part, where))
+
+    def add(self, slots: Collection[int]) -> None:
+        """Adds the gradients of slots to those of the first replica, in order."""
+        for slot in sorted(slots):
+            for part in self._parts.pop(slot, ()):
+                state = self._table.state
+                pending = self._home.steps.add_part(
+                    state.pending, np.int32(slot), *part
+                )
+                self._table.state = dataclasses.replace(state, pending=pending)
+
+
+class _Replica:
+    """One of the further replicas.
+
+    Attributes:
+        stage: Its decoder.
+        device: Its device.
+        settings: Settings of the slots.
+        new: Weights of slots that no microbatch has needed yet.
+    """
+
+    def __init__(self, number: int, one: ReplicaStage, base: Base):
+        self._number = number
+        self.stage: Stage = one.stage
+        self.device = one.stage.placement.device
+        self.new: dict[int, jax.Array] = {}
+        self.settings: Any = None
+        self._base = base
+        state = self.stage.steps.make_empty()
+        self._params, self._pending = state.params, state.pending
+        self._has_part: set[int] = set()
+
+    def run(self, one: ReplicaRows, keys: SlotKeys) -> JobLosses:
+        """Queues a microbatch, whose gradients are added to those before."""
+        try:
+            return self._run(one, keys)
+        except jax.errors.JaxRuntimeError as error:
+            error.add_note(f"replica {self._number + 1}, on {self.device}")
+            raise
+
+    def _run(self, one: ReplicaRows, keys: SlotKeys) -> JobLosses:
+        steps = self.stage.steps
+        for slot in sorted(one.slots & self.new.keys()):
+            args = self._params, self._pending, np.int32(slot), self.new.pop(slot)
+            self._params, self._pending = steps.write_weights(*args)
+            self._has_part.discard(slot)
+        self._pending, losses, _ = steps.accumulate(
+            *(self._base, self._params, self._pending, self.settings, one.rows, keys)
+        )
+        self._has_part |= one.slots
+        return losses
+
+    def wait(self) -> None:
+        """Waits until all queued microbatches have run."""
+        jax.block_until_ready(self._pending.is_finite)
+
+    def part(self, slot: int) -> _Part | None:
+        """Returns the gradients of a slot; None if no sample of its batch ran here."""
+        if slot not in self._has_part or slot in self.new:
+            return None
+        return self.stage.steps.read_part(self._pending, np.int32(slot))

@@ -1,0 +1,410 @@
+"""Replicas with microbatches of other sizes train as one device does."""
+
+import itertools
+import json
+import pathlib
+import random
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from jax._src.array import ArrayImpl
+
+from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.errors import ConfigError
+from jaxlora.memory.mesh import FurtherReplica
+from jaxlora.plan import plan_run
+from jaxlora.run.folder import CHECKPOINTS
+from jaxlora.run.log import read_events
+from jaxlora.train.execute import replicas
+from jaxlora.train.execute.replicas import FurtherReplicas
+from jaxlora.train.saved.read_checkpoint import read_newest
+from tests.jaxlora.train.at_window import InterruptAt, at_windows
+from tests.jaxlora.train.conftest import LINEARS
+from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
+from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.test_resume import killed
+
+pytestmark = pytest.mark.needs_devices(3)
+
+REPLICAS = ({"microbatch_tokens": 192}, {"microbatch_tokens": 64, "count": 2})
+ONE = {"microbatch_tokens": 192}  # the same run on one device
+UNLIKE = {"replicas": REPLICAS}
+
+
+class Runs:
+    """Trains jobs in new folders; all runs share the shapes of their programs."""
+
+    def __init__(self, folder: pathlib.Path, model):
+        self._folder, self.model = folder, model
+        self._count, self._done = itertools.count(), {}
+
+    def config(self, jobs, **settings) -> RunConfig:
+        own = {
+            "model": str(self.model.folder),
+            "output_dir": str(self._folder / f"run{next(self._count)}"),
+            "block_tokens": 16,
+            "max_concurrent_jobs": 3,
+            "slot_rank": 8,
+            "slot_targets": LINEARS,
+            "slot_dropout": True,
+            "window_steps": 1,
+            "checkpoint_every": None,
+        }
+        return RunConfig(jobs=tuple(jobs), **own | settings)
+
+    def train(self, jobs, *, on_window=None, **settings) -> Outcome:
+        trainer = Trainer(self.config(jobs, **settings), self.model)
+        result = trainer.train(callbacks=at_windows(on_window))
+        return Outcome(trainer, result, self.model)
+
+    def once(self, jobs, **settings) -> Outcome:
+        key = repr((jobs, settings))
+        if key not in self._done:
+            self._done[key] = self.train(jobs, **settings)
+        return self._done[key]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, model) -> Runs:
+    return Runs(tmp_path_factory.mktemp("replicas"), model)
+
+
+@pytest.fixture(scope="module")
+def unlike_jobs(jobs):
+    """Three jobs with dropout, ragged lengths and batches of other sizes.
+
+    With Adam's usual epsilon, an element whose gradients are rounding would get updates
+    as large as the others'.
+    """
+    changes = {"adam_eps": 1e-4, "max_grad_norm": 0.05, "steps": 5}
+    return tuple(job.model_copy(update=changes) for job in (jobs[0], jobs[2], jobs[3]))
+
+
+def windows(outcome: Outcome) -> list[dict]:
+    events = read_events(outcome.result.output_dir / "metrics.jsonl")
+    return [event for event in events if event["event"] == "window"]
+
+
+def test_equals_one_device(runs, unlike_jobs):
+    one, other = runs.once(unlike_jobs, **ONE), runs.once(unlike_jobs, **UNLIKE)
+    assert_same_on_meshes(one, other)
+    assert {p.status for p in other.progress.values()} == {"finished"}
+    lanes = other.trainer.plan.lanes
+    assert [r.capacity for r in lanes.replicas] == [192, 64, 64]
+
+
+def test_every_replica_trains_what_fits(runs, unlike_jobs):
+    """The report names them; only the first one can hold the longest samples."""
+    other = runs.once(unlike_jobs, **UNLIKE)
+    tokens = np.zeros(3, int)
+    for window in windows(other):
+        each = window["replicas"]
+        assert [one["replica"] for one in each] == [1, 2, 3]
+        assert [one["microbatch_tokens"] for one in each] == [192, 64, 64]
+        tokens += [one["num_tokens"] for one in each]
+        for name in ("num_tokens", "num_microbatches"):
+            assert sum(one[name] for one in each) == window[name]
+        for one in each:
+            rows = max(1, one["num_microbatches"] * one["microbatch_tokens"])
+            assert one["fill"] == pytest.approx(one["num_tokens"] / rows, abs=1e-4)
+    assert (tokens > 0.1 * tokens.sum()).all()
+    longest = max(max(job.prepared.lengths(0)) for job in other.trainer.jobs)
+    assert longest > 64
+
+
+def test_the_same_bits_in_any_order_of_execution(runs, unlike_jobs, monkeypatch):
+    """Replicas run their microbatches in random orders, each its own in order."""
+    order, run = random.Random(0), FurtherReplicas.run
+    used = []
+
+    def shuffled(self, tick, keys, baseline):
+        numbers = order.sample(range(1, 3), 2)
+        used.append(tuple(numbers))
+        found = {}
+        for number in numbers:
+            own = [one for one in tick if one.replica == number]
+            for one, out in zip(own, run(self, own, keys, baseline), strict=True):
+                jax.block_until_ready(out[1].loss)
+                found[id(one)] = out
+        return iter([found[id(one)] for one in tick])
+
+    whole = runs.once(unlike_jobs, **UNLIKE)
+    monkeypatch.setattr(FurtherReplicas, "run", shuffled)
+    again = runs.train(unlike_jobs, **UNLIKE)
+    assert len(set(used)) == 2
+    assert again.result.num_compilations == 0
+    assert again.bytes == whole.bytes
+    assert (again.losses, again.norms) == (whole.losses, whole.norms)
+
+
+def test_a_replica_waits_for_its_own_jobs_only(runs, unlike_jobs, monkeypatch):
+    """It takes the new weights of a slot before samples of it, and no others."""
+    run, taken, needed = replicas._Replica.run, [], []
+
+    def watched(self, one, keys):
+        before = set(self.new)
+        out = run(self, one, keys)
+        taken.append(before - set(self.new))
+        needed.append(before & one.slots)
+        return out
+
+    monkeypatch.setattr(replicas._Replica, "run", watched)
+    runs.train(unlike_jobs, **UNLIKE)
+    assert taken == needed
+    assert any(not one for one in taken) and any(taken)
+
+
+def test_nothing_goes_through_the_host(runs, unlike_jobs, monkeypatch):
+    """Gradients and weights are sent from device to device."""
+    reads, calls, inside = [], [], []
+    value = ArrayImpl._value
+
+    def counted(self):
+        if inside:
+            reads.append(self.shape)
+        return value.__get__(self)
+
+    def watched(name):
+        send = getattr(FurtherReplicas, name)
+
+        def wrapped(self, *args):
+            inside.append(name)
+            calls.append(name)
+            send(self, *args)
+            inside.pop()
+
+        monkeypatch.setattr(FurtherReplicas, name, wrapped)
+
+    monkeypatch.setattr(ArrayImpl, "_value", property(counted))
+    for name in ("send", "add", "copy_weights"):
+        watched(name)
+    runs.train(unlike_jobs, **UNLIKE)
+    assert set(calls) == {"send", "add", "copy_weights"}
+    assert not reads
+
+
+def test_a_job_that_diverges_changes_no_other(runs, unlike_jobs):
+    """Bit for bit, while the samples of the others share microbatches as before."""
+    name = unlike_jobs[0].name
+
+    def with_rate(rate):
+        first = unlike_jobs[0].model_copy(update={"learning_rate": rate, "steps": 2})
+        return runs.train((first, *unlike_jobs[1:]), **UNLIKE)
+
+    calm, failed = with_rate(1e-3), with_rate(1e30)
+    assert failed.progress[name].status == "failed"
+    assert "is not finite" in failed.progress[name].reason
+    assert_empty_slot(failed.trainer, 0)
+    for job in unlike_jobs[1:]:
+        assert failed.bytes[job.name] == calm.bytes[job.name]
+        assert failed.losses[job.name] == calm.losses[job.name]
+
+
+def test_jobs_come_and_go(runs, unlike_jobs, monkeypatch):
+    """They join, pause, resume and end early as on one device; nothing recompiles."""
+    stops = {"early_stopping": 2, "early_stopping_delta": 100.0, "eval_every": 1}
+    first = unlike_jobs[0].model_copy(update=stops | {"steps": 20})
+    late = unlike_jobs[1].model_copy(update={"name": "late", "steps": 9})
+    rest = [job.model_copy(update={"steps": 12}) for job in unlike_jobs[1:]]
+    discarded, copy = [], FurtherReplicas.copy
+
+    def watched(self, slot):
+        discarded.append(len(self._parts.get(slot, ())))
+        copy(self, slot)
+
+    monkeypatch.setattr(FurtherReplicas, "copy", watched)
+
+    def train(**settings):
+        counts = []
+
+        def on_window(trainer):
+            counts.append(trainer.layout.num_compilations())
+            number = len(counts)
+            if number == 2:
+                trainer.add_job(late)
+            pausing = rest[number // 2 % 2].name
+            if 3 < number < 12:
+                (trainer.resume_job if number % 2 else trainer.pause_job)(pausing)
+
+        outcome = runs.train((first, *rest), on_window=on_window, **settings)
+        assert len(set(counts)) == 1
+        return outcome
+
+    one, other = train(**ONE), train(**UNLIKE)
+    assert_same_on_meshes(one, other)
+    # Some left a slot while replicas had sent gradients of their next batch.
+    assert any(discarded)
+    events = read_events(other.result.output_dir / "metrics.jsonl")
+    kinds = {event["event"] for event in events}
+    assert {"job_pause", "job_resume"} <= kinds and "late" in other.progress
+    assert other.progress[first.name].status == "stopped early"
+
+
+@pytest.mark.grid
+def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
+    """Baselines over a batch, other optimizers, and tensors beside A and B."""
+    pairs = tmp_path / "pairs.jsonl"
+    with pairs.open("w") as file:
+        for number in range(24):
+            prompt, completion = "ab" * (1 + number % 7), "c" * (1 + number)
+            record = {"prompt": prompt, "completion": completion}
+            file.write(json.dumps(record | {"label": number % 3 > 0}) + "\n")
+    kto = {"data": {"path": str(pairs), "kind": "unpaired"}, "objective": "kto"}
+    kinds = (
+        kto | {"eval_fraction": 0.0, "eval_every": None},
+        {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"},
+        {"optimizer": "sgd", "use_dora": True},
+    )
+    jobs = [
+        LoraJob(**job.model_dump(mode="json") | {"adam_eps": 1e-8} | kind)
+        for job, kind in zip(unlike_jobs, kinds, strict=True)
+    ]
+    one, other = (runs.train(jobs, **settings) for settings in (ONE, UNLIKE))
+    assert_same_on_meshes(one, other)
+
+
+def test_memory_is_named_by_replica(runs, unlike_jobs, caplog):
+    with caplog.at_level("INFO"):
+        outcome = runs.train(unlike_jobs, **UNLIKE)
+    needed = [text for text in caplog.messages if " needed on replica " in text]
+    assert len(needed) == 3
+    assert "needed on replica 1 with microbatches of 192 tokens" in needed[0]
+    assert "needed on replica 3 with microbatches of 64 tokens" in needed[2]
+    assert outcome.result.num_compilations == 0  # as of any later trainer
+
+
+def test_a_replica_that_does_not_fit(runs, unlike_jobs, monkeypatch):
+    monkeypatch.setattr(FurtherReplica, "num_bytes", lambda *_: 2**60)
+    trainer = Trainer(runs.config(unlike_jobs, **UNLIKE), runs.model)
+    with pytest.raises(ConfigError, match="replica 2 with microbatches"):
+        trainer.train()
+
+
+# ---- resume --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interrupted(runs, unlike_jobs):
+    """The folder of a run that Ctrl-C has ended in the middle of batches."""
+    config = runs.config(unlike_jobs, **UNLIKE)
+    trainer = Trainer(config, runs.model)
+    assert trainer.train(callbacks=[InterruptAt(1)]).interrupted
+    found = read_newest(pathlib.Path(config.output_dir) / CHECKPOINTS)
+    assert found.run.stream is not None and found.run.stream.repeated
+    return pathlib.Path(config.output_dir)
+
+
+def resumed(runs, jobs, folder, **settings) -> Outcome:
+    config = runs.config(jobs, output_dir=str(folder), **settings)
+    trainer = Trainer(config, runs.model)
+    return Outcome(trainer, trainer.train(resume=True), runs.model)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(UNLIKE, id="same"),
+        pytest.param(ONE, id="one device"),
+        pytest.param(
+            {"replicas": REPLICAS[:1] * 2}, id="other", marks=pytest.mark.grid
+        ),
+    ],
+)
+def test_an_interrupted_run_continues(
+    runs, unlike_jobs, interrupted, tmp_path, settings
+):
+    whole = runs.once(unlike_jobs, **UNLIKE)
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    again = resumed(runs, unlike_jobs, folder, **settings)
+    assert_same_on_meshes(whole, again)
+    if settings == UNLIKE:
+        assert again.bytes == whole.bytes
+        assert (again.losses, again.evals) == (whole.losses, whole.evals)
+
+
+def test_a_run_of_one_device_continues_on_replicas(runs, unlike_jobs, tmp_path):
+    whole = runs.once(unlike_jobs, **ONE)
+    config = runs.config(unlike_jobs, **ONE)
+    trainer = Trainer(config, runs.model)
+    assert trainer.train(callbacks=[InterruptAt(1)]).interrupted
+    again = resumed(runs, unlike_jobs, config.output_dir, **UNLIKE)
+    assert_same_on_meshes(whole, again)
+
+
+@pytest.mark.grid
+def test_killed(runs, unlike_jobs):
+    """kill -9 while the second checkpoint is written, so the first is complete."""
+    whole = runs.once(unlike_jobs, **UNLIKE)
+    config = runs.config(unlike_jobs, **UNLIKE | {"checkpoint_every": 1})
+    folder = pathlib.Path(config.output_dir)
+    run_file = folder.with_suffix(".json")
+    run_file.write_text(json.dumps(config.model_dump(mode="json")))
+    events = read_events(whole.result.output_dir / "metrics.jsonl")
+    kinds = [event["event"] for event in events]
+    second_window = kinds.index("window", kinds.index("window") + 1)
+    killed(run_file, str(second_window + 3))
+    found = read_newest(folder / CHECKPOINTS)
+    assert 1 <= found.number < windows(whole)[-1]["round"]
+    again = resumed(runs, unlike_jobs, folder, **UNLIKE)
+    assert again.bytes == whole.bytes
+    assert again.losses == whole.losses
+
+
+# ---- refusals ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"replicas": "auto"}, "replicas: auto is not supported yet. List them"),
+        ({"replicas": []}, "replicas is empty. List them"),
+        (
+            {"replicas": [{"microbatch_tokens": 64, "tensor": 2}]},
+            "tensor=2: a replica is one device so far. Leave tensor out",
+        ),
+        (
+            {"replicas": [{"microbatch_tokens": 64, "stage": 2}]},
+            "stage=2: a replica is one device so far",
+        ),
+        (
+            {"replicas": [{"microbatch_tokens": 40}]},
+            "microbatch_tokens=40 of a replica is not a multiple of block_tokens=16",
+        ),
+        (UNLIKE | {"microbatch_tokens": 64}, "microbatch_tokens=64, and the replicas"),
+        (
+            UNLIKE | {"mesh": "fsdp=2"},
+            "mesh is fsdp=2, and replicas are",
+        ),
+        (UNLIKE | {"mesh": "auto"}, "mesh is auto, and replicas are single devices"),
+        (UNLIKE | {"packer": "greedy"}, "only joint fills replicas"),
+        (UNLIKE | {"microbatch_shapes": [64]}, "each replica has one shape"),
+        (UNLIKE | {"microbatch_shapes": "auto"}, "each replica has one shape"),
+        ({"replicas": [{"count": 2}]}, "replicas[0].microbatch_tokens"),
+        ({"replicas": 3}, "replicas: expected a list"),
+    ],
+)
+def test_settings_that_are_refused(runs, unlike_jobs, settings, text):
+    with pytest.raises(ConfigError) as caught:
+        runs.config(unlike_jobs, **settings)
+    assert text in str(caught.value)
+
+
+def test_too_few_devices(runs, unlike_jobs):
+    count = jax.device_count() + 1
+    replicas = [{"microbatch_tokens": 192, "count": count}]
+    config = runs.config(unlike_jobs, replicas=replicas)
+    with pytest.raises(ConfigError, match=f"{count} replicas need a device each"):
+        Trainer(config, runs.model)
+
+
+def test_a_sample_that_no_replica_holds(runs, unlike_jobs):
+    config = runs.config(unlike_jobs, replicas=[{"microbatch_tokens": 64, "count": 2}])
+    with pytest.raises(ConfigError, match="Raise microbatch_tokens"):
+        Trainer(config, runs.model)
+
+
+def test_plans_refuse_replicas(runs, unlike_jobs):
+    with pytest.raises(ConfigError, match="replicas: a run with replicas"):
+        plan_run(runs.config(unlike_jobs, **UNLIKE))
