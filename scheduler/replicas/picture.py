@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from jaxlora.scheduler.picture import job_colors
-from jaxlora.scheduler.replicas.simulate import SimulatedSteps
+from jaxlora.scheduler.replicas.simulate import Part, SimulatedSteps
 
 _MAX_ROWS = 20
 
@@ -47,12 +47,8 @@ def draw_steps(
         panels, rows, simulated.items(), strict=True
     ):
         gpus = one.deployment.gpus
-        bars, faces = [], []
-        for part in one.parts:
-            low, high = gpus[part.replica][0] - 0.45, gpus[part.replica][-1] + 0.45
-            corners = ((part.start, low), (part.end, low))
-            bars.append([*corners, (part.end, high), (part.start, high)])
-            faces.append(colors[part.job])
+        bars = [_corners(part, gpus[part.replica]) for part in one.parts]
+        faces = [colors[part.job] for part in one.parts]
         axes.add_collection(
             PolyCollection(bars, facecolors=faces, edgecolors="white", linewidths=0.3)
         )
@@ -67,3 +63,9 @@ def draw_steps(
     handles.append(Patch(color="0.85", label="idle"))
     figure.legend(handles=handles, loc="outside right upper")
     figure.savefig(path, dpi=150)
+
+
+def _corners(part: Part, gpus: tuple[int, ...]) -> list[tuple[float, float]]:
+    low, high = gpus[0] - 0.45, gpus[-1] + 0.45
+    low_corners = [(part.start, low), (part.end, low)]
+    return [*low_corners, (part.end, high), (part.start, high)]

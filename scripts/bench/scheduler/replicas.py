@@ -19,7 +19,7 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,53 +135,23 @@ def _setup_rows(
     jobs, new = draw_jobs(setup.jobs, num_steps), draw_jobs(setup.jobs, num_new, seed=1)
     steps, later = together(jobs), together(new)
     given = kinds, num_gpus
+    own = plan_deployment(*given, steps, LONGEST)
+    alike = best_uniform(*given, steps, LONGEST)
     # All data is known, so that some replica holds the longest sample of it.
-    whole = steps + later
-    each = [(job + then, then) for job, then in zip(jobs, new, strict=True)]
-    fused, own = plan_fused(*given, whole), plan_deployment(*given, steps, LONGEST)
-    by_name, alike = (
-        lobra.plan_lobra(*given, whole),
-        best_uniform(*given, steps, LONGEST),
-    )
-    seconds = {
+    fused = plan_fused(*given, steps + later)
+    by_name = lobra.plan_lobra(*given, steps + later)
+    seconds = _apart(kinds, num_gpus, jobs, new) | {
         "task_fused": fused_seconds(fused, later),
-        "task_sequential": sum(
-            fused_seconds(plan_fused(*given, job), then) for job, then in each
-        ),
-        "lobra_sequential": sum(
-            lobra_seconds(lobra.plan_lobra(*given, job), then[:2]) for job, then in each
-        ),
         "lobra": lobra_seconds(by_name, later),
-        "packed_apart": sum(
-            own_seconds(best_uniform(*given, job), then) for job, then in each
-        ),
         "packed_alike": own_seconds(alike, later),
         "this_planner": own_seconds(own, later),
     }
-    unbalanced, idle = by_length(by_name, later)
-    balanced = lobra_seconds(by_name, later, is_dynamic=False)
-    saved = lambda one: _percent(1 - one / seconds["task_fused"])
     about_it = {"model": setup.name, "gpus": num_gpus, "costs": costs}
-    gpu_seconds = {
-        name: float(f"{num_gpus * one:.4g}") for name, one in seconds.items()
-    }
+    columns = ("task_fused", "task_sequential", "lobra_sequential", "lobra")
+    columns += ("packed_apart", "packed_alike", "this_planner")
+    gpu_seconds = {one: float(f"{num_gpus * seconds[one]:.4g}") for one in columns}
     yield about_it | {"table": "gpu_seconds"} | gpu_seconds
-    yield about_it | {
-        "table": "saved",
-        "paper": setup.saved,
-        "lobra": saved(seconds["lobra"]),
-        "this_planner": saved(seconds["this_planner"]),
-        "over_packed_alike": _percent(
-            1 - seconds["this_planner"] / seconds["packed_alike"]
-        ),
-        "paper_over_lobra_sequential": "1.32 to 1.44",
-        "lobra_over_lobra_sequential": round(
-            seconds["lobra_sequential"] / seconds["lobra"], 2
-        ),
-        "this_planner_over_packed_apart": round(
-            seconds["packed_apart"] / seconds["this_planner"], 2
-        ),
-    }
+    yield about_it | _saved_row(setup, seconds)
     yield about_it | {
         "table": "deployments",
         "paper_fused": setup.fused,
@@ -192,22 +162,76 @@ def _setup_rows(
         "this_planner": short(own.deployment),
         "over_bound": round(own.gap, 4),
     }
-    yield about_it | {
+    yield about_it | _parts_row(setup, by_name, later, seconds)
+    in_time = [list(step) for step in zip(*jobs, strict=True)][:20]
+    yield about_it | _idle_row(by_name, later, own.deployment, in_time)
+
+
+def _apart(
+    kinds: Sequence[ReplicaKind],
+    num_gpus: int,
+    jobs: Sequence[list[np.ndarray]],
+    new: Sequence[list[np.ndarray]],
+) -> dict[str, float]:
+    """Returns the seconds of a step of each job, one job after the other."""
+    given, out = (kinds, num_gpus), {}
+    each = [(job + then, then) for job, then in zip(jobs, new, strict=True)]
+    out["task_sequential"] = sum(
+        fused_seconds(plan_fused(*given, job), then) for job, then in each
+    )
+    out["lobra_sequential"] = sum(
+        lobra_seconds(lobra.plan_lobra(*given, job), then[:2]) for job, then in each
+    )
+    out["packed_apart"] = sum(
+        own_seconds(best_uniform(*given, job), then) for job, then in each
+    )
+    return out
+
+
+def _saved_row(setup: Setup, seconds: Mapping[str, float]) -> dict[str, Any]:
+    over = lambda slow, fast: seconds[slow] / seconds[fast]
+    saved = lambda slow, fast: _percent(1 - seconds[fast] / seconds[slow])
+    return {
+        "table": "saved",
+        "paper": setup.saved,
+        "lobra": saved("task_fused", "lobra"),
+        "this_planner": saved("task_fused", "this_planner"),
+        "over_packed_alike": saved("packed_alike", "this_planner"),
+        "paper_over_lobra_sequential": "1.32 to 1.44",
+        "lobra_over_lobra_sequential": round(over("lobra_sequential", "lobra"), 2),
+        "this_planner_over_packed_apart": round(
+            over("packed_apart", "this_planner"), 2
+        ),
+    }
+
+
+def _parts_row(
+    setup: Setup, by_name: Planned, later: Steps, seconds: Mapping[str, float]
+) -> dict[str, Any]:
+    saved = lambda one: _percent(1 - one / seconds["task_fused"])
+    return {
         "table": "parts",
-        "by_length": saved(unbalanced),
-        "balanced": saved(balanced),
+        "by_length": saved(by_length(by_name, later)[0]),
+        "balanced": saved(lobra_seconds(by_name, later, is_dynamic=False)),
         "dynamic_buckets": saved(seconds["lobra"]),
         "packed": saved(seconds["this_planner"]),
         "paper": "18.94, 36.65, 45.03 %" if setup is SETUPS[0] else None,
     }
-    in_time = [list(step) for step in zip(*jobs, strict=True)][:20]
+
+
+def _idle_row(
+    by_name: Planned,
+    later: Steps,
+    deployment: Deployment,
+    in_time: Sequence[list[np.ndarray]],
+) -> dict[str, Any]:
     by_step, by_job = (
-        simulate_steps(own.deployment, in_time, barrier=barrier)
+        simulate_steps(deployment, in_time, barrier=barrier)
         for barrier in ("step", "job")
     )
-    yield about_it | {
+    return {
         "table": "idle",
-        "largest_by_length": _percent(idle),
+        "largest_by_length": _percent(by_length(by_name, later)[1]),
         "paper_largest_by_length": "42 %",
         "barrier_of_step": _percent(by_step.gpus_idle),
         "barrier_of_job": _percent(by_job.gpus_idle),
