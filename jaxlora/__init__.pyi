@@ -19,12 +19,9 @@ from .hf.load import FrozenModel, load_model
 from .models.decoder import Decoder, DecoderOptions
 from .models.spec import DecoderSpec
 from .modules.base_param import BaseParam
-from .modules.multi_lora_linear import (
-    MultiLoraLinear,
-    Routing,
-    SlotShape,
-    SlotVariable,
-)
+from .modules.multi_lora_linear import MultiLoraLinear, SlotVariable
+from .modules.routing import Routing
+from .modules.slot_shape import SlotShape
 from .run.callback import Callback
 from .train.report.summary import JobResult, RunResult, print_summary
 from .train.trainer import Trainer

@@ -20,7 +20,7 @@ from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import LayerRopes, layer_ropes
 from jaxlora.modules.loss import head_logits
-from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.modules.routing import Routing
 from jaxlora.modules.trained_tensors import tensor_of
 from jaxlora.programs.program import Prepared, Program
 

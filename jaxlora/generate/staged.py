@@ -38,7 +38,7 @@ from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import layer_ropes
 from jaxlora.modules.base_param import BaseParam
-from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.modules.routing import Routing
 from jaxlora.sharding.mesh import STAGE_AXES
 
 _LOOK_STEPS = 8  # tokens between two looks whether all sequences have ended

@@ -18,8 +18,9 @@ from jaxlora.modules.attention import AttentionImplementation, packed_rows
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.loss import HeadRows
-from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import make_final_norm
+from jaxlora.modules.routing import Routing
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding import layerwise

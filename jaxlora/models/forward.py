@@ -19,7 +19,7 @@ from jaxlora.models.decoder import Decoder
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import target_nll
-from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.modules.routing import Routing
 
 Base = dict[str, Array]
 

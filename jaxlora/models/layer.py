@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.attention import Attention, AttentionImplementation, PackedRows
 from jaxlora.modules.mlp import Mlp
-from jaxlora.modules.multi_lora_linear import Routing
 from jaxlora.modules.norm import layer_norm, optional_layer_norm
+from jaxlora.modules.routing import Routing
 from jaxlora.modules.scoring import ATTENTION_RESULTS
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 

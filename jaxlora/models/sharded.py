@@ -19,7 +19,7 @@ from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
 from jaxlora.modules.attention import PackedRows
 from jaxlora.modules.base_param import BaseParam
-from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.modules.routing import Routing
 from jaxlora.sharding.layerwise import end_layers, gather, run_gathered
 from jaxlora.sharding.rules import fsdp_spec, shard_dim
 

@@ -1,9 +1,7 @@
 """Flax module: a frozen linear layer with one LoRA for each slot."""
 
-import dataclasses
-import typing
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +9,11 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.quantized_kernel import QuantizedKernel, as_dense, make_kernel
+from jaxlora.modules.routing import Routing
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_bias import with_trained_bias
 from jaxlora.modules.trained_tensors import (
@@ -33,8 +32,6 @@ from jaxlora.pallas_kernels import (
     LINEAR_RESULTS,
     DoraGain,
     Dropout,
-    KernelSettings,
-    MaskWords,
     Projection,
     QuantizedWeight,
     column_norms,
@@ -49,53 +46,6 @@ _keep_results = jax.checkpoint_policies.save_only_these_names(LINEAR_RESULTS)
 
 class SlotVariable(nnx.Variable):
     """A setting of each slot: data to the compiled step, never trained."""
-
-
-@typing.no_type_check  # JAX rebuilds it around things that are not arrays
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Routing:
-    """Slot of each row of tokens, and the keys of the dropout masks.
-
-    Attributes:
-        block_adapter: Slot of each token block; -1 for padding, whose rows are zero.
-        token_index: The token's index in its job's global batch; None: no dropout.
-        seed: Each slot's job seed; None: no dropout.
-        step: Each slot's optimizer step; None: no dropout.
-        words: Random words of the masks, by (layer, projection); see
-            `with_shared_inputs`.
-        settings: Slot settings for the fused kernels, by (layer, projection).
-    """
-
-    block_adapter: Int[Array, " NB"]
-    token_index: Int[Array, " T"] | None = None
-    seed: Int[Array, " G"] | None = None
-    step: Int[Array, " G"] | None = None
-    words: Mapping[tuple[int, int], MaskWords] = dataclasses.field(default_factory=dict)
-    settings: Mapping[tuple[int, int], KernelSettings] = dataclasses.field(
-        default_factory=dict
-    )
-
-    def for_layer(self, layer: int) -> "Routing":
-        """Returns the routing without the words and settings of other layers."""
-        return dataclasses.replace(
-            self,
-            words={k: v for k, v in self.words.items() if k[0] == layer},
-            settings={k: v for k, v in self.settings.items() if k[0] == layer},
-        )
-
-    def seed_and_step(self) -> tuple[Int[Array, " G"], Int[Array, " G"]]:
-        """Each slot's job seed and optimizer step, for dropout.
-
-        Raises:
-            ValueError: One of them is missing.
-        """
-        if self.seed is None or self.step is None:
-            raise ValueError(
-                "the routing has token_index, but not both seed and step: dropout "
-                "takes all three, and without token_index nothing is dropped."
-            )
-        return self.seed, self.step
 
 
 class MultiLoraLinear(nnx.Module):

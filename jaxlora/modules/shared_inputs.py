@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear
+from jaxlora.modules.routing import Routing
 from jaxlora.pallas_kernels import (
     MaskWords,
     dropout_keys,
