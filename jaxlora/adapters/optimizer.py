@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.adapters.division import WHOLE, TableDivision
 from jaxlora.adapters.optimizer_state import (
     States,
     Tables,
@@ -24,6 +25,7 @@ from jaxlora.adapters.optimizer_state import (
 from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.modules.trained_tensors import rank_axis, tensor_of
+from jaxlora.sharding.tensor import gathered
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays
@@ -114,33 +116,56 @@ def empty_state(
     num_slots: int,
     placement: StageSharding,
     optimizers: Sequence[str],
+    division: TableDivision = WHOLE,
 ) -> AdapterState:
     """Computes the state of empty slots; see `zero_state`."""
     parts = () if placement.num_devices == 1 else (placement.num_parts,)
+    terms = tuple(n * placement.num_tensor for n in parts)
 
-    def zeros(*axes: int) -> Tables:
-        return {n: jnp.zeros((*axes, *s.shape), s.dtype) for n, s in shapes.items()}
+    def zeros(name: str, *axes: int) -> jax.Array:
+        return jnp.zeros((*axes, *shapes[name].shape), shapes[name].dtype)
 
     is_finite = jnp.ones((*parts, num_slots), jnp.bool_)
+    gradients = {
+        n: zeros(n, *(parts if n in division.weights else terms)) for n in shapes
+    }
     return AdapterState(
-        params=zeros(),
+        params={name: zeros(name) for name in shapes},
         optimizer_state={
             kind: {n: jnp.zeros(s.shape, s.dtype) for n, s in tables.items()}
             for kind, tables in state_shapes(optimizers, shapes).items()
         },
-        pending=Pending(gradients=zeros(*parts), is_finite=is_finite),
+        pending=Pending(gradients=gradients, is_finite=is_finite),
     )
 
 
-def state_shardings(placement: StageSharding) -> Any:
-    """Returns where the state of slots lives, as the start of its tree."""
-    tables = placement.committed(placement.by_slot)
-    specs: Any = AdapterState  # with placements in the place of tables
-    return specs(
-        params=tables,
-        optimizer_state=tables,
-        pending=placement.committed(placement.partial),
+def state_specs(
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    placement: StageSharding,
+    optimizers: Sequence[str],
+    division: TableDivision = WHOLE,
+) -> Any:
+    """Returns partition specs of the state of slots; see `zero_state`."""
+    # With partition specs in the place of arrays.
+    state: Any = AdapterState
+    states = state_shapes(optimizers, dict(shapes))
+    return state(
+        params=placement.tables(shapes, division.weights),
+        optimizer_state={
+            kind: placement.tables(tables, division.states.get(kind, {}))
+            for kind, tables in states.items()
+        },
+        pending=pending_specs(shapes, placement, division),
     )
+
+
+def pending_specs(
+    names: Iterable[str], placement: StageSharding, division: TableDivision
+) -> Any:
+    """Returns partition specs of `Pending`, for stacks of these names."""
+    pending: Any = Pending
+    gradients = placement.gradients(names, division.weights)
+    return pending(gradients=gradients, is_finite=placement.partial)
 
 
 def zero_state(
@@ -170,7 +195,8 @@ def _make_empty(
     make = functools.partial(
         empty_state, dict(shapes), num_slots, placement, optimizers
     )
-    return jax.jit(make, out_shardings=state_shardings(placement))
+    specs = state_specs(dict(shapes), placement, optimizers)
+    return jax.jit(make, out_shardings=placement.all_committed(specs))
 
 
 def _adapter_step(
@@ -308,12 +334,13 @@ class GradientNorms:
     is_finite: Bool[Array, "*G"]
 
 
-def measure(pending: Pending) -> GradientNorms:
-    """Measures the pending gradients of every slot on this device.
+def measure(pending: Pending, *, divided: Collection[str] = ()) -> GradientNorms:
+    """Measures the pending gradients of every slot on this stage.
 
     Args:
         pending: Gradients that are summed over the devices for the slots that step; see
             `exchange`. The measures of other slots have no meaning.
+        divided: Names of the tables of which this device has a part.
     """
     pending = _own(pending)
 
@@ -321,10 +348,13 @@ def measure(pending: Pending) -> GradientNorms:
         return jnp.asarray(optax.tree.norm(gradients, squared=True), jnp.float32)
 
     size = pending.is_finite.shape[0]  # as a stage may have no adapted linears
-    return GradientNorms(
-        squares=jax.vmap(squares, axis_size=size)(pending.gradients),
-        is_finite=pending.is_finite,
-    )
+    over_slots = jax.vmap(squares, axis_size=size)
+    parts = {n: g for n, g in pending.gradients.items() if n in divided}
+    whole = {n: g for n, g in pending.gradients.items() if n not in divided}
+    total = over_slots(whole)
+    if parts:
+        total += gathered(over_slots(parts)[None], axis=0).sum(axis=0)
+    return GradientNorms(squares=total, is_finite=pending.is_finite)
 
 
 def _own(pending: Pending) -> Pending:
@@ -352,6 +382,7 @@ def optimizer_step(
     ranks: Int[Array, "M G"] | None = None,
     *,
     linears: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    division: TableDivision = WHOLE,
 ) -> tuple[AdapterState, StepResult]:
     """Applies an optimizer step to the slots whose global batch is complete.
 
@@ -367,16 +398,26 @@ def optimizer_step(
         ranks: Rank of each slot's adapter in every adapted linear; None: that of the
             tables.
         linears: Row of `ranks` of each layer of the stacks, by name.
+        division: The tables of which this device has a part. They are joined for the
+            step if an optimizer combines elements of a matrix.
 
     References:
         LoRA+, arXiv 2402.12354; those of the optimizers are in their table.
     """
-    measured = _over_stages(stages or [measure(state.pending)])
+    if not stages:
+        stages = [measure(state.pending, divided=division.weights)]
+    measured = _over_stages(stages)
     tables = state.params, state.optimizer_state
-    step = jax.vmap(_adapter_step)
     gradients = _summed(state.pending, inputs.step_mask)
+    joins = any(OPTIMIZERS[name].mixes_elements for name in inputs.settings)
+    if joins:
+        params, optimizer_state, gradients = division.join(*tables, gradients)
+        tables = params, optimizer_state
+    step = jax.vmap(_adapter_step)
     of_stacks = _ranks(state.params, ranks, linears)
     tables, result = step(tables, gradients, measured, inputs, of_stacks)
+    if joins:
+        tables = division.split(*tables)
     # If gradients were emptied before they are used, XLA would copy them on a CPU.
     tables, emptied = jax.lax.optimization_barrier((tables, inputs.step_mask))
     params, optimizer_state = tables

@@ -102,7 +102,7 @@ class MeshStages:
         return StageUse(
             num_shards=sizes.fsdp,
             num_replicas=num_replicas,
-            num_parts=sizes.devices_per_stage // num_replicas,
+            num_parts=sizes.num_lanes // num_replicas,
             num_kept=ahead[number] + 1,
             num_waiting=num_waiting if sizes.stage > 1 else 0,
         )

@@ -20,6 +20,7 @@ from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.sharding.tensor import copy_in
 
 Base = dict[str, Array]
 
@@ -117,13 +118,15 @@ def label_nll(
         ],
     )
     head, transposed = decoder.stored_head(before)
+    tensor = decoder.options.tensor
     return target_nll(
-        hidden,
+        copy_in(hidden, tensor),
         head,
         batch.labels,
         is_target,
         head_transposed=transposed,
         logit_softcap=decoder.config.logit_softcap,
+        vocab_parts=tensor,
     )
 
 

@@ -16,8 +16,9 @@ from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
 from jaxlora.models.layer import Remat
 from jaxlora.models.score import SCORE_PATH
-from jaxlora.models.sharded import base_specs, layer_bytes
+from jaxlora.models.sharded import BaseDivision, layer_bytes
 from jaxlora.models.stacks import Stack, stacked_shapes
+from jaxlora.models.tensor_parallel import part_config, table_axes
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
@@ -211,18 +212,42 @@ class DecoderSpec:
         return self.shapes(BaseParam)
 
     def base_specs(self) -> dict[str, PartitionSpec]:
-        """Path -> how a frozen weight is divided over the mesh axis `fsdp`.
+        """Path -> how a frozen weight is divided over `fsdp` and `tensor`.
 
         Raises:
             ValueError: A weight cannot be divided by `options.fsdp`.
         """
-        return base_specs(self.base_shapes(), self.options.fsdp)
+        division, shapes = self.division, self.base_shapes()
+        return {path: division.spec(path, x.shape) for path, x in shapes.items()}
+
+    @property
+    def division(self) -> BaseDivision:
+        """How frozen weights are divided."""
+        options = self.options
+        return BaseDivision(
+            config=self.config,
+            base_format=options.base_format,
+            fsdp=options.fsdp,
+            tensor=options.tensor,
+        )
+
+    def table_axes(self) -> dict[str, int]:
+        """Name -> axis along which a stack of slot tables is divided over `tensor`.
+
+        Stacks that are whole on each device are absent.
+        """
+        return table_axes(self.config, self.options.tensor, self.stacks)
+
+    def part(self, tensor: int) -> "DecoderSpec":
+        """Returns the decoder that each of `tensor` devices runs."""
+        return dataclasses.replace(self, config=part_config(self.config, tensor))
 
     def gather_options(self) -> dict[str, int]:
         """Compiler options for programs that gather weights; empty if none does."""
         if self.options.fsdp == 1:
             return {}
-        return compiler_options(layer_bytes(self.base_shapes()))
+        own = self.part(self.options.tensor)
+        return compiler_options(layer_bytes(own.base_shapes()))
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:

@@ -92,7 +92,7 @@ class RunPlan:
         """Placement of weights while they are read; None: all on one device."""
         if self.stages.sizes.num_devices == 1:
             return None
-        return base_placement(self.stages.sizes, self.stages.borders)
+        return base_placement(self.stages)
 
     def with_config(self, config: RunConfig) -> "RunPlan":
         """Returns the plan with another capacity or `remat`; its stages stay."""
