@@ -56,12 +56,13 @@ class BaseDivision:
         Raises:
             ValueError: It cannot be divided by `fsdp`.
         """
-        own, part = self._tensor_dim(path), list(shape)
+        own, part = self.tensor_dim(path), list(shape)
         if own is not None:
             part[own] //= self.tensor
         return weight_spec(_dim(path, part, self.fsdp), own)
 
-    def _tensor_dim(self, path: str) -> int | None:
+    def tensor_dim(self, path: str) -> int | None:
+        """Returns the dimension that `tensor` divides; None: the weight is whole."""
         return weight_dim(path, self.config, self.tensor, self.base_format)
 
 

@@ -24,6 +24,8 @@ from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 from jaxlora.sharding.layerwise import compiler_options
 
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
 
 
@@ -238,9 +240,23 @@ class DecoderSpec:
         """
         return table_axes(self.config, self.options.tensor, self.stacks)
 
+    def divided(self, *, fsdp: int = 1, tensor: int = 1) -> "DecoderSpec":
+        """Returns this decoder divided among the devices of these axes."""
+        options = dataclasses.replace(self.options, fsdp=fsdp, tensor=tensor)
+        return dataclasses.replace(self, options=options)
+
     def part(self, tensor: int) -> "DecoderSpec":
         """Returns the decoder that each of `tensor` devices runs."""
         return dataclasses.replace(self, config=part_config(self.config, tensor))
+
+    def part_shapes(self, tensor: int) -> tuple[Shapes, Shapes]:
+        """Shapes of weights and slot tables on each of `tensor` devices, by name."""
+        spec = self.divided(tensor=tensor)
+        dims = {path: spec.division.tensor_dim(path) for path in spec.base_shapes()}
+        return (
+            _part_shapes(spec.base_shapes(), dims, tensor),
+            _part_shapes(spec.adapter_shapes(), spec.table_axes(), tensor),
+        )
 
     def gather_options(self) -> dict[str, int]:
         """Compiler options for programs that gather weights; empty if none does."""
@@ -284,6 +300,16 @@ class DecoderSpec:
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""
         return stacked_shapes(self.stacks, self.shapes(nnx.LoRAParam))
+
+
+def _part_shapes(shapes: Shapes, axes: Mapping[str, int | None], tensor: int) -> Shapes:
+    def part(shape: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+        sizes = list(shape.shape)
+        if axis is not None:
+            sizes[axis] //= tensor
+        return jax.ShapeDtypeStruct(tuple(sizes), shape.dtype)
+
+    return {name: part(shape, axes.get(name)) for name, shape in shapes.items()}
 
 
 @functools.lru_cache(maxsize=32)  # tracing a model of 80 layers takes seconds

@@ -94,7 +94,7 @@ class Layout:
         pairs = zip(stages.specs, placements, strict=True)
         return Layout(
             stages=tuple(
-                Stage(spec=divided(spec, sizes), placement=placement)
+                Stage(spec=_divided(spec, sizes), placement=placement)
                 for spec, placement in pairs
             ),
             in_flight=stages.in_flight,
@@ -162,10 +162,8 @@ def _device_of(base: Base | None) -> Any:
     return device
 
 
-def divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:
-    """Returns the decoder divided among the devices of a stage."""
-    options = dataclasses.replace(spec.options, fsdp=sizes.fsdp, tensor=sizes.tensor)
-    return dataclasses.replace(spec, options=options)
+def _divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:
+    return spec.divided(fsdp=sizes.fsdp, tensor=sizes.tensor)
 
 
 def base_placement(
@@ -180,7 +178,7 @@ def base_placement(
         devices: Devices to choose from; None: all of them.
     """
     meshes = stage_meshes(stages.sizes, devices)
-    division = divided(stages.spec, stages.sizes).division
+    division = _divided(stages.spec, stages.sizes).division
 
     def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
         """Raises ValueError if the array cannot be divided among the devices."""
@@ -213,4 +211,4 @@ def check_division(
     """
     check_divides(config, sizes.tensor, base_format)
     options = DecoderOptions(dtype=dtype, max_segment_tokens=1)
-    divided(DecoderSpec(config=config, options=options), sizes).base_specs()
+    _divided(DecoderSpec(config=config, options=options), sizes).base_specs()

@@ -23,13 +23,12 @@ from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.execute.layout import divided
 from jaxlora.train.execute.step import CompiledSteps
 from tests import tiny
 from tests.oracle import relative_error
 from tests.pallas_kernels.problems import QUICK_TO_COMPILE
 
-pytestmark = pytest.mark.needs_devices(8)
+pytestmark = pytest.mark.needs_devices(4)
 
 SLOTS, TOKENS = 3, 48
 ROUNDING = 5e-6
@@ -129,8 +128,7 @@ def arguments(spec: DecoderSpec, placement: StageSharding, steps: CompiledSteps)
 def step_of(spec: DecoderSpec, mesh: str | None):
     """Returns losses, gradients and their norm on a mesh; None: on one device."""
     placement = ONE_DEVICE if mesh is None else placement_of(mesh)
-    if mesh is not None:
-        spec = divided(spec, MeshSizes.parse(mesh))
+    spec = spec.divided(tensor=placement.num_tensor)
     steps = CompiledSteps(spec, placement)
     pending, out, _ = steps.accumulate(*arguments(spec, placement, steps))
     for slot in exchange_rounds(range(SLOTS), SLOTS, placement):
@@ -188,7 +186,7 @@ def test_losses_gradients_and_norms(mesh, name):
 @functools.cache
 def lowered(layers: int, adapted):
     spec = make_spec(layers, adapted=adapted, dtype="bfloat16")
-    spec = divided(spec, MeshSizes(tensor=2))
+    spec = spec.divided(tensor=2)
     placement = placement_of("tensor=2")
     steps = CompiledSteps(spec, placement)
     return steps.accumulate.jitted.lower(*arguments(spec, placement, steps))
@@ -224,7 +222,7 @@ def test_hidden_states_are_reduced_in_the_dtype_of_activations():
 
 
 def test_placements():
-    spec = divided(make_spec(), MeshSizes(fsdp=2, tensor=2))
+    spec = make_spec().divided(fsdp=2, tensor=2)
     specs, axes = spec.base_specs(), spec.table_axes()
     P = PartitionSpec
     assert specs["embed_tokens.embedding"] == P("tensor", "fsdp")
@@ -236,7 +234,7 @@ def test_placements():
     assert specs["norm.scale"] == P()
     assert axes["self_attn.q_proj.lora_b"] == 3 and axes["mlp.down_proj.lora_a"] == 2
     assert "self_attn.q_proj.lora_a" not in axes and "mlp.down_proj.lora_b" not in axes
-    copies = divided(make_spec(), MeshSizes(tensor=4))
+    copies = make_spec().divided(tensor=4)
     assert copies.base_specs()["layers.0.self_attn.k_proj.kernel"] == P()
     assert "self_attn.k_proj.lora_b" not in copies.table_axes()
 

@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections import Counter
 
+import jax
 import numpy as np
 
 from jaxlora.costs.device_profile import Profile
@@ -112,8 +113,8 @@ def shape_seconds(
         shapes: The other shapes.
         squares: Mean sum of squared lengths of the samples of a full microbatch.
     """
-    links, fsdp = rates.links, stages.sizes.fsdp
-    decoder = decoder_seconds(stages.spec, links.speed)
+    links, fsdp, tensor = rates.links, stages.sizes.fsdp, stages.sizes.tensor
+    decoder = decoder_seconds(stages.spec.part(tensor), links.speed)
 
     def equivalent_tokens(num_tokens: float) -> float:
         """Tokens whose products alone would take the whole time of a microbatch."""
@@ -124,19 +125,26 @@ def shape_seconds(
             return num_tokens + links.speed.weight_tokens + launches
         own = num_tokens, squares * num_tokens / capacity
         whole = rates.profile.seconds(stages.spec, links.speed, *own)
-        return whole / decoder.whole.both
+        return whole / tensor / decoder.whole.both
 
     full, half = equivalent_tokens(capacity), equivalent_tokens(capacity / 2)
 
-    def cost(seconds: float, gather: float) -> AffineCost:
+    def cost(seconds: float, gather: float, reduction: float) -> AffineCost:
         most = _overlapped(full * seconds, gather)
         each = (most - _overlapped(half * seconds, gather)) / (capacity / 2)
-        return AffineCost(base=most - capacity * each, per_token=each, per_square=0.0)
+        base = most - capacity * each
+        return AffineCost(base=base, per_token=each + reduction, per_square=0.0)
 
     costs = []
     for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
-        gather = links.seconds(_gathered_bytes(spec, fsdp), fsdp)
-        forward, backward = (cost(t, gather) for t in (time.forward, time.backward))
+        gather = links.seconds(_gathered_bytes(spec, fsdp, tensor), fsdp)
+        received = _reduced_bytes(spec, tensor)
+        forward, backward = (
+            cost(seconds, gather, links.seconds(num_bytes, tensor))
+            for seconds, num_bytes in zip(
+                (time.forward, time.backward), received, strict=True
+            )
+        )
         costs.append(StageCost(forward=forward, backward=backward))
     itemsize = stages.spec.options.dtype.itemsize
     hidden_bytes = capacity * stages.spec.config.hidden_size * itemsize
@@ -159,9 +167,27 @@ def _overlapped(compute: float, transfer: float) -> float:
     return max(compute, transfer) + _EXPOSED_SHARE * min(compute, transfer)
 
 
-def _gathered_bytes(spec: DecoderSpec, fsdp: int) -> float:
+def _gathered_bytes(spec: DecoderSpec, fsdp: int, tensor: int) -> float:
     """Bytes of weights that a device receives in each pass of a stage."""
-    return num_bytes(spec.base_shapes()) * (fsdp - 1) / fsdp
+    return num_bytes(spec.part(tensor).base_shapes()) * (fsdp - 1) / fsdp
+
+
+def _reduced_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
+    """Bytes per token that a device receives in the sums of a stage's passes.
+
+    A layer has two sums of hidden states in each pass, the embedding has one, and so
+    has the gradient of the loss. Their time is not hidden: what follows needs them.
+
+    Returns:
+        Those of the forward pass, and of the backward pass.
+    """
+    hidden = spec.config.hidden_size * spec.options.dtype.itemsize
+    each = 2 * hidden * (tensor - 1) / tensor
+    in_layers = 2 * len(spec.layer_numbers)
+    return (
+        each * (in_layers + spec.has_embedding),
+        each * (in_layers + spec.has_head),
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -169,14 +195,26 @@ def step_seconds(stages: MeshStages, rates: Rates) -> float:
     """Time of an optimizer step, and before it, until all devices have the gradients.
 
     A device receives a chunk from each of the others, and then their sums of chunks.
-    Without a profile, the step itself counts as nothing.
+    Tables that are whole on each device are summed over `tensor`, too. Without a
+    profile, the step itself counts as nothing.
     """
-    use = stages.use(0)
-    slots = max(num_bytes(spec.adapter_shapes()) for spec in stages.specs)
+    use, tensor = stages.use(0), stages.sizes.tensor
     assert stages.spec.slots is not None
-    slot = slots / stages.spec.slots.num_slots
-    received = 2 * slot * (use.num_parts - 1) / use.num_parts
-    exchange = rates.links.seconds(received, use.num_parts)
+
+    def seconds(tables: list[jax.ShapeDtypeStruct], num_parts: int) -> float:
+        slot = num_bytes(tables) / stages.spec.slots.num_slots
+        received = 2 * slot * (num_parts - 1) / num_parts
+        return rates.links.seconds(received, num_parts)
+
+    slots, exchange = 0, 0.0
+    for spec in stages.specs:
+        _, tables = spec.part_shapes(tensor)
+        axes = spec.divided(tensor=tensor).table_axes()
+        divided = [table for name, table in tables.items() if name in axes]
+        whole = [table for name, table in tables.items() if name not in axes]
+        found = seconds(divided, use.num_parts)
+        found += seconds(whole, use.num_parts * tensor)
+        slots, exchange = max(slots, num_bytes(tables)), max(exchange, found)
     if (profile := rates.profile) is None or not profile.adapter_bytes:
         return exchange
     each = slots / use.num_replicas
