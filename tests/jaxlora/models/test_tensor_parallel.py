@@ -18,6 +18,7 @@ from jaxlora.hf.config import model_config
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import SlotKeys
+from jaxlora.models.score import ScoreHead
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.modules.multi_lora_linear import SlotShape
@@ -178,6 +179,36 @@ def test_losses_gradients_and_norms(mesh, name):
     for path, gradient in gradients_one.items():
         assert gradient.any(), path
         assert relative_error(gradients[path], gradient) < ROUNDING, path
+
+
+def test_a_score_head_that_all_devices_use_is_trained_once():
+    """Its gradients are summed over the devices, which compute the same ones."""
+    rng = np.random.default_rng(0)
+    hidden, table = rng.normal(size=(TOKENS, 32)), rng.normal(size=(SLOTS, 32))
+    slots = jnp.asarray(batch().block_adapter)
+
+    def gradients(tensor: int, table, hidden):
+        def total(table, hidden):
+            head = ScoreHead(SLOTS, 32, tensor=tensor)
+            head.weight[...] = table
+            return jnp.square(head(hidden, slots)).sum()
+
+        own, of_hidden = jax.grad(total, (0, 1))(table, hidden)
+        return jax.lax.psum(own, "tensor") if tensor > 1 else own, of_hidden
+
+    mesh = placement_of("tensor=2").mesh
+    assert mesh is not None
+    whole = PartitionSpec()
+    run = jax.shard_map(
+        functools.partial(gradients, 2),
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        check_vma=False,
+    )
+    args = jnp.float32(table), jnp.float32(hidden)
+    for found, wanted in zip(run(*args), gradients(1, *args), strict=True):
+        assert relative_error(found, wanted) < ROUNDING
 
 
 # ---- exchanges of a pass -------------------------------------------------------------
