@@ -77,6 +77,7 @@ class CompiledSteps:
         read_slot: Reads rows of a slot; see `jaxlora.adapters.slots`.
         evaluation_weights: Makes the weights that are evaluated; None: no optimizer
             evaluates other weights than those in training.
+        state_specs: Partition specs of the state of the slots.
     """
 
     def __init__(self, spec: DecoderSpec, placement: StageSharding = ONE_DEVICE):
@@ -91,8 +92,8 @@ class CompiledSteps:
         self._shapes = spec.adapter_shapes()
         optimizers = () if spec.slots is None else spec.slots.optimizers
         self._division = TableDivision.of(spec.table_axes(), self._shapes, optimizers)
-        state = self._shapes, placement, optimizers, self._division
-        self._state_specs = state_specs(*state)
+        given = self._shapes, placement, optimizers, self._division
+        self.state_specs = state_specs(*given)
         self._make_passes()
         self._make_updates()
         if spec.slots is not None:
@@ -107,7 +108,7 @@ class CompiledSteps:
         spec, p = self._spec, self._placement
         passes = StagePasses(spec, p)
         training = training_options(spec)
-        base, slots, state = spec.base_specs(), p.by_slot, self._state_specs
+        base, slots, state = spec.base_specs(), p.by_slot, self.state_specs
         params, pending = state.params, state.pending
         inputs = p.by_linear_and_slot, p.rows  # settings and batch
         h = () if spec.has_embedding else (p.rows,)
@@ -162,7 +163,7 @@ class CompiledSteps:
 
     def _make_updates(self) -> None:
         p, slots = self._placement, self._placement.by_slot
-        division, pending = self._division, self._state_specs.pending
+        division, pending = self._division, self.state_specs.pending
         self.exchange = self._program(
             "sum over devices",
             functools.partial(
@@ -190,8 +191,8 @@ class CompiledSteps:
                 linears=self._spec.linears_of_stacks,
                 division=division,
             ),
-            (self._state_specs, slots, slots, p.by_linear_and_slot),
-            (self._state_specs, slots),
+            (self.state_specs, slots, slots, p.by_linear_and_slot),
+            (self.state_specs, slots),
             varies=(2,),
             donate_argnums=0,
             compiler_options=_SHORT,
@@ -206,7 +207,7 @@ class CompiledSteps:
             identity = "training", what, spec, p, _SHORT, self._codes
             return Program(jitted, what, identity, varies=varies)
 
-        division, state = self._division, self._state_specs
+        division, state = self._division, self.state_specs
         given = self._shapes, slots.num_slots, p, slots.optimizers, division
         self.empty = program(
             "empty slots",
