@@ -240,8 +240,9 @@ class RunConfig(BaseSettings):
             the jobs: for jobs that join later.
         slot_dropout: Whether slots can drop features; None: if any job does.
         mesh: Devices that the run uses, as sizes of the axes `data` (replicas), `stage`
-            (pipeline stages) and `fsdp` (devices that share the base weights), such as
-            `stage=2,fsdp=2`, or as a mapping; `auto` chooses the sizes.
+            (pipeline stages), `fsdp` (devices that share the base weights) and `tensor`
+            (devices that share each microbatch), such as `stage=2,fsdp=2`, or as a
+            mapping; `auto` chooses the sizes.
         pipeline_microbatches: Microbatches that the first pipeline stage has in flight,
             at least one for each stage; None: as many as there are stages. More hide
             transfers between stages and uneven microbatches, but take memory, and the

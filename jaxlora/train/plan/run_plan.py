@@ -23,7 +23,7 @@ from jaxlora.scheduler.replicas import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.streams.stream import Rules
 from jaxlora.train.execute.layout import base_placement
-from jaxlora.train.plan.auto_mesh.predict import Rates, window_seconds
+from jaxlora.train.plan.auto_mesh.predict import Rates, adapter_share, window_seconds
 from jaxlora.train.plan.lanes import run_lanes, window_cost
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
@@ -212,8 +212,21 @@ def laid_out(
         lanes=lanes,
         bounds=bounds,
         rates=rates,
-        notes=tuple(_mesh_notes(stages, pinning)),
+        notes=(*_mesh_notes(stages, pinning), *_tensor_notes(stages, jobs)),
     )
+
+
+def _tensor_notes(stages: MeshStages, jobs: Sequence[PreparedJob]) -> list[Note]:
+    """Says what adapters add to the exchanges along `tensor`, in the job with most."""
+    if stages.sizes.tensor == 1 or not jobs:
+        return []
+    smallest = min(jobs, key=lambda job: job.batch_tokens)
+    share = adapter_share(stages, smallest.batch_tokens)
+    text = (
+        f"tensor={stages.sizes.tensor}: the adapter of {smallest.name} adds {share:.1%}"
+        f" to what its batches of about {smallest.batch_tokens:,.0f} tokens exchange"
+    )
+    return [Note(text)]
 
 
 def _mesh_notes(stages: MeshStages, pinning: Pinning) -> list[Note]:

@@ -5,7 +5,6 @@ import functools
 import itertools
 from collections import Counter
 
-import jax
 import numpy as np
 
 from jaxlora.costs.device_profile import Profile
@@ -190,6 +189,31 @@ def _reduced_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
     )
 
 
+def _whole_slot_bytes(spec: DecoderSpec, tensor: int) -> float:
+    """Bytes of a slot's tables that are whole on each device along `tensor`."""
+    axes = spec.divided(tensor=tensor).table_axes()
+    shapes = spec.adapter_shapes()
+    assert spec.slots is not None
+    whole = [table for name, table in shapes.items() if name not in axes]
+    return num_bytes(whole) / spec.slots.num_slots
+
+
+def adapter_share(stages: MeshStages, batch_tokens: float) -> float:
+    """Share of a job's exchanges along `tensor` that its adapter adds to the base's.
+
+    The gradients of the halves of an adapter that are whole on each device are summed
+    once per optimizer step, and hidden states in each layer of both passes.
+
+    Args:
+        stages: Stages of the run.
+        batch_tokens: Tokens of a global batch of the job.
+    """
+    tensor = stages.sizes.tensor
+    added = sum(_whole_slot_bytes(spec, tensor) for spec in stages.specs)
+    each = sum(sum(_reduced_bytes(spec, tensor)) for spec in stages.specs)
+    return 2 * (tensor - 1) / tensor * added / (batch_tokens * each)
+
+
 @functools.lru_cache(maxsize=64)
 def step_seconds(stages: MeshStages, rates: Rates) -> float:
     """Time of an optimizer step, and before it, until all devices have the gradients.
@@ -199,22 +223,20 @@ def step_seconds(stages: MeshStages, rates: Rates) -> float:
     profile, the step itself counts as nothing.
     """
     use, tensor = stages.use(0), stages.sizes.tensor
-    assert stages.spec.slots is not None
 
-    def seconds(tables: list[jax.ShapeDtypeStruct], num_parts: int) -> float:
-        slot = num_bytes(tables) / stages.spec.slots.num_slots
-        received = 2 * slot * (num_parts - 1) / num_parts
+    def seconds(slot_bytes: float, num_parts: int) -> float:
+        received = 2 * slot_bytes * (num_parts - 1) / num_parts
         return rates.links.seconds(received, num_parts)
 
     slots, exchange = 0, 0.0
     for spec in stages.specs:
-        _, tables = spec.part_shapes(tensor)
-        axes = spec.divided(tensor=tensor).table_axes()
-        divided = [table for name, table in tables.items() if name in axes]
-        whole = [table for name, table in tables.items() if name not in axes]
+        own = num_bytes(spec.part_shapes(tensor)[1])
+        assert spec.slots is not None
+        whole = _whole_slot_bytes(spec, tensor)
+        divided = own / spec.slots.num_slots - whole
         found = seconds(divided, use.num_parts)
         found += seconds(whole, use.num_parts * tensor)
-        slots, exchange = max(slots, num_bytes(tables)), max(exchange, found)
+        slots, exchange = max(slots, own), max(exchange, found)
     if (profile := rates.profile) is None or not profile.adapter_bytes:
         return exchange
     each = slots / use.num_replicas
