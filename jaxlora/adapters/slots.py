@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Int, Shaped
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizer import AdapterState, Pending, zero_state
+from jaxlora.adapters.optimizer import AdapterState, Pending
 from jaxlora.adapters.optimizer_state import (
     Kind,
     Shape,
@@ -28,6 +28,7 @@ from jaxlora.adapters.parked_slot import (
     ReadSlot,
     adapter_from_rows,
 )
+from jaxlora.adapters.slot_state import zero_state
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings

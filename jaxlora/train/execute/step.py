@@ -12,13 +12,12 @@ from jaxlora.adapters.division import TableDivision
 from jaxlora.adapters.exchange import exchange
 from jaxlora.adapters.optimizer import (
     AdapterState,
-    empty_state,
     measure,
     optimizer_step,
-    state_specs,
 )
 from jaxlora.adapters.optimizer_state import evaluation_weights
 from jaxlora.adapters.optimizers import OPTIMIZERS, evaluates_other_weights
+from jaxlora.adapters.slot_state import empty_state, state_specs
 from jaxlora.adapters.slots import read_slot_rows, write_slot
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch

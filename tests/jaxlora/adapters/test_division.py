@@ -13,10 +13,9 @@ from jaxlora.adapters.optimizer import (
     OptimizerInputs,
     Pending,
     optimizer_step,
-    state_specs,
-    zero_state,
 )
 from jaxlora.adapters.optimizers import OPTIMIZERS
+from jaxlora.adapters.slot_state import state_specs, zero_state
 from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.mesh import stage_meshes

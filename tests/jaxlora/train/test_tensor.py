@@ -6,6 +6,7 @@ import pytest
 
 from jaxlora import Trainer
 from jaxlora.errors import ConfigError
+from jaxlora.plan import plan_run
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
@@ -24,10 +25,10 @@ def on(mesh: str, *, is_slow: bool = False):
     "mesh",
     [
         on("tensor=2"),
-        on("tensor=4"),  # more devices than key-value heads
+        on("tensor=4", is_slow=True),  # more devices than key-value heads
         on("data=2,tensor=2", is_slow=True),
         on("fsdp=2,tensor=4", is_slow=True),
-        on("stage=2,fsdp=2,tensor=2"),
+        on("stage=2,fsdp=2,tensor=2", is_slow=True),
     ],
 )
 def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh):
@@ -39,13 +40,12 @@ def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh):
 @pytest.mark.grid
 def test_optimizers_that_combine_elements_and_dora(meshes, mesh_jobs):
     """Such optimizers need whole matrices, of which each device has a part."""
-    names = "adafactor", "muon", "adamw_8bit", "adamw"
+    names = "adafactor", "muon", "schedule_free_adamw", "adamw_8bit"
     plain = {"adam_eps": 1e-8, "lr_schedule": "constant", "weight_decay": 0.0}
     jobs = [
-        job.replace(optimizer=name, **plain)
+        job.replace(optimizer=name, use_dora=name == "muon", **plain)
         for job, name in zip(mesh_jobs, names, strict=True)
     ]
-    jobs[3] = jobs[3].replace(use_dora=True, adam_eps=1e-4)
     one, other = (meshes.train(mesh, jobs) for mesh in ("fsdp=1", "tensor=2"))
     assert_same_on_meshes(one, other)
 
@@ -94,7 +94,7 @@ def test_jobs_come_and_go(eventful, mesh):
     [
         ("tensor=2", "tensor=2"),
         pytest.param("tensor=2", "stage=2", marks=pytest.mark.grid),
-        pytest.param("fsdp=2", "tensor=4", marks=pytest.mark.needs_devices(4)),
+        ("fsdp=1", "tensor=2"),
     ],
 )
 def test_a_run_continues_on_any_mesh(meshes, mesh_jobs, tmp_path, before, after):
@@ -109,6 +109,15 @@ def test_a_run_continues_on_any_mesh(meshes, mesh_jobs, tmp_path, before, after)
     if before == after:
         assert resumed.bytes == whole.bytes
         assert resumed.losses == whole.losses
+
+
+def test_the_plan_says_what_adapters_add(meshes, mesh_jobs):
+    one, other = (plan_run(meshes.config(m, mesh_jobs)) for m in ("fsdp=1", "tensor=2"))
+    text = ": the adapter of job1 adds "
+    assert [text in note.text for note in other.plan.notes].count(True) == 1
+    assert not any(text in note.text for note in one.plan.notes)
+    assert other.memory.base_bytes < one.memory.base_bytes
+    assert other.memory.adapter_bytes < one.memory.adapter_bytes
 
 
 @pytest.mark.parametrize(
