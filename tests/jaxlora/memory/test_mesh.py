@@ -347,7 +347,9 @@ def test_a_compiled_pipeline_has_the_last_word(have):
 def test_weights_that_do_not_fit_name_the_mesh(have):
     [stage] = resident_footprint(stages_of(SPEC, "fsdp=2")).stages
     have(stage.base_bytes // 2)
-    match = r"on each device of mesh fsdp=2 \(base .* More devices, along fsdp or stage"
+    match = (
+        r"on each device of mesh fsdp=2 \(base .* More devices, along fsdp, stage or"
+    )
     with pytest.raises(ConfigError, match=match):
         settle(config(mesh="fsdp=2", microbatch_tokens=1024), SPEC, BOUNDS)
 

@@ -181,6 +181,20 @@ def test_losses_gradients_and_norms(mesh, name):
         assert relative_error(gradients[path], gradient) < ROUNDING, path
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("copies", [1, 2])
+def test_activations_in_fp8(copies):
+    """A device scales its own features of a row, so that they are rounded otherwise."""
+    base_format = BaseFormat.named("fp8", weight_copies=copies)
+    spec = make_spec(base_format=base_format)
+    (loss, gradients, _), (loss_one, gradients_one, _) = (
+        step_of(spec, mesh) for mesh in ("tensor=2", None)
+    )
+    assert 0 < relative_error(loss, loss_one) < 0.01
+    for path, gradient in gradients_one.items():
+        assert relative_error(gradients[path], gradient) < 0.3, path
+
+
 def test_a_score_head_that_all_devices_use_is_trained_once():
     """Its gradients are summed over the devices, which compute the same ones."""
     rng = np.random.default_rng(0)
