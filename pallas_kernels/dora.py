@@ -13,6 +13,7 @@ With dropout, PEFT also drops features of the product with W that c scales:
 
 import dataclasses
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,6 +51,8 @@ def column_norms(
     a: Float[Array, "G K R"],
     b: Float[Array, "G R N"],
     scaling: Float[Array, " G"],
+    *,
+    total: Callable[[Any], Any] = lambda sums: sums,
 ) -> Float[Array, "G N"]:
     """Returns the norm of each column of `W + scaling A B`, in float32.
 
@@ -63,12 +66,14 @@ def column_norms(
         a: Shrink matrices, which are rounded to w's dtype, as in the products.
         b: Expand matrices, rounded likewise.
         scaling: Factor of A B of each slot.
+        total: Adds sums over K to those of other devices, if K is divided among them.
     """
     a, b = a.astype(w.dtype), b.astype(w.dtype)
     squares = jnp.square(w.astype(jnp.float32)).sum(axis=0)[None]
     b_float, factor = b.astype(jnp.float32), scaling.astype(jnp.float32)[:, None]
     cross = (_einsum("gkr,kn->grn", a, w) * b_float).sum(axis=1)
     gram = _einsum("gkr,gkq->grq", a, a)
+    squares, cross, gram = total((squares, cross, gram))
     own = (_einsum("grq,gqn->grn", gram, b_float) * b_float).sum(axis=1)
     positive = squares + jnp.square(factor) * own
     return jnp.sqrt(jnp.maximum(positive + 2 * factor * cross, _LEAST_SHARE * positive))

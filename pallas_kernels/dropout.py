@@ -156,9 +156,14 @@ def token_words(
     return h | jnp.uint32(1), _mix(h ^ jnp.uint32(0x68E31DA4))
 
 
-def feature_words(key: UInt[Array, "*B"], num_features: int) -> UInt[Array, "*B K"]:
-    """Returns a word for each feature."""
-    feature = jnp.arange(num_features, dtype=jnp.uint32) * jnp.uint32(0x85EBCA77)
+def feature_words(
+    key: UInt[Array, "*B"], num_features: int, first: Int[Array, ""] | int = 0
+) -> UInt[Array, "*B K"]:
+    """Returns a word for each feature, from a first one on."""
+    feature = jnp.arange(num_features, dtype=jnp.uint32)
+    if not isinstance(first, int) or first:
+        feature += jnp.asarray(first, jnp.uint32)
+    feature *= jnp.uint32(0x85EBCA77)
     return _mix(feature + key[..., None])
 
 
@@ -167,6 +172,8 @@ def mask_words(
     block_adapter: Int[Array, " NB"],
     token_index: Int[Array, " T"],
     num_features: int,
+    *,
+    first_feature: Int[Array, ""] | int = 0,
 ) -> list[MaskWords]:
     """Computes the words of P projections; returns one object for each.
 
@@ -175,6 +182,7 @@ def mask_words(
         block_adapter: Slot of each token block; -1 for padding.
         token_index: The token's index in its job's global batch.
         num_features: K.
+        first_feature: Index of the first of them, if they are a part of all features.
     """
     num_tokens = token_index.shape[0]
     pad = 0, -num_tokens % TILE_TOKENS  # the tiles are whole
@@ -185,7 +193,7 @@ def mask_words(
     index = jnp.pad(token_index, pad).reshape(-1, TILE_TOKENS)
     token_key = key[:, jnp.pad(slot, pad).reshape(index.shape), 0]
     token = jnp.stack(token_words(token_key, index), axis=2)
-    feature = feature_words(key[..., 1], num_features)
+    feature = feature_words(key[..., 1], num_features, first_feature)
     indices = np.arange(key.shape[0], dtype=np.int32)[:, None]
     return [MaskWords(token, feature, jnp.asarray(index)) for index in indices]
 

@@ -11,16 +11,16 @@ from jaxlora.sharding.mesh_sizes import MeshSizes
 
 logger = logging.getLogger(__name__)
 
-STAGE_AXES = ("data", "fsdp")
+STAGE_AXES = ("data", "fsdp", "tensor")
 
 
 def stage_meshes(
     sizes: MeshSizes, devices: Sequence[jax.Device] | None = None
 ) -> tuple[jax.sharding.Mesh, ...]:
-    """Makes one mesh for each pipeline stage, with the axes `data` and `fsdp`.
+    """Makes one mesh for each pipeline stage, with the axes `STAGE_AXES`.
 
-    The devices are taken in their order: first along `fsdp`, then `data`, then the
-    stages. So a stage, whose devices exchange the most, has neighboring devices. If
+    The devices are taken in their order: first along `tensor`, whose devices exchange
+    the most, then `fsdp`, `data`, and the stages. So those have neighbors. If
     there are more devices than the mesh needs, it takes the first ones. Must be called
     before the first collective; see `layerwise.use_copy_engines`.
 
@@ -41,5 +41,5 @@ def stage_meshes(
         )
     if sizes.fsdp > 1:
         use_copy_engines()
-    grid = np.array(used).reshape(sizes.stage, sizes.data, sizes.fsdp)
+    grid = np.array(used).reshape(sizes.stage, sizes.data, sizes.fsdp, sizes.tensor)
     return tuple(jax.sharding.Mesh(stage, STAGE_AXES) for stage in grid)

@@ -4,10 +4,10 @@ import dataclasses
 import math
 import re
 
-AXES = ("data", "stage", "fsdp")
+AXES = ("data", "stage", "fsdp", "tensor")
 ONE_DEVICE = "fsdp=1"
 
-_EXAMPLES = "fsdp=4, or stage=2,fsdp=2; one device is fsdp=1"
+_EXAMPLES = "fsdp=4, or stage=2,tensor=2; one device is fsdp=1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,10 @@ class MeshSizes:
     Attributes:
         data: Replicas of the whole pipeline.
         stage: Pipeline stages; each holds a range of the layers.
-        fsdp: Devices that share the base weights of one stage of one replica.
+        fsdp: Devices that share the base weights of one stage of one replica, and have
+            microbatches of their own.
+        tensor: Devices that share the heads, the features of the MLP and the vocabulary
+            of one microbatch.
 
     Raises:
         ValueError: A size is not positive.
@@ -26,6 +29,7 @@ class MeshSizes:
     data: int = 1
     stage: int = 1
     fsdp: int = 1
+    tensor: int = 1
 
     def __post_init__(self):
         for axis in AXES:
@@ -68,8 +72,8 @@ class MeshSizes:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
-    def devices_per_stage(self) -> int:
-        """Number of devices that run each pipeline stage."""
+    def num_lanes(self) -> int:
+        """Number of microbatches that each pipeline stage runs at the same time."""
         return self.data * self.fsdp
 
     def check_fits(self, num_devices: int) -> None:

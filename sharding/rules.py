@@ -1,10 +1,11 @@
-"""The dimension along which an axis of devices divides each frozen weight."""
+"""The dimensions along which axes of devices divide each frozen weight."""
 
 from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
 FSDP = "fsdp"
+TENSOR = "tensor"
 
 
 def shard_dim(
@@ -39,6 +40,20 @@ def shard_dim(
     )
 
 
-def fsdp_spec(dim: int | None) -> PartitionSpec:
-    """Returns the placement of a weight that is divided along `dim`, if not None."""
-    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, FSDP)
+def weight_spec(fsdp: int | None, tensor: int | None = None) -> PartitionSpec:
+    """Returns the placement of a weight.
+
+    If both axes divide one dimension, `fsdp` divides the part of each device along
+    `tensor`, so that a gather over `fsdp` gives that part.
+
+    Args:
+        fsdp: The dimension that the axis `fsdp` divides; None: it divides none.
+        tensor: The dimension that the axis `tensor` divides; None: it divides none.
+    """
+    pairs = [(TENSOR, tensor), (FSDP, fsdp)]
+    dims = [dim for _, dim in pairs if dim is not None]
+    names = [
+        tuple(axis for axis, own in pairs if own == dim)
+        for dim in range(max(dims, default=-1) + 1)
+    ]
+    return PartitionSpec(*[(n if len(n) > 1 else n[0]) if n else None for n in names])

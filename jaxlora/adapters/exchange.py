@@ -35,7 +35,7 @@ def exchange_rounds(
         num_slots: Number of slots of all replicas.
         placement: The devices of the stage.
     """
-    if placement.num_parts == 1:
+    if placement.num_parts * placement.num_tensor == 1:
         return
     size = num_slots // placement.num_replicas
     own: list[list[int]] = [[] for _ in range(placement.num_replicas)]
@@ -46,9 +46,17 @@ def exchange_rounds(
 
 
 def exchange(
-    pending: Pending, slot: Int[Array, "1"], *, axes: Sequence[str]
+    pending: Pending,
+    slot: Int[Array, "1"],
+    *,
+    axes: Sequence[str],
+    whole_axes: Sequence[str] = (),
+    divided: Collection[str] = (),
 ) -> Pending:
     """Gives every device the sum of a slot's pending gradients over all devices.
+
+    A device has all of the gradient of its own part of a divided table. Of a table that
+    is whole on each device, it has a term.
 
     It takes one slot, and the host calls it for each slot that steps. In a program that
     chooses slots itself, by a loop or a condition, XLA would let the host wait for a
@@ -59,13 +67,19 @@ def exchange(
         slot: Number of the slot among the device's slots, int32; -1: none.
         axes: Axes of the mesh whose devices have gradients of the same slots. The
             devices of other axes may take another slot.
+        whole_axes: Further axes over which tables are summed that are not divided.
+        divided: Names of the tables that are divided over these further axes.
     """
     number = jnp.maximum(slot[0], 0)
     rows = jax.tree.map(lambda x: x[0, number], pending)
-    flat, to_gradients = ravel_pytree(rows.gradients)
+    own = {name: x for name, x in rows.gradients.items() if name in divided}
+    whole = {name: x for name, x in rows.gradients.items() if name not in divided}
+    is_finite = rows.is_finite
+    if axes:
+        is_finite = jax.lax.all_gather(is_finite, tuple(axes)).all()
     new = Pending(
-        gradients=to_gradients(_sum(flat, axes)),
-        is_finite=jax.lax.all_gather(rows.is_finite, tuple(axes)).all(),
+        gradients=_sums(own, axes) | _sums(whole, (*axes, *whole_axes)),
+        is_finite=is_finite,
     )
 
     def written(all_slots: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -73,6 +87,13 @@ def exchange(
         return jax.lax.dynamic_update_index_in_dim(all_slots, row, number, axis=1)
 
     return jax.tree.map(written, pending, new, rows)
+
+
+def _sums(tables: Tables, axes: Sequence[str]) -> Tables:
+    if not axes:
+        return tables
+    flat, to_tables = ravel_pytree(tables)
+    return to_tables(_sum(flat, axes))
 
 
 def _sum(flat: Float[Array, " N"], axes: Sequence[str]) -> Float[Array, " N"]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,17 +13,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.adapters.division import WHOLE, TableDivision
 from jaxlora.adapters.optimizer_state import (
     States,
     Tables,
-    state_shapes,
     tables_of,
     transformation,
     updated,
 )
-from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.adapters.optimizers import OPTIMIZERS
 from jaxlora.modules.trained_tensors import rank_axis, tensor_of
+from jaxlora.sharding.tensor import gathered
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays
@@ -107,70 +107,6 @@ class StepResult:
 
     norm: Float[Array, "*G"]
     is_finite: Bool[Array, "*G"]
-
-
-def empty_state(
-    shapes: dict[str, jax.ShapeDtypeStruct],
-    num_slots: int,
-    placement: StageSharding,
-    optimizers: Sequence[str],
-) -> AdapterState:
-    """Computes the state of empty slots; see `zero_state`."""
-    parts = () if placement.num_devices == 1 else (placement.num_parts,)
-
-    def zeros(*axes: int) -> Tables:
-        return {n: jnp.zeros((*axes, *s.shape), s.dtype) for n, s in shapes.items()}
-
-    is_finite = jnp.ones((*parts, num_slots), jnp.bool_)
-    return AdapterState(
-        params=zeros(),
-        optimizer_state={
-            kind: {n: jnp.zeros(s.shape, s.dtype) for n, s in tables.items()}
-            for kind, tables in state_shapes(optimizers, shapes).items()
-        },
-        pending=Pending(gradients=zeros(*parts), is_finite=is_finite),
-    )
-
-
-def state_shardings(placement: StageSharding) -> Any:
-    """Returns where the state of slots lives, as the start of its tree."""
-    tables = placement.committed(placement.by_slot)
-    specs: Any = AdapterState  # with placements in the place of tables
-    return specs(
-        params=tables,
-        optimizer_state=tables,
-        pending=placement.committed(placement.partial),
-    )
-
-
-def zero_state(
-    shapes: dict[str, jax.ShapeDtypeStruct],
-    num_slots: int,
-    placement: StageSharding = ONE_DEVICE,
-    optimizers: Sequence[str] = (ADAMW.name,),
-) -> AdapterState:
-    """Makes empty slots.
-
-    Args:
-        shapes: Shapes of the tables, by name.
-        num_slots: Number of slots G.
-        placement: Where the slots live.
-        optimizers: Names of the optimizers of the run.
-    """
-    return _make_empty(tuple(shapes.items()), num_slots, placement, tuple(optimizers))()
-
-
-@functools.lru_cache(maxsize=32)
-def _make_empty(
-    shapes: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
-    num_slots: int,
-    placement: StageSharding,
-    optimizers: tuple[str, ...],
-) -> Callable[[], AdapterState]:
-    make = functools.partial(
-        empty_state, dict(shapes), num_slots, placement, optimizers
-    )
-    return jax.jit(make, out_shardings=state_shardings(placement))
 
 
 def _adapter_step(
@@ -308,12 +244,13 @@ class GradientNorms:
     is_finite: Bool[Array, "*G"]
 
 
-def measure(pending: Pending) -> GradientNorms:
-    """Measures the pending gradients of every slot on this device.
+def measure(pending: Pending, *, divided: Collection[str] = ()) -> GradientNorms:
+    """Measures the pending gradients of every slot on this stage.
 
     Args:
         pending: Gradients that are summed over the devices for the slots that step; see
             `exchange`. The measures of other slots have no meaning.
+        divided: Names of the tables of which this device has a part.
     """
     pending = _own(pending)
 
@@ -321,10 +258,13 @@ def measure(pending: Pending) -> GradientNorms:
         return jnp.asarray(optax.tree.norm(gradients, squared=True), jnp.float32)
 
     size = pending.is_finite.shape[0]  # as a stage may have no adapted linears
-    return GradientNorms(
-        squares=jax.vmap(squares, axis_size=size)(pending.gradients),
-        is_finite=pending.is_finite,
-    )
+    over_slots = jax.vmap(squares, axis_size=size)
+    parts = {n: g for n, g in pending.gradients.items() if n in divided}
+    whole = {n: g for n, g in pending.gradients.items() if n not in divided}
+    total = over_slots(whole)
+    if parts:
+        total += gathered(over_slots(parts)[None], axis=0).sum(axis=0)
+    return GradientNorms(squares=total, is_finite=pending.is_finite)
 
 
 def _own(pending: Pending) -> Pending:
@@ -352,6 +292,7 @@ def optimizer_step(
     ranks: Int[Array, "M G"] | None = None,
     *,
     linears: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    division: TableDivision = WHOLE,
 ) -> tuple[AdapterState, StepResult]:
     """Applies an optimizer step to the slots whose global batch is complete.
 
@@ -367,16 +308,26 @@ def optimizer_step(
         ranks: Rank of each slot's adapter in every adapted linear; None: that of the
             tables.
         linears: Row of `ranks` of each layer of the stacks, by name.
+        division: The tables of which this device has a part. They are joined for the
+            step if an optimizer combines elements of a matrix.
 
     References:
         LoRA+, arXiv 2402.12354; those of the optimizers are in their table.
     """
-    measured = _over_stages(stages or [measure(state.pending)])
+    if not stages:
+        stages = [measure(state.pending, divided=division.weights)]
+    measured = _over_stages(stages)
     tables = state.params, state.optimizer_state
-    step = jax.vmap(_adapter_step)
     gradients = _summed(state.pending, inputs.step_mask)
+    joins = any(OPTIMIZERS[name].mixes_elements for name in inputs.settings)
+    if joins:
+        params, optimizer_state, gradients = division.join(*tables, gradients)
+        tables = params, optimizer_state
+    step = jax.vmap(_adapter_step)
     of_stacks = _ranks(state.params, ranks, linears)
     tables, result = step(tables, gradients, measured, inputs, of_stacks)
+    if joins:
+        tables = division.split(*tables)
     # If gradients were emptied before they are used, XLA would copy them on a CPU.
     tables, emptied = jax.lax.optimization_barrier((tables, inputs.step_mask))
     params, optimizer_state = tables

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Array, Int, Shaped
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizer import AdapterState, Pending, zero_state
+from jaxlora.adapters.optimizer import AdapterState, Pending
 from jaxlora.adapters.optimizer_state import (
     Kind,
     Shape,
@@ -28,6 +29,7 @@ from jaxlora.adapters.parked_slot import (
     ReadSlot,
     adapter_from_rows,
 )
+from jaxlora.adapters.slot_state import zero_state
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings
@@ -411,7 +413,19 @@ def _with_row(
 
 
 def read_slot_rows(
-    tables: dict[str, Shaped[Array, "G L ..."]], slot: Int[Array, ""]
+    tables: dict[str, Shaped[Array, "G L ..."]],
+    slot: Int[Array, ""],
+    *,
+    where: Sharding | None = None,
 ) -> Shaped[Array, " N"]:
-    """Concatenates a slot's rows of a kind, as many small transfers are slow."""
-    return jnp.concatenate([tables[name][slot].ravel() for name in sorted(tables)])
+    """Concatenates a slot's rows of a kind, as many small transfers are slow.
+
+    Args:
+        tables: The tables of the kind, by name of the stack.
+        slot: Number of the slot, int32.
+        where: Placement to which the rows are brought first; None: they stay.
+    """
+    rows = {name: table[slot] for name, table in tables.items()}
+    if where is not None:
+        rows = jax.lax.with_sharding_constraint(rows, where)
+    return jnp.concatenate([rows[name].ravel() for name in sorted(rows)])

@@ -1,13 +1,20 @@
 """The sharding of a stage's adapter slots over its devices."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-# The axes of a stage's mesh; together they number its devices.
-DEVICES = ("data", "fsdp")
+from jaxlora.sharding.rules import TENSOR
+
+# Specs of the tables of each stack, by name.
+TableSpecs = dict[str, PartitionSpec]
+
+# The axes of a stage's mesh whose devices have rows of their own.
+LANES = ("data", "fsdp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,11 +22,13 @@ class StageSharding:
     """The devices of one stage, and how slots and rows of tokens lie on them.
 
     Attributes:
-        mesh: Mesh with the axes `data` and `fsdp`; None: one device, which is JAX's
-            default or the one on which the base is.
+        mesh: Mesh with the axes `data`, `fsdp` and `tensor`; None: one device, which is
+            JAX's default or the one on which the base is.
         is_pinned: Whether the slots are divided among the replicas (axis `data`), so
             that each job runs on one replica only. If not, every device holds all
-            slots, and the samples of a job may run on all of them.
+            slots, and the samples of a job may run on all of them. Along `tensor`, a
+            device holds its part of those tables that are divided; see
+            `jaxlora.models.tensor_parallel`.
         device: The one device, if there is no mesh; None: JAX's default.
     """
 
@@ -28,12 +37,22 @@ class StageSharding:
     device: Sharding | None = None
 
     def __post_init__(self):
-        assert self.mesh is None or self.mesh.axis_names == DEVICES
+        assert self.mesh is None or self.mesh.axis_names == (*LANES, TENSOR)
 
     @property
     def num_devices(self) -> int:
-        """Number of devices, each of which runs a microbatch of its own."""
+        """Number of devices."""
         return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def num_tensor(self) -> int:
+        """Number of devices that share each microbatch."""
+        return 1 if self.mesh is None else self.mesh.shape[TENSOR]
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of microbatches that run at the same time."""
+        return self.num_devices // self.num_tensor
 
     @property
     def num_replicas(self) -> int:
@@ -44,26 +63,36 @@ class StageSharding:
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """Axes over which the gradients of a slot are summed; empty: one device."""
-        if self.num_devices == 1:
+        """Axes over whose microbatches a slot's gradients are summed; empty: one."""
+        if self.num_lanes == 1:
             return ()
-        return ("fsdp",) if self.is_pinned else DEVICES
+        return ("fsdp",) if self.is_pinned else LANES
+
+    @property
+    def whole_axes(self) -> tuple[str, ...]:
+        """Axes over which tables are summed, too, that are not divided along them."""
+        return () if self.num_tensor == 1 else (TENSOR,)
 
     @property
     def num_parts(self) -> int:
-        """Number of devices with gradients of the same slot."""
-        return self.num_devices // self.num_replicas
+        """Number of microbatches with gradients of the same slot that run at once."""
+        return self.num_lanes // self.num_replicas
 
     # ---- partition specs, inside the mesh --------------------------------------------
 
     @property
     def rows(self) -> PartitionSpec:
-        """Per-device data, such as rows of tokens."""
-        return PartitionSpec(DEVICES)
+        """Data of each microbatch, such as rows of tokens."""
+        return PartitionSpec(LANES)
+
+    @property
+    def by_device(self) -> PartitionSpec:
+        """Data of each device, such as the residuals of a forward pass."""
+        return PartitionSpec((*LANES, TENSOR))
 
     @property
     def by_slot(self) -> PartitionSpec:
-        """Arrays whose first axis is the slot: weights, moments and hyperparameters."""
+        """Arrays whose first axis is the slot, such as hyperparameters."""
         return PartitionSpec("data") if self.is_pinned else PartitionSpec()
 
     @property
@@ -73,12 +102,50 @@ class StageSharding:
 
     @property
     def partial(self) -> PartitionSpec:
-        """Sums of each device, F G ...: gradients and losses before they are added."""
+        """Sums of each microbatch, F G ..., such as losses before they are added."""
         return PartitionSpec("fsdp", "data") if self.is_pinned else self.rows
+
+    def tables(self, names: Iterable[str], axes: Mapping[str, int]) -> TableSpecs:
+        """Tables of the slots, by name: weights and state of optimizers.
+
+        Args:
+            names: Names of the stacks.
+            axes: Axis of the features, of tables that are divided along `tensor`.
+        """
+        slots = "data" if self.is_pinned else None
+        return {name: _spec([slots], axes.get(name)) for name in names}
+
+    def gradients(self, names: Iterable[str], axes: Mapping[str, int]) -> TableSpecs:
+        """Sums of gradients on each device, by name, with an axis F before the slots.
+
+        Those of tables that are whole on each device are terms of a sum over `tensor`,
+        too.
+
+        Args:
+            names: Names of the stacks.
+            axes: Axis of the features, of tables that are divided along `tensor`.
+        """
+        lanes = ("fsdp",) if self.is_pinned else LANES
+        slots = "data" if self.is_pinned else None
+        found = {}
+        for name in names:
+            if name in axes:
+                found[name] = _spec([lanes, slots], axes[name] + 1)
+            else:
+                found[name] = _spec([(*lanes, TENSOR), slots], None)
+        return found
 
     def sharding(self, spec: PartitionSpec) -> Sharding | None:
         """Returns the placement of an array; None: JAX's default device."""
         return self.device if self.mesh is None else NamedSharding(self.mesh, spec)
+
+    def shardings(self, specs: Any) -> Any:
+        """Returns the placements of a tree of arrays."""
+        return jax.tree.map(self.sharding, specs, is_leaf=_is_spec)
+
+    def all_committed(self, specs: Any) -> Any:
+        """Returns the placements of a tree of arrays that never move."""
+        return jax.tree.map(self.committed, specs, is_leaf=_is_spec)
 
     def committed(self, spec: PartitionSpec) -> Sharding:
         """Returns the placement of an array that never moves.
@@ -88,6 +155,18 @@ class StageSharding:
         """
         with jax.ensure_compile_time_eval():
             return self.sharding(spec) or jnp.zeros(()).sharding
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _spec(first: list[Any], axis: int | None) -> PartitionSpec:
+    """Makes a spec of its first entries, and of the axis that `tensor` divides."""
+    entries = first if axis is None else [*first, *[None] * (axis - len(first)), TENSOR]
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return PartitionSpec(*entries)
 
 
 ONE_DEVICE = StageSharding()

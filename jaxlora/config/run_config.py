@@ -265,8 +265,9 @@ class RunConfig(BaseSettings):
             the jobs: for jobs that join later.
         slot_dropout: Whether slots can drop features; None: if any job does.
         mesh: Devices that the run uses, as sizes of the axes `data` (replicas), `stage`
-            (pipeline stages) and `fsdp` (devices that share the base weights), such as
-            `stage=2,fsdp=2`, or as a mapping; `auto` chooses the sizes.
+            (pipeline stages), `fsdp` (devices that share the base weights) and `tensor`
+            (devices that share each microbatch), such as `stage=2,fsdp=2`, or as a
+            mapping; `auto` chooses the sizes.
         replicas: Replicas whose microbatches differ in size, on one device each, which
             train the same adapters: samples run where they fit. None: replicas are
             alike (axis `data` of `mesh`).

@@ -94,8 +94,8 @@ def check_mesh(config: RunConfig) -> None:
         raise ConfigError(
             f"mesh {sizes} has {sizes.stage} pipeline stages, and the run has "
             f"{processes.count()} processes. Pipelines run in one process only; give "
-            f"sizes of data and fsdp, whose product is {num_devices}, the number of "
-            "devices of all processes."
+            f"sizes of data, fsdp and tensor, whose product is {num_devices}, the "
+            "number of devices of all processes."
         )
     if sizes.num_devices != num_devices:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """The configuration of a decoder, as a frozen value."""
 
 import dataclasses
+from typing import Literal
 
 from jaxlora.families.table import FAMILIES, Family
 
@@ -45,6 +46,8 @@ class LayerLinear:
         out_features: N.
         use_bias: Whether it adds a bias.
         projection: Its number, which keys its dropout masks.
+        divides: The features that tensor parallelism divides: inputs K of a linear that
+            writes the hidden states, outputs N of one that reads them.
     """
 
     name: str
@@ -52,6 +55,7 @@ class LayerLinear:
     out_features: int
     use_bias: bool
     projection: int
+    divides: Literal["K", "N"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +151,7 @@ class ModelConfig:
                 out_features=getattr(self, row.out_features),
                 use_bias=getattr(self, row.bias),
                 projection=projection,
+                divides="K" if row.out_features == "hidden_size" else "N",
             )
             for projection, row in enumerate(self.family.linears)
         }

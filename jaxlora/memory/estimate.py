@@ -81,13 +81,15 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
 
     Args:
         spec: The stage, or the whole decoder.
-        found: Bytes per token of the whole decoder's training step.
+        found: Bytes per token of the training step of the whole decoder, or of the part
+            of it that each device runs.
         use: How the devices are used.
     """
     hidden, by_layer = _hidden_bytes(spec), found.kept_by_layer
+    part = spec.part(use.num_tensor)
     if not spec.has_head:
         by_layer += found.reshaped_by_layer
-    kept = len(spec.layer_numbers) * by_layer + _mask_bytes(spec)
+    kept = len(spec.layer_numbers) * by_layer + _mask_bytes(part)
     if spec.has_head:
         kept += found.kept_at_ends
     elif spec.has_embedding and spec.options.remat in _INPUT_FOR_GRADIENT:
@@ -102,7 +104,7 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
         bytes_per_token=use.num_kept * kept + gaps + waiting,
         # No layer is recomputed while the loss is.
         transient_bytes_per_token=found.recomputed + transient,
-        scratch_bytes=scratch_bytes(spec) + _gradient_copies(spec, use),
+        scratch_bytes=scratch_bytes(part) + _gradient_copies(spec, use),
     )
 
 
@@ -301,7 +303,7 @@ def _gradient_copies(spec: DecoderSpec, use: StageUse) -> int:
     """
     if spec.has_head:
         return 0
-    slots = num_bytes(spec.adapter_shapes()) / use.num_replicas
+    slots = num_bytes(spec.part_shapes(use.num_tensor)[1]) / use.num_replicas
     return math.ceil(_GRADIENT_COPIES * slots)
 
 

@@ -39,11 +39,13 @@ class StageUse:
     Attributes:
         num_shards: Devices among which the frozen weights of the stage are divided.
         num_replicas: Groups of devices among which the slots are divided.
-        num_parts: Devices with gradients of the same slot, which a step adds.
+        num_parts: Microbatches with gradients of the same slot that run at the same
+            time, and whose gradients a step adds.
         num_kept: Microbatches of the device whose activations wait for the backward
             pass, at most.
         num_waiting: Further microbatches of which the device holds hidden states that
             come from another stage or go there.
+        num_tensor: Devices that share each microbatch.
     """
 
     num_shards: int
@@ -51,6 +53,7 @@ class StageUse:
     num_parts: int
     num_kept: int
     num_waiting: int
+    num_tensor: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,11 +143,12 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
         spec: The decoder, or one stage of it.
         use: How the device is used.
     """
-    gradients = math.ceil(num_bytes(spec.adapter_shapes()) / use.num_replicas)
-    state = math.ceil(_state_bytes(spec) / use.num_replicas)
+    base, tables = spec.part_shapes(use.num_tensor)
+    gradients = math.ceil(num_bytes(tables) / use.num_replicas)
+    state = math.ceil(_state_bytes(spec, tables) / use.num_replicas)
     vera = math.ceil(num_bytes(spec.vera_shapes()) / use.num_replicas)
     return Footprint(
-        base_bytes=shard_bytes(spec.base_shapes(), use.num_shards),
+        base_bytes=shard_bytes(base, use.num_shards),
         adapter_bytes=2 * gradients + state + vera,
         gradient_bytes=gradients + vera,
         fixed_bytes=0,
@@ -152,11 +156,11 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
     )
 
 
-def _state_bytes(spec: DecoderSpec) -> int:
-    """Bytes of the state of the run's optimizers in all slots."""
+def _state_bytes(spec: DecoderSpec, tables: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    """Bytes of the state of the run's optimizers for these tables, in all slots."""
     if spec.slots is None:
         return 0
-    return num_bytes(state_shapes(spec.slots.optimizers, spec.adapter_shapes()))
+    return num_bytes(state_shapes(spec.slots.optimizers, tables))
 
 
 def stage_measured(
@@ -189,7 +193,8 @@ def stage_measured(
         batch_shapes(limits, objectives=spec.options.objectives)
     )
     step_bytes = max(step_bytes, optimizer_bytes(spec, use))
-    fixed_bytes = min(head_bytes(spec), step_bytes // 2) if spec.has_head else 0
+    part = spec.part(use.num_tensor)
+    fixed_bytes = min(head_bytes(part), step_bytes // 2) if spec.has_head else 0
     return dataclasses.replace(
         stage_resident(spec, use),
         fixed_bytes=fixed_bytes,
@@ -213,14 +218,14 @@ def fixed_bytes(spec: DecoderSpec, use: StageUse) -> int:
         spec: The decoder, or one stage of it.
         use: How the device is used.
     """
-    at_loss = 0
+    at_loss, part = 0, spec.part(use.num_tensor)
     if spec.has_head:
-        at_loss = head_bytes(spec)
+        at_loss = head_bytes(part)
         if use.num_shards > 1:  # the head is gathered for the loss
-            config, itemsize = spec.config, spec.options.dtype.itemsize
+            config, itemsize = part.config, spec.options.dtype.itemsize
             at_loss += config.vocab_size * config.hidden_size * itemsize
             # Beside one layer: `gathered_bytes` counts two.
-            at_loss -= gathered_bytes(spec, use) - layer_bytes(spec.base_shapes())
+            at_loss -= gathered_bytes(spec, use) - layer_bytes(part.base_shapes())
     return max(at_loss, optimizer_bytes(spec, use))
 
 
@@ -231,36 +236,39 @@ def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
         spec: The decoder, or one stage of it.
         use: How the device is used.
     """
-    shapes = spec.adapter_shapes()
+    _, shapes = spec.part_shapes(use.num_tensor)
     at_sum = at_step = 0
-    if (
-        use.num_parts > 1 and spec.slots
-    ):  # a slot's chunks for all devices, and those from them
+    if use.num_parts * use.num_tensor > 1 and spec.slots:
+        # A slot's chunks for all devices, and those from them.
         at_sum = _EXCHANGED_COPIES * num_bytes(shapes) // spec.slots.num_slots
     if jax.default_backend() == "cpu" and shapes:
         # XLA copies the state before it replaces it, but for the last array.
         largest = max(num_bytes(shape) for shape in shapes.values())
-        copied = max(0, _state_bytes(spec) - largest)
+        copied = max(0, _state_bytes(spec, shapes) - largest)
         at_step = copied // use.num_replicas
     elif spec.slots is not None:
-        at_step = _stepped_bytes(spec, spec.slots) // use.num_replicas
+        at_step = _stepped_bytes(spec, spec.slots, use.num_tensor) // use.num_replicas
     return max(at_sum, at_step)
 
 
-def _stepped_bytes(spec: DecoderSpec, slots: SlotShape) -> int:
+def _stepped_bytes(spec: DecoderSpec, slots: SlotShape, num_tensor: int) -> int:
     """Bytes of weights and state after a step, where they do not replace those before.
 
     They do if there is one optimizer, and each of its elements steps by itself. One
-    that mixes elements takes some copies of a slot's weights on the way.
+    that mixes elements takes some copies of a slot's weights on the way. Parts of
+    tables are joined for it before the step.
     """
     num_mixed = sum(OPTIMIZERS[name].mixes_elements for name in slots.optimizers)
     if len(slots.optimizers) == 1 and not num_mixed:
         return 0
-    shapes = spec.adapter_shapes()
+    _, shapes = spec.part_shapes(1 if num_mixed else num_tensor)
+    joined = 0
+    if num_mixed and num_tensor > 1:
+        joined = 2 * num_bytes(shapes) + _state_bytes(spec, shapes)
     weights = num_bytes(shapes)
     states = (num_bytes(state_shapes([name], shapes)) for name in slots.optimizers)
     on_the_way = num_mixed * _MIXED_COPIES * weights // slots.num_slots
-    return weights + max(states) + on_the_way
+    return joined + weights + max(states) + on_the_way
 
 
 def gathered_bytes(spec: DecoderSpec, use: StageUse) -> int:
@@ -273,7 +281,7 @@ def gathered_bytes(spec: DecoderSpec, use: StageUse) -> int:
     if use.num_shards == 1:
         return 0
     num_layers = min(_GATHERED_LAYERS, len(spec.layer_numbers))
-    return num_layers * layer_bytes(spec.base_shapes())
+    return num_layers * layer_bytes(spec.part(use.num_tensor).base_shapes())
 
 
 def head_bytes(spec: DecoderSpec) -> int:

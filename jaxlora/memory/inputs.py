@@ -27,7 +27,7 @@ def batch_shapes(
         objectives: Objectives of the run.
     """
     where = placement.sharding(placement.rows)
-    num_rows = placement.num_devices * limits.capacity
+    num_rows = placement.num_lanes * limits.capacity
 
     def shape(size: int, dtype) -> Any:
         return jax.ShapeDtypeStruct((size,), dtype, sharding=where)

@@ -157,9 +157,10 @@ class MeshStages:
         return StageUse(
             num_shards=sizes.fsdp,
             num_replicas=num_replicas,
-            num_parts=sizes.devices_per_stage // num_replicas,
+            num_parts=sizes.num_lanes // num_replicas,
             num_kept=ahead[number] + 1,
             num_waiting=num_waiting if sizes.stage > 1 else 0,
+            num_tensor=sizes.tensor,
         )
 
     def describe(self, number: int) -> str:
@@ -222,7 +223,8 @@ def estimated_footprint(
         num_tokens: Tokens of a microbatch; None: a lower bound for every capacity, see
             `step_bytes`.
     """
-    found = step_bytes(stages.spec, block_tokens, num_tokens)
+    part = stages.spec.part(stages.sizes.tensor)
+    found = step_bytes(part, block_tokens, num_tokens)
     return MeshFootprint(
         stages=tuple(
             stage_estimated(spec, found, stages.use(number))

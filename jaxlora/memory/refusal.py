@@ -45,7 +45,7 @@ def refusal(
         ]
     advice = "One of these would make it fit:\n- " + "\n- ".join(cures)
     if not cures:
-        also = " More devices, along fsdp or stage, might too."
+        also = " More devices, along fsdp, stage or tensor, might too."
         advice = (
             "No single setting of remat, microbatch_tokens, max_concurrent_jobs or "
             "slot_rank would make it fit; together they might."

@@ -24,6 +24,7 @@ from jaxlora.modules.routing import Routing
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding import layerwise
+from jaxlora.sharding.tensor import own_indices, sum_out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,10 @@ class DecoderOptions:
         fsdp: Number of devices among which each large weight is divided. If it is more
             than 1, the decoder must run inside `jax.shard_map` that is manual over an
             axis `fsdp` of that size.
+        tensor: Number of devices among which the decoder is divided; this one is the
+            part of a device then, see `jaxlora.models.tensor_parallel`. If it is more
+            than 1, the decoder must run inside `jax.shard_map` that is manual over an
+            axis `tensor` of that size.
         objectives: Objectives of the jobs that it can train.
     """
 
@@ -57,6 +62,7 @@ class DecoderOptions:
     max_segment_tokens: int
     mean_segment_tokens: int = 64
     fsdp: int = 1
+    tensor: int = 1
     objectives: tuple[str, ...] = (NEXT_TOKEN.name,)
 
     def __post_init__(self):
@@ -143,6 +149,7 @@ class Decoder(nnx.Module):
                     functools.partial(_linear, i, options, slots, adapted),
                     dtype=dtype,
                     attention=options.attention,
+                    tensor=options.tensor,
                 )
                 for i in layers
             }
@@ -153,7 +160,7 @@ class Decoder(nnx.Module):
         self.lm_head = head() if is_last and not is_tied else None
         score = None
         if is_last and slots is not None and slots.has_score:
-            score = ScoreHead(slots.num_slots, width)
+            score = ScoreHead(slots.num_slots, width, tensor=options.tensor)
         self.score = score
         rows = None
         if is_first and slots is not None and slots.num_token_rows:
@@ -170,12 +177,17 @@ class Decoder(nnx.Module):
             block_adapter: Slot of each block of them; -1: none.
         """
         assert self.embed_tokens is not None
-        table = self.embed_tokens.embedding[...]
+        table, tensor = self.embed_tokens.embedding[...], self.options.tensor
+        ids, is_own = token_ids, None
+        if tensor > 1:
+            ids, is_own = own_indices(token_ids, len(table), tensor)
         if self.options.fsdp == 1:
-            h = table[token_ids]
+            h = table[ids]
         else:
             layerwise.check_axis(self.options.fsdp)
-            h = layerwise.look_up(table, token_ids)
+            h = layerwise.look_up(table, ids)
+        if is_own is not None:
+            h = sum_out(jnp.where(is_own[:, None], h, 0), tensor)
         if self.token_rows is not None:
             h = self.token_rows.looked_up(h, token_ids, block_adapter)
         if self.config.family.scales_embedding:
@@ -297,5 +309,6 @@ def _linear(layer, options, slots, adapted, linear: LayerLinear) -> MultiLoraLin
         projection=linear.projection,
         implementation=options.implementation,
         kernel=kernel,
+        input_parts=options.tensor if linear.divides == "K" else 1,
         rngs=nnx.Rngs(0),
     )

@@ -20,6 +20,7 @@ from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.routing import Routing
+from jaxlora.sharding.tensor import copy_in
 
 Base = dict[str, Array]
 
@@ -117,14 +118,16 @@ def label_nll(
         ],
     )
     head, transposed = decoder.stored_head(before)
+    tensor = decoder.options.tensor
     return target_nll(
-        hidden,
+        copy_in(hidden, tensor),
         head,
         batch.labels,
         is_target,
         head_transposed=transposed,
         logit_softcap=decoder.config.logit_softcap,
         own=decoder.own_head_rows(batch.block_adapter),
+        vocab_parts=tensor,
     )
 
 

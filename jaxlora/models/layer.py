@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxlora.families.model_config import ModelConfig
@@ -15,6 +16,7 @@ from jaxlora.modules.norm import layer_norm, optional_layer_norm
 from jaxlora.modules.routing import Routing
 from jaxlora.modules.scoring import ATTENTION_RESULTS
 from jaxlora.pallas_kernels import LINEAR_RESULTS
+from jaxlora.sharding.tensor import copy_in, sum_out
 
 # The part of each layer that the backward pass recomputes instead of keeping it, from
 # the weakest on.
@@ -39,7 +41,9 @@ class DecoderLayer(nnx.Module):
         *,
         dtype,
         attention: AttentionImplementation = "xla",
+        tensor: int = 1,
     ):
+        self.tensor = tensor
         norm = functools.partial(layer_norm, config, dtype=dtype)
         output_norm = functools.partial(optional_layer_norm, config, dtype=dtype)
         self.attention_norm = norm("attention_norm")
@@ -55,8 +59,8 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
-        y = self.self_attn(self.attention_norm(h), rows, routing)
-        return self.add_attention(h, y)
+        x = copy_in(self.attention_norm(h), self.tensor)
+        return self.add_attention(h, self._sum(self.self_attn(x, rows, routing)))
 
     def add_attention(
         self, h: Float[Array, "T D"], y: Float[Array, "T D"]
@@ -68,8 +72,16 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the second half of the layer, the MLP."""
-        y = self.mlp(self.mlp_norm(h), routing)
+        x = copy_in(self.mlp_norm(h), self.tensor)
+        y = self._sum(self.mlp(x, routing))
         return h + (self.mlp_output_norm or _identity)(y)
+
+    def _sum(self, y: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Adds the outputs of all devices that share the layer."""
+        if self.tensor == 1:
+            return y
+        # A policy that saves the results of linears sums nothing again.
+        return checkpoint_name(sum_out(y, self.tensor), LINEAR_RESULTS)
 
     def __call__(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxlora.sharding.tensor import trained_once
+
 # Dotted path of the heads of all slots, G D, and the name of a module in a PEFT folder.
 SCORE = "score"
 SCORE_PATH = f"{SCORE}.weight"
@@ -12,8 +14,16 @@ SCORE_PATH = f"{SCORE}.weight"
 class ScoreHead(nnx.Module):
     """The product of hidden states with a vector of their slot, in float32."""
 
-    def __init__(self, num_slots: int, features: int):
-        """Makes heads of zeros."""
+    def __init__(self, num_slots: int, features: int, *, tensor: int = 1):
+        """Makes heads of zeros.
+
+        Args:
+            num_slots: Number of slots.
+            features: Size of the hidden states.
+            tensor: Number of devices that compute the same scores; see
+                `jaxlora.sharding.tensor`.
+        """
+        self.tensor = tensor
         self.weight = nnx.LoRAParam(jnp.zeros((num_slots, features), jnp.float32))
 
     def __call__(
@@ -30,7 +40,7 @@ class ScoreHead(nnx.Module):
                 should be 0.
             block_adapter: Slot of each block of rows; -1: none.
         """
-        table = self.weight[...]
+        table = trained_once(self.weight[...], self.tensor)
         mine = block_adapter == jnp.arange(len(table))[:, None]
         heads = jnp.where(mine[:, :, None], table[:, None, :], 0.0).sum(axis=0)
         rows = hidden.reshape(len(block_adapter), -1, hidden.shape[1])

@@ -1,9 +1,10 @@
 """Divides the frozen weights of a decoder among devices, and gathers them.
 
-`base_specs` is the rule. The functions that gather run inside `jax.shard_map`; see
+`BaseDivision` is the rule. The functions that gather run inside `jax.shard_map`; see
 `jaxlora.sharding.layerwise`.
 """
 
+import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -17,36 +18,52 @@ from jaxtyping import Array, Float
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
+from jaxlora.models.tensor_parallel import EMBEDDING, HEAD, weight_dim
 from jaxlora.modules.attention import PackedRows
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.routing import Routing
 from jaxlora.sharding.layerwise import end_layers, gather, run_gathered
-from jaxlora.sharding.rules import fsdp_spec, shard_dim
-
-EMBEDDING = "embed_tokens.embedding"
+from jaxlora.sharding.rules import shard_dim, weight_spec
 
 
-def base_specs(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], fsdp: int
-) -> dict[str, PartitionSpec]:
-    """Returns the placement of each frozen weight.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BaseDivision:
+    """How the frozen weights of a decoder are divided among the devices of a stage.
 
-    The embedding, V D, is divided along D: a device can then look up its columns for
-    the tokens of all devices. For the other weights see `shard_dim`.
-
-    Args:
-        shapes: Shape of each whole weight, by path.
-        fsdp: Number of devices among which large weights are divided.
-
-    Raises:
-        ValueError: A weight cannot be divided by `fsdp`.
+    Attributes:
+        config: The whole model.
+        base_format: How linears are quantized; None: they are not.
+        fsdp: Devices among which large weights are divided, and gathered for a layer.
+        tensor: Devices among which heads, features and vocabulary are divided.
     """
-    return {path: base_spec(path, x.shape, fsdp) for path, x in shapes.items()}
 
+    config: ModelConfig
+    base_format: BaseFormat | None = None
+    fsdp: int = 1
+    tensor: int = 1
 
-def base_spec(path: str, shape: Sequence[int], fsdp: int) -> PartitionSpec:
-    """Returns the placement of one whole frozen weight; see `base_specs`."""
-    return fsdp_spec(_dim(path, shape, fsdp))
+    def spec(self, path: str, shape: Sequence[int]) -> PartitionSpec:
+        """Returns the placement of a weight.
+
+        Along `fsdp`, the embedding, V D, is divided along D: a device can then look up
+        its columns for the tokens of all devices. For the other weights see
+        `shard_dim`.
+
+        Args:
+            path: Its path.
+            shape: Shape of the whole weight.
+
+        Raises:
+            ValueError: It cannot be divided by `fsdp`.
+        """
+        own, part = self.tensor_dim(path), list(shape)
+        if own is not None:
+            part[own] //= self.tensor
+        return weight_spec(_dim(path, part, self.fsdp), own)
+
+    def tensor_dim(self, path: str) -> int | None:
+        """Returns the dimension that `tensor` divides; None: the weight is whole."""
+        return weight_dim(path, self.config, self.tensor, self.base_format)
 
 
 def head_dim(config: ModelConfig, fsdp: int) -> int | None:
@@ -54,7 +71,7 @@ def head_dim(config: ModelConfig, fsdp: int) -> int | None:
     shape = config.vocab_size, config.hidden_size
     if config.tie_embeddings:
         return _dim(EMBEDDING, shape, fsdp)
-    return _dim("lm_head.kernel", shape[::-1], fsdp)
+    return _dim(HEAD, shape[::-1], fsdp)
 
 
 def _dim(path: str, shape: Sequence[int], fsdp: int) -> int | None:

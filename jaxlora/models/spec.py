@@ -16,8 +16,9 @@ from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
 from jaxlora.models.layer import Remat
 from jaxlora.models.score import SCORE_PATH
-from jaxlora.models.sharded import base_specs, layer_bytes
+from jaxlora.models.sharded import BaseDivision, layer_bytes
 from jaxlora.models.stacks import Stack, stacked_shapes
+from jaxlora.models.tensor_parallel import part_config, table_axes
 from jaxlora.models.token_rows import TOKEN_ROWS, TOKEN_ROWS_PATH
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.slot_shape import SlotShape
@@ -27,6 +28,8 @@ from jaxlora.sharding.layerwise import compiler_options
 
 # Trained tensors that are no part of a linear.
 _OUTSIDE_LINEARS = SCORE_PATH, TOKEN_ROWS_PATH
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
 
 
@@ -231,18 +234,56 @@ class DecoderSpec:
         return self.shapes(BaseParam)
 
     def base_specs(self) -> dict[str, PartitionSpec]:
-        """Path -> how a frozen weight is divided over the mesh axis `fsdp`.
+        """Path -> how a frozen weight is divided over `fsdp` and `tensor`.
 
         Raises:
             ValueError: A weight cannot be divided by `options.fsdp`.
         """
-        return base_specs(self.base_shapes(), self.options.fsdp)
+        division, shapes = self.division, self.base_shapes()
+        return {path: division.spec(path, x.shape) for path, x in shapes.items()}
+
+    @property
+    def division(self) -> BaseDivision:
+        """How frozen weights are divided."""
+        options = self.options
+        return BaseDivision(
+            config=self.config,
+            base_format=options.base_format,
+            fsdp=options.fsdp,
+            tensor=options.tensor,
+        )
+
+    def table_axes(self) -> dict[str, int]:
+        """Name -> axis along which a stack of slot tables is divided over `tensor`.
+
+        Stacks that are whole on each device are absent.
+        """
+        return table_axes(self.config, self.options.tensor, self.stacks)
+
+    def divided(self, *, fsdp: int = 1, tensor: int = 1) -> "DecoderSpec":
+        """Returns this decoder divided among the devices of these axes."""
+        options = dataclasses.replace(self.options, fsdp=fsdp, tensor=tensor)
+        return dataclasses.replace(self, options=options)
+
+    def part(self, tensor: int) -> "DecoderSpec":
+        """Returns the decoder that each of `tensor` devices runs."""
+        return dataclasses.replace(self, config=part_config(self.config, tensor))
+
+    def part_shapes(self, tensor: int) -> tuple[Shapes, Shapes]:
+        """Shapes of weights and slot tables on each of `tensor` devices, by name."""
+        spec = self.divided(tensor=tensor)
+        dims = {path: spec.division.tensor_dim(path) for path in spec.base_shapes()}
+        return (
+            _part_shapes(spec.base_shapes(), dims, tensor),
+            _part_shapes(spec.adapter_shapes(), spec.table_axes(), tensor),
+        )
 
     def gather_options(self) -> dict[str, int]:
         """Compiler options for programs that gather weights; empty if none does."""
         if self.options.fsdp == 1:
             return {}
-        return compiler_options(layer_bytes(self.base_shapes()))
+        own = self.part(self.options.tensor)
+        return compiler_options(layer_bytes(own.base_shapes()))
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
@@ -304,6 +345,16 @@ class DecoderSpec:
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""
         return stacked_shapes(self.stacks, self.shapes(nnx.LoRAParam))
+
+
+def _part_shapes(shapes: Shapes, axes: Mapping[str, int | None], tensor: int) -> Shapes:
+    def part(shape: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+        sizes = list(shape.shape)
+        if axis is not None:
+            sizes[axis] //= tensor
+        return jax.ShapeDtypeStruct(tuple(sizes), shape.dtype)
+
+    return {name: part(shape, axes.get(name)) for name, shape in shapes.items()}
 
 
 @functools.lru_cache(maxsize=32)  # tracing a model of 80 layers takes seconds

@@ -12,7 +12,7 @@ from jaxlora.modules.banded_attention import banded_attention
 from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.mlp import MakeLinear
-from jaxlora.modules.multi_lora_linear import Routing, apply_together
+from jaxlora.modules.multi_lora_linear import apply_together
 from jaxlora.modules.norm import optional_layer_norm
 from jaxlora.modules.rope import (
     RopeTable,
@@ -20,6 +20,7 @@ from jaxlora.modules.rope import (
     rope_frequencies,
     rope_table,
 )
+from jaxlora.modules.routing import Routing
 from jaxlora.modules.scoring import PLAIN, Scoring, layer_scoring
 from jaxlora.modules.triton_attention import triton_attention
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.modules.scoring import softcap
+from jaxlora.sharding.rules import TENSOR
+from jaxlora.sharding.tensor import first_index, own_indices
 
 # With this many rows, a product with the head is bound by arithmetic, not by memory.
 _MAX_CHUNK = 1024
@@ -42,6 +44,7 @@ def target_nll(
     head_transposed: bool = False,
     logit_softcap: float | None = None,
     own: HeadRows | None = None,
+    vocab_parts: int = 1,
 ) -> Float[Array, " T"]:
     """Negative log likelihood of each target row's label, in nats; 0 elsewhere.
 
@@ -60,8 +63,13 @@ def target_nll(
         logit_softcap: Bound of the logits, see `softcap`; None: there is none.
         own: Rows of the head that slots train, and which have a gradient; None: there
             are none.
+        vocab_parts: Devices among which the vocabulary is divided. The head is a
+            device's part of it then, and so is the gradient of hidden a term of a sum
+            over them; see `jaxlora.sharding.tensor`. Logits are never gathered: three
+            numbers for each row are exchanged. Slots cannot train rows then.
     """
-    options = _Head(head_transposed, logit_softcap)
+    assert own is None or vocab_parts == 1
+    options = _Head(head_transposed, logit_softcap, vocab_parts)
     return _target_nll(hidden, head, labels, is_target, own, options)
 
 
@@ -70,6 +78,7 @@ class _Head(NamedTuple):
 
     transposed: bool
     softcap: float | None
+    parts: int
 
     def num_logits(self, head: Array) -> int:
         return head.shape[0 if self.transposed else 1]
@@ -217,9 +226,23 @@ def _nll(hidden, head, labels, options: _Head, own=None, slots: Any = None):
     if own is not None:
         logits = _with_own(logits, hidden, own, slots)
     logits = softcap(logits, options.softcap)
-    log_total = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    if options.parts > 1:
+        log_total, picked = _of_all_parts(logits, labels, options.parts)
+    else:
+        log_total = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return log_total - picked, logits, log_total
+
+
+def _of_all_parts(logits, labels, parts: int):
+    """Returns the log of the sum of exponentials of each row, and its label's logit."""
+    label, is_own = own_indices(labels, logits.shape[1], parts)
+    most = jax.lax.pmax(logits.max(axis=-1), TENSOR)
+    total = jnp.exp(logits - most[:, None]).sum(axis=-1)
+    picked = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
+    both = jnp.stack([total, jnp.where(is_own, picked, 0.0)])
+    total, picked = jax.lax.psum(both, TENSOR)
+    return jnp.log(total) + most, picked
 
 
 def _nll_and_gradient(
@@ -231,7 +254,8 @@ def _nll_and_gradient(
     rows of their own, the third result is dlogits of the tokens of these.
     """
     nll, logits, log_total = _nll(hidden, head, labels, options, own, slots)
-    hit = jnp.arange(logits.shape[1]) == labels[:, None]
+    first = first_index(logits.shape[1], options.parts)
+    hit = jnp.arange(logits.shape[1]) == labels[:, None] - first
     dlogits = jnp.exp(logits - log_total[:, None]) - hit
     if options.softcap is not None:
         dlogits *= 1 - (logits / options.softcap) ** 2

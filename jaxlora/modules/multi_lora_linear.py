@@ -1,5 +1,6 @@
 """Flax module: a frozen linear layer with one LoRA for each slot."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -40,6 +41,7 @@ from jaxlora.pallas_kernels import (
     frozen_linear,
     multi_lora_linears,
 )
+from jaxlora.sharding.tensor import counted_once, sum_out
 
 _keep_results = jax.checkpoint_policies.save_only_these_names(LINEAR_RESULTS)
 
@@ -93,6 +95,7 @@ class MultiLoraLinear(nnx.Module):
         projection: int = 0,
         implementation: str = "xla",
         kernel: QuantizedWeight | None = None,
+        input_parts: int = 1,
         rngs: nnx.Rngs | None = None,
     ):
         """Makes the layer with a random or a quantized kernel, and empty slots.
@@ -111,6 +114,9 @@ class MultiLoraLinear(nnx.Module):
             implementation: Name of the kernel back end in `pallas_kernels.BACKENDS`.
             kernel: Quantized weight, in one of `pallas_kernels.FORMATS`; None: the
                 kernel is random and in `dtype`.
+            input_parts: Devices among which the input features are divided. K is the
+                number of this device then, and the output a term of a sum over them;
+                see `jaxlora.sharding.tensor`.
             rngs: Source of the random kernel; not needed for a quantized one.
 
         Raises:
@@ -118,7 +124,7 @@ class MultiLoraLinear(nnx.Module):
                 neither a quantized weight nor `rngs`.
         """
         k, n = in_features, out_features
-        self.in_features = k
+        self.in_features, self.input_parts = k, input_parts
         self.kernel = make_kernel(kernel, (k, n), dtype, rngs)
         self.bias = BaseParam(jnp.zeros((n,), dtype)) if use_bias else None
         self.layer, self.projection = layer, projection
@@ -217,8 +223,7 @@ class MultiLoraLinear(nnx.Module):
         return y
 
     def _frozen(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
-        bias = None if self.bias is None else self.bias[...]
-        w = self._weight
+        bias, w = self._bias, self._weight
         if isinstance(w, QuantizedWeight):
             blocks, name = routing.block_adapter, self.implementation
             return frozen_linear(x, w, bias, blocks, implementation=name)
@@ -230,6 +235,13 @@ class MultiLoraLinear(nnx.Module):
         """The frozen weight, as `Projection` takes it."""
         kernel = self.kernel
         return kernel.weight if isinstance(kernel, QuantizedKernel) else kernel[...]
+
+    @property
+    def _bias(self) -> Float[Array, " N"] | None:
+        """The bias, which one device adds if they divide the input."""
+        if self.bias is None:
+            return None
+        return counted_once(self.bias[...], self.input_parts)
 
     @property
     def _scaling(self) -> Float[Array, " G"]:
@@ -253,7 +265,8 @@ class MultiLoraLinear(nnx.Module):
         self, w: Float[Array, "K N"] | QuantizedWeight, dtype: DTypeLike
     ) -> Float[Array, "G N"]:
         arrays = as_dense(w, dtype), self.lora_a[...], self.lora_b[...], self._scaling
-        return column_norms(*jax.lax.stop_gradient(arrays))
+        total = functools.partial(sum_out, num_devices=self.input_parts)
+        return column_norms(*jax.lax.stop_gradient(arrays), total=total)
 
     def _dora(self, x: Float[Array, "T K"], routing: Routing) -> DoraGain | None:
         if not self._has_dora:
@@ -311,7 +324,7 @@ class MultiLoraLinear(nnx.Module):
             b=b,
             scaling=self._scaling,
             rank=self.rank[...],
-            bias=None if self.bias is None else self.bias[...],
+            bias=self._bias,
             dropout=self._dropout(routing),
             dora=self._dora(x, routing),
             extra={
@@ -342,6 +355,7 @@ class MultiLoraLinear(nnx.Module):
             return None
         words, key = routing.words.get(self.place), None
         if words is None:
+            assert self.input_parts == 1, "kernels do not know the first feature"
             key = dropout_keys(*routing.seed_and_step(), *self.place)
         return Dropout(key, self.dropout[...], routing.token_index, words)
 

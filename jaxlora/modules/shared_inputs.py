@@ -15,6 +15,7 @@ from jaxlora.pallas_kernels import (
     kernel_settings,
     mask_words,
 )
+from jaxlora.sharding.tensor import first_index
 
 
 def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
@@ -50,13 +51,19 @@ def _mask_words(
     token_index = routing.token_index
     if token_index is None:
         return {}
-    places: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    places: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for linear in linears:
-        places[linear.in_features].append(linear.place)
+        places[linear.in_features, linear.input_parts].append(linear.place)
     words = {}
-    for num_features, some in places.items():
+    for (num_features, parts), some in places.items():
         layers, projections = np.array(some, np.int32).T[:, :, None]
         key = dropout_keys(*routing.seed_and_step(), layers, projections)
-        made = mask_words(key, routing.block_adapter, token_index, num_features)
+        made = mask_words(
+            key,
+            routing.block_adapter,
+            token_index,
+            num_features,
+            first_feature=first_index(num_features, parts),
+        )
         words |= zip(some, made, strict=True)
     return words

@@ -30,7 +30,7 @@ from jaxlora.scheduler.sweep import (
 from jaxlora.scheduler.sweep.picture import draw_sweep
 from jaxlora.scheduler.sweep.report import comparison_table, group_table
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
-from jaxlora.train.execute.layout import base_specs_of
+from jaxlora.train.execute.layout import check_division
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.auto_mesh.predict import Rates, shape_seconds, step_seconds
 from jaxlora.train.plan.prepared_job import PreparedJob, longest_group
@@ -146,7 +146,7 @@ def _costs(
     try:
         config = plan.config.replace(mesh=mesh)
         sizes = config.mesh_sizes
-        base_specs_of(plan.model.config, plan.model.dtype, sizes.fsdp)
+        check_division(plan.model.config, plan.model.dtype, sizes)
         narrow, wide = (
             MeshStages.of(config, _with_slot(plan.spec, rank)) for rank in (low, high)
         )

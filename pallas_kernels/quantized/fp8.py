@@ -34,6 +34,7 @@ class Fp8Weight(RowScaledWeight):
     """
 
     format: ClassVar[str] = "fp8"
+    dimensions = {**RowScaledWeight.dimensions, "transposed": ("K", "N")}
     reaches_kernels: ClassVar[bool] = True
     # Kernels divide B by these scales. So the scale of an output feature whose weights
     # are all zero must not be so small that the quotient overflows.

@@ -40,6 +40,10 @@ class Nf4Weight(QuantizedWeight):
     """
 
     format: ClassVar[str] = "nf4"
+    dimensions = {
+        **{"values": ("N", "K"), "absmax": ("N", "K")},
+        **{"nested_absmax": (), "nested_offset": ()},
+    }
 
     values: UInt8[Array, "N _"]
     absmax: UInt8[Array, "N _"] | Float[Array, "N _"]

@@ -15,6 +15,8 @@ from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
 class RowScaledWeight(QuantizedWeight):
     """`W[n, k] = values[n, k] * scale[n]`; the formats have both as fields."""
 
+    dimensions = {"values": ("N", "K"), "scale": ("N",)}
+
     values: jax.Array
     scale: jax.Array
 

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,14 @@ class QuantizedWeight(abc.ABC):
         format: Name of the format in `FORMATS`.
         reaches_kernels: Whether back ends get such a weight as it is. If not, they get
             a dequantized copy [N, K].
+        dimensions: Dimensions N and K of each array, by field name. Blocks along a
+            dimension have its letter; an array of neither has none.
         smallest_scale: Least scale of an output feature that kernels can divide by.
     """
 
     format: ClassVar[str]
     reaches_kernels: ClassVar[bool] = False
+    dimensions: ClassVar[Mapping[str, tuple[Literal["N", "K"], ...]]]
     smallest_scale: ClassVar[float] = 0.0
 
     @classmethod

@@ -78,6 +78,16 @@ def _device(plane: str, facts: dict[str, Any]) -> int:
     return int(number.split()[0] if is_gpu else facts.get("device_ordinal", 0))
 
 
+_EXCHANGES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
+
+
+def is_exchange(kernel: Kernel) -> bool:
+    """Tells whether a kernel passes data between devices."""
+    if "nccl" in kernel.name.lower():
+        return True
+    return any(word in kernel.instruction for word in _EXCHANGES)
+
+
 def busy_ms(kernels: list[Kernel]) -> float:
     """Returns the time during which at least one of the kernels ran."""
     total, until = 0.0, float("-inf")

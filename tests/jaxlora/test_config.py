@@ -229,7 +229,7 @@ def test_a_job_that_is_named_like_the_base_model():
         ),
         ([], {"max_concurrent_jobs": 0}, r"max_concurrent_jobs: .*greater than 0"),
         ([], {"mesh": 4}, r"mesh: expected text, in quotes if need be \(given: 4\)"),
-        ([], {"mesh": "tensor=2"}, r"mesh: .*no axis 'tensor'.*\(given: 'tensor=2'\)"),
+        ([], {"mesh": "model=2"}, r"mesh: .*no axis 'model'.*\(given: 'model=2'\)"),
         ([], {"mesh": {"stage": 0}}, r"mesh: .*'stage=0', but '0' is not a positive"),
         ([], {"mesh": {}}, "mesh: the mesh is empty"),
         (

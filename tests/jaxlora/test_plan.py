@@ -105,7 +105,7 @@ def test_a_plan_is_whole(config, mesh):
     samples = [s for s in planned.samples]
     steps = {(s.owner, s.batch) for s in samples}
     assert len(steps) == sum(job.num_steps for job in planned.jobs)
-    rules = dict(distance=sizes.stage, num_lanes=sizes.devices_per_stage)
+    rules = dict(distance=sizes.stage, num_lanes=sizes.num_lanes)
     for whole in (planned.whole, planned.greedy):
         assert not violations(whole.schedule, samples, **rules)
         assert whole.simulation.num_stale_batches == 0

@@ -16,7 +16,7 @@ from jaxlora.hf.config import model_config
 from jaxlora.memory.mesh import MeshStages, estimated_footprint
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.replica_kinds import ReplicaModel
 from jaxlora.sharding.mesh_sizes import MeshSizes

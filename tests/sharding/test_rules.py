@@ -3,7 +3,7 @@
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlora.sharding.rules import fsdp_spec, shard_dim
+from jaxlora.sharding.rules import shard_dim, weight_spec
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,9 @@ def test_a_weight_that_cannot_be_divided(dims, match):
 
 
 def test_placements():
-    assert fsdp_spec(None) == PartitionSpec()
-    assert fsdp_spec(0) == PartitionSpec("fsdp")
-    assert fsdp_spec(1) == PartitionSpec(None, "fsdp")
+    assert weight_spec(None) == PartitionSpec()
+    assert weight_spec(0) == PartitionSpec("fsdp")
+    assert weight_spec(1) == PartitionSpec(None, "fsdp")
+    assert weight_spec(None, 1) == PartitionSpec(None, "tensor")
+    assert weight_spec(0, 1) == PartitionSpec("fsdp", "tensor")
+    assert weight_spec(0, 0) == PartitionSpec(("tensor", "fsdp"))

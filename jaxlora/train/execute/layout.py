@@ -17,11 +17,12 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
 from jaxlora.memory.mesh import FurtherReplica, MeshStages
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
-from jaxlora.models.sharded import EMBEDDING, base_spec
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.tensor_parallel import EMBEDDING, check_divides
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps, compiled_steps
@@ -111,7 +112,7 @@ class Layout:
         pairs = zip(stages.specs, placements, strict=True)
         return Layout(
             stages=tuple(
-                Stage(spec=with_fsdp(spec, sizes.fsdp), placement=placement)
+                Stage(spec=_divided(spec, sizes), placement=placement)
                 for spec, placement in pairs
             ),
             in_flight=stages.in_flight,
@@ -136,7 +137,7 @@ class Layout:
     @property
     def num_lanes(self) -> int:
         """Number of microbatches that the devices of a stage run at the same time."""
-        return self.stages[0].placement.num_devices
+        return self.stages[0].placement.num_lanes
 
     def empty_slots(self) -> StagedSlots:
         """Makes the slots of all stages, without adapters."""
@@ -227,33 +228,28 @@ def _further_stages(
     )
 
 
-def with_fsdp(spec: DecoderSpec, fsdp: int) -> DecoderSpec:
-    """Returns the decoder with its weights divided among a number of devices."""
-    return dataclasses.replace(
-        spec, options=dataclasses.replace(spec.options, fsdp=fsdp)
-    )
+def _divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:
+    return spec.divided(fsdp=sizes.fsdp, tensor=sizes.tensor)
 
 
 def base_placement(
-    sizes: MeshSizes,
-    borders: Sequence[int],
-    devices: Sequence[jax.Device] | None = None,
+    stages: MeshStages, devices: Sequence[jax.Device] | None = None
 ) -> Place:
     """Returns where each array goes while a checkpoint is read.
 
     A tied embedding goes to the first stage; `Layout.bases` copies it to the last.
 
     Args:
-        sizes: Sizes of the mesh.
-        borders: Layers at which the stages begin and end.
+        stages: The stages of the run.
         devices: Devices to choose from; None: all of them.
     """
-    meshes = stage_meshes(sizes, devices)
+    meshes = stage_meshes(stages.sizes, devices)
+    division = _divided(stages.spec, stages.sizes).division
 
     def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
         """Raises ValueError if the array cannot be divided among the devices."""
-        mesh = meshes[_stage_number(path, borders)]
-        return NamedSharding(mesh, base_spec(path, shape, sizes.fsdp))
+        mesh = meshes[_stage_number(path, stages.borders)]
+        return NamedSharding(mesh, division.spec(path, shape))
 
     return place
 
@@ -268,17 +264,17 @@ def _stage_number(path: str, borders: Sequence[int]) -> int:
     return len(borders) - 2
 
 
-def base_specs_of(
-    config: ModelConfig, dtype: np.dtype, fsdp: int
-) -> dict[str, PartitionSpec]:
-    """Returns how each weight of a model is divided; see `DecoderSpec.base_specs`.
+def check_division(
+    config: ModelConfig,
+    dtype: np.dtype,
+    sizes: MeshSizes,
+    base_format: BaseFormat | None = None,
+) -> None:
+    """Checks that the weights of a model can be divided among the devices of a stage.
 
     Raises:
-        ValueError: A weight cannot be divided among so many devices.
+        ValueError: They cannot.
     """
-    return _without_slots(config, dtype, fsdp).base_specs()
-
-
-def _without_slots(config: ModelConfig, dtype: np.dtype, fsdp: int) -> DecoderSpec:
-    options = DecoderOptions(dtype=dtype, max_segment_tokens=1, fsdp=fsdp)
-    return DecoderSpec(config=config, options=options)
+    check_divides(config, sizes.tensor, base_format)
+    options = DecoderOptions(dtype=dtype, max_segment_tokens=1)
+    _divided(DecoderSpec(config=config, options=options), sizes).base_specs()

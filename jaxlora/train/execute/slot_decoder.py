@@ -64,6 +64,11 @@ def _plain(spec: DecoderSpec) -> DecoderSpec:
     A few rows of tokens are bound by reading weights, whatever the kernels.
     """
     options = dataclasses.replace(
-        spec.options, implementation="xla", attention="xla", remat="none", fsdp=1
+        spec.options,
+        implementation="xla",
+        attention="xla",
+        remat="none",
+        fsdp=1,
+        tensor=1,
     )
     return dataclasses.replace(spec, options=options)

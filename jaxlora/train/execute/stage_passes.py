@@ -16,6 +16,7 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys, run_stage
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import added, to_paths
+from jaxlora.models.tensor_parallel import own_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +65,9 @@ Hidden = Float[Array, "T D"]
 class StagePasses:
     """Pure functions of one device's arrays.
 
-    On several devices, pending gradients and losses have a first axis of size 1, the
-    device's own part of that axis. Residuals always have it, as some are scalars.
+    A device runs its own part of the decoder. On several devices, pending gradients and
+    losses have a first axis of size 1, the device's own part of that axis. Residuals
+    always have it, as some are scalars.
     """
 
     def __init__(self, spec: DecoderSpec, placement: StageSharding):
@@ -78,8 +80,9 @@ class StagePasses:
         assert spec.slots is not None
         self._num_slots = spec.slots.num_slots // placement.num_replicas
         slots = dataclasses.replace(spec.slots, num_slots=self._num_slots)
-        self._spec = dataclasses.replace(spec, slots=slots)
-        self._placement = placement
+        spec = dataclasses.replace(spec, slots=slots)
+        self._placement, self._whole = placement, spec.config
+        self._spec = spec.part(spec.options.tensor)
         # The backward functions of traced forward passes, by rows on a device.
         self._pullbacks: dict[int, Pullback] = {}
         self._by_path = functools.partial(to_paths, spec.stacks, axis=1)
@@ -208,7 +211,12 @@ class StagePasses:
             own = jnp.where(block >= 0, block - first, -1)
             batch = dataclasses.replace(batch, block_adapter=own)
 
+        options = self._spec.options
+        own = functools.partial(own_heads, config=self._whole, tensor=options.tensor)
+        base = own(base, base_format=options.base_format)
+
         def run(tables, h):
+            tables = own(tables)
             return run_stage(self._spec, base, tables, settings, batch, keys, h)
 
         return run

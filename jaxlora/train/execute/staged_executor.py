@@ -198,7 +198,7 @@ class StagedExecutor:
         of the host's time that `device_put` takes. A stage calls one program with them.
         """
         self._wait_for(len(packed.token_ids) // self._layout.num_lanes)
-        if self._layout.num_lanes == 1:
+        if self._layout.stages[0].placement.num_devices == 1:
             return [packed] * len(self._layout.stages)
         places = [stage.placement for stage in self._layout.stages]
         return [put(packed, p.sharding(p.rows)) for p in places]

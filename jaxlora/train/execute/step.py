@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxlora.adapters.division import TableDivision
 from jaxlora.adapters.exchange import (
     add_part,
     exchange,
@@ -16,13 +17,12 @@ from jaxlora.adapters.exchange import (
 )
 from jaxlora.adapters.optimizer import (
     AdapterState,
-    empty_state,
     measure,
     optimizer_step,
-    state_shardings,
 )
 from jaxlora.adapters.optimizer_state import evaluation_weights
 from jaxlora.adapters.optimizers import OPTIMIZERS, evaluates_other_weights
+from jaxlora.adapters.slot_state import empty_state, state_specs
 from jaxlora.adapters.slots import read_slot_rows, write_slot
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
@@ -85,6 +85,7 @@ class CompiledSteps:
         read_slot: Reads rows of a slot; see `jaxlora.adapters.slots`.
         evaluation_weights: Makes the weights that are evaluated; None: no optimizer
             evaluates other weights than those in training.
+        state_specs: Partition specs of the state of the slots.
     """
 
     def __init__(self, spec: DecoderSpec, placement: StageSharding = ONE_DEVICE):
@@ -96,6 +97,11 @@ class CompiledSteps:
         """
         self._spec, self._placement = spec, placement
         self.evaluation_weights: Program | None = None
+        self._shapes = spec.adapter_shapes()
+        optimizers = () if spec.slots is None else spec.slots.optimizers
+        self._division = TableDivision.of(spec.table_axes(), self._shapes, optimizers)
+        given = self._shapes, placement, optimizers, self._division
+        self.state_specs = state_specs(*given)
         self._make_passes()
         self._make_updates()
         if spec.slots is not None:
@@ -112,14 +118,15 @@ class CompiledSteps:
         spec, p = self._spec, self._placement
         passes = StagePasses(spec, p)
         training = training_options(spec)
-        base, slots = spec.base_specs(), p.by_slot
+        base, slots, state = spec.base_specs(), p.by_slot, self.state_specs
+        params, pending = state.params, state.pending
         inputs = p.by_linear_and_slot, p.rows  # settings and batch
         h = () if spec.has_embedding else (p.rows,)
         self.accumulate = self._program(
             "training step",
             passes.accumulate,
-            (base, slots, p.partial, *inputs, slots, *h),
-            (p.partial, p.partial, p.rows),
+            (base, params, pending, *inputs, slots, *h),
+            (pending, p.partial, p.rows),
             varies=(4,),
             donate_argnums=2,
             compiler_options=training,
@@ -127,16 +134,16 @@ class CompiledSteps:
         self.forward = self._program(
             "forward pass",
             passes.forward,
-            (base, slots, *inputs, slots, *h),
-            (p.rows, p.rows),
+            (base, params, *inputs, slots, *h),
+            (p.rows, p.by_device),
             varies=(3,),
             compiler_options=training,
         )
         self.backward = self._program(
             "backward pass",
             passes.backward,
-            (base, slots, p.rows, p.partial, p.rows),
-            (p.partial, p.rows),
+            (base, params, p.by_device, pending, p.rows),
+            (pending, p.rows),
             varies=(4,),
             donate_argnums=3,
             compiler_options=training,
@@ -144,7 +151,7 @@ class CompiledSteps:
         self.evaluate = self._program(
             "evaluation",
             passes.evaluate,
-            (base, slots, *inputs, slots, *h),
+            (base, params, *inputs, slots, *h),
             p.partial if spec.has_head else p.rows,
             varies=(3,),
             compiler_options=evaluation_options(spec),
@@ -166,22 +173,36 @@ class CompiledSteps:
 
     def _make_updates(self) -> None:
         p, slots = self._placement, self._placement.by_slot
+        division, pending = self._division, self.state_specs.pending
         self.exchange = self._program(
             "sum over devices",
-            functools.partial(exchange, axes=p.summed_axes),
-            (p.partial, slots),
-            p.partial,
+            functools.partial(
+                exchange,
+                axes=p.summed_axes,
+                whole_axes=p.whole_axes,
+                divided=tuple(division.weights),
+            ),
+            (pending, slots),
+            pending,
             donate_argnums=0,
             compiler_options=_SHORT,
         )
         self.measure = self._program(
-            *("gradient norms", measure, (p.partial,), slots), compiler_options=_SHORT
+            "gradient norms",
+            functools.partial(measure, divided=tuple(division.weights)),
+            (pending,),
+            slots,
+            compiler_options=_SHORT,
         )
         self.step = self._program(
             "optimizer step",
-            functools.partial(optimizer_step, linears=self._spec.linears_of_stacks),
-            (self._state_specs, slots, slots, p.by_linear_and_slot),
-            (self._state_specs, slots),
+            functools.partial(
+                optimizer_step,
+                linears=self._spec.linears_of_stacks,
+                division=division,
+            ),
+            (self.state_specs, slots, slots, p.by_linear_and_slot),
+            (self.state_specs, slots),
             varies=(2,),
             donate_argnums=0,
             compiler_options=_SHORT,
@@ -196,14 +217,15 @@ class CompiledSteps:
             identity = "training", what, spec, p, _SHORT, self._codes
             return Program(jitted, what, identity, varies=varies)
 
-        given = spec.adapter_shapes(), slots.num_slots, p, slots.optimizers
+        division, state = self._division, self.state_specs
+        given = self._shapes, slots.num_slots, p, slots.optimizers, division
         self.empty = program(
             "empty slots",
             functools.partial(empty_state, *given),
             (),
-            out_shardings=state_shardings(p),
+            out_shardings=p.all_committed(state),
         )
-        written = None if p.mesh is None else _shardings(p, self._state_specs)
+        written = None if p.mesh is None else p.shardings(state)
         self.write_slot = program(
             "writing a slot",
             functools.partial(write_slot, optimizers=slots.optimizers),
@@ -211,14 +233,15 @@ class CompiledSteps:
             donate_argnums=0,
             out_shardings=written,
         )
-        self.read_slot = program("reading a slot", read_slot_rows, (0,))
+        whole = None if p.mesh is None else p.sharding(PartitionSpec())
+        read = functools.partial(read_slot_rows, where=whole)
+        self.read_slot = program("reading a slot", read, (0,))
         if any(map(evaluates_other_weights, slots.optimizers)):
-            by_slot = p.by_slot
             self.evaluation_weights = self._program(
                 "weights to evaluate",
                 functools.partial(evaluation_weights, optimizers=slots.optimizers),
-                (by_slot, by_slot, by_slot),
-                by_slot,
+                (state.params, state.optimizer_state, p.by_slot),
+                state.params,
                 compiler_options=_SHORT,
             )
 
@@ -240,13 +263,6 @@ class CompiledSteps:
     def make_empty(self) -> AdapterState:
         """Makes the state of empty slots; a run logs the program with its others."""
         return self.empty.prepare().compiled()()
-
-    @property
-    def _state_specs(self) -> Any:
-        """Partition specs of the state of the slots."""
-        specs: Any = AdapterState  # with partition specs in the place of tables
-        slots, partial = self._placement.by_slot, self._placement.partial
-        return specs(params=slots, optimizer_state=slots, pending=partial)
 
     def prepare_passes(
         self,
@@ -275,8 +291,9 @@ class CompiledSteps:
             return PreparedPasses(last=self.accumulate.prepare(*args, what=what))
         args = base, state.params, *inputs
         forward = self.forward.prepare(*args, what=f"forward pass{name}")
+        where = self._placement.sharding(self._placement.by_device)
         kept = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=hidden.sharding),
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             forward.out_info[1],
         )
         backward = self.backward.prepare(
@@ -293,7 +310,7 @@ class CompiledSteps:
 
     def hidden_shape(self, limits: Limits) -> jax.ShapeDtypeStruct:
         """Shape of the hidden states that go from stage to stage."""
-        num_rows = self._placement.num_devices * limits.capacity
+        num_rows = self._placement.num_lanes * limits.capacity
         return jax.ShapeDtypeStruct(
             (num_rows, self._spec.config.hidden_size),
             self._spec.options.dtype,
@@ -331,14 +348,7 @@ def _jitted(
         run, mesh=placement.mesh, in_specs=takes, out_specs=gives, check_vma=False
     )
     # With other shardings of equal meaning, the next call would compile again.
-    return jax.jit(sharded, out_shardings=_shardings(placement, gives), **options)
-
-
-def _shardings(placement: StageSharding, specs: Any) -> Any:
-    def is_spec(x: object) -> bool:
-        return isinstance(x, PartitionSpec)
-
-    return jax.tree.map(placement.sharding, specs, is_leaf=is_spec)
+    return jax.jit(sharded, out_shardings=placement.shardings(gives), **options)
 
 
 @functools.lru_cache(maxsize=32)

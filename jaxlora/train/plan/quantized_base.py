@@ -15,10 +15,10 @@ from jaxlora.hf.base_format import change_settings, kept_linears
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import Base
-from jaxlora.models.sharded import base_spec
+from jaxlora.models.sharded import BaseDivision
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import WeightOptions
-from jaxlora.sharding.rules import FSDP
+from jaxlora.sharding.rules import FSDP, TENSOR
 
 _KERNEL = ".kernel."  # in the path of an array of a quantized weight
 
@@ -73,7 +73,7 @@ def with_derived(model: FrozenModel, spec: DecoderSpec) -> FrozenModel:
         return model
     params = {k: v for k, v in model.params.items() if _KERNEL not in k}
     for path, arrays in _quantized_kernels(model.params).items():
-        found = _completed(base.options, path, arrays)
+        found = _completed(base.options, path, arrays, spec.division)
         params |= {f"{path}.{field}": array for field, array in found.items()}
     return dataclasses.replace(model, params=params)
 
@@ -88,7 +88,9 @@ def _quantized_kernels(params: Base) -> dict[str, Base]:
     return kernels
 
 
-def _completed(options: WeightOptions, kernel: str, arrays: Base) -> Base:
+def _completed(
+    options: WeightOptions, kernel: str, arrays: Base, division: BaseDivision
+) -> Base:
     wanted = jax.eval_shape(options.complete, arrays)
     kept = {field: arrays[field] for field in wanted if field in arrays}
     missing = tuple(field for field in wanted if field not in arrays)
@@ -99,9 +101,11 @@ def _completed(options: WeightOptions, kernel: str, arrays: Base) -> Base:
     places: tuple[NamedSharding | None, ...] = (None,) * len(missing)
     if isinstance(sharding, NamedSharding):
         device_mesh = sharding.mesh
-        fsdp = dict(device_mesh.shape).get(FSDP, 1)
-        paths = {field: f"{kernel}.{field}" for field in missing}
-        specs = (base_spec(paths[f], wanted[f].shape, fsdp) for f in missing)
+        sizes = dict(device_mesh.shape)
+        division = dataclasses.replace(
+            division, fsdp=sizes.get(FSDP, 1), tensor=sizes.get(TENSOR, 1)
+        )
+        specs = (division.spec(f"{kernel}.{f}", wanted[f].shape) for f in missing)
         places = tuple(NamedSharding(device_mesh, spec) for spec in specs)
     made = _maker(options, missing, places)(arrays)
     return kept | dict(zip(missing, made, strict=True))

@@ -16,7 +16,7 @@ from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import no_garbage_collection
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
-from jaxlora.train.execute.layout import base_specs_of
+from jaxlora.train.execute.layout import check_division
 from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import choose_mesh
 from jaxlora.train.plan.auto_mesh.machine import Machine
@@ -127,7 +127,7 @@ def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> Non
         )
     try:
         sizes.check_fits(machine.num_devices)
-        base_specs_of(model.config, model.dtype, sizes.fsdp)
+        check_division(model.config, model.dtype, sizes, model.base_format)
     except ValueError as error:
         raise ConfigError(f"mesh: {error}") from error
 

@@ -25,7 +25,12 @@ from jaxlora.scheduler.pinning import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.streams.stream import Rules
 from jaxlora.train.execute.layout import base_placement
-from jaxlora.train.plan.auto_mesh.predict import Rates, shape_seconds, window_seconds
+from jaxlora.train.plan.auto_mesh.predict import (
+    Rates,
+    adapter_share,
+    shape_seconds,
+    window_seconds,
+)
 from jaxlora.train.plan.lanes import replica_lanes, run_lanes, window_cost
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
@@ -94,7 +99,7 @@ class RunPlan:
         """Placement of weights while they are read; None: all on one device."""
         if self.stages.sizes.num_devices == 1:
             return None
-        return base_placement(self.stages.sizes, self.stages.borders)
+        return base_placement(self.stages)
 
     def with_config(self, config: RunConfig) -> "RunPlan":
         """Returns the plan with another capacity or `remat`; its stages stay."""
@@ -254,8 +259,21 @@ def laid_out(
         lanes=lanes,
         bounds=bounds,
         rates=rates,
-        notes=tuple(_mesh_notes(stages, pinning)),
+        notes=(*_mesh_notes(stages, pinning), *_tensor_notes(stages, jobs)),
     )
+
+
+def _tensor_notes(stages: MeshStages, jobs: Sequence[PreparedJob]) -> list[Note]:
+    """Says what adapters add to the exchanges along `tensor`, in the job with most."""
+    if stages.sizes.tensor == 1 or not jobs:
+        return []
+    smallest = min(jobs, key=lambda job: job.batch_tokens)
+    share = adapter_share(stages, smallest.batch_tokens)
+    text = (
+        f"tensor={stages.sizes.tensor}: the adapter of {smallest.name} adds {share:.1%}"
+        f" to what its batches of about {smallest.batch_tokens:,.0f} tokens exchange"
+    )
+    return [Note(text)]
 
 
 def _mesh_notes(stages: MeshStages, pinning: Pinning) -> list[Note]:

@@ -10,6 +10,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_settings
@@ -51,7 +52,8 @@ def decoder_spec(
         more = resolve_targets(slots, linear_names(model))
         adapted |= {linear_path(name) for name in more}
     longest = max(job.max_length for job in config.jobs)
-    attention = choose_attention(config.attention, dtype, model)
+    part = part_config(model, config.mesh_sizes.tensor)
+    attention = choose_attention(config.attention, dtype, part)
     options = DecoderOptions(
         dtype=dtype,
         base_format=planned.base_format,
@@ -89,7 +91,8 @@ def decoder_spec(
     spec = DecoderSpec(
         config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))
     )
-    kernels = choose_kernels(config.implementation, spec, config.block_tokens)
+    on_device = dataclasses.replace(spec, config=part)
+    kernels = choose_kernels(config.implementation, on_device, config.block_tokens)
     options = dataclasses.replace(options, implementation=kernels.name)
     spec = dataclasses.replace(spec, options=options)
     return spec, KernelChoices(kernels=kernels, attention=attention)

@@ -1,10 +1,10 @@
-"""Measures pipelines and FSDP on the GPUs of one machine.
+"""Measures pipelines, FSDP and tensor parallelism on the GPUs of one machine.
 
 Each mesh is measured in a process of its own. A pipeline gives the time of each pass
 alone, and the bubble of windows of ragged lengths, measured and simulated from these
-times. FSDP and one GPU give the time and the memory of a step, and the throughput of
-windows. Weights and tokens are random, and the lengths are those of
-summarization data sets.
+times. Other meshes give the time and the memory of a step, the share of its time in
+which exchanges run, and the throughput of windows. Weights and tokens are random, and
+the lengths are those of summarization data sets.
 
 Each row is written as soon as it is measured: to DIR/mesh.jsonl, and with tables of all
 rows to DIR/mesh.md. Without a GPU, only the models tiny and wide-2 run.
@@ -52,7 +52,7 @@ def count_devices() -> tuple[int, bool]:
 
 
 def default_meshes(num_devices: int) -> list[str]:
-    """Returns a pipeline and FSDP over all devices, and one device.
+    """Returns each axis that divides the model over all devices, and one device.
 
     Raises:
         JaxloraError: There is one device only.
@@ -62,7 +62,8 @@ def default_meshes(num_devices: int) -> list[str]:
             "`jaxlora bench mesh` measures several devices, and there is 1 here. Run "
             "it where there are more, or give the meshes: --meshes fsdp=1."
         )
-    return [f"stage={num_devices}", f"fsdp={num_devices}", ONE_DEVICE]
+    axes = "stage", "fsdp", "tensor"
+    return [*(f"{axis}={num_devices}" for axis in axes), ONE_DEVICE]
 
 
 def make_case(args: argparse.Namespace, mesh: str, num_devices: int) -> Case:
@@ -114,8 +115,8 @@ def add_options(out: argparse.ArgumentParser) -> None:
         "--meshes",
         nargs="+",
         metavar="MESH",
-        help="as in a run file; by default a pipeline and FSDP over all devices, and "
-        "one device",
+        help="as in a run file; by default each of stage, fsdp and tensor over all "
+        "devices, and one device",
     )
     out.add_argument("--adapters", type=int, nargs="+", default=[1, 2, 4])
     out.add_argument(

@@ -21,7 +21,9 @@ from jaxlora.bench.mesh.mesh_training import MeshTraining, flops_per_token
 from jaxlora.bench.mesh.results import Results, columns_of
 from jaxlora.bench.report import Timing, about, needs_gpu
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
+from jaxlora.data.pack import PackedBatch
 from jaxlora.errors import JaxloraError
+from jaxlora.profile.device_trace import busy_ms, is_exchange, trace
 from jaxlora.profile.pass_times import measure_passes
 from jaxlora.profile.training import GIB, peak_gib, time_steps
 from jaxlora.scheduler import CostModel, simulate
@@ -112,10 +114,29 @@ class _Mesh:
             "step",
             adapters=max(self._case.adapters),
             **timing.columns("step_ms", 2),
+            **self._exchanges(batch),
             argument_gib=round(memory.argument_size_in_bytes / GIB, 2),
             temp_gib=round(memory.temp_size_in_bytes / GIB, 2),
             peak_gib=peak_gib(self._case.sizes.num_devices),
         )
+
+    def _exchanges(self, batch: PackedBatch) -> Columns:
+        """Returns the shares of a step in which exchanges between devices run.
+
+        `exposed` is the share in which nothing else runs on the first device.
+        """
+        if self._case.sizes.num_devices == 1:
+            return {}
+        kernels = trace(lambda: self._training.start([batch])(), 1)
+        own = [k for k in kernels if k.device == 0]
+        rest = [k for k in own if not is_exchange(k)]
+        whole = busy_ms(own)
+        exchanges = busy_ms([k for k in own if is_exchange(k)])
+        share = lambda ms: round(100 * ms / whole, 2) if whole else None
+        return {
+            "exchange_percent": share(exchanges),
+            "exposed_percent": share(whole - busy_ms(rest)),
+        }
 
     def _passes(self) -> None:
         """Times each pass of the pipeline on its own, and fits the cost model."""

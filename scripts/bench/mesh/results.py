@@ -52,7 +52,7 @@ _COLUMNS = {
     ),
     "step": (
         "mesh", "adapters", "step_ms", "p10_ms", "p90_ms", "over_one_gpu",
-        "argument_gib", "temp_gib", "peak_gib",
+        "exchange_percent", "exposed_percent", "argument_gib", "temp_gib", "peak_gib",
     ),
     "pass": ("mesh", "pass", "tokens", "squares", "ms"),
     "fit": ("mesh", "mape_percent"),

@@ -26,6 +26,7 @@ from jaxlora.memory.footprint import StageUse, num_bytes, optimizer_bytes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
+from jaxlora.sharding.mesh import STAGE_AXES
 from jaxlora.train.execute.step import CompiledSteps
 from tests.llama import LLAMA_1B, decoder
 
@@ -93,8 +94,8 @@ def main() -> None:
     config = dataclasses.replace(LLAMA_1B, num_layers=2, layer_windows=(None,) * 2)
     slots = SlotShape(num_slots=num_slots, rank=16)
     spec = dataclasses.replace(decoder(config), slots=slots)
-    devices = np.array(find_devices(platform, number)).reshape(1, number)
-    mesh = jax.sharding.Mesh(devices, ("data", "fsdp"))
+    devices = np.array(find_devices(platform, number)).reshape(1, number, 1)
+    mesh = jax.sharding.Mesh(devices, STAGE_AXES)
     found = temporary_bytes(spec, StageSharding(mesh=mesh))
     if platform != "cpu":  # where the estimate is for the devices that are here
         jax.default_backend = lambda: platform

@@ -13,6 +13,7 @@ import pytest
 from jaxlora.adapters.exchange import exchange, exchange_rounds
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.sharding.mesh import STAGE_AXES
 from jaxlora.train.execute.step import _jitted
 from tests.deviceless import ROOT, compile_deviceless
 
@@ -21,8 +22,8 @@ PROGRAM = "tests.jaxlora.adapters.exchange_program"
 
 
 def on(data: int, fsdp: int, *, is_pinned: bool = False) -> StageSharding:
-    devices = np.array(jax.devices()[: data * fsdp]).reshape(data, fsdp)
-    mesh = jax.sharding.Mesh(devices, ("data", "fsdp"))
+    devices = np.array(jax.devices()[: data * fsdp]).reshape(data, fsdp, 1)
+    mesh = jax.sharding.Mesh(devices, STAGE_AXES)
     return StageSharding(mesh=mesh, is_pinned=is_pinned)
 
 

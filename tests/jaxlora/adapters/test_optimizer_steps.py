@@ -14,7 +14,6 @@ from jaxlora.adapters.optimizer import (
     OptimizerInputs,
     Pending,
     optimizer_step,
-    zero_state,
 )
 from jaxlora.adapters.optimizer_state import (
     evaluation_weights,
@@ -23,6 +22,7 @@ from jaxlora.adapters.optimizer_state import (
     transformation,
 )
 from jaxlora.adapters.optimizers import OPTIMIZERS
+from jaxlora.adapters.slot_state import zero_state
 from jaxlora.adapters.slots import write_slot
 from jaxlora.modules.trained_tensors import unpadded
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxlora import Trainer, load_run
+from jaxlora.cli.main import main
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError
 from jaxlora.run.live.mailbox import Mailbox
@@ -43,6 +44,22 @@ def test_two_processes_train_like_one_also_when_killed_and_interrupted(
     both = train_in_two([run_file, run_file], "--resume")
     assert [one.status for one in both] == [0, 0], both
     assert results(run_file) == in_one_process
+
+
+@pytest.mark.grid
+def test_a_microbatch_is_shared_by_two_processes(make_run):
+    """Along `tensor`, which is wider than a process, and than the key-value heads.
+
+    Between processes, the sums of its layers have another order.
+    """
+    run_file, alone = make_run(mesh="tensor=4"), make_run(mesh="tensor=4")
+    both = train_in_two([run_file, run_file])
+    assert [one.status for one in both] == [0, 0], both
+    assert main(["train", str(alone)]) == 0
+    (_, losses), (_, wanted) = results(run_file), results(alone)
+    assert [row[:3] for row in losses] == [row[:3] for row in wanted]
+    expected = pytest.approx([loss for *_, loss in wanted], rel=1e-5)
+    assert [loss for *_, loss in losses] == expected
 
 
 def test_requests_reach_both_processes(make_run):

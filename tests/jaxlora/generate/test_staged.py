@@ -70,6 +70,7 @@ def alone(made):
         ("data=2", True),
         pytest.param("fsdp=2", False, marks=pytest.mark.grid),
         ("stage=2,fsdp=2", False),
+        ("tensor=2", False),
         pytest.param("data=2,stage=2,fsdp=2", True, marks=pytest.mark.grid),
     ],
 )

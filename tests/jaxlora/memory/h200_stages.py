@@ -14,10 +14,9 @@ import pathlib
 import sys
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jaxlora.adapters.optimizer import AdapterState, Pending
+from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import stage_specs
 from jaxlora.memory.footprint import StagePrograms
@@ -55,28 +54,13 @@ def spec_of(remat: str, num_layers: int) -> DecoderSpec:
 
 def state_shapes(stage: Stage) -> AdapterState:
     """Shapes of the slots of a stage, on its devices."""
-    placement, tables = stage.placement, stage.spec.adapter_shapes()
-    assert stage.spec.slots is not None
-    num_slots = stage.spec.slots.num_slots
-    parts = () if placement.num_devices == 1 else (placement.num_parts,)
-
-    def shape(size, dtype, where):
-        sharding = placement.sharding(where)
-        return jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
-
-    whole = {
-        name: shape(table.shape, table.dtype, placement.by_slot)
-        for name, table in tables.items()
-    }
-    pending = Pending(
-        gradients={
-            name: shape((*parts, *table.shape), table.dtype, placement.partial)
-            for name, table in tables.items()
-        },
-        is_finite=shape((*parts, num_slots), jnp.bool_, placement.partial),
-    )
-    return AdapterState(
-        params=whole, optimizer_state={"mu": whole, "nu": whole}, pending=pending
+    steps, placement = stage.steps, stage.placement
+    return jax.tree.map(
+        lambda like, spec: jax.ShapeDtypeStruct(
+            like.shape, like.dtype, sharding=placement.sharding(spec)
+        ),
+        jax.eval_shape(steps.empty.jitted),
+        steps.state_specs,
     )
 
 

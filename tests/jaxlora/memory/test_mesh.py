@@ -206,6 +206,24 @@ def test_replicas_may_divide_the_slots():
     assert pinned.fixed_bytes == single.fixed_bytes
 
 
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_devices_that_share_microbatches_hold_parts(tensor):
+    """With four devices, two share each of the key-value heads, and have both."""
+    [whole], [part] = (estimate(f"tensor={n}").stages for n in (1, tensor))
+    norms, kv = (2 * 8 + 1) * 64 * 4, 8 * 2 * 64 * 32 * 4
+    shared = kv if tensor == 4 else 0
+    rest = whole.base_bytes - norms - shared
+    assert part.base_bytes == norms + shared + rest // tensor
+    # A of linears that read the hidden states is whole, and B of those that write them.
+    assert SPEC.slots is not None
+    each = 8 * 4 * 4 * SPEC.slots.num_slots * SPEC.slots.rank  # weights, moments, ...
+    features = 5 * 64 + 2 * 64 + (64 + 2 * 32 + 64 + 3 * 256) // tensor
+    features += 2 * (32 - 32 // tensor) * bool(shared)
+    assert part.adapter_bytes == each * features
+    assert part.bytes_per_token < whole.bytes_per_token
+    assert part.transient_bytes_per_token < whole.transient_bytes_per_token
+
+
 @pytest.mark.parametrize("data", [2, 8, 64])
 def test_the_sum_of_gradients_takes_no_more_on_more_devices(data, monkeypatch):
     """Two copies of a slot; a slot is a fourth of a copy of all of them."""
@@ -329,7 +347,9 @@ def test_a_compiled_pipeline_has_the_last_word(have):
 def test_weights_that_do_not_fit_name_the_mesh(have):
     [stage] = resident_footprint(stages_of(SPEC, "fsdp=2")).stages
     have(stage.base_bytes // 2)
-    match = r"on each device of mesh fsdp=2 \(base .* More devices, along fsdp or stage"
+    match = (
+        r"on each device of mesh fsdp=2 \(base .* More devices, along fsdp, stage or"
+    )
     with pytest.raises(ConfigError, match=match):
         settle(config(mesh="fsdp=2", microbatch_tokens=1024), SPEC, BOUNDS)
 

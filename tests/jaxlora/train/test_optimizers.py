@@ -16,9 +16,9 @@ from jaxlora.adapters.optimizer import (
     OptimizerInputs,
     Pending,
     optimizer_step,
-    zero_state,
 )
 from jaxlora.adapters.optimizers import ADAMW, LION, find_optimizer
+from jaxlora.adapters.slot_state import zero_state
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config

@@ -127,6 +127,17 @@ class Candidates:
         tokens = largest_fitting(bounds, estimate, room) or bounds.smallest
         return self._candidate(config, spec, bounds, tokens)
 
+    def unlimited(self, config: RunConfig, spec: DecoderSpec) -> Candidate:
+        """Returns the candidate with the largest capacity, whether or not it fits.
+
+        Args:
+            config: The run, with a mesh.
+            spec: The whole decoder, with the run's `remat`.
+        """
+        config = config.replace(remat=spec.options.remat)
+        bounds = self._demand.bounds(config)
+        return self._candidate(config, spec, bounds, bounds.max_tokens)
+
     def at(self, config: RunConfig, spec: DecoderSpec, bounds: Bounds) -> Candidate:
         """Returns the candidate with the settings of a run.
 

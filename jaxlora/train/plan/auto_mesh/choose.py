@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
 from jaxlora.config import RunConfig
@@ -11,6 +11,7 @@ from jaxlora.memory.need import DoesNotFitError
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.candidates import Candidate, Candidates, Demand
 from jaxlora.train.plan.auto_mesh.machine import Machine
@@ -43,8 +44,8 @@ def choose_mesh(
     These are the meshes of the most devices with which any fits, of half as many, of a
     quarter, and so on to a single device. Each has the capacity that is predicted to be
     fastest on it. Of meshes that are about equally fast, the simplest is chosen: the
-    one with the fewest devices, then with the fewest stages, and then with the fewest
-    shards.
+    one with the fewest devices, then with the fewest that share a microbatch, then with
+    the fewest stages, and then with the fewest shards.
 
     Args:
         config: The run; its mesh is not used.
@@ -61,29 +62,67 @@ def choose_mesh(
     available = machine.memory_of(machine.num_devices)
     candidates = Candidates(demand, machine, available)
 
-    def largest(num_devices: int) -> list[Candidate]:
+    def largest(meshes: Iterable[MeshSizes]) -> list[Candidate]:
         return [
             candidates.largest(config.replace(mesh=str(sizes)), spec.with_remat(remat))
-            for sizes in _meshes(config, spec, num_devices, machine)
+            for sizes in meshes
             for remat in _remats(config)
         ]
 
     tried: list[Candidate] = []
     for num_devices in range(machine.num_devices, 0, -1):
-        found = largest(num_devices)
+        shared = _shared_meshes(config, spec, num_devices, machine)
+        found = largest(_meshes(config, spec, num_devices, machine))
+        fitting = _fitting(found, available)
+        if not fitting:
+            found += (others := largest(shared))
+            fitting, shared = _fitting(others, available), []
         tried += found
-        fitting = [c for c in found if c.fits(available)] or [
-            c for c in found if c.fits(available, with_room=False)
-        ]
         if fitting:
             for fewer in _halvings(num_devices):
-                fitting += [c for c in largest(fewer) if c.fits(available)]
-            choice = _fastest([candidates.fastest(c) for c in fitting], machine)
+                meshes = _meshes(config, spec, fewer, machine)
+                fitting += [c for c in largest(meshes) if c.fits(available)]
+            timed = [candidates.fastest(c) for c in fitting]
+            faster = _faster(config, spec, candidates, shared, timed)
+            more = [c for c in largest(faster) if c.fits(available)]
+            timed += [candidates.fastest(c) for c in more]
+            choice = _fastest(timed, machine)
             # A single device chooses it again, and compiles what it has chosen.
             return (
                 choice if choice.sizes.num_devices > 1 else _unsettled(choice, config)
             )
     raise _refused(tried, machine.num_devices, available)
+
+
+def _fitting(
+    found: Sequence[Candidate], available: DeviceMemory | None
+) -> list[Candidate]:
+    """Returns those that fit, or else those that fit without room for errors."""
+    return [c for c in found if c.fits(available)] or [
+        c for c in found if c.fits(available, with_room=False)
+    ]
+
+
+def _faster(
+    config: RunConfig,
+    spec: DecoderSpec,
+    candidates: Candidates,
+    meshes: Iterable[MeshSizes],
+    timed: Sequence[tuple[Candidate, float]],
+) -> list[MeshSizes]:
+    """Returns meshes that would be faster if their memory had no limit.
+
+    So memory is estimated, which takes longest, for few of them.
+    """
+    least, faster = min(time for _, time in timed), []
+    if not least:  # nothing is left to do
+        return []
+    weakest = spec.with_remat(_remats(config)[0])
+    for sizes in meshes:
+        found = candidates.unlimited(config.replace(mesh=str(sizes)), weakest)
+        if _TOLERANCE * candidates.seconds_per_token(found) < least:
+            faster.append(sizes)
+    return faster
 
 
 def _unsettled(choice: MeshChoice, config: RunConfig) -> MeshChoice:
@@ -99,7 +138,10 @@ def _halvings(num_devices: int) -> Iterator[int]:
 def _meshes(
     config: RunConfig, spec: DecoderSpec, num_devices: int, machine: Machine
 ) -> Iterator[MeshSizes]:
-    """Yields the meshes of exactly this many devices that can run the model."""
+    """Yields the meshes of exactly this many devices that can run the model.
+
+    Their devices share no microbatch; see `_shared_meshes`.
+    """
     most = min(spec.config.num_layers, config.pipeline_microbatches or num_devices)
     if machine.num_processes > 1:  # pipeline stages cannot span processes
         most = 1
@@ -112,6 +154,30 @@ def _meshes(
             yield MeshSizes(data=num_devices // (stage * fsdp), stage=stage, fsdp=fsdp)
 
 
+def _shared_meshes(
+    config: RunConfig, spec: DecoderSpec, num_devices: int, machine: Machine
+) -> list[MeshSizes]:
+    """Returns the meshes of this many devices, some of which share each microbatch.
+
+    The sums along `tensor` are not hidden behind other work, so it stays within a host.
+    Where the rate of the links is not known, there are none.
+    """
+    if math.isinf(machine.speed.link_bytes):
+        return []
+    found = []
+    for tensor in range(2, machine.num_devices // machine.num_hosts + 1):
+        if num_devices % tensor:
+            continue
+        try:
+            check_divides(spec.config, tensor, spec.options.base_format)
+        except ValueError:
+            continue
+        apart = dataclasses.replace(machine, num_devices=machine.num_devices // tensor)
+        meshes = _meshes(config, spec, num_devices // tensor, apart)
+        found += [dataclasses.replace(sizes, tensor=tensor) for sizes in meshes]
+    return found
+
+
 def _remats(config: RunConfig) -> tuple[Remat, ...]:
     return get_args(Remat) if config.remat == "auto" else (config.remat,)
 
@@ -122,7 +188,8 @@ def _fastest(timed: Sequence[tuple[Candidate, float]], machine: Machine) -> Mesh
     def rank(pair: tuple[Candidate, float]) -> tuple:
         sizes = pair[0].stages.sizes
         is_slow = pair[1] > _TOLERANCE * least
-        return is_slow, sizes.num_devices, sizes.stage, sizes.fsdp, pair[1]
+        simpler = sizes.num_devices, sizes.tensor, sizes.stage, sizes.fsdp
+        return is_slow, *simpler, pair[1]
 
     (chosen, time), *others = sorted(timed, key=rank)
     fitting = [candidate for candidate, _ in timed]

@@ -125,8 +125,8 @@ def shape_seconds(
         shapes: The other shapes.
         squares: Mean sum of squared lengths of the samples of a full microbatch.
     """
-    links, fsdp = rates.links, stages.sizes.fsdp
-    decoder = decoder_seconds(stages.spec, links.speed)
+    links, fsdp, tensor = rates.links, stages.sizes.fsdp, stages.sizes.tensor
+    decoder = decoder_seconds(stages.spec.part(tensor), links.speed)
 
     def equivalent_tokens(num_tokens: float) -> float:
         """Tokens whose products alone would take the whole time of a microbatch."""
@@ -137,19 +137,26 @@ def shape_seconds(
             return num_tokens + links.speed.weight_tokens + launches
         own = num_tokens, squares * num_tokens / capacity
         whole = rates.profile.seconds(stages.spec, links.speed, *own)
-        return whole / decoder.whole.both
+        return whole / tensor / decoder.whole.both
 
     full, half = equivalent_tokens(capacity), equivalent_tokens(capacity / 2)
 
-    def cost(seconds: float, gather: float) -> AffineCost:
+    def cost(seconds: float, gather: float, reduction: float) -> AffineCost:
         most = _overlapped(full * seconds, gather)
         each = (most - _overlapped(half * seconds, gather)) / (capacity / 2)
-        return AffineCost(base=most - capacity * each, per_token=each, per_square=0.0)
+        base = most - capacity * each
+        return AffineCost(base=base, per_token=each + reduction, per_square=0.0)
 
     costs = []
     for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
-        gather = links.seconds(_gathered_bytes(spec, fsdp), fsdp)
-        forward, backward = (cost(t, gather) for t in (time.forward, time.backward))
+        gather = links.seconds(_gathered_bytes(spec, fsdp, tensor), fsdp)
+        received = _reduced_bytes(spec, tensor)
+        forward, backward = (
+            cost(seconds, gather, links.seconds(num_bytes, tensor))
+            for seconds, num_bytes in zip(
+                (time.forward, time.backward), received, strict=True
+            )
+        )
         costs.append(StageCost(forward=forward, backward=backward))
     itemsize = stages.spec.options.dtype.itemsize
     hidden_bytes = capacity * stages.spec.config.hidden_size * itemsize
@@ -172,9 +179,52 @@ def _overlapped(compute: float, transfer: float) -> float:
     return max(compute, transfer) + _EXPOSED_SHARE * min(compute, transfer)
 
 
-def _gathered_bytes(spec: DecoderSpec, fsdp: int) -> float:
+def _gathered_bytes(spec: DecoderSpec, fsdp: int, tensor: int) -> float:
     """Bytes of weights that a device receives in each pass of a stage."""
-    return num_bytes(spec.base_shapes()) * (fsdp - 1) / fsdp
+    return num_bytes(spec.part(tensor).base_shapes()) * (fsdp - 1) / fsdp
+
+
+def _reduced_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
+    """Bytes per token that a device receives in the sums of a stage's passes.
+
+    A layer has two sums of hidden states in each pass, the embedding has one, and so
+    has the gradient of the loss. Their time is not hidden: what follows needs them.
+
+    Returns:
+        Those of the forward pass, and of the backward pass.
+    """
+    hidden = spec.config.hidden_size * spec.options.dtype.itemsize
+    each = 2 * hidden * (tensor - 1) / tensor
+    in_layers = 2 * len(spec.layer_numbers)
+    return (
+        each * (in_layers + spec.has_embedding),
+        each * (in_layers + spec.has_head),
+    )
+
+
+def _whole_slot_bytes(spec: DecoderSpec, tensor: int) -> float:
+    """Bytes of a slot's tables that are whole on each device along `tensor`."""
+    axes = spec.divided(tensor=tensor).table_axes()
+    shapes = spec.adapter_shapes()
+    assert spec.slots is not None
+    whole = [table for name, table in shapes.items() if name not in axes]
+    return num_bytes(whole) / spec.slots.num_slots
+
+
+def adapter_share(stages: MeshStages, batch_tokens: float) -> float:
+    """Share of a job's exchanges along `tensor` that its adapter adds to the base's.
+
+    The gradients of the halves of an adapter that are whole on each device are summed
+    once per optimizer step, and hidden states in each layer of both passes.
+
+    Args:
+        stages: Stages of the run.
+        batch_tokens: Tokens of a global batch of the job.
+    """
+    tensor = stages.sizes.tensor
+    added = sum(_whole_slot_bytes(spec, tensor) for spec in stages.specs)
+    each = sum(sum(_reduced_bytes(spec, tensor)) for spec in stages.specs)
+    return 2 * (tensor - 1) / tensor * added / (batch_tokens * each)
 
 
 @functools.lru_cache(maxsize=64)
@@ -182,14 +232,24 @@ def step_seconds(stages: MeshStages, rates: Rates) -> float:
     """Time of an optimizer step, and before it, until all devices have the gradients.
 
     A device receives a chunk from each of the others, and then their sums of chunks.
-    Without a profile, the step itself counts as nothing.
+    Tables that are whole on each device are summed over `tensor`, too. Without a
+    profile, the step itself counts as nothing.
     """
-    use = stages.use(0)
-    slots = max(num_bytes(spec.adapter_shapes()) for spec in stages.specs)
-    assert stages.spec.slots is not None
-    slot = slots / stages.spec.slots.num_slots
-    received = 2 * slot * (use.num_parts - 1) / use.num_parts
-    exchange = rates.links.seconds(received, use.num_parts)
+    use, tensor = stages.use(0), stages.sizes.tensor
+
+    def seconds(slot_bytes: float, num_parts: int) -> float:
+        received = 2 * slot_bytes * (num_parts - 1) / num_parts
+        return rates.links.seconds(received, num_parts)
+
+    slots, exchange = 0, 0.0
+    for spec in stages.specs:
+        own = num_bytes(spec.part_shapes(tensor)[1])
+        assert spec.slots is not None
+        whole = _whole_slot_bytes(spec, tensor)
+        divided = own / spec.slots.num_slots - whole
+        found = seconds(divided, use.num_parts)
+        found += seconds(whole, use.num_parts * tensor)
+        slots, exchange = max(slots, own), max(exchange, found)
     if (profile := rates.profile) is None or not profile.adapter_bytes:
         return exchange
     each = slots / use.num_replicas

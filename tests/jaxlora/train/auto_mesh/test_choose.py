@@ -67,9 +67,10 @@ def choose(
     num_jobs: int = 4,
     batch_size: int = 64,
     tokens: int | None = 4096,
+    length: int = 400,
     **settings,
 ) -> MeshChoice:
-    """Chooses the mesh of jobs with samples of 400 tokens."""
+    """Chooses the mesh of jobs with samples of one length."""
     jobs = [
         {"name": f"job{i}", "data": {"path": "a.jsonl"}, "batch_size": batch_size}
         for i in range(num_jobs)
@@ -82,7 +83,7 @@ def choose(
         **settings,
     )
     bounds = Bounds(smallest=1024, largest=8192, unit=256, fixed=tokens)
-    demand = demand_of(num_jobs, batch_size, bounds)
+    demand = demand_of(num_jobs, batch_size, bounds, (length,))
     spec = decoder(model, remat=config.weakest_remat)
     return choose_mesh(config, spec, demand, where)
 
@@ -99,6 +100,19 @@ def test_a_model_that_fits_one_device_is_replicated():
     assert choice.sizes == MeshSizes(data=4)
     assert choice.reason.startswith("mesh auto: data=4 on 4 devices: it needs ")
     assert "; predicted " in choice.reason and "x as fast as " in choice.reason
+
+
+def test_devices_share_a_batch_of_a_single_sample():
+    """Others would wait for it; where links are slow, its sums take longer."""
+    alone = dict(num_jobs=1, batch_size=1, length=4096, remat="layer")
+    choice = choose(LLAMA_8B, machine(4), **alone)
+    assert choice.sizes.tensor > 1 and choice.sizes.num_devices <= 4
+    where = machine(4)
+    slow = dataclasses.replace(where.speed, link_bytes=4e9)
+    where = dataclasses.replace(where, speed=slow)
+    assert choose(LLAMA_8B, where, **alone).sizes.tensor == 1
+    unknown = Machine(num_devices=4, speed=UNKNOWN_DEVICE, memory=None)
+    assert choose(SMALL, unknown, **alone).sizes.tensor == 1
 
 
 def test_llama_70b_is_divided():

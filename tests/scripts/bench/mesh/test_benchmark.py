@@ -168,7 +168,8 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path):
 
 
 def test_one_device_is_too_few():
-    assert benchmark.default_meshes(2) == ["stage=2", "fsdp=2", "fsdp=1"]
+    wanted = ["stage=2", "fsdp=2", "tensor=2", "fsdp=1"]
+    assert benchmark.default_meshes(2) == wanted
     with pytest.raises(JaxloraError, match="there is 1 here"):
         benchmark.default_meshes(1)
 

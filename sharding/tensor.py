@@ -1,0 +1,115 @@
+"""Sums over the devices that share the features of a layer (tensor parallelism).
+
+Each device has a part of the heads and of the MLP's features. `copy_in` comes before
+the linears whose outputs are divided, and `sum_out` after those whose inputs are. Each
+is the transpose of the other, so a half layer has one all-reduce in each pass. They are
+f and g of Megatron-LM (arXiv 1909.08053, section 3). The transpose of `jax.lax.psum`
+would add the gradient once more for each device, where `jax.shard_map` does not check
+which values vary.
+
+All functions run inside `jax.shard_map`, which must be manual over the axis `tensor`,
+unless the number of devices is 1.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from jaxlora.sharding.rules import TENSOR
+
+
+def copy_in(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
+    """Returns x, which is the same on all devices; its gradient is summed over them."""
+    return x if num_devices == 1 else _copy_in(x)
+
+
+def sum_out[T](x: T, num_devices: int) -> T:
+    """Returns the sum of arrays over the devices; a term's gradient is that of it."""
+    return x if num_devices == 1 else _sum_out(x)
+
+
+@jax.custom_vjp
+def _copy_in(x):
+    return x
+
+
+_copy_in.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.psum(dx, TENSOR),))
+
+
+@jax.custom_vjp
+def _sum_out(x):
+    return jax.lax.psum(x, TENSOR)
+
+
+_sum_out.defvjp(lambda x: (_sum_out(x), None), lambda _, dy: (dy,))
+
+
+def counted_once(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
+    """Returns x on the first device and zero on others: a term of a sum over them."""
+    if num_devices == 1:
+        return x
+    return jnp.where(jax.lax.axis_index(TENSOR) == 0, x, jnp.zeros_like(x))
+
+
+def trained_once(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
+    """Returns x, whose gradient is zero on all devices but the first.
+
+    It is for weights that all devices use alike, as gradients are summed over them.
+    """
+    if num_devices == 1:
+        return x
+    is_first = jax.lax.axis_index(TENSOR) == 0
+    return jnp.where(is_first, x, jax.lax.stop_gradient(x))
+
+
+def first_index(size: int, num_devices: int) -> Int[Array, ""] | int:
+    """Returns the index of this device's first feature among those of all devices.
+
+    Args:
+        size: Number of features on each device.
+        num_devices: Number of devices.
+    """
+    return 0 if num_devices == 1 else jax.lax.axis_index(TENSOR) * size
+
+
+def own_indices(
+    indices: Int[Array, " T"], size: int, num_devices: int
+) -> tuple[Int[Array, " T"], Bool[Array, " T"]]:
+    """Returns indices into this device's part of a table, and which of them are in it.
+
+    Those that are not in it become some index that is.
+
+    Args:
+        indices: Indices into the whole table.
+        size: Rows of the table on each device.
+        num_devices: Number of devices.
+    """
+    own = indices - first_index(size, num_devices)
+    return jnp.clip(own, 0, size - 1), (own >= 0) & (own < size)
+
+
+def own_slice(
+    x: Shaped[Array, "..."], axis: int, num_parts: int, num_devices: int
+) -> Shaped[Array, "..."]:
+    """Returns the part of x that this device uses, where several use the same one.
+
+    Args:
+        x: An array, whole on each device.
+        axis: The axis that is cut.
+        num_parts: Number of parts; divides the number of devices.
+        num_devices: Number of devices.
+    """
+    size = x.shape[axis] // num_parts
+    part = jax.lax.axis_index(TENSOR) * num_parts // num_devices
+    return jax.lax.dynamic_slice_in_dim(x, part * size, size, axis)
+
+
+def gathered(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+    """Joins the parts of all devices along an axis."""
+    return jax.lax.all_gather(x, TENSOR, axis=axis, tiled=True)
+
+
+def own_part(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+    """Returns this device's part of an array that is whole on each device."""
+    num_parts = jax.lax.axis_size(TENSOR)
+    return own_slice(x, axis, num_parts, num_parts)

@@ -1,0 +1,314 @@
+"""Devices that share a microbatch compute what one device computes."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxlora.adapters.exchange import exchange_rounds
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.data.pack import PackedBatch
+from jaxlora.hf.config import model_config
+from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.forward import SlotKeys
+from jaxlora.models.score import ScoreHead
+from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.tensor_parallel import check_divides
+from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.sharding.mesh import stage_meshes
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.execute.step import CompiledSteps
+from tests import tiny
+from tests.oracle import relative_error
+from tests.pallas_kernels.problems import QUICK_TO_COMPILE
+
+pytestmark = pytest.mark.needs_devices(4)
+
+SLOTS, TOKENS = 3, 48
+ROUNDING = 5e-6
+ALL = ("q", "k", "v", "o", "gate", "up", "down")
+DORA = {"settings": ("use_dora",), "dora_dropout": True}
+
+
+def make_spec(
+    layers: int = 2,
+    *,
+    adapted=ALL,
+    dtype="float32",
+    tied=False,
+    shape=(),
+    sizes=(),
+    **options,
+) -> DecoderSpec:
+    """A model with biases in all linears."""
+    fields = {
+        "num_hidden_layers": layers,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": tied,
+        **dict(sizes),
+    }
+    config = model_config(tiny.CONFIG | fields)
+    names = [n for n in config.linears() if n.split(".")[1][:-5] in adapted]
+    paths = (f"layers.{i}.{n}" for i in range(layers) for n in names)
+    return DecoderSpec(
+        config=config,
+        options=DecoderOptions(
+            dtype=jnp.dtype(dtype), max_segment_tokens=TOKENS, **options
+        ),
+        slots=SlotShape(num_slots=SLOTS, rank=4, **dict(shape)),
+        adapted=tuple(sorted(paths)),
+    )
+
+
+def placement_of(mesh: str) -> StageSharding:
+    (found,) = stage_meshes(MeshSizes.parse(mesh))
+    return StageSharding(mesh=found)
+
+
+def random(shapes, seed: int):
+    rng = np.random.default_rng(seed)
+
+    def one(path: str, like) -> np.ndarray:
+        if np.issubdtype(like.dtype, np.integer):  # codes of a quantized weight
+            most = np.iinfo(like.dtype).max
+            return rng.integers(0, most, like.shape, like.dtype, endpoint=True)
+        scale = 0.002 if path.endswith("kernel.scale") else 0.2
+        return np.asarray(rng.normal(size=like.shape, scale=scale), like.dtype)
+
+    return {path: one(path, shapes[path]) for path in sorted(shapes)}
+
+
+def batch() -> PackedBatch:
+    """A microbatch of samples of ragged lengths, with padding."""
+    rng = np.random.default_rng(2)
+    ends = np.array([5, 16, 25, 32, 40, 48])
+    segments = np.searchsorted(ends, np.arange(TOKENS), side="right").astype(np.int32)
+    starts = np.concatenate([[0], ends])[segments]
+    return PackedBatch(
+        token_ids=rng.integers(0, 288, TOKENS).astype(np.int32),
+        positions=(np.arange(TOKENS) - starts).astype(np.int32),
+        segment_ids=np.where(segments == 3, -1, segments).astype(np.int32),
+        labels=rng.integers(0, 288, TOKENS).astype(np.int32),
+        loss_inputs={"next_token": {"weight": rng.random(TOKENS, np.float32)}},
+        token_index=np.arange(TOKENS, dtype=np.int32),
+        block_adapter=np.array([0, 0, 2, -1, 1, 1], np.int32),
+    )
+
+
+def settings(spec: DecoderSpec) -> SlotSettings:
+    shape = len(spec.adapted), SLOTS
+    return SlotSettings(
+        scaling=np.full(shape, 1.5, np.float32),
+        dropout=np.broadcast_to(np.float32([0.3, 0.0, 0.1]), shape).copy(),
+        rank=np.broadcast_to(np.int32([4, 3, 2]), shape).copy(),
+    )
+
+
+KEYS = SlotKeys(seed=np.arange(SLOTS, dtype=np.int32), step=np.full(SLOTS, 5, np.int32))
+
+
+def arguments(spec: DecoderSpec, placement: StageSharding, steps: CompiledSteps):
+    """Arguments of the training step, on the devices."""
+    put = jax.device_put
+    base, specs = random(spec.base_shapes(), 0), spec.base_specs()
+    base = {p: put(x, placement.sharding(specs[p])) for p, x in base.items()}
+    state = steps.make_empty()
+    params = random(spec.adapter_shapes(), 1)
+    params = {n: put(x, state.params[n].sharding) for n, x in params.items()}
+    return base, params, state.pending, settings(spec), batch(), KEYS
+
+
+def step_of(spec: DecoderSpec, mesh: str | None):
+    """Returns losses, gradients and their norm on a mesh; None: on one device."""
+    placement = ONE_DEVICE if mesh is None else placement_of(mesh)
+    spec = spec.divided(tensor=placement.num_tensor)
+    steps = CompiledSteps(spec, placement)
+    pending, out, _ = steps.accumulate(*arguments(spec, placement, steps))
+    for slot in exchange_rounds(range(SLOTS), SLOTS, placement):
+        pending = steps.exchange(pending, slot)
+    norms = np.asarray(steps.measure(pending).squares)
+    gradients = jax.tree.map(np.asarray, pending.gradients)
+    if mesh is not None:
+        gradients = {name: x[0] for name, x in gradients.items()}
+    return np.asarray(out.loss).ravel(), gradients, norms
+
+
+SPECS = {
+    "biases": {},
+    "tied": {"tied": True, "adapted": ("k", "v", "o", "up", "down")},
+    "dora": {"shape": tuple(DORA.items())},
+    "int8": {"base_format": BaseFormat.named("int8"), "adapted": ("q", "o", "down")},
+    "nf4": {
+        "base_format": BaseFormat.named("nf4", double_quant=False),
+        "adapted": ("q", "o", "down"),
+        "sizes": (("hidden_size", 128), ("intermediate_size", 256)),
+    },
+}
+
+
+@functools.cache
+def wanted(name: str):
+    return step_of(make_spec(**SPECS[name]), None)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    [
+        ("tensor=2", "biases"),
+        ("tensor=2", "dora"),
+        ("tensor=4", "tied"),  # more devices than key-value heads
+        ("tensor=2", "int8"),
+        pytest.param("tensor=4", "biases", marks=pytest.mark.grid),
+        pytest.param("tensor=4", "dora", marks=pytest.mark.grid),
+        pytest.param("tensor=2", "nf4", marks=pytest.mark.grid),
+    ],
+)
+def test_losses_gradients_and_norms(mesh, name):
+    loss, gradients, norms = step_of(make_spec(**SPECS[name]), mesh)
+    loss_one, gradients_one, norms_one = wanted(name)
+    assert relative_error(loss, loss_one) < ROUNDING
+    assert relative_error(norms, norms_one) < ROUNDING
+    for path, gradient in gradients_one.items():
+        assert gradient.any(), path
+        assert relative_error(gradients[path], gradient) < ROUNDING, path
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("copies", [1, 2])
+def test_activations_in_fp8(copies):
+    """A device scales its own features of a row, so that they are rounded otherwise."""
+    base_format = BaseFormat.named("fp8", weight_copies=copies)
+    spec = make_spec(base_format=base_format)
+    (loss, gradients, _), (loss_one, gradients_one, _) = (
+        step_of(spec, mesh) for mesh in ("tensor=2", None)
+    )
+    assert 0 < relative_error(loss, loss_one) < 0.01
+    for path, gradient in gradients_one.items():
+        assert relative_error(gradients[path], gradient) < 0.3, path
+
+
+def test_a_score_head_that_all_devices_use_is_trained_once():
+    """Its gradients are summed over the devices, which compute the same ones."""
+    rng = np.random.default_rng(0)
+    hidden, table = rng.normal(size=(TOKENS, 32)), rng.normal(size=(SLOTS, 32))
+    slots = jnp.asarray(batch().block_adapter)
+
+    def gradients(tensor: int, table, hidden):
+        def total(table, hidden):
+            head = ScoreHead(SLOTS, 32, tensor=tensor)
+            head.weight[...] = table
+            return jnp.square(head(hidden, slots)).sum()
+
+        own, of_hidden = jax.grad(total, (0, 1))(table, hidden)
+        return jax.lax.psum(own, "tensor") if tensor > 1 else own, of_hidden
+
+    mesh = placement_of("tensor=2").mesh
+    assert mesh is not None
+    whole = PartitionSpec()
+    run = jax.shard_map(
+        functools.partial(gradients, 2),
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        check_vma=False,
+    )
+    args = jnp.float32(table), jnp.float32(hidden)
+    for found, wanted in zip(run(*args), gradients(1, *args), strict=True):
+        assert relative_error(found, wanted) < ROUNDING
+
+
+# ---- exchanges of a pass -------------------------------------------------------------
+
+
+@functools.cache
+def lowered(layers: int, adapted):
+    spec = make_spec(layers, adapted=adapted, dtype="bfloat16")
+    spec = spec.divided(tensor=2)
+    placement = placement_of("tensor=2")
+    steps = CompiledSteps(spec, placement)
+    return steps.accumulate.jitted.lower(*arguments(spec, placement, steps))
+
+
+@functools.cache
+def num_reductions(layers: int, adapted) -> Counter:
+    text = lowered(layers, adapted).compile(QUICK_TO_COMPILE).as_text()
+    kinds = r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+    return Counter(re.findall(rf" {kinds}(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize(
+    "adapted", [ALL, pytest.param(("q",), marks=pytest.mark.grid)], ids=["all", "one"]
+)
+def test_a_layer_has_two_reductions_in_each_pass(adapted):
+    """Adapters add none. The other ones are those of the embedding and of the loss."""
+    more = num_reductions(3, adapted) - num_reductions(2, adapted)
+    assert more == {"all-reduce": 4}
+    assert num_reductions(3, adapted).keys() == {"all-reduce"}
+
+
+def test_hidden_states_are_reduced_in_the_dtype_of_activations():
+    text = lowered(3, ALL).as_text()
+    found = re.findall(r"all_reduce.*?\(tensor<([\dx]+)x(\w+)>\) ->", text, re.DOTALL)
+    types = Counter(found)
+    hidden = f"{TOKENS}x32"
+    assert types[hidden, "bf16"] >= 12
+    assert (hidden, "f32") not in types
+    sizes = {np.prod([int(n) for n in shape.split("x")]) for shape, _ in found}
+    assert sizes <= {TOKENS * 32, 2 * TOKENS, TOKENS}
+
+
+# ---- what is divided -----------------------------------------------------------------
+
+
+def test_placements():
+    spec = make_spec().divided(fsdp=2, tensor=2)
+    specs, axes = spec.base_specs(), spec.table_axes()
+    P = PartitionSpec
+    assert specs["embed_tokens.embedding"] == P("tensor", "fsdp")
+    assert specs["lm_head.kernel"] == P("fsdp", "tensor")
+    assert specs["layers.0.self_attn.k_proj.kernel"] == P("fsdp", "tensor")
+    assert specs["layers.0.self_attn.k_proj.bias"] == P("tensor")
+    assert specs["layers.1.mlp.down_proj.kernel"] == P(("tensor", "fsdp"))
+    assert specs["layers.1.mlp.down_proj.bias"] == P()
+    assert specs["norm.scale"] == P()
+    assert axes["self_attn.q_proj.lora_b"] == 3 and axes["mlp.down_proj.lora_a"] == 2
+    assert "self_attn.q_proj.lora_a" not in axes and "mlp.down_proj.lora_b" not in axes
+    copies = make_spec().divided(tensor=4)
+    assert copies.base_specs()["layers.0.self_attn.k_proj.kernel"] == P()
+    assert "self_attn.k_proj.lora_b" not in copies.table_axes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "match"),
+    [
+        ({}, 3, "tensor=3 does not divide num_attention_heads=4 of the model"),
+        ({"intermediate_size": 49}, 2, "does not divide intermediate_size=49"),
+        ({"vocab_size": 289}, 2, "does not divide vocab_size=289"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "num_key_value_heads=3: one must be"),
+    ],
+)
+def test_models_that_cannot_be_divided(changes, tensor, match):
+    config = dataclasses.replace(make_spec().config, **changes)
+    with pytest.raises(ValueError, match=match):
+        check_divides(config, tensor)
+
+
+def test_quantized_blocks_that_a_border_would_cut():
+    config = dataclasses.replace(make_spec().config, hidden_size=64, head_dim=64)
+    config = dataclasses.replace(config, intermediate_size=192)
+    nf4 = functools.partial(BaseFormat.named, "nf4")
+    with pytest.raises(ValueError, match="Set double_quant: false"):
+        check_divides(config, 2, nf4())
+    with pytest.raises(ValueError, match=r"mlp\.down_proj with K=96: nf4"):
+        check_divides(config, 2, nf4(double_quant=False))
+    config = dataclasses.replace(config, intermediate_size=256)
+    check_divides(config, 2, nf4(double_quant=False))
+    check_divides(config, 2, BaseFormat.named("int8"))
