@@ -64,7 +64,7 @@ def resolve(
         config, note = _with_mesh(config, model, jobs, machine)
         notes.append(note)
     _check_mesh(config, model, machine)
-    _check_rows(config, model, jobs)
+    _check_adapters(config, model, jobs)
     if config.remat == "auto" and config.mesh_sizes.stage > 1:
         # Stages are divided for one `remat`, so it is chosen before their capacity.
         draft = _draft(config, model, jobs, machine)
@@ -132,18 +132,28 @@ def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> Non
         raise ConfigError(f"mesh: {error}") from error
 
 
-def _check_rows(
+# Settings of jobs whose tensors are not divided along `tensor`.
+_WHOLE = ("use_vera", "train_bias")
+
+
+def _check_adapters(
     config: RunConfig, model: PlannedModel, jobs: Sequence[PreparedJob]
 ) -> None:
-    """Refuses trained rows that two stages would need."""
-    if config.mesh_sizes.stage == 1 or not model.config.tie_embeddings:
-        return
+    """Refuses trained tensors that the mesh cannot divide, or that two stages need."""
+    sizes = config.mesh_sizes
     for job in jobs:
-        if job.num_token_rows:
+        given = [name for name in _WHOLE if job.is_set(name)]
+        given += ["trainable_token_indices"] if job.num_token_rows else []
+        if sizes.tensor > 1 and given:
+            raise ConfigError(
+                f"job {job.name!r} has {given[0]}, which meshes with the axis tensor "
+                f"do not support. Set a mesh without it, not {sizes}."
+            )
+        if sizes.stage > 1 and job.num_token_rows and model.config.tie_embeddings:
             raise ConfigError(
                 f"job {job.name!r} has trainable_token_indices, and the head of this "
                 "base is tied to its embedding, which is on another pipeline stage. "
-                f"Set a mesh of one stage, not {config.mesh_sizes}."
+                f"Set a mesh of one stage, not {sizes}."
             )
 
 

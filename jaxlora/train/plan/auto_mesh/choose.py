@@ -160,9 +160,12 @@ def _shared_meshes(
     """Returns the meshes of this many devices, some of which share each microbatch.
 
     The sums along `tensor` are not hidden behind other work, so it stays within a host.
-    Where the rate of the links is not known, there are none.
+    Where the rate of the links is not known, there are none, nor for slots with tensors
+    that are not divided along it.
     """
-    if math.isinf(machine.speed.link_bytes):
+    slots = spec.slots
+    is_whole = slots and (slots.has_vera or slots.trains_bias or slots.num_token_rows)
+    if is_whole or math.isinf(machine.speed.link_bytes):
         return []
     found = []
     for tensor in range(2, machine.num_devices // machine.num_hosts + 1):
