@@ -44,7 +44,7 @@ def check_listed(replicas: object) -> object:
         raise ValueError(
             "replicas: auto is not supported yet. List them, such as "
             "[{microbatch_tokens: 8192}, {microbatch_tokens: 2048, count: 3}], or "
-            "leave replicas out."
+            "leave replicas out. `jaxlora plan --replicas auto` says which would pay."
         )
     if isinstance(replicas, list | tuple) and not replicas:
         raise ValueError("replicas is empty. List them, or leave replicas out.")

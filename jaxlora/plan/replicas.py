@@ -98,7 +98,8 @@ def plan_run_replicas(
         tokens = blocks * config.block_tokens
     # Memory is looked at for each kind of replica, not for a mesh.
     given = {"remat": remats[0], "microbatch_tokens": tokens}
-    config = config.replace(mesh=ONE_DEVICE, microbatch_shapes=(), **given)
+    given |= {"microbatch_shapes": (), "replicas": None}
+    config = config.replace(mesh=ONE_DEVICE, **given)
     planned = contextlib.nullcontext()
     if machine is not None:
         planned = planned_for(machine.planned(SHARE))

@@ -253,12 +253,20 @@ def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
             file.write(json.dumps(record | {"label": number % 3 > 0}) + "\n")
     kto = {"data": {"path": str(pairs), "kind": "unpaired"}, "objective": "kto"}
     kinds = (
-        kto | {"eval_fraction": 0.0, "eval_every": None},
-        {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"},
+        kto | {"eval_fraction": 0.0, "eval_every": None, "use_vera": True},
+        {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"}
+        | {"trainable_token_indices": [100, 101]},
         {"optimizer": "sgd", "use_dora": True},
     )
     jobs = [
-        LoraJob(**job.model_dump(mode="json") | {"adam_eps": 1e-8} | kind)
+        # VeRA has no scaling.
+        LoraJob(
+            **job.model_dump(
+                mode="json", exclude={"lora_alpha"} if "use_vera" in kind else None
+            )
+            | {"adam_eps": 1e-8}
+            | kind
+        )
         for job, kind in zip(unlike_jobs, kinds, strict=True)
     ]
     one, other = (runs.train(jobs, **settings) for settings in (ONE, UNLIKE))
