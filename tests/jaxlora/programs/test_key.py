@@ -45,6 +45,7 @@ def changed_specs(spec: DecoderSpec) -> dict[str, DecoderSpec]:
         "max_segment_tokens": 128,
         "mean_segment_tokens": 32,
         "fsdp": 2,
+        "tensor": 2,
         "objectives": ("dpo",),
     }
     assert values.keys() == {f.name for f in dataclasses.fields(DecoderOptions)}
@@ -72,19 +73,22 @@ def test_every_field_of_the_decoder_changes_the_key(spec):
 
 def placements() -> dict[str, StageSharding]:
     devices = np.array(jax.devices())
-    names = ("data", "fsdp")
+
+    def on(chosen: np.ndarray, *sizes: int, is_pinned: bool = False) -> StageSharding:
+        mesh = Mesh(chosen.reshape(sizes), ("data", "fsdp", "tensor"))
+        return StageSharding(mesh=mesh, is_pinned=is_pinned)
+
     return {
         "none": ONE_DEVICE,
         "device": StageSharding(device=SingleDeviceSharding(devices[0])),
         "other device": StageSharding(device=SingleDeviceSharding(devices[1])),
-        "mesh": StageSharding(mesh=Mesh(devices[:2].reshape(1, 2), names)),
-        "turned": StageSharding(mesh=Mesh(devices[:2].reshape(2, 1), names)),
-        "swapped": StageSharding(mesh=Mesh(devices[1::-1].reshape(1, 2), names)),
-        "others": StageSharding(mesh=Mesh(devices[2:4].reshape(1, 2), names)),
-        "larger": StageSharding(mesh=Mesh(devices[:4].reshape(2, 2), names)),
-        "pinned": StageSharding(
-            mesh=Mesh(devices[:4].reshape(2, 2), names), is_pinned=True
-        ),
+        "mesh": on(devices[:2], 1, 2, 1),
+        "turned": on(devices[:2], 2, 1, 1),
+        "shared": on(devices[:2], 1, 1, 2),
+        "swapped": on(devices[1::-1], 1, 2, 1),
+        "others": on(devices[2:4], 1, 2, 1),
+        "larger": on(devices[:4], 2, 2, 1),
+        "pinned": on(devices[:4], 2, 2, 1, is_pinned=True),
     }
 
 
