@@ -12,6 +12,12 @@ from jaxlora.pallas_kernels.op import (
     multi_lora_linear,
     multi_lora_linears,
 )
+from jaxlora.pallas_kernels.producers import (
+    Gate,
+    multi_lora_gate,
+    produce,
+    unsupported_producer,
+)
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized import (
     FORMATS,
@@ -25,6 +31,7 @@ from jaxlora.pallas_kernels.quantized import (
     row_scale,
 )
 from jaxlora.pallas_kernels.reference import multi_lora_linear_reference
+from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
 
 __all__ = [
@@ -36,6 +43,7 @@ __all__ = [
     "DoraGain",
     "Dropout",
     "Fp8Weight",
+    "Gate",
     "GivenMask",
     "Int8Weight",
     "KernelSettings",
@@ -44,6 +52,8 @@ __all__ = [
     "Nf4Weight",
     "Projection",
     "QuantizedWeight",
+    "RowArguments",
+    "RowFunction",
     "WeightOptions",
     "column_norms",
     "compile_program",
@@ -54,12 +64,15 @@ __all__ = [
     "kernel_settings",
     "lower_program",
     "mask_words",
+    "multi_lora_gate",
     "multi_lora_linear",
     "multi_lora_linear_reference",
     "multi_lora_linears",
     "pack_mask",
     "prepare_to_load",
+    "produce",
     "quantize_rows",
     "row_scale",
     "unpack_mask",
+    "unsupported_producer",
 ]

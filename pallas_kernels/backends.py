@@ -5,7 +5,7 @@ name. Callers look an entry up and read its fields.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.mosaic import layer as mosaic
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 from jaxlora.pallas_kernels.triton import layer as triton
 from jaxlora.pallas_kernels.xla import layer as xla
 
@@ -57,6 +58,44 @@ class Backward(Protocol):
         ...
 
 
+@runtime_checkable
+class Produce(Protocol):
+    """Computes a row-wise function, with side products of its results.
+
+    Forward, all projections take its first result x, and their side products are
+    `s = factor * dropout(x) A`. With `is_gradient`, result i is the gradient of
+    projection i's y, and its side product is `ds = factor * dy B^T`.
+    """
+
+    def __call__(
+        self,
+        function: RowFunction,
+        arguments: RowArguments,
+        projections: Sequence[Projection],
+        block_adapter: Int[Array, " NB"],
+        *,
+        is_gradient: bool,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns the results, [T, K], and s or ds of each projection."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """What a back end computes beside row-wise functions.
+
+    Its `Forward` also takes `s`, and its `Backward` `ds`, computed before.
+
+    Attributes:
+        produce: The kernels.
+        unsupported: Returns why they cannot compute such a function here, as a clause
+            without a full stop; None if they can. Arrays may be shapes.
+    """
+
+    produce: Produce
+    unsupported: Callable[..., str | None]
+
+
 def _nowhere() -> None:
     """The default `slow_device`: the back end is never too slow for `auto`."""
 
@@ -81,6 +120,7 @@ class Backend:
             time.
         traced_as: Back end that keeps the same arrays for the backward pass, and can be
             traced where this one's packages or GPU are missing; None: itself.
+        producer: What it computes beside row-wise functions; None: nothing.
         slow_device: Returns why `auto` passes over the back end on the default device
             although it can run there, as such a clause; None if it does not.
     """
@@ -93,6 +133,7 @@ class Backend:
     partitionable: bool
     reads_transpose: bool = False
     traced_as: str | None = None
+    producer: Producer | None = None
     slow_device: Callable[[], str | None] = _nowhere
 
     def why_not(self, unsupported: str | None, *, is_auto: bool) -> str | None:
@@ -124,6 +165,7 @@ BACKENDS: dict[str, Backend] = _table(
         forward=mosaic.forward,
         backward=mosaic.backward,
         unsupported=mosaic.unsupported,
+        producer=Producer(mosaic.produce, mosaic.unsupported_producer),
         stores_masks=False,
         partitionable=False,
         reads_transpose=True,

@@ -108,6 +108,7 @@ def multi_lora_linears(
     *,
     layer: Int[Array, ""] | int | None = None,
     w_transposed: bool = False,
+    s: Sequence[Float[Array, "T _"]] | None = None,
     s_names: tuple[str, ...] = (),
     implementation: str = "xla",
 ) -> tuple[Float[Array, "T _"], ...]:
@@ -125,6 +126,8 @@ def multi_lora_linears(
         block_adapter: The slot of each token block; -1 for padding.
         layer: Index of the weights in their stacks; None: they are not stacks.
         w_transposed: Whether the weights are stored N K.
+        s: What `produce` computed beside x for these projections, and has no gradient
+            of its own: that of A is computed here. None: it is computed here too.
         s_names: Names that s, which the backward pass reads, has for policies of
             `jax.checkpoint`, beside `LINEAR_RESULTS`.
         implementation: Name of the kernel back end in `BACKENDS`.
@@ -140,6 +143,32 @@ def multi_lora_linears(
         LoRAFusion, arXiv 2510.00206, section 5.1.
     """
     backend = get_backend(implementation)
+    made = check_projections(
+        backend, x, projections, block_adapter, layer=layer, w_transposed=w_transposed
+    )
+    index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
+    op = _with_gradient(passes_of(backend, s_names))
+    arrays = x, made, index, jnp.asarray(block_adapter), s
+    x, made, index, blocks, s = vary(arrays, varying_axes(arrays))
+    plain = tuple(dataclasses.replace(p, dora=None) for p in made)
+    outputs = op(x, plain, index, blocks, s, w_transposed)
+    run = functools.partial(op, layer=index, s=None, w_transposed=w_transposed)
+    return tuple(
+        y if p.dora is None else _with_dora(run, x, p, y, blocks)
+        for p, y in zip(made, outputs, strict=True)
+    )
+
+
+def check_projections(
+    backend: Backend,
+    x,
+    projections: Sequence[Projection],
+    block_adapter,
+    *,
+    layer=None,
+    w_transposed: bool = False,
+) -> tuple[Projection, ...]:
+    """Checks linears that share x; returns them with every slot's rank."""
     check_alike(projections)
     is_stack = layer is not None
     for p in projections:
@@ -152,17 +181,7 @@ def multi_lora_linears(
         for p in projections
     )
     check_mesh(backend)
-    index = jnp.asarray(layer if is_stack else 0, jnp.int32).reshape(1)
-    op = _with_gradient(backend, jax.config.jax_default_matmul_precision, s_names)
-    arrays = x, made, index, jnp.asarray(block_adapter)
-    x, made, index, blocks = vary(arrays, varying_axes(arrays))
-    plain = tuple(dataclasses.replace(p, dora=None) for p in made)
-    outputs = op(x, plain, index, blocks, w_transposed)
-    run = functools.partial(op, layer=index, w_transposed=w_transposed)
-    return tuple(
-        y if p.dora is None else _with_dora(run, x, p, y, blocks)
-        for p, y in zip(made, outputs, strict=True)
-    )
+    return made
 
 
 def _with_dora(run, x, projection: Projection, y, block_adapter):
@@ -206,7 +225,7 @@ def _trained(projection: Projection, gradients: dict[str, Array]) -> Projection:
 
 
 @contextlib.contextmanager
-def _own_settings(precision: str | None) -> Iterator[None]:
+def own_settings(precision: str | None) -> Iterator[None]:
     """Settings of JAX for the kernels: the caller's own are for the caller's code."""
     with (
         jax.default_matmul_precision(precision),
@@ -216,42 +235,80 @@ def _own_settings(precision: str | None) -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _with_gradient(backend: Backend, precision: str | None, s_names: tuple[str, ...]):
-    """Makes the op whose forward and backward pass are those of a back end.
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """The forward and backward pass of linears that share x.
 
-    Args:
+    Attributes:
         backend: The back end.
         precision: JAX's default precision of products when the op is called, which its
             backward pass keeps, as the products of JAX do.
         s_names: Names of s beside `LINEAR_RESULTS`.
     """
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-    def op(x, projections, layer, block_adapter, w_transposed):
-        return forward(x, projections, layer, block_adapter, w_transposed)[0]
+    backend: Backend
+    precision: str | None
+    s_names: tuple[str, ...]
 
-    def forward(x, projections, layer, block_adapter, w_transposed):
+    def forward(self, x, projections, layer, block_adapter, s, w_transposed):
+        """Returns y of each projection, and what the backward pass keeps.
+
+        Args:
+            x: Token rows.
+            projections: The linears.
+            layer: Index of the weights in their stacks.
+            block_adapter: The slot of each token block; -1 for padding.
+            s: What was computed beside x; None: it is computed here.
+            w_transposed: Whether the weights are stored N K.
+        """
         readable, tied, is_n_k = forward_weights(projections, x, w_transposed)
-        with _own_settings(precision):
-            results = backend.forward(
-                tied, readable, layer, block_adapter, w_transposed=is_n_k
+        given = {} if s is None else {"s": list(s)}
+        with own_settings(self.precision):
+            results = self.backend.forward(
+                tied, readable, layer, block_adapter, w_transposed=is_n_k, **given
             )
         y, s = vary(results, varying_axes(x))
         y, s = checkpoint_name((y, s), LINEAR_RESULTS)
-        for name in s_names:
+        for name in self.s_names:
             s = checkpoint_name(s, name)
         # The residuals hold w itself, so that a caller which has it need not keep it.
         return y, (x, projections, s, layer, block_adapter)
 
-    def backward(w_transposed, residuals, dy):
+    def backward(self, w_transposed, residuals, dy, ds=None):
+        """Returns the gradients of x and of the projections.
+
+        Args:
+            w_transposed: Whether the weights are stored N K.
+            residuals: What the forward pass kept.
+            dy: Gradient of each projection's y.
+            ds: What was computed beside dy; None: it is computed here.
+        """
         x, projections, *rest = residuals
         readable, dy, is_n_k = backward_weights(projections, dy, x.dtype, w_transposed)
-        with _own_settings(precision):
-            results = backend.backward(dy, x, readable, *rest, w_transposed=is_n_k)
+        given = {} if ds is None else {"ds": list(ds)}
+        with own_settings(self.precision):
+            results = self.backend.backward(
+                dy, x, readable, *rest, w_transposed=is_n_k, **given
+            )
         dx, gradients = vary(results, varying_axes(x))
-        trained = tuple(map(_trained, projections, gradients))
-        return dx, trained, None, None
+        return dx, tuple(map(_trained, projections, gradients))
 
-    op.defvjp(forward, backward)
+
+def passes_of(backend: Backend, s_names: tuple[str, ...]) -> Passes:
+    """Returns the passes of a back end, called now."""
+    return Passes(backend, jax.config.jax_default_matmul_precision, s_names)
+
+
+@functools.cache
+def _with_gradient(passes: Passes):
+    """Makes the op of a forward and a backward pass."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+    def op(x, projections, layer, block_adapter, s, w_transposed):
+        return passes.forward(x, projections, layer, block_adapter, s, w_transposed)[0]
+
+    def backward(w_transposed, residuals, dy):
+        return *passes.backward(w_transposed, residuals, dy), None, None, None
+
+    op.defvjp(passes.forward, backward)
     return op

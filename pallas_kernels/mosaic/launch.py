@@ -78,6 +78,7 @@ class Role(Protocol):
         "num_side_items",
         "ring",
         "static_args",
+        "approx_math",
     ],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,8 @@ class Work:
             multiprocessors.
         ring: Shape of the ring in shared memory.
         static_args: (name, value) of the compile-time arguments.
+        approx_math: Whether divisions, exponentials and roots may err by a few units in
+            the last place of float32. It holds for all works of a kernel.
     """
 
     role: Callable[..., Role]
@@ -103,6 +106,7 @@ class Work:
     num_side_items: int = 0
     ring: RingShape
     static_args: tuple[tuple[str, Any], ...] = ()
+    approx_math: bool = False
 
     @property
     def name(self) -> str:
@@ -277,7 +281,10 @@ class Kernel:
             thread_name="wg",
             kernel_name="_".join(["lora", *dict.fromkeys(work.name for work in works)]),
             interpret=interpret,
-            compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=_SEMANTICS,
+                approx_math=any(work.approx_math for work in works),
+            ),
         )
 
     def _body(self, *refs) -> None:

@@ -45,20 +45,23 @@ def forward(
     projections: tuple[Projection, ...],
     layer: Int[Array, " 1"],
     block_adapter: Int[Array, " NB"],
+    s: list[Array] | None = None,
     *,
     w_transposed: bool = False,
 ) -> tuple[list[Array], list[Array]]:
     """Computes y [T, N] and s = scaling * dropout(x) A [T, R] of each projection.
 
     The backward pass reads s again. In each block of rows, only the ranks of the
-    block's own adapter are ever written or read.
+    block's own adapter are ever read. If s is given, it was computed beside x.
     """
     if fp8_layer.fp8_weights(projections):
+        assert s is None, "its kernels quantize x where they compute s"
         return fp8_layer.forward(x, projections, block_adapter)
     given = make_operands(x, projections, block_adapter)
-    a = [_swap_last_axes(a) for a in given.a]
-    masks = list(map(make_mask, given.masks))
-    s = shrink(x, a, given.settings, given.blocks, masks)
+    if s is None:
+        a = [_swap_last_axes(a) for a in given.a]
+        masks = list(map(make_mask, given.masks))
+        s = shrink(x, a, given.settings, given.blocks, masks)
     y = []
     for i, p in enumerate(projections):
         b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
@@ -75,24 +78,29 @@ def backward(
     s: list[Array],
     layer: Int[Array, " 1"],
     block_adapter: Int[Array, " NB"],
+    ds: list[Array] | None = None,
     *,
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
-    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
+    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
+
+    If ds is given, it was computed beside dy.
+    """
     if fp8_layer.fp8_weights(projections):
+        assert ds is None, "its kernels quantize dy where they compute ds"
         return fp8_layer.backward(dy, x, projections, s, block_adapter)
     given = make_operands(x, projections, block_adapter)
     settings, blocks = given.settings, given.blocks
     masks = list(map(make_mask, given.masks))
-    ds, outers = [], []
+    made, outers = [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []
-        ds += shrink(dy_i, [given.b[i]], *unmasked)
+        made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], *unmasked)
         outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
-    outers.append(outer_work(x, ds, settings, blocks, masks, transposed=False))
+    outers.append(outer_work(x, made, settings, blocks, masks, transposed=False))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
     w = [p.dense_w for p in projections]
-    terms = [Term(*one) for one in zip(dy, w, ds, a, settings, strict=True)]
+    terms = [Term(*one) for one in zip(dy, w, made, a, settings, strict=True)]
 
     def work(i):
         return expand_work(

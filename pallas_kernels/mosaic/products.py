@@ -36,7 +36,7 @@ _MIN_STAGES = 3  # with fewer stages, the computing warpgroups would wait for da
 _MAX_OUTERS = 3  # the compiler takes minutes for more works in a kernel
 
 
-def _run(works: list[Work], dtype, num_side_sms: int = 0) -> list[dict[str, Any]]:
+def run(works: list[Work], dtype, num_side_sms: int = 0) -> list[dict[str, Any]]:
     return launch(
         works,
         dtype=jnp.dtype(dtype),
@@ -46,7 +46,7 @@ def _run(works: list[Work], dtype, num_side_sms: int = 0) -> list[dict[str, Any]
     )
 
 
-def _rows_read(
+def rows_read(
     settings: Sequence[KernelSettings], *names: str, masks: Sequence[Mask]
 ) -> tuple[KernelSettings, ...]:
     """Returns the settings with only the rows that a kernel reads.
@@ -57,7 +57,7 @@ def _rows_read(
     return tuple(one.only(*names) for one in settings)
 
 
-def _tiles_of(masks: Sequence[Mask]) -> MaskTiles | None:
+def tiles_of(masks: Sequence[Mask]) -> MaskTiles | None:
     """Returns the shapes of each mask's words; None without masks."""
     return masks[0].tiles if masks else None
 
@@ -77,7 +77,7 @@ def shrink(x, a, settings, blocks: Blocks, masks) -> list[Array]:
     """
     r = a[0].shape[1]
     width = min(r, STEP)
-    ring = RingShape.shrink(len(a), width, mask=_tiles_of(masks))
+    ring = RingShape.shrink(len(a), width, mask=tiles_of(masks))
     if ring.num_stages < _MIN_STAGES:  # one projection always fits
         first, rest = (
             shrink(x, a[p], settings[p], blocks, masks[p])
@@ -92,7 +92,7 @@ def shrink(x, a, settings, blocks: Blocks, masks) -> list[Array]:
         num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
         ring=ring,
     )
-    return list(_run([work], x.dtype)[0]["s_gmem"])
+    return list(run([work], x.dtype)[0]["s_gmem"])
 
 
 def _shrink_operands(x, a, settings, blocks: Blocks, masks) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _shrink_operands(x, a, settings, blocks: Blocks, masks) -> dict[str, Any]:
         "x_gmem": x,
         "a_gmem": tuple(a),
         "slot_gmem": blocks.slot,
-        "settings": _rows_read(settings, "factor", "num_chunks", masks=masks),
+        "settings": rows_read(settings, "factor", "num_chunks", masks=masks),
         "masks": tuple(masks),
     }
 
@@ -165,7 +165,7 @@ def _quantize_shrink(
     ring = RingShape.shrink(
         len(a),
         width,
-        mask=_tiles_of(masks),
+        mask=tiles_of(masks),
         quantizes=writes_xq,
         has_factors=factors.features is not None,
     )
@@ -187,7 +187,7 @@ def _quantize_shrink(
         num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
         ring=ring,
     )
-    return _run([work], x.dtype)[0]
+    return run([work], x.dtype)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +244,7 @@ def expand_work(
             "w_gmem": tuple(term.w for term in terms),
             "s_gmem": tuple(term.s for term in terms),
             "b_gmem": tuple(term.b for term in terms),
-            "settings": _rows_read(settings, "num_chunks", masks=masks),
+            "settings": rows_read(settings, "num_chunks", masks=masks),
             "layer_gmem": layer,
             "slot_gmem": blocks.slot,
             "bias_gmem": bias,
@@ -256,7 +256,7 @@ def expand_work(
         ring=RingShape.wide(
             transposed=transposed,
             num_masks=len(masks),
-            mask=_tiles_of(masks),
+            mask=tiles_of(masks),
             value_dtype=x[0].dtype if scales else None,
             num_scales=len(scales),
         ),
@@ -274,7 +274,7 @@ def expand(*args, **kwargs) -> Array:
 
 def run_expand(work: Work) -> Array:
     """Runs the work of an expand product alone and returns y, [T, N]."""
-    return _run([work], dict(work.out_types)["y_gmem"].dtype)[0]["y_gmem"]
+    return run([work], dict(work.out_types)["y_gmem"].dtype)[0]["y_gmem"]
 
 
 def outer_work(
@@ -310,7 +310,7 @@ def outer_work(
             "narrow_gmem": tuple(narrow),
             "order_gmem": blocks.order,
             "parts": parts.table,
-            "settings": _rows_read(settings, "num_chunks", masks=masks),
+            "settings": rows_read(settings, "num_chunks", masks=masks),
             "masks": tuple(masks),
         },
         out_types=(
@@ -318,7 +318,7 @@ def outer_work(
             ("result_gmem", out(num_slots) if direct else None),
         ),
         num_items=math.ceil(k / TILE_COLUMNS) * shares * math.ceil(r / STEP),
-        ring=RingShape.outer(len(narrow), mask=_tiles_of(masks)),
+        ring=RingShape.outer(len(narrow), mask=tiles_of(masks)),
         static_args=(("shares", shares), ("transposed", transposed)),
     )
     return work, parts
@@ -327,7 +327,7 @@ def outer_work(
 def outer(*args, **kwargs) -> list[Array]:
     """Runs `outer_work` alone; returns each projection's gradient, [G, K, R]."""
     work, parts = outer_work(*args, **kwargs)
-    results = _run([work], work.operands["wide_gmem"].dtype)[0]
+    results = run([work], work.operands["wide_gmem"].dtype)[0]
     return _gradients(parts, results)
 
 
@@ -363,7 +363,7 @@ def expand_with_outers(
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
         works.append(dataclasses.replace(work, num_side_items=num_items))
-    results = _run(works, y.dtype, plan.num_side_sms)
-    results += [_run([work], y.dtype)[0] for work, _ in alone]
+    results = run(works, y.dtype, plan.num_side_sms)
+    results += [run([work], y.dtype)[0] for work, _ in alone]
     each = zip((*outers, *alone), results[1:], strict=True)
     return results[0]["y_gmem"], [_gradients(parts, sums) for (_, parts), sums in each]

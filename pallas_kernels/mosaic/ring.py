@@ -61,7 +61,9 @@ class Ring:
             lengths `tile_scales`, float32, or None.
         quantized_smem: E4m3 tiles on their way to device memory, `quantized_tile`, or
             None.
-        factors_smem: Factors of features, [num_stages, num_factors], float32, or None.
+        factors_smem: Factors of features, [num_stages, num_factors], or None.
+        result_smem: Results of a row-wise function on their way to device memory,
+            `result_tile`, or None.
         rank_tiles_smem: The operands of the rank steps if their dtype is another, in
             the bytes of x_smem and w_smem, or None.
         stage_full: One barrier for each stage; its copies have landed.
@@ -81,6 +83,7 @@ class Ring:
     tile_scales_smem: Ref
     quantized_smem: Ref
     factors_smem: Ref
+    result_smem: Ref
     rank_tiles_smem: Sequence[Ref] | None
     stage_full: Ref
     stage_empty: Ref

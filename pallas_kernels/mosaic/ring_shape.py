@@ -75,7 +75,11 @@ class RingShape:
         quantized_tile: Shape of the e4m3 tiles on their way to device memory: the
             number of warpgroups, the number of copies in flight, rows and columns.
             None: there are none.
-        num_factors: Number of float32 factors that come with a stage; 0: none do.
+        num_factors: Number of factors of features that come with a stage; 0: none do.
+        factor_dtype: Dtype of these factors.
+        result_tile: Shape of the tiles of a row-wise function's results on their way to
+            device memory: the number of results, of warpgroups and of copies in flight,
+            rows and columns. None: there are none.
         value_dtype: Dtype of the operands of the steps over K, in the same bytes as
             the 16-bit operands of the rank steps; None: both have the same dtype.
     """
@@ -92,6 +96,8 @@ class RingShape:
     num_word_copies: int = 1
     quantized_tile: tuple[int, ...] | None = None
     num_factors: int = 0
+    factor_dtype: DTypeLike = jnp.float32
+    result_tile: tuple[int, ...] | None = None
     value_dtype: DTypeLike | None = None
 
     @staticmethod
@@ -173,6 +179,52 @@ class RingShape:
         )
 
     @staticmethod
+    def produce(
+        num_projections: int,
+        width: int,
+        *,
+        mask: MaskTiles | None,
+        num_tiles: int,
+        num_results: int,
+        features: tuple[DTypeLike, ...],
+    ) -> "RingShape":
+        """Returns the shape for a row-wise function with side products.
+
+        Args:
+            num_projections: P, the number of side products.
+            width: Number of ranks of a tile.
+            mask: Shapes of each mask's words; None: there are no masks.
+            num_tiles: Number of its arguments that are tiles.
+            num_results: Number of its results.
+            features: Dtypes of its vectors of features, which are the same.
+        """
+        columns = COMPUTE_WGS * STEP
+        words = (num_projections, *mask.shrink) if mask else (0,)
+        stage = 2 * columns * (num_tiles * ROWS + num_projections * width)
+        stage += _word_bytes(words)
+        stage += columns * sum(jnp.dtype(dtype).itemsize for dtype in features)
+
+        def num_stages(num_buffers: int) -> int:
+            results = 2 * num_results * COMPUTE_WGS * num_buffers * ROWS * STEP
+            return _max_stages(stage, 4 * ROWS * width + results)
+
+        # Two copies of a result are in flight, if that leaves two stages.
+        num_buffers = 2 if num_stages(2) >= 2 else 1
+        num_copies = num_tiles + len(features) + num_projections * (2 if mask else 1)
+        return RingShape(
+            num_stages=num_stages(num_buffers),
+            x_tile=(num_tiles, ROWS, columns),
+            w_tile=(num_projections, width, columns),
+            stage_words=words if mask else None,
+            num_copies=num_copies,
+            out_tile=(ROWS, width),
+            sum_tile=(ROWS, width),
+            num_factors=columns * len(features),
+            factor_dtype=features[0] if features else jnp.float32,
+            result_tile=(num_results, COMPUTE_WGS, num_buffers, ROWS, STEP),
+        )
+
+    @staticmethod
     def outer(num_projections: int, *, mask: MaskTiles | None) -> "RingShape":
         """Returns the shape for wide^T narrow of projections that share wide.
 
@@ -224,7 +276,10 @@ class RingShape:
         if self.quantized_tile is not None:
             quantized = _tiled_smem(self.quantized_tile, jnp.float8_e4m3fn)
         if self.num_factors:
-            factors = plgpu.SMEM((self.num_stages, self.num_factors), jnp.float32)
+            factors = plgpu.SMEM((self.num_stages, self.num_factors), self.factor_dtype)
+        results = None
+        if self.result_tile is not None:
+            results = _tiled_smem(self.result_tile, dtype)
         return [
             *self._stages(self.value_dtype or dtype),
             None
@@ -235,6 +290,7 @@ class RingShape:
             [plgpu.SMEM((n,), jnp.float32) for n in self.tile_scales] or None,
             quantized,
             factors,
+            results,
         ]
 
     def _stages(self, dtype) -> list:

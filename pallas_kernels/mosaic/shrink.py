@@ -70,8 +70,7 @@ class Shrink:
         """Fills the stages of one item; returns the next step of the ring."""
         del index
         (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
-        rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.w_tile[1]
-        ranks = pl.ds(chunk * width, width)
+        rows = pl.ds(block * ROWS, ROWS)
 
         def fill(i, step):
             stage = self.ring.acquire(step)
@@ -81,24 +80,30 @@ class Shrink:
             )
             x_smem = self.ring.x_smem.at[stage]
             plgpu.copy_gmem_to_smem(self.x_gmem.at[rows, ks], x_smem, full)
-            for p, a_gmem in enumerate(self.a_gmem):
-                a_smem = self.ring.w_smem.at[stage, p]
-                plgpu.copy_gmem_to_smem(a_gmem.at[slot, ranks, ks], a_smem, full)
-            for p, mask in enumerate(self.masks):
-                words_smem = self.ring.stage_words_smem.at[stage, p]
-                words = mask.shrink_words(block, slot, ks)
-                plgpu.copy_gmem_to_smem(words, words_smem, full)
+            self._fill_operands(stage, block, slot, chunk, ks, full)
             self._fill_more(stage, ks, full)
             return step + 1
 
         return lax.fori_loop(0, num_steps, fill, step)
+
+    def _fill_operands(self, stage, block, slot, chunk, ks, full) -> None:
+        """Starts the copies of A and of the masks' words for a stage's features."""
+        width = self.ring.shape.w_tile[1]
+        ranks = pl.ds(chunk * width, width)
+        for p, a_gmem in enumerate(self.a_gmem):
+            a_smem = self.ring.w_smem.at[stage, p]
+            plgpu.copy_gmem_to_smem(a_gmem.at[slot, ranks, ks], a_smem, full)
+        for p, mask in enumerate(self.masks):
+            words_smem = self.ring.stage_words_smem.at[stage, p]
+            words = mask.shrink_words(block, slot, ks)
+            plgpu.copy_gmem_to_smem(words, words_smem, full)
 
     def _fill_more(self, stage, features, full) -> None:
         """Starts the copies of a stage that a kernel with more results needs."""
 
     def compute(self, item, prefetched, step, wg):
         """Computes one item; returns the next step of the ring."""
-        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
+        (block, _), (slot, num_steps) = self._block_and_chunk(item), prefetched
         rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.w_tile[1]
         tokens = [mask.shrink_tokens(block) for mask in self.masks]
         row_vectors = self._row_vectors(rows)
@@ -118,7 +123,14 @@ class Shrink:
 
         accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a_gmem)
         sums, step = pl.run_scoped(accumulate, *accs)
-        at = rows, pl.ds(chunk * width, width)
+        self._finish(sums, item, prefetched, wg, row_vectors)
+        return step
+
+    def _finish(self, sums, item, prefetched, wg, row_vectors) -> None:
+        """Adds up both warpgroups' sums and starts the copies of s."""
+        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
+        width = self.ring.shape.w_tile[1]
+        at = pl.ds(block * ROWS, ROWS), pl.ds(chunk * width, width)
         for p, (s, settings) in enumerate(zip(sums, self.settings, strict=True)):
 
             def store(s, p=p, factor=settings.factor):
@@ -127,7 +139,6 @@ class Shrink:
             pl.when(num_steps > 0)(
                 lambda s=s, store=store: self.ring.sum_warpgroups(s, wg, store)
             )
-        return step
 
     def _row_vectors(self, rows) -> tuple:
         """Reads what a kernel with more results needs of an item's rows."""
@@ -153,8 +164,14 @@ class Shrink:
         x_smem = self.ring.x_half(stage, wg)
         if not self.masks:
             return x_smem
+        x = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA)
+        return self._masked(x, stage, wg, p, tokens, slot)
+
+    def _masked(self, x, stage, wg, p, tokens, slot):
+        """Returns dropout(x) of projection p for x in registers."""
+        if not self.masks:
+            return x
         mask, words_smem = self.masks[p], self.ring.stage_words_smem
         features = mask.shrink_features(words_smem, stage, p, wg)
-        x = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA)
         threshold = mask.threshold(self.settings[p], slot)
         return apply_mask(x, mask, Vectors(tokens[p], features), threshold)

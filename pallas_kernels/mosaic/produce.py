@@ -1,0 +1,170 @@
+"""The producer kernel: a row-wise function, and s of all linears that take its results.
+
+`results = f(tiles, rows, features)`, and `s = factor * dropout(result) A` of each side
+product. The kernel is generated from f, which can be any row-wise function; see
+row_function.py.
+
+Grid, items and pipeline are those of shrink.py, with one tile for each argument in a
+stage. Each warpgroup evaluates f on its 64 of the 128 features, multiplies by A from
+registers, and sends the results to device memory through buffers of its own.
+See docs/kernels.md.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxlora.pallas_kernels.mosaic.mask import PER_COLUMN, PER_ROW, load_words
+from jaxlora.pallas_kernels.mosaic.ring import Ref
+from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS, STEP
+from jaxlora.pallas_kernels.mosaic.shrink import Shrink
+from jaxlora.pallas_kernels.row_function import (
+    RowArguments,
+    RowFunction,
+    RowProgram,
+    Value,
+    row_program,
+    tile_of,
+)
+
+_WIDTH = COMPUTE_WGS * STEP
+_TILE = ROWS, STEP
+
+
+@dataclasses.dataclass(frozen=True)
+class Produce(Shrink):
+    """Computes items of s and, in those of the first chunk of ranks, the results.
+
+    Rows of padding are computed as other rows are, with the adapter of slot 0 for s,
+    which nobody reads.
+
+    Attributes:
+        more_gmem: The tiles after the first one, which is `x_gmem`, [T, K].
+        row_gmem: The values of rows, [T].
+        feature_gmem: The values of features, [K].
+        result_gmem: The results, [T, K].
+        function: The row-wise function.
+        sides: Number of the result that each side product takes.
+    """
+
+    more_gmem: tuple[Ref, ...]
+    row_gmem: tuple[Ref, ...]
+    feature_gmem: tuple[Ref, ...]
+    result_gmem: tuple[Ref, ...]
+    function: RowFunction
+    sides: tuple[int, ...]
+
+    @property
+    def _program(self) -> RowProgram:
+        tiles = self.x_gmem, *self.more_gmem
+        arguments = RowArguments(tiles, self.row_gmem, self.feature_gmem)
+        return row_program(self.function, arguments, ROWS)
+
+    def _is_needed(self, chunk, slot):
+        return (chunk == 0) | super()._is_needed(chunk, slot)
+
+    def prefetch(self, item):
+        """Reads (slot, number of steps) of an item."""
+        block, chunk = self._block_and_chunk(item)
+        slot = jnp.maximum(self.slot_gmem[block], 0)
+        num_steps = jnp.int32(self.x_gmem.shape[1] // _WIDTH)
+        return slot, jnp.where(self._is_needed(chunk, slot), num_steps, 0)
+
+    def load(self, index, item, prefetched, step):
+        """Fills the stages of one item; returns the next step of the ring."""
+        del index
+        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
+        rows = pl.ds(block * ROWS, ROWS)
+
+        def fill(i, step):
+            stage = self.ring.acquire(step)
+            full, ks = self.ring.stage_full.at[stage], pl.ds(i * _WIDTH, _WIDTH)
+            for t, tile_gmem in enumerate((self.x_gmem, *self.more_gmem)):
+                tile_smem = self.ring.x_smem.at[stage, t]
+                plgpu.copy_gmem_to_smem(tile_gmem.at[rows, ks], tile_smem, full)
+            for f, feature_gmem in enumerate(self.feature_gmem):
+                own = pl.ds(f * _WIDTH, _WIDTH)
+                feature_smem = self.ring.factors_smem.at[stage, own]
+                plgpu.copy_gmem_to_smem(feature_gmem.at[ks], feature_smem, full)
+            self._fill_operands(stage, block, slot, chunk, ks, full)
+            return step + 1
+
+        return lax.fori_loop(0, num_steps, fill, step)
+
+    def _row_values(self, block) -> list[Value]:
+        """Loads the values of a block's rows."""
+        rows = pl.ds(block * ROWS, ROWS)
+        each = (load_words(row.at[rows], PER_ROW) for row in self.row_gmem)
+        return [Value("row", words) for words in each]
+
+    def _known(self, stage, wg, rows: list[Value]) -> dict:
+        """Loads a warpgroup's half of the arguments in a stage."""
+        known, names = {}, iter(self._program.inputs)
+        half = pl.ds(wg * STEP, STEP)
+        for t in range(1 + len(self.more_gmem)):
+            tile_smem = self.ring.x_smem.at[stage, t, :, half]
+            tile = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA)
+            known[next(names)] = Value("tile", tile)
+        for value in rows:
+            known[next(names)] = value
+        for f in range(len(self.feature_gmem)):
+            own = pl.ds(f * _WIDTH + wg * STEP, STEP)
+            words = load_words(self.ring.factors_smem.at[stage, own], PER_COLUMN)
+            known[next(names)] = Value("feature", words)
+        return known
+
+    def compute(self, item, prefetched, step, wg):
+        """Computes one item; returns the next step of the ring."""
+        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
+        rows = self._row_values(block)
+        tokens = [mask.shrink_tokens(block) for mask in self.masks]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def accumulate(*accs):
+            def multiply(now):
+                stage = self.ring.wait(now)
+                results = self._results(stage, wg, rows)
+                for p, (acc, result) in enumerate(zip(accs, self.sides, strict=True)):
+                    x = self._masked(results[result], stage, wg, p, tokens, slot)
+                    a_smem = self.ring.w_smem.at[stage, p, :, pl.ds(wg * STEP, STEP)]
+                    plgpu.wgmma(acc, x, a_smem.transpose((1, 0)))
+                column = ((now - step) * COMPUTE_WGS + wg) * STEP
+                self._send(results, now - step, (block, column), chunk, wg)
+
+            after = self.ring.each_step(num_steps, step, multiply, num_in_flight=0)
+            return [acc[...] for acc in accs], after
+
+        width = self.ring.shape.w_tile[1]
+        accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a_gmem)
+        sums, step = pl.run_scoped(accumulate, *accs)
+        self._finish(sums, item, prefetched, wg, ())
+        return step
+
+    def _results(self, stage, wg, rows: list[Value]) -> list:
+        """Evaluates the function on a warpgroup's half of a stage."""
+        known, program = self._known(stage, wg, rows), self._program
+        values = (program.evaluate(one, known) for one in program.results)
+        return [tile_of(value, _TILE) for value in values]
+
+    def _send(self, results, i, at, chunk, wg) -> None:
+        """Starts the copies of a step's results to device memory."""
+        block, column = at
+        num_buffers = self.ring.result_smem.shape[2]
+        buffer = lax.rem(i, jnp.int32(num_buffers))
+
+        def send():
+            for q, (value, result_gmem) in enumerate(
+                zip(results, self.result_gmem, strict=True)
+            ):
+                in_flight = num_buffers * len(results) - 1
+                plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+                tile_smem = self.ring.result_smem.at[q, wg, buffer]
+                tile_smem[...] = value
+                plgpu.commit_smem()
+                rows, columns = pl.ds(block * ROWS, ROWS), pl.ds(column, STEP)
+                plgpu.copy_smem_to_gmem(tile_smem, result_gmem.at[rows, columns])
+
+        pl.when(chunk == 0)(send)

@@ -1,0 +1,100 @@
+"""Compiles the producer kernels for an H200, without a GPU.
+
+It is a program of its own, because XLA must be set up before JAX starts; see
+`test_producers`.
+
+usage: python -m tests.pallas_kernels.h200_producers OUT
+
+OUT gets what the assembler says about the kernels' registers.
+"""
+
+import functools
+import os
+import pathlib
+import sys
+
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # Mosaic reads it when it is loaded
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlora.modules.rowwise import NormRows, swiglu_gradient_rows, swiglu_rows
+from jaxlora.pallas_kernels import RowArguments, kernel_settings
+from jaxlora.pallas_kernels.mosaic import hopper as device
+from jaxlora.pallas_kernels.mosaic.mask import HashMask
+from jaxlora.pallas_kernels.mosaic.producers import Side, produce
+from jaxlora.pallas_kernels.routing import make_blocks
+
+T, NUM_SLOTS = 1024, 4
+
+
+def kernel(given, a, slot, masks, *, function, sides):
+    shape, rank = (len(a), NUM_SLOTS), a[0].shape[1]
+    settings = kernel_settings(jnp.ones(shape), jnp.full(shape, rank), None)
+    made = [
+        Side(result=result, a=one, settings=own)
+        for result, one, own in zip(sides, a, settings, strict=True)
+    ]
+    blocks = make_blocks(slot, NUM_SLOTS, T)
+    return produce(function, RowArguments(*given), made, blocks, masks)
+
+
+def arguments(numbers, k, rank, sides, *, has_masks):
+    """Returns shapes and dtypes of the arguments of `kernel`."""
+    num_tiles, num_rows, num_features = numbers
+    of, words, num = jax.ShapeDtypeStruct, jnp.uint32, len(sides)
+    mask = HashMask(
+        of((num, T // 64, 2, 64), words),
+        of((num, NUM_SLOTS, k), words),
+        of((1,), jnp.int32),
+    )
+    return (
+        (
+            [of((T, k), jnp.bfloat16)] * num_tiles,
+            [of((T,), jnp.float32)] * num_rows,
+            [of((k,), jnp.bfloat16)] * num_features,
+        ),
+        [of((NUM_SLOTS, rank, k), jnp.bfloat16)] * num,
+        of((T // 64,), jnp.int32),
+        [mask] * num if has_masks else [],
+    )
+
+
+# Function; number of tiles, of rows and of features; K; results of the side products,
+# and whether they have masks.
+CASES = (
+    (NormRows(1e-5), (1, 1, 1), 4096, (0, 0, 0), True),
+    (swiglu_rows, (2, 0, 0), 14336, (0,), True),
+    (swiglu_gradient_rows, (3, 0, 0), 14336, (0, 1), False),
+)
+
+
+def main() -> None:
+    """Compiles the kernels and writes the assembler's words."""
+    device.num_sms = lambda: 132
+    device.device_kind = lambda: "NVIDIA H200"
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
+        topology="1x1x1",
+    )
+    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    out = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for file in (1, 2):  # the assembler writes to the process's own output
+        os.dup2(out, file)
+    for function, numbers, k, sides, has_masks in CASES:
+        for rank in (16, 64):
+            case = arguments(numbers, k, rank, sides, has_masks=has_masks)
+            placed = jax.tree.map(
+                lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), case
+            )
+            run = functools.partial(kernel, function=function, sides=sides)
+            jax.jit(run).lower(*placed).compile()
+
+
+if __name__ == "__main__":
+    main()
