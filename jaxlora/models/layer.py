@@ -1,7 +1,7 @@
 """One layer of the decoder."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -12,8 +12,10 @@ from jaxtyping import Array, Float
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.attention import Attention, AttentionImplementation, PackedRows
 from jaxlora.modules.mlp import Mlp
-from jaxlora.modules.norm import layer_norm, optional_layer_norm
-from jaxlora.modules.routing import Routing
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear
+from jaxlora.modules.norm import RmsNorm, layer_norm, optional_layer_norm
+from jaxlora.modules.producers import normed_input
+from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.scoring import ATTENTION_RESULTS
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 from jaxlora.sharding.tensor import copy_in, sum_out
@@ -59,7 +61,7 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
-        x = copy_in(self.attention_norm(h), self.tensor)
+        x = self._normed(self.attention_norm, h, self.self_attn.input_linears, routing)
         return self.add_attention(h, self._sum(self.self_attn(x, rows, routing)))
 
     def add_attention(
@@ -72,9 +74,21 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the second half of the layer, the MLP."""
-        x = copy_in(self.mlp_norm(h), self.tensor)
+        x = self._normed(self.mlp_norm, h, self.mlp.input_linears, routing)
         y = self._sum(self.mlp(x, routing))
         return h + (self.mlp_output_norm or _identity)(y)
+
+    def _normed(
+        self,
+        norm: RmsNorm,
+        h: Float[Array, "T D"],
+        linears: Sequence[MultiLoraLinear],
+        routing: Routing,
+    ) -> LinearInput:
+        """Returns normalized rows on all devices that share the layer."""
+        if self.tensor == 1:
+            return normed_input(norm, h, linears, routing)
+        return LinearInput.of(copy_in(norm(h), self.tensor))
 
     def _sum(self, y: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Adds the outputs of all devices that share the layer."""

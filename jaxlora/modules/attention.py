@@ -12,7 +12,7 @@ from jaxlora.modules.banded_attention import banded_attention
 from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.mlp import MakeLinear
-from jaxlora.modules.multi_lora_linear import apply_together
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear, apply_together
 from jaxlora.modules.norm import optional_layer_norm
 from jaxlora.modules.rope import (
     RopeTable,
@@ -20,7 +20,7 @@ from jaxlora.modules.rope import (
     rope_frequencies,
     rope_table,
 )
-from jaxlora.modules.routing import Routing
+from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.scoring import PLAIN, Scoring, layer_scoring
 from jaxlora.modules.triton_attention import triton_attention
 
@@ -199,7 +199,10 @@ class Attention(nnx.Module):
         self.implementation: AttentionImplementation = implementation
 
     def __call__(
-        self, x: Float[Array, "T D"], rows: PackedRows, routing: Routing
+        self,
+        x: Float[Array, "T D"] | LinearInput,
+        rows: PackedRows,
+        routing: Routing,
     ) -> Float[Array, "T D"]:
         q, k, v = self.project(x, rows.ropes, routing)
         out = packed_attention(
@@ -211,16 +214,20 @@ class Attention(nnx.Module):
             scoring=self.scoring,
             implementation=self.implementation,
         )
-        return self.o_proj(out.reshape(x.shape[0], -1), routing)
+        return self.o_proj(out.reshape(len(out), -1), routing)
+
+    @property
+    def input_linears(self) -> tuple[MultiLoraLinear, ...]:
+        """The linears that share the input."""
+        return self.q_proj, self.k_proj, self.v_proj
 
     def project(
-        self, x: Float[Array, "T D"], ropes: LayerRopes, routing: Routing
+        self, x: Float[Array, "T D"] | LinearInput, ropes: LayerRopes, routing: Routing
     ) -> tuple[Float[Array, "T H E"], Float[Array, "T HK E"], Float[Array, "T HK E"]]:
         """Computes queries, keys and values, with norms and rotary positions."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
-            y.reshape(x.shape[0], -1, self.head_dim)
-            for y in apply_together(projections, x, routing)
+            y.reshape(len(y), -1, self.head_dim)
+            for y in apply_together(self.input_linears, x, routing)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.families.table import Activation
-from jaxlora.modules.multi_lora_linear import (
-    MultiLoraLinear,
-    Routing,
-    apply_together,
-)
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear, apply_together
+from jaxlora.modules.producers import gated_input
+from jaxlora.modules.routing import LinearInput, Routing
+from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
+from jaxlora.pallas_kernels import Gate
 
 MakeLinear = Callable[[LayerLinear], MultiLoraLinear]
 
@@ -28,10 +28,22 @@ class Mlp(nnx.Module):
         self.down_proj = linear(linears["mlp.down_proj"])
         self.activation: Activation = config.family.activation
 
-    def __call__(self, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
-        gate, up = apply_together((self.gate_proj, self.up_proj), x, routing)
-        gated = swiglu if self.activation == "silu" else geglu
-        return self.down_proj(gated(gate, up), routing)
+    @property
+    def input_linears(self) -> tuple[MultiLoraLinear, ...]:
+        """The linears that share the input."""
+        return self.gate_proj, self.up_proj
+
+    def __call__(
+        self, x: Float[Array, "T D"] | LinearInput, routing: Routing
+    ) -> Float[Array, "T D"]:
+        h = None
+        if self.activation == "silu":
+            gate = Gate(swiglu_rows, swiglu_gradient_rows)
+            h = gated_input(self.input_linears, gate, self.down_proj, x, routing)
+        if h is None:
+            gated = swiglu if self.activation == "silu" else geglu
+            h = gated(*apply_together(self.input_linears, x, routing))
+        return self.down_proj(h, routing)
 
 
 @jax.custom_vjp
@@ -40,8 +52,7 @@ def swiglu(gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "
 
     The backward pass keeps gate and up and no more.
     """
-    wide = gate.astype(jnp.float32)
-    return (jax.nn.silu(wide) * up.astype(jnp.float32)).astype(gate.dtype)
+    return swiglu_rows(gate, up)[0]
 
 
 def _swiglu_forward(gate, up):
@@ -50,12 +61,7 @@ def _swiglu_forward(gate, up):
 
 def _swiglu_backward(residuals, dy):
     gate, up = residuals
-    wide, dy = gate.astype(jnp.float32), dy.astype(jnp.float32)
-    sigmoid = jax.nn.sigmoid(wide)
-    dup = dy * wide * sigmoid
-    slope = sigmoid * (1 + wide * (1 - sigmoid))
-    dgate = dy * up.astype(jnp.float32) * slope
-    return dgate.astype(gate.dtype), dup.astype(up.dtype)
+    return swiglu_gradient_rows(gate, up, dy)
 
 
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)

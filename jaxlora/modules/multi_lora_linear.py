@@ -1,5 +1,6 @@
 """Flax module: a frozen linear layer with one LoRA for each slot."""
 
+import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.quantized_kernel import QuantizedKernel, as_dense, make_kernel
-from jaxlora.modules.routing import Routing
+from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_bias import with_trained_bias
 from jaxlora.modules.trained_tensors import (
@@ -213,7 +214,9 @@ class MultiLoraLinear(nnx.Module):
                 rows = rows.at[unpadded(value.shape)].set(value)
                 variable[...] = variable[...].at[slot].set(rows)
 
-    def __call__(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
+    def __call__(
+        self, x: Float[Array, "T K"] | LinearInput, routing: Routing
+    ) -> Float[Array, "T N"]:
         """Applies the layer to token rows, each token block with its own adapter.
 
         Raises:
@@ -223,7 +226,7 @@ class MultiLoraLinear(nnx.Module):
         return y
 
     def _frozen(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
-        bias, w = self._bias, self._weight
+        bias, w = self._bias, self.weight
         if isinstance(w, QuantizedWeight):
             blocks, name = routing.block_adapter, self.implementation
             return frozen_linear(x, w, bias, blocks, implementation=name)
@@ -231,7 +234,7 @@ class MultiLoraLinear(nnx.Module):
         return y if bias is None else y + bias
 
     @property
-    def _weight(self) -> Float[Array, "K N"] | QuantizedWeight:
+    def weight(self) -> Float[Array, "K N"] | QuantizedWeight:
         """The frozen weight, as `Projection` takes it."""
         kernel = self.kernel
         return kernel.weight if isinstance(kernel, QuantizedKernel) else kernel[...]
@@ -248,7 +251,8 @@ class MultiLoraLinear(nnx.Module):
         return jnp.where(self.rank[...] > 0, self.scaling[...], 0.0)
 
     @property
-    def _has_dora(self) -> bool:
+    def has_dora(self) -> bool:
+        """Whether slots can have DoRA here."""
         return self.slots is not None and MAGNITUDE in self.slots.tensors
 
     def keep_norms(self, dtype: DTypeLike) -> None:
@@ -257,8 +261,8 @@ class MultiLoraLinear(nnx.Module):
         Args:
             dtype: Dtype of the rows that will come.
         """
-        if self._has_dora:
-            norms = SlotVariable(self._norms(self._weight, dtype))
+        if self.has_dora:
+            norms = SlotVariable(self._norms(self.weight, dtype))
             self.dora_norms = nnx.data(norms)
 
     def _norms(
@@ -269,10 +273,10 @@ class MultiLoraLinear(nnx.Module):
         return column_norms(*jax.lax.stop_gradient(arrays), total=total)
 
     def _dora(self, x: Float[Array, "T K"], routing: Routing) -> DoraGain | None:
-        if not self._has_dora:
+        if not self.has_dora:
             return None
         if self.dora_norms is None:
-            w = self._weight
+            w = self.weight
             if isinstance(w, QuantizedWeight):
                 # It is dequantized beside the product with x. Otherwise XLA could
                 # dequantize the weights of many layers in advance.
@@ -315,18 +319,22 @@ class MultiLoraLinear(nnx.Module):
         return chosen_pair(self.has_vera[...], vera, lora)
 
     def _projection(self, x: Float[Array, "T K"], routing: Routing) -> Projection:
+        dora = self._dora(x, routing)
+        return dataclasses.replace(self.lora_projection(routing), dora=dora)
+
+    def lora_projection(self, routing: Routing) -> Projection:
+        """Returns what the kernels read of the linear, without DoRA."""
         assert self.slots is not None
         own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B, TRAINED_BIAS
         a, b = self._matrices()
         return Projection(
-            w=self._weight,
+            w=self.weight,
             a=a,
             b=b,
             scaling=self._scaling,
             rank=self.rank[...],
             bias=self._bias,
             dropout=self._dropout(routing),
-            dora=self._dora(x, routing),
             extra={
                 tensor.name: getattr(self, tensor.name)[...]
                 for tensor in self.slots.tensors
@@ -361,7 +369,9 @@ class MultiLoraLinear(nnx.Module):
 
 
 def apply_together(
-    linears: Sequence[MultiLoraLinear], x: Float[Array, "T K"], routing: Routing
+    linears: Sequence[MultiLoraLinear],
+    x: Float[Array, "T K"] | LinearInput,
+    routing: Routing,
 ) -> list[Float[Array, "T _"]]:
     """Applies linears that share x, such as q, k and v, and reads x only once.
 
@@ -377,11 +387,12 @@ def apply_together(
             f"linears that run together must share an implementation, got {kinds}."
         )
     outputs: dict[int, Array] = {}
+    given = LinearInput.of(x)
     for places in _by_format(linears).values():
-        made = _apply([linears[i] for i in places], x, routing)
+        made = _apply([linears[i] for i in places], given, routing)
         outputs |= zip(places, made, strict=True)
     return [
-        linear._frozen(x, routing)
+        linear._frozen(given.x, routing)
         if linear.slots is None
         else linear._with_trained_bias(outputs[i], routing)
         for i, linear in enumerate(linears)
@@ -389,7 +400,7 @@ def apply_together(
 
 
 def _apply(
-    linears: Sequence[MultiLoraLinear], x: Float[Array, "T K"], routing: Routing
+    linears: Sequence[MultiLoraLinear], given: LinearInput, routing: Routing
 ) -> Sequence[Float[Array, "T _"]]:
     """Applies linears with slots whose weights have one format."""
 
@@ -398,6 +409,7 @@ def _apply(
             x,
             [linear._projection(x, routing) for linear in linears],
             routing.block_adapter,
+            s=[given.s[linear.place] for linear in linears] if given.s else None,
             implementation=linears[0].implementation,
         )
 
@@ -405,7 +417,7 @@ def _apply(
     if slots is not None and slots.has_vera:
         # The matrices that are made for VeRA are made again for the gradient.
         run = jax.checkpoint(run, policy=_keep_results)
-    return run(x)
+    return run(given.x)
 
 
 def _by_format(linears: Sequence[MultiLoraLinear]) -> dict[object, list[int]]:
@@ -413,5 +425,5 @@ def _by_format(linears: Sequence[MultiLoraLinear]) -> dict[object, list[int]]:
     groups: dict[object, list[int]] = defaultdict(list)
     for i, linear in enumerate(linears):
         if linear.slots is not None:
-            groups[jax.tree.structure(linear._weight)].append(i)
+            groups[jax.tree.structure(linear.weight)].append(i)
     return groups

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.base_param import BaseParam
+from jaxlora.modules.rowwise import NormRows, inverse_rms, sum_of_squares
 
 
 class RmsNorm(nnx.Module):
@@ -24,6 +25,11 @@ class RmsNorm(nnx.Module):
         fill = jnp.zeros if offset else jnp.ones
         self.scale = BaseParam(fill((features,), dtype))
         self.eps, self.offset = eps, offset
+
+    @property
+    def rows(self) -> NormRows:
+        """The norm as a row-wise function."""
+        return NormRows(self.eps, self.offset)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         return rms_norm(x, self.scale[...], self.eps, self.offset)
@@ -69,31 +75,25 @@ def rms_norm(
         eps: Added to the mean square.
         offset: Whether the factor is `1 + scale`.
     """
-    normed = x.astype(jnp.float32) * _inverse_rms(x, eps)
-    if offset:
-        return (normed * _factor(scale, offset)).astype(x.dtype)
-    return scale * normed.astype(x.dtype)
-
-
-def _factor(scale, offset):
-    wide = scale.astype(jnp.float32)
-    return 1 + wide if offset else wide
-
-
-def _inverse_rms(x, eps):
-    wide = x.astype(jnp.float32)
-    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return NormRows(eps, offset)(x, sum_of_squares(x), scale)[0]
 
 
 def _forward(x, scale, eps, offset):
     return rms_norm(x, scale, eps, offset), (x, scale)
 
 
-def _backward(eps, offset, residuals, dy):
+def rms_norm_gradient(
+    eps: float,
+    offset: bool,
+    residuals: tuple[Float[Array, "*B D"], Float[Array, " D"]],
+    dy: Float[Array, "*B D"],
+) -> tuple[Float[Array, "*B D"], Float[Array, " D"]]:
+    """Returns the gradients of x and of the scale, which are the residuals."""
     x, scale = residuals
     wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
-    inverse = _inverse_rms(x, eps)
-    dnormed = dy * _factor(scale, offset)
+    inverse = inverse_rms(sum_of_squares(x), x.shape[-1], eps)
+    factor = scale.astype(jnp.float32)
+    dnormed = dy * (1 + factor if offset else factor)
     # This sum does not depend on another one, so XLA needs a single pass over x.
     along = inverse * inverse * jnp.mean(dnormed * wide, axis=-1, keepdims=True)
     dx = inverse * (dnormed - along * wide)
@@ -101,4 +101,4 @@ def _backward(eps, offset, residuals, dy):
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
-rms_norm.defvjp(_forward, _backward)
+rms_norm.defvjp(_forward, rms_norm_gradient)

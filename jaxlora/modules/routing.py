@@ -1,11 +1,11 @@
-"""The slot of each row of tokens, which all linears of a model read."""
+"""What linears read: rows of tokens, and the slot of each row."""
 
 import dataclasses
 import typing
 from collections.abc import Mapping
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels import KernelSettings, MaskWords
 
@@ -55,3 +55,21 @@ class Routing:
                 "takes all three, and without token_index nothing is dropped."
             )
         return self.seed, self.step
+
+
+class LinearInput(typing.NamedTuple):
+    """Rows that linears share, and what was computed beside them.
+
+    Attributes:
+        x: The rows.
+        s: s of linears that take them, by (layer, projection); empty: the linears
+            compute it. See `jaxlora.pallas_kernels.produce`.
+    """
+
+    x: Float[Array, "T K"]
+    s: Mapping[tuple[int, int], Float[Array, "T R"]]
+
+    @classmethod
+    def of(cls, x: "Float[Array, 'T K'] | LinearInput") -> "LinearInput":
+        """Returns rows as an input."""
+        return x if isinstance(x, LinearInput) else cls(x, {})

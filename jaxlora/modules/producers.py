@@ -1,0 +1,160 @@
+"""Inputs of linears whose s is computed beside them, where kernels can.
+
+A norm is followed by linears that share its result, and a gate by one linear. If the
+back end has producers, the kernel of the norm or gate computes s of these linears too,
+and that of the gate's gradient ds of the linears before it. Nothing uses them by
+default, see docs/kernels.md.
+"""
+
+import functools
+import os
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear
+from jaxlora.modules.norm import RmsNorm, rms_norm_gradient
+from jaxlora.modules.routing import LinearInput, Routing
+from jaxlora.modules.rowwise import sum_of_squares
+from jaxlora.pallas_kernels import (
+    Gate,
+    Projection,
+    RowArguments,
+    multi_lora_gate,
+    produce,
+    unsupported_producer,
+)
+
+# Which producers are used: `norm` and `gate`. None are, until the suite has passed with
+# them on a GPU.
+_USED = os.environ.get("JAXLORA_PRODUCERS", "").split(",")
+
+
+def normed_input(
+    norm: RmsNorm,
+    h: Float[Array, "T D"],
+    linears: Sequence[MultiLoraLinear],
+    routing: Routing,
+) -> LinearInput:
+    """Returns normalized rows, and s of the linears that take them where it can.
+
+    Args:
+        norm: The norm.
+        h: Rows to normalize.
+        linears: The linears that take them; those without slots have no s.
+        routing: Slot of each row, and the keys of dropout masks.
+    """
+    adapted = [linear for linear in linears if linear.slots is not None]
+    if "norm" not in _USED or not _can_serve(adapted):
+        return LinearInput.of(norm(h))
+    given = _projections(adapted, routing)
+    name, scale = adapted[0].implementation, norm.scale[...]
+    arguments = _arguments(h, scale)
+    reason = unsupported_producer(norm.rows, arguments, given, implementation=name)
+    if reason is not None:
+        return LinearInput.of(norm(h))
+    x, s = _normed(norm.rows, name, h, scale, given, routing.block_adapter)
+    places = [linear.place for linear in adapted]
+    return LinearInput(x, dict(zip(places, s, strict=True)))
+
+
+def gated_input(
+    linears: Sequence[MultiLoraLinear],
+    gate: Gate,
+    following: MultiLoraLinear,
+    x: Float[Array, "T D"] | LinearInput,
+    routing: Routing,
+) -> LinearInput | None:
+    """Returns the gated outputs of linears, and s of the linear that takes them.
+
+    Args:
+        linears: The linears that share x.
+        gate: Makes the rows of their outputs.
+        following: The linear that takes the rows.
+        x: Rows.
+        routing: Slot of each row, and the keys of dropout masks.
+
+    Returns:
+        The rows; None if the kernels cannot compute s and ds beside them.
+    """
+    if "gate" not in _USED or not _can_serve([*linears, following]):
+        return None
+    before, after = _projections(linears, routing), _projections([following], routing)
+    rows, name = LinearInput.of(x), following.implementation
+    y = jax.ShapeDtypeStruct((len(rows.x), following.in_features), rows.x.dtype)
+    tests = (
+        (gate.function, RowArguments([y, y]), after, False),
+        (gate.gradient, RowArguments([y] * 3), before, True),
+    )
+    for *given, is_gradient in tests:
+        if unsupported_producer(*given, is_gradient=is_gradient, implementation=name):
+            return None
+    h, s = multi_lora_gate(
+        rows.x,
+        before,
+        gate,
+        after,
+        routing.block_adapter,
+        s=[rows.s[linear.place] for linear in linears] if rows.s else None,
+        implementation=name,
+    )
+    return LinearInput(h, {following.place: s[0]})
+
+
+def _can_serve(linears: Sequence[MultiLoraLinear]) -> bool:
+    """Whether the kernels have been tested with such linears.
+
+    They are alike, run on one device, and add LoRA and no more.
+    """
+    kinds = {linear.implementation for linear in linears}
+    formats = {jax.tree.structure(linear.weight) for linear in linears}
+    is_alike = len(kinds) == len(formats) == 1
+    is_alone = jax.sharding.get_abstract_mesh().size <= 1
+    return is_alike and is_alone and all(map(_adds_lora_only, linears))
+
+
+def _adds_lora_only(linear: MultiLoraLinear) -> bool:
+    slots = linear.slots
+    if slots is None or linear.has_dora:
+        return False
+    return not (slots.has_vera or slots.trains_bias)
+
+
+def _projections(
+    linears: Sequence[MultiLoraLinear], routing: Routing
+) -> list[Projection]:
+    return [linear.lora_projection(routing) for linear in linears]
+
+
+def _arguments(h: Float[Array, "T D"], scale: Float[Array, " D"]) -> RowArguments:
+    """Returns the arguments of a norm.
+
+    XLA sums the squares in the kernel that computes h, so h need not be read twice.
+    """
+    return RowArguments([h], [sum_of_squares(h)[:, 0]], [scale])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normed(rows, implementation, h, scale, projections, block_adapter):
+    return produce(
+        rows,
+        _arguments(h, scale),
+        projections,
+        block_adapter,
+        implementation=implementation,
+    )
+
+
+def _forward(rows, implementation, h, scale, projections, block_adapter):
+    given = projections, block_adapter
+    return _normed(rows, implementation, h, scale, *given), (h, scale)
+
+
+def _backward(rows, implementation, residuals, gradients):
+    del implementation
+    dx, _ = gradients  # the linears compute the gradient of A
+    return *rms_norm_gradient(rows.eps, rows.offset, residuals, dx), None, None
+
+
+_normed.defvjp(_forward, _backward)

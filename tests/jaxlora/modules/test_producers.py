@@ -1,0 +1,172 @@
+"""An MLP whose norm and gate compute s gives what one gives that computes it later."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.modules import producers
+from jaxlora.modules.mlp import Mlp
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear
+from jaxlora.modules.norm import layer_norm
+from jaxlora.modules.producers import normed_input
+from jaxlora.modules.routing import Routing
+from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
+from tests.pallas_kernels.fused import ON_HOPPER, mosaic_kernels
+
+pytestmark = pytest.mark.usefixtures("compiled_normally")
+
+T, D, F, RANK = 192, 128, 128, 8
+SLOTS = np.array([1, 0, -1], np.int32)
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=64,
+    hidden_size=D,
+    intermediate_size=F,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=64,
+    max_positions=T,
+    rms_eps=1e-5,
+    rope=Rope(theta=1e4),
+    layer_windows=(None,),
+)
+
+
+class Block(nnx.Module):
+    """The second half of a layer, with random adapters in two slots."""
+
+    def __init__(self, adapted, weight=None, settings=()):
+        self._adapted, self._weight = adapted, weight
+        self._slots = SlotShape(num_slots=2, rank=RANK, settings=settings)
+        self._rngs = nnx.Rngs(0)
+        self.norm = layer_norm(CONFIG, "mlp_norm", dtype=jnp.dtype(jnp.bfloat16))
+        self.mlp = Mlp(CONFIG, self._linear)
+
+    def _linear(self, one):
+        is_adapted = one.name.removeprefix("mlp.") in self._adapted
+        kernel = None
+        if self._weight is not None:
+            shape = one.out_features, one.in_features
+            w = jax.random.normal(jax.random.key(9 + one.projection), shape)
+            kernel = self._weight.quantize(w / one.in_features**0.5)
+        made = MultiLoraLinear(
+            one.in_features,
+            one.out_features,
+            slots=self._slots if is_adapted else None,
+            layer=0,
+            projection=one.projection,
+            implementation="mosaic",
+            kernel=kernel,
+            rngs=self._rngs,
+        )
+        if is_adapted:
+            keys = jax.random.split(jax.random.key(one.projection))
+            for table, key in zip((made.lora_a, made.lora_b), keys, strict=True):
+                table[...] = 0.1 * jax.random.normal(key, table.shape)
+            made.scaling[...] = jnp.array([1.0, 2.0])
+            made.rank[...] = jnp.full(2, RANK)
+            made.dropout[...] = jnp.array([0.3, 0.0])
+        return made
+
+    def __call__(self, h, routing):
+        x = normed_input(self.norm, h, self.mlp.input_linears, routing)
+        return h + self.mlp(x, routing)
+
+
+def make_routing():
+    return Routing(
+        block_adapter=jnp.asarray(SLOTS),
+        token_index=jnp.arange(T, dtype=jnp.int32),
+        seed=jnp.array([3, 4]),
+        step=jnp.array([0, 7]),
+    )
+
+
+def both_ways(block):
+    """Returns the result, and the gradients of the input and of the adapters."""
+    routing = make_routing()
+    graph, tables, rest = nnx.split(block, nnx.LoRAParam, ...)
+
+    @jax.jit
+    def run(tables, h, dy):
+        y, vjp = jax.vjp(lambda t, h: nnx.merge(graph, t, rest)(h, routing), tables, h)
+        return jax.tree.leaves((y, vjp(dy)))
+
+    h, dy = jax.random.normal(jax.random.key(1), (2, T, D), jnp.bfloat16)
+    return run(tables, h, dy)
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    with mosaic_kernels():
+        yield
+
+
+ALL = "gate_proj", "up_proj", "down_proj"
+
+
+def calls(monkeypatch):
+    """Turns the producers on; returns the list that gets their calls."""
+    found = []
+    for name in ("produce", "multi_lora_gate"):
+        run = getattr(producers, name)
+
+        def recorded(*args, run=run, name=name, **options):
+            found.append(name)
+            return run(*args, **options)
+
+        monkeypatch.setattr(producers, name, recorded)
+    monkeypatch.setattr(producers, "_USED", ["norm", "gate"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("adapted", "weight", "used"),
+    [
+        (ALL, None, ["produce", "multi_lora_gate"]),
+        pytest.param(("up_proj",), None, ["produce"], marks=pytest.mark.grid),
+        pytest.param(
+            ALL, Int8Weight, ["produce", "multi_lora_gate"], marks=pytest.mark.grid
+        ),
+        pytest.param(ALL, Fp8Weight, [], marks=pytest.mark.grid),
+    ],
+    ids=["all", "up", "int8", "fp8"],
+)
+def test_the_results_are_the_same(adapted, weight, used, monkeypatch):
+    """In the interpreter, they are the same bits; a GPU's exponentials are inexact."""
+    block = Block(adapted, weight)
+    want, found = both_ways(block), calls(monkeypatch)
+    got = both_ways(block)
+    assert found == used
+    for pair in zip(got, want, strict=True):
+        one, other = (np.asarray(x, np.float32) for x in pair)
+        allowed = 0.02 * np.abs(other).max() if ON_HOPPER else 0
+        np.testing.assert_allclose(one, other, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("setting", ["use_dora", "use_vera", "train_bias"])
+def test_not_with_other_adapters(setting, monkeypatch):
+    found, block = calls(monkeypatch), Block(ALL, settings=(setting,))
+    h = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
+    jax.eval_shape(lambda h: block(h, make_routing()), h)
+    assert not found
+
+
+def test_not_on_several_devices(monkeypatch):
+    found, block = calls(monkeypatch), Block(ALL)
+    h = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
+    mesh = jax.sharding.AbstractMesh((2,), ("tensor",))
+    on_each = jax.shard_map(
+        lambda h: block(h, make_routing()),
+        mesh=mesh,
+        in_specs=jax.P(),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    jax.eval_shape(on_each, h)
+    assert not found
