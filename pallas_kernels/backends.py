@@ -82,7 +82,7 @@ class Produce(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """What a back end computes beside row-wise functions.
+    """Kernels of a back end that compute s beside row-wise functions.
 
     Its `Forward` also takes `s`, and its `Backward` `ds`, computed before.
 

@@ -37,8 +37,8 @@ class RowArguments(typing.NamedTuple):
     features: Sequence[Any] = ()
 
 
-# What a value varies along. Values of rows and of features are vectors in a kernel, and
-# are broadcast to tiles as late as possible.
+# The extent of a value says along what it varies. Values of rows and of features are
+# vectors in a kernel, and are broadcast to tiles as late as possible.
 Extent = Literal["tile", "row", "feature", "scalar"]
 
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")

@@ -1,4 +1,4 @@
-"""What linears read: rows of tokens, and the slot of each row."""
+"""The inputs of linears: rows of tokens, and the slot of each row."""
 
 import dataclasses
 import typing

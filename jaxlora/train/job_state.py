@@ -255,8 +255,8 @@ class JobState:
 
     def reference_source(self) -> dict[str, str]:
         """Returns what `references` are computed from, besides the base."""
-        hashes = self.prepared.fingerprints.items()
-        source = {name: value or "" for name, value in hashes if "data" in name}
+        names = "data_fingerprint", "eval_data_fingerprint"
+        source = {name: self.prepared.fingerprints[name] or "" for name in names}
         if self.prepared.baseline is not None:
             # Which samples are recombined follows from the order of the job's batches.
             neighbors = self.prepared.neighbors["train"].astype(np.int64)

@@ -117,8 +117,16 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
         ConfigError: A rank is above the slots', a module has no slots, the job drops
             features and the slots do not, or a sample does not fit into a microbatch.
     """
+    _check_dropout(prepared, spec)
+    _check_tables(prepared, spec)
+    _check_kinds(prepared, spec)
+    _check_modules(prepared, spec)
+    _check_lengths(prepared, spec, max_tokens)
+
+
+def _check_dropout(prepared: PreparedJob, spec: DecoderSpec) -> None:
     assert spec.slots is not None
-    name, largest = prepared.name, max(prepared.ranks.values())
+    name = prepared.name
     if prepared.settings.dropout > 0 and not spec.slots.use_dropout:
         raise ConfigError(
             f"job {name!r} has dropout {prepared.settings.dropout}, and the slots of "
@@ -138,6 +146,11 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
             "this run was started without a job that has both. Start a run with such "
             "a job, or leave dropout out."
         )
+
+
+def _check_tables(prepared: PreparedJob, spec: DecoderSpec) -> None:
+    assert spec.slots is not None
+    name, largest = prepared.name, max(prepared.ranks.values())
     if largest > spec.slots.rank:
         raise ConfigError(
             f"job {name!r} has rank {largest}, above the slots' rank "
@@ -160,6 +173,11 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
             f"job {name!r} trains A and B, and this run was started for jobs with "
             "use_vera alone, which have none. Start the run with a job of LoRA."
         )
+
+
+def _check_kinds(prepared: PreparedJob, spec: DecoderSpec) -> None:
+    assert spec.slots is not None
+    name = prepared.name
     if prepared.settings.optimizer not in spec.slots.optimizers:
         raise ConfigError(
             f"job {name!r} has optimizer {prepared.settings.optimizer!r}, and this run "
@@ -172,6 +190,10 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
             f"was started for {', '.join(spec.options.objectives)}. Start a run with a "
             "job of this objective."
         )
+
+
+def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
+    name = prepared.name
     for module in prepared.modules:
         path = linear_path(module)
         if prepared.settings.keeps_start and spec.options.weight_format(path):
@@ -186,6 +208,10 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
                 f"job {name!r} adapts {module}, which has no slots in this run. Add "
                 "the module to slot_targets when the run starts."
             )
+
+
+def _check_lengths(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:
+    name = prepared.name
     longest, limit = longest_sample(prepared), spec.options.max_segment_tokens
     if longest > limit:
         raise ConfigError(

@@ -19,7 +19,7 @@ def draw(*shape: int) -> np.ndarray:
 
 
 def layer_with(*slots: int) -> MultiLoraLinear:
-    """Of the slots, 1 trains its bias, which is zero; the frozen bias is not."""
+    """Slot 1 alone trains its bias, which is zero; the frozen bias is not."""
     layer = MultiLoraLinear(
         K, N, slots=SLOTS, use_bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0)
     )

@@ -45,7 +45,7 @@ def assert_same_training(one, other, names):
 
 @pytest.fixture(scope="module")
 def model(two_layers):
-    """Of its layers, the jobs adapt both or one."""
+    """The jobs adapt both of its layers or one."""
     return two_layers
 
 
@@ -87,7 +87,7 @@ def test_alone_equals_together(train, three, alone, jobs, count):
 
 @pytest.mark.grid
 def test_eight_together_equal_three_and_one(train, three, alone, jobs):
-    """What is recomputed does not matter either, as this run alone recomputes."""
+    """Recomputing does not matter either, as this run alone recomputes."""
     together = train(jobs, remat="elementwise")
     assert together.result.num_compilations <= 7
     assert_same_training(together, three, [job.name for job in jobs[:3]])

@@ -43,7 +43,7 @@ def test_each_answer_has_its_weight(run, make_tokenizer, template):
 
 
 def test_weights_with_other_settings_of_the_loss(run, make_tokenizer):
-    """Of an answer that is not trained on, the weight has no effect."""
+    """The weight of an answer that is not trained on has no effect."""
     tokenizer = make_tokenizer()
     record = weighted(0.25, 2, None, 0.5)
     (sample,) = run([record], tokenizer, data={"loss_on": "last"}).samples

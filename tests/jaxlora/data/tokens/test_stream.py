@@ -224,7 +224,7 @@ def test_a_bad_record_is_named_by_its_shard(tokenizer, tmp_path, caplog):
 
 
 def test_a_shard_that_cannot_be_read(tokenizer, tmp_path, caplog):
-    """What follows damage is left out; a failing disk is an error."""
+    """Records after damage are left out; a failing disk is an error."""
     shards = [[record(f"r{i}-{j}") for j in range(3)] for i in range(3)]
     path = write_shards(tmp_path / "set", shards, ".jsonl")
     damaged = tmp_path / "set" / "part-1.jsonl"

@@ -204,7 +204,7 @@ def test_several_capacities_of_a_mesh_are_compared():
 
 
 def test_no_mesh_and_capacity_is_predicted_to_be_faster():
-    """Of all on 8 H200s; memory is left out."""
+    """No other one on 8 H200s is faster; memory is left out."""
     bounds = Bounds(smallest=1024, largest=5120, unit=1024)
     demand = demand_of(2, 16, bounds, lengths=(200, 360, 520, 680, 840, 1000))
     config = RunConfig(
