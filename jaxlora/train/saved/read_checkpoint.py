@@ -29,6 +29,7 @@ FORMAT = 6
 ITEM, META_FILE, TENSORS_FILE = "run", "meta.json", "tensors.safetensors"
 # Orbax's own files also begin with an underscore.
 _FILES = (META_FILE, TENSORS_FILE, "commit_success.txt")
+_BEING_WRITTEN = re.compile(r"\.tmp\w{6}")  # what safetensors renames at the end
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 
 
@@ -87,6 +88,7 @@ def other_files(folder: pathlib.Path) -> list[pathlib.Path]:
         for path in folder.rglob("*")
         if not (path.is_dir() and not path.is_symlink())
         and not (path.name in _FILES or path.name.startswith("_"))
+        and not _BEING_WRITTEN.fullmatch(path.name)
     ]
 
 

@@ -165,14 +165,21 @@ def test_no_checkpoint_follows_an_export_that_failed(config, model, monkeypatch,
 
 def test_a_signal_during_a_write(config, model, monkeypatch, whole):
     """The checkpoint under way and the last are whole."""
+    is_sent = threading.Event()
 
     def stop(number):
         if number == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+            is_sent.set()
+
+    class Waits(Callback):
+        def on_window(self, event) -> None:
+            if event.round == 3:  # the first checkpoint was taken in the round before
+                is_sent.wait()
 
     with monkeypatch.context() as patched:
         while_writing(patched, stop)
-        result = Trainer(config, model).train()
+        result = Trainer(config, model).train(callbacks=[Waits()])
     assert result.interrupted
     numbers = [int(path.name) for path in checkpoints(config).iterdir()]
     assert 1 <= len(numbers) <= 2

@@ -53,6 +53,8 @@ def sync(folder, sync_files=orbax_folder.sync_files):
     left -= 1
     if left == 0:
         goes_on.wait()
+        # safetensors writes into such a file, and renames it at the end.
+        (folder / "tensors.safetensors").rename(folder / ".tmpR0nn1K")
         os.kill(os.getpid(), signal.SIGKILL)
     sync_files(folder)
 def note(self, line):
