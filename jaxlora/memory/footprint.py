@@ -246,7 +246,7 @@ def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
         largest = max(num_bytes(shape) for shape in shapes.values())
         copied = max(0, _state_bytes(spec, shapes) - largest)
         at_step = copied // use.num_replicas
-    elif spec.slots is not None:
+    elif spec.slots is not None and spec.slots.optimizers:
         at_step = _stepped_bytes(spec, spec.slots, use.num_tensor) // use.num_replicas
     return max(at_sum, at_step)
 

@@ -25,6 +25,7 @@ from jaxlora.memory.footprint import (
     optimizer_bytes,
 )
 from jaxlora.memory.mesh import (
+    FurtherReplica,
     MeshFootprint,
     MeshStages,
     estimated_footprint,
@@ -232,6 +233,8 @@ def test_the_sum_of_gradients_takes_no_more_on_more_devices(data, monkeypatch):
     use = lambda mesh: stages_of(SPEC, mesh).use(0)
     assert optimizer_bytes(SPEC, use(f"data={data}")) == slots // 2
     assert optimizer_bytes(SPEC, use("fsdp=1")) == 0
+    further = FurtherReplica.of(SPEC, capacity=256)  # it takes no steps
+    assert optimizer_bytes(further.spec, use("fsdp=1")) == 0
 
 
 def test_llama_70b_fits_four_devices():
