@@ -2,12 +2,10 @@
 
 A norm is followed by linears that share its result, and a gate by one linear. If the
 back end has producers, the kernel of the norm or gate computes s of these linears too,
-and that of the gate's gradient ds of the linears before it. Nothing uses them by
-default, see docs/kernels.md.
+and that of the gate's gradient ds of the linears before it.
 """
 
 import functools
-import os
 from collections.abc import Sequence
 
 import jax
@@ -25,10 +23,7 @@ from jaxlora.pallas_kernels import (
     produce,
     unsupported_producer,
 )
-
-# Which producers are used: `norm` and `gate`. None are, until the suite has passed with
-# them on a GPU.
-_USED = os.environ.get("JAXLORA_PRODUCERS", "").split(",")
+from jaxlora.sharding.rules import TENSOR
 
 
 def normed_input(
@@ -46,7 +41,7 @@ def normed_input(
         routing: Slot of each row, and the keys of dropout masks.
     """
     adapted = [linear for linear in linears if linear.slots is not None]
-    if "norm" not in _USED or not _can_serve(adapted):
+    if not _can_serve(adapted):
         return LinearInput.of(norm(h))
     given = _projections(adapted, routing)
     name, scale = adapted[0].implementation, norm.scale[...]
@@ -78,7 +73,7 @@ def gated_input(
     Returns:
         The rows; None if the kernels cannot compute s and ds beside them.
     """
-    if "gate" not in _USED or not _can_serve([*linears, following]):
+    if not _can_serve([*linears, following]):
         return None
     before, after = _projections(linears, routing), _projections([following], routing)
     rows, name = LinearInput.of(x), following.implementation
@@ -105,13 +100,13 @@ def gated_input(
 def _can_serve(linears: Sequence[MultiLoraLinear]) -> bool:
     """Whether the kernels have been tested with such linears.
 
-    They are alike, run on one device, and add LoRA and no more.
+    They are alike, are not divided over devices, and add LoRA and no more.
     """
     kinds = {linear.implementation for linear in linears}
     formats = {jax.tree.structure(linear.weight) for linear in linears}
     is_alike = len(kinds) == len(formats) == 1
-    is_alone = jax.sharding.get_abstract_mesh().size <= 1
-    return is_alike and is_alone and all(map(_adds_lora_only, linears))
+    is_whole = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1) == 1
+    return is_alike and is_whole and all(map(_adds_lora_only, linears))
 
 
 def _adds_lora_only(linear: MultiLoraLinear) -> bool:

@@ -60,7 +60,7 @@ def masks_of(kind, num_sides, k):
 # features, rank.
 CASES = {
     "norm": (NormRows(1e-5), 1, 1, 1, (0, 0), "words", 384, 16),
-    "offset norm": (NormRows(1e-5, offset=True), 1, 1, 1, (0,), "bits", 128, 96),
+    "offset norm": (NormRows(1e-5, offset=True), 1, 1, 1, (0,), "bits", 128, 128),
     "swiglu": (swiglu_rows, 2, 0, 0, (0,), "words", 256, 16),
     "swiglu backward": (swiglu_gradient_rows, 3, 0, 0, (0, 1), None, 256, 32),
     "softmax": (softmax_and_relu, 1, 2, 1, (1, 0), None, 256, 16),

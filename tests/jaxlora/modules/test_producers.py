@@ -111,7 +111,7 @@ ALL = "gate_proj", "up_proj", "down_proj"
 
 
 def calls(monkeypatch):
-    """Turns the producers on; returns the list that gets their calls."""
+    """Returns the list that gets the producers' calls."""
     found = []
     for name in ("produce", "multi_lora_gate"):
         run = getattr(producers, name)
@@ -121,7 +121,6 @@ def calls(monkeypatch):
             return run(*args, **options)
 
         monkeypatch.setattr(producers, name, recorded)
-    monkeypatch.setattr(producers, "_USED", ["norm", "gate"])
     return found
 
 
@@ -140,7 +139,10 @@ def calls(monkeypatch):
 def test_the_results_are_the_same(adapted, weight, used, monkeypatch):
     """In the interpreter, they are the same bits; a GPU's exponentials are inexact."""
     block = Block(adapted, weight)
-    want, found = both_ways(block), calls(monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(producers, "_can_serve", lambda linears: False)
+        want = both_ways(block)
+    found = calls(monkeypatch)
     got = both_ways(block)
     assert found == used
     for pair in zip(got, want, strict=True):
@@ -157,10 +159,12 @@ def test_not_with_other_adapters(setting, monkeypatch):
     assert not found
 
 
-def test_not_on_several_devices(monkeypatch):
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_not_where_linears_are_divided(axis, monkeypatch):
+    """The devices of other axes have rows of their own, and whole linears."""
     found, block = calls(monkeypatch), Block(ALL)
     h = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
-    mesh = jax.sharding.AbstractMesh((2,), ("tensor",))
+    mesh = jax.sharding.AbstractMesh((2,), (axis,))
     on_each = jax.shard_map(
         lambda h: block(h, make_routing()),
         mesh=mesh,
@@ -169,4 +173,4 @@ def test_not_on_several_devices(monkeypatch):
         check_vma=False,
     )
     jax.eval_shape(on_each, h)
-    assert not found
+    assert bool(found) == (axis == "data")
