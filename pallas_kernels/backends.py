@@ -5,6 +5,7 @@ name. Callers look an entry up and read its fields.
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ from jaxlora.pallas_kernels.mosaic import layer as mosaic
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 from jaxlora.pallas_kernels.triton import layer as triton
+from jaxlora.pallas_kernels.triton.target import present_target, slow_device
 from jaxlora.pallas_kernels.xla import layer as xla
 
 
@@ -153,6 +155,26 @@ class Backend:
         return None if slow is None else f"is slow here: {slow}"
 
 
+def _when_traced(module: str, name: str, **given: Callable[[], Any]) -> Callable:
+    """Returns a function of a module that is imported when it is called first.
+
+    Most starts of a run load programs that were kept and trace nothing, so they need
+    neither MLIR's dialects, which Mosaic imports, nor Triton's optional packages.
+
+    Args:
+        module: The module, in this package.
+        name: The function.
+        **given: Functions whose results it is called with, by parameter.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        found = importlib.import_module(f"jaxlora.pallas_kernels.{module}")
+        more = {key: make() for key, make in given.items()}
+        return getattr(found, name)(*args, **options, **more)
+
+    return call
+
+
 def _table(*backends: Backend) -> dict[str, Backend]:
     return {backend.name: backend for backend in backends}
 
@@ -162,20 +184,23 @@ def _table(*backends: Backend) -> dict[str, Backend]:
 BACKENDS: dict[str, Backend] = _table(
     Backend(
         name="mosaic",
-        forward=mosaic.forward,
-        backward=mosaic.backward,
+        forward=_when_traced("mosaic.passes", "forward"),
+        backward=_when_traced("mosaic.passes", "backward"),
         unsupported=mosaic.unsupported,
-        producer=Producer(mosaic.produce, mosaic.unsupported_producer),
+        producer=Producer(
+            _when_traced("mosaic.producers", "produce_for"),
+            mosaic.unsupported_producer,
+        ),
         stores_masks=False,
         partitionable=False,
         reads_transpose=True,
     ),
     Backend(
         name="triton",
-        forward=triton.forward,
-        backward=triton.backward,
+        forward=_when_traced("triton.passes", "forward", target=present_target),
+        backward=_when_traced("triton.passes", "backward", target=present_target),
         unsupported=triton.unsupported,
-        slow_device=triton.slow_device,
+        slow_device=slow_device,
         stores_masks=False,
         partitionable=False,
         traced_as="mosaic",

@@ -1,15 +1,8 @@
-"""The `mosaic` back end: which linears it runs, and its forward and backward pass.
-
-The passes are in passes.py, which imports Pallas' Mosaic back end and with it MLIR's
-dialects. It is imported when a pass is traced: most starts of a run load programs that
-were kept, and trace nothing.
-"""
+"""Which linears and row-wise functions the `mosaic` back end runs."""
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.mosaic.hopper import unsupported_device
 from jaxlora.pallas_kernels.operands import unsupported_linear
@@ -17,8 +10,6 @@ from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 from jaxlora.pallas_kernels.settings import RANK_STEP
-
-__all__ = ["backward", "forward", "produce", "unsupported", "unsupported_producer"]
 
 
 def unsupported(shape: LinearShape) -> str | None:
@@ -32,49 +23,6 @@ def unsupported(shape: LinearShape) -> str | None:
         return f"with fp8 weights its kernels take x in bfloat16 only, not {name}"
     # Both passes copy whole steps of 128 bytes from device memory.
     return unsupported_linear(shape, multiple=2 * RANK_STEP)
-
-
-def forward(
-    x: Float[Array, "T K"],
-    projections: tuple[Projection, ...],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
-    *,
-    w_transposed: bool = False,
-    s: list[Array] | None = None,
-) -> tuple[list[Array], list[Array]]:
-    """Computes y [T, N] and s = scaling * dropout(x) A [T, R] of each projection.
-
-    The backward pass reads s again. In each block of rows, only the ranks of the
-    block's own adapter are ever read. If s is given, it was computed beside x.
-    """
-    from jaxlora.pallas_kernels.mosaic import passes
-
-    return passes.forward(
-        x, projections, layer, block_adapter, s, w_transposed=w_transposed
-    )
-
-
-def backward(
-    dy: list[Array],
-    x: Float[Array, "T K"],
-    projections: tuple[Projection, ...],
-    s: list[Array],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
-    *,
-    w_transposed: bool = False,
-    ds: list[Array] | None = None,
-) -> tuple[Float[Array, "T K"], list[dict[str, jax.Array]]]:
-    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
-
-    If ds is given, it was computed beside dy.
-    """
-    from jaxlora.pallas_kernels.mosaic import passes
-
-    return passes.backward(
-        dy, x, projections, s, layer, block_adapter, ds, w_transposed=w_transposed
-    )
 
 
 def unsupported_producer(
@@ -100,20 +48,4 @@ def unsupported_producer(
 
     return producers.unsupported(
         function, arguments, projections, is_gradient=is_gradient
-    )
-
-
-def produce(
-    function: RowFunction,
-    arguments: RowArguments,
-    projections: Sequence[Projection],
-    block_adapter: Int[Array, " NB"],
-    *,
-    is_gradient: bool,
-) -> tuple[list[Array], list[Array]]:
-    """Computes a row-wise function with its side products; see `backends.Produce`."""
-    from jaxlora.pallas_kernels.mosaic import producers
-
-    return producers.produce_for(
-        function, arguments, projections, block_adapter, is_gradient=is_gradient
     )

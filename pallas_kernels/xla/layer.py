@@ -3,9 +3,14 @@
 Each token block gathers its own adapter. So no value of one adapter, not even a NaN,
 reaches the rows of another. The masks and the float32 terms are stored in device
 memory, which makes this slower than fused kernels.
+
+This also defines the products of an fp8 base. The product of two e4m3 values is exact
+in float32, in which the sums are computed. XLA uses the tensor cores of GPUs that have
+e4m3; elsewhere, it converts the operands.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.pallas_kernels.dropout import entries
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
-from jaxlora.pallas_kernels.xla import fp8
+from jaxlora.pallas_kernels.quantized.rows import quantize_rows, row_scale
 
 
 def unsupported(shape: LinearShape) -> str | None:
@@ -27,6 +32,45 @@ def unsupported(shape: LinearShape) -> str | None:
 
 def _fp8_weights(projections: tuple[Projection, ...]) -> list[Fp8Weight]:
     return [p.w for p in projections if isinstance(p.w, Fp8Weight)]
+
+
+def _fp8_products(x: Array, weights: Sequence[Fp8Weight]) -> list[Array]:
+    """Computes `x W^T` [T, N] in float32 for each weight, from x quantized by rows."""
+    scale = row_scale(x)
+    values = quantize_rows(x, scale)
+    return [
+        _einsum("tk,nk->tn", values, w.values) * w.scale * scale[:, None]
+        for w in weights
+    ]
+
+
+def _fp8_input_gradients(
+    dy: Sequence[Array], weights: Sequence[Fp8Weight]
+) -> list[Array]:
+    """Computes each weight's part of dx [T, K] in float32, from quantized dy.
+
+    The scales of the output features lie along this product's sum, so dy is multiplied
+    by them before it is quantized. A row has one scale for all weights, so that kernels
+    can sum the parts in one accumulator.
+    """
+    pairs = list(zip(dy, weights, strict=True))
+    scale = functools.reduce(jnp.maximum, (row_scale(d, w.scale) for d, w in pairs))
+    parts = []
+    for d, w in pairs:
+        values = quantize_rows(d, scale, w.scale)
+        if w.transposed is None:
+            part = _einsum("tn,nk->tk", values, w.values)
+        else:
+            part = _einsum("tn,kn->tk", values, w.transposed)
+        parts.append(part * scale[:, None])
+    return parts
+
+
+def _einsum(spec: str, x: Array, w: Array) -> Array:
+    # Where XLA converts w, it would otherwise convert the weights of all layers in
+    # advance, and keep them for the backward pass.
+    x, w = lax.optimization_barrier((x, w))
+    return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32)
 
 
 def _product(x: Array, y: Array, over: tuple[int, int]) -> Float[Array, "..."]:
@@ -92,7 +136,7 @@ def forward(
 ) -> tuple[list[Array], list[Array]]:
     """Computes y [T, N] and s = scaling dropout(x) A [NB, BT, R] of each projection."""
     if weights := _fp8_weights(projections):
-        bases = fp8.products(x, weights)
+        bases = _fp8_products(x, weights)
     else:
         index, over = layer[0], (1, 1 if w_transposed else 0)
         bases = [_product(x, entries(p.dense_w, index), over) for p in projections]
@@ -135,7 +179,7 @@ def backward(
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
     if weights := _fp8_weights(projections):
-        bases = fp8.input_gradients(dy, weights)
+        bases = _fp8_input_gradients(dy, weights)
     else:
         index, over = layer[0], (1, 0 if w_transposed else 1)
         pairs = zip(dy, projections, strict=True)
