@@ -15,9 +15,10 @@ from jaxlora.device_check import check_device
 from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
+from jaxlora.memory.mesh import estimated_footprint
 from jaxlora.memory.need import MemoryNeed
+from jaxlora.memory.refusal import refusal
 from jaxlora.pallas_kernels.device import planned_for
-from jaxlora.plan.cost import PlannedTime, check_fits, memory_need
 from jaxlora.plan.foretell import foretell
 from jaxlora.plan.sweep_groups import PlannedGroups, plan_groups
 from jaxlora.run.folder import (
@@ -38,6 +39,24 @@ from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.shapes import ONE_SHAPE
 from jaxlora.train.saved.continue_job import check_continues
 from jaxlora.train.saved.describe_run import check_resumes, run_identity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedTime:
+    """Predicted time of training, without start-up, evaluations and checkpoints.
+
+    Attributes:
+        together: Seconds of the run.
+        apart: Seconds of its jobs one after the other, each alone on the same mesh.
+    """
+
+    together: float
+    apart: float
+
+    @property
+    def hours(self) -> float:
+        """Hours of the run."""
+        return self.together / 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,3 +269,25 @@ def _check_saved_states(plan: RunPlan, jobs: Sequence[PreparedJob]) -> None:
         if job.settings.continue_from is not None:
             own = run_identity(plan, "", [job])
             check_continues(job.settings, job.num_steps, own)
+
+
+def memory_need(plan: RunPlan) -> MemoryNeed:
+    """Estimates the memory of a run."""
+    tokens = plan.config.limits.capacity
+    found = estimated_footprint(plan.stages, plan.config.block_tokens, tokens)
+    available = this_machine().memory_of(plan.stages.sizes.num_devices)
+    return MemoryNeed.of(plan.stages, found, tokens, available)
+
+
+def check_fits(plan: RunPlan) -> None:
+    """Refuses a run that is estimated not to fit.
+
+    Raises:
+        DoesNotFitError: It does not.
+    """
+    need = memory_need(plan)
+    if need.fits:
+        return
+    assert need.available is not None
+    found = estimated_footprint(plan.stages, plan.config.block_tokens, need.tokens)
+    raise refusal(plan.config, plan.stages, plan.bounds, found, need.available)

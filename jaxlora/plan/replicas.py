@@ -30,8 +30,7 @@ from jaxlora.scheduler.replicas import (
     plan_deployment,
     simulate_steps,
 )
-from jaxlora.scheduler.replicas.picture import draw_steps
-from jaxlora.scheduler.replicas.report import replica_table, step_table
+from jaxlora.scheduler.replicas.report import draw_steps, replica_table, step_table
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
 from jaxlora.train.plan.auto_mesh.machine import Machine, this_machine
 from jaxlora.train.plan.prepare_run import prepare_run

@@ -27,8 +27,7 @@ from jaxlora.scheduler.sweep import (
     one_at_a_time,
     plan_sweep,
 )
-from jaxlora.scheduler.sweep.picture import draw_sweep
-from jaxlora.scheduler.sweep.report import comparison_table, group_table
+from jaxlora.scheduler.sweep.report import comparison_table, draw_sweep, group_table
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
 from jaxlora.train.execute.layout import check_division
 from jaxlora.train.plan.auto_mesh.machine import Machine

@@ -23,7 +23,7 @@ from jaxlora.run.events import (
     SampleEvent,
     WindowEvent,
 )
-from jaxlora.trackers.metrics import (
+from jaxlora.trackers.tracker import (
     EVAL_LOSS,
     TRAIN_LOSS,
     hyperparameters,

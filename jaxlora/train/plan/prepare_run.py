@@ -4,17 +4,141 @@ The trainer and `jaxlora plan` enter here, so that they refuse the same runs.
 """
 
 import dataclasses
-from collections.abc import Callable
+import datetime
+from collections.abc import Callable, Iterator
 
+from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.common.note import log_notes
-from jaxlora.config import RunConfig
+from jaxlora.config import DataConfig, RunConfig
+from jaxlora.data.objectives import find_objective
+from jaxlora.data.rendering.fields import check_template
+from jaxlora.data.templates.known import find_template
+from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
+from jaxlora.problems import Path, Problems
+from jaxlora.train.execute.samples import sample_prompts
 from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.check_inputs import check_inputs
-from jaxlora.train.plan.prepared_job import PreparedJob, data_reader, prepare_jobs
+from jaxlora.train.plan.found_inputs import missing_inputs
+from jaxlora.train.plan.planned_model import PlannedModel, planned_model
+from jaxlora.train.plan.prepared_job import (
+    ChosenModules,
+    PreparedJob,
+    choose_modules,
+    data_reader,
+    prepare_jobs,
+)
 from jaxlora.train.plan.resolve import resolve
 from jaxlora.train.plan.run_plan import RunPlan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The inputs of a run besides its data.
+
+    Attributes:
+        model: The base model, without weights.
+        tokenizer: Its tokenizer.
+        modules: The modules that each job adapts.
+    """
+
+    model: PlannedModel
+    tokenizer: Tokenizer
+    modules: tuple[ChosenModules, ...] = ()
+
+
+def check_inputs(
+    config: RunConfig,
+    model: FrozenModel | None,
+    started: str,
+    **checks: Callable[[], object],
+) -> Inputs:
+    """Checks files, model, tokenizer, targets and templates; reads no data.
+
+    Args:
+        config: The run.
+        model: The base model, if it is loaded already.
+        started: Time at which the run began, in ISO format.
+        **checks: Further checks, by the setting that they are about.
+
+    Raises:
+        JaxloraError: Something is missing or does not fit. If there are several
+            problems, the message lists them all.
+    """
+    problems = Problems()
+    for setting, check in checks.items():
+        with problems.at(setting):
+            check()
+    values = {"jobs": config.jobs} | ({"model": config.model} if model is None else {})
+    for path, error in missing_inputs(values):
+        problems.add(path, error)
+    inputs = None
+    if not problems.has("model"):
+        with problems.at("model"):
+            inputs = _open(config, model, started)
+    modules = _check_jobs(config, inputs, problems)
+    problems.raise_all()
+    assert inputs is not None, "without a problem, the model is open"
+    return dataclasses.replace(inputs, modules=modules)
+
+
+def _open(config: RunConfig, model: FrozenModel | None, started: str) -> Inputs:
+    if model is None:
+        folder = tokenizer_folder(config.model, config.revision)
+        planned = planned_model(config, folder)
+    else:
+        folder, planned = model.folder, PlannedModel.of(config, model)
+    now = datetime.datetime.fromisoformat(started)
+    tokenizer = load_tokenizer(folder, now=now)
+    tokenizer.check_fits(planned.config.vocab_size)
+    return Inputs(model=planned, tokenizer=tokenizer)
+
+
+def _check_jobs(
+    config: RunConfig, inputs: Inputs | None, problems: Problems
+) -> tuple[ChosenModules, ...]:
+    """Checks templates; if the model is open, also returns the modules of the jobs."""
+    modules = []
+    for number, job in enumerate(config.jobs):
+        for key in ("data", "eval_data"):
+            if (data := getattr(job, key)) is not None:
+                for path, one in _sets(data, ("jobs", number, key)):
+                    _check_data(one, inputs, path, problems)
+        with problems.at("jobs", number, "objective"):
+            find_objective(job.objective).settings_of(job.objective_args)
+        with problems.at("jobs", number, "optimizer"):
+            find_optimizer(job)
+        if inputs is not None and not problems.has("jobs", number, "init_from"):
+            key = "target_modules" if job.init_from is None else "init_from"
+            with problems.at("jobs", number, key):
+                modules.append(choose_modules(job, inputs.model.config))
+    if inputs is not None and config.samples is not None:
+        with problems.at("samples", "prompts"):
+            sample_prompts(config.samples, inputs.model.config, inputs.tokenizer)
+    return tuple(modules)
+
+
+def _sets(data: DataConfig, path: Path) -> Iterator[tuple[Path, DataConfig]]:
+    """Yields the data sets of a job, and the setting that has each."""
+    if not data.datasets:
+        yield path, data
+    for number, one in enumerate(data.datasets):
+        yield (*path, "datasets", number), one
+
+
+def _check_data(
+    data: DataConfig, inputs: Inputs | None, path: Path, problems: Problems
+) -> None:
+    for key in ("prompt", "completion"):
+        with problems.at(*path, key):
+            check_template(getattr(data, key))
+    if data.chat_template is not None:
+        with problems.at(*path, "chat_template"):
+            find_template(data.chat_template)
+    elif inputs is not None and data.chat:
+        with problems.at(*path, "chat"):
+            inputs.tokenizer.chat.check()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

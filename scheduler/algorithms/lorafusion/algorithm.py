@@ -1,12 +1,16 @@
 """LoRAFusion's complete algorithm: group, pack, merge, verify and fix."""
 
+import dataclasses
 import logging
+import math
 import multiprocessing
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
+
+import numpy as np
 
 from jaxlora.scheduler.algorithms.lorafusion.batch import (
     BatchSchedule,
@@ -15,9 +19,7 @@ from jaxlora.scheduler.algorithms.lorafusion.batch import (
     greedy_for,
     pack_batch,
 )
-from jaxlora.scheduler.algorithms.lorafusion.group import head_tail, statistics
-from jaxlora.scheduler.algorithms.lorafusion.merge import merge
-from jaxlora.scheduler.algorithms.spacing import with_no_ops
+from jaxlora.scheduler.algorithms.spacing import Spacing, with_no_ops
 from jaxlora.scheduler.check import require_legal
 from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.types import (
@@ -28,6 +30,7 @@ from jaxlora.scheduler.types import (
     Schedule,
     batches_by_job,
     check_fits,
+    padded_tokens,
 )
 
 _log = logging.getLogger(__name__)
@@ -177,3 +180,158 @@ def _log_outcomes(packed: Sequence[BatchSchedule]) -> None:
             len(packed),
             failures[0],
         )
+
+
+# The estimate of the microbatches that a job fills assumes samples that are shorter
+# than the mean by this many standard deviations. The value is that of LoRAFusion's
+# code; the paper gives none.
+MARGIN = 0.25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Statistics:
+    """Statistics of the sequence lengths of a job.
+
+    Attributes:
+        job: Number of the job.
+        mean: Mean number of tokens in a sample.
+        std: Sample standard deviation (n - 1) of the number of tokens; 0 for one
+            sample.
+        batch_size: Mean number of samples in a global batch.
+    """
+
+    job: int
+    mean: float
+    std: float
+    batch_size: float
+
+    def microbatches(self, limits: Limits) -> int:
+        """Conservative estimate of the microbatches that a global batch fills."""
+        tokens = self.batch_size * max(0.0, self.mean - MARGIN * self.std)
+        return max(1, math.ceil(tokens / limits.capacity))
+
+
+def statistics(samples: Iterable[Sample]) -> tuple[Statistics, ...]:
+    """Returns the statistics of each job, in ascending order of jobs."""
+    lengths: dict[int, list[int]] = {}
+    batches: dict[int, set[int]] = {}
+    for sample in samples:
+        lengths.setdefault(sample.owner, []).append(sample.num_tokens)
+        batches.setdefault(sample.owner, set()).add(sample.batch)
+    return tuple(
+        Statistics(
+            job=job,
+            mean=float(np.mean(tokens)),
+            std=float(np.std(tokens, ddof=1)) if len(tokens) > 1 else 0.0,
+            batch_size=len(tokens) / len(batches[job]),
+        )
+        for job, tokens in sorted(lengths.items())
+    )
+
+
+def head_tail(
+    jobs: Sequence[Statistics], limits: Limits, pipeline: Pipeline
+) -> tuple[tuple[int, ...], ...]:
+    """Makes groups of one or two jobs, in the order in which they take turns.
+
+    The job with the longest sequences is paired with the job with the shortest. A pair
+    is made only if the other jobs fill the D - 1 microbatches between two of its
+    batches. Otherwise the job of the two that fills more microbatches stays alone.
+
+    References:
+        LoRAFusion, https://arxiv.org/abs/2510.00206, section 5.2.
+    """
+    filled = {s.job: s.microbatches(limits) for s in jobs}
+    order = sorted(jobs, key=lambda s: (-s.mean, s.job))
+    total, groups = sum(filled.values()), []
+    head, tail = 0, len(order) - 1
+    while head < tail:
+        long, short = order[head].job, order[tail].job
+        if total - filled[long] - filled[short] >= pipeline.distance - 1:
+            groups.append((long, short))
+            head, tail = head + 1, tail - 1
+        elif filled[long] < filled[short]:
+            groups.append((short,))
+            tail -= 1
+        else:
+            groups.append((long,))
+            head += 1
+    if head == tail:
+        groups.append((order[head].job,))
+    return tuple(groups)
+
+
+# One global batch of a group, in descending order of padded tokens.
+Batch = Sequence[Microbatch]
+
+
+def merge(
+    batches: Sequence[Batch], limits: Limits, pipeline: Pipeline
+) -> tuple[Microbatch, ...]:
+    """Merges by Algorithm 1 of LoRAFusion, lines 12 to 14, in one pass.
+
+    It moves the longest samples that fit, starting with the smallest microbatch of the
+    next batch, and drops microbatches that become empty. A sample does not move if that
+    would mix two global batches of its job, or bring them closer than the distance D. A
+    microbatch is not dropped if that would require a no-op later.
+
+    Args:
+        batches: Batches of all groups, in the order in which they run.
+        limits: Capacity and block size.
+        pipeline: Provides the distance between the batches of a job.
+    """
+    out: list[list[Sample]] = []
+    spacing = Spacing(pipeline.distance)
+    for i, batch in enumerate(batches):
+        rest = [list(m) for m in batch]
+        while out and rest:
+            taken = _that_fit(out[-1], rest[-1], limits, spacing)
+            if len(taken) == len(rest[-1]):
+                later = chain.from_iterable(islice(batches, i + 1, None))
+                window = list(islice(later, pipeline.distance))
+                if not _may_drop(rest, window, spacing):
+                    taken.pop()
+            out[-1] += taken
+            spacing.join(taken)
+            rest[-1] = [s for s in rest[-1] if s not in taken]
+            if rest[-1]:
+                break
+            rest.pop()
+        for microbatch in rest:
+            out.append(microbatch)
+            spacing.place(microbatch)
+    return tuple(tuple(sorted(m, key=lambda s: (s.owner, s.index))) for m in out)
+
+
+def _that_fit(
+    held: Sequence[Sample],
+    candidates: Sequence[Sample],
+    limits: Limits,
+    spacing: Spacing,
+) -> list[Sample]:
+    """Returns the samples that may join `held`, the last microbatch; longest first."""
+    taken: list[Sample] = []
+    for sample in sorted(candidates, key=lambda s: (-s.num_tokens, s.owner, s.index)):
+        if spacing.earliest(sample) > spacing.position:
+            continue
+        if padded_tokens([*held, *taken, sample], limits) <= limits.capacity:
+            taken.append(sample)
+    return taken
+
+
+def _may_drop(
+    rest: Sequence[Sequence[Sample]], later: Sequence[Microbatch], spacing: Spacing
+) -> bool:
+    """Whether merging the last microbatch of `rest` requires no additional no-op."""
+    dropped, kept = spacing.copy(), spacing.copy()
+    dropped.join(rest[-1])
+    for microbatch in rest[:-1]:
+        dropped.place(microbatch)
+        kept.place(microbatch)
+    kept.place(rest[-1])
+    for microbatch in later:
+        dropped.place(microbatch)
+        kept.place(microbatch)
+        if dropped.position == kept.position:  # a no-op took its place
+            return False
+    return True

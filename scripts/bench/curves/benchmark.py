@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.bench.curves.replay import count_losses
-from jaxlora.bench.options import add_output_dir
-from jaxlora.bench.report import Rows, table
+from jaxlora.bench.report import Rows, add_output_dir, table
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import ConfigError
 from jaxlora.run.log import METRICS_FILE, read_events

@@ -18,8 +18,14 @@ import jax
 
 import jaxlora
 from jaxlora.bench.fuse.programs import PROGRAMS, Program
-from jaxlora.bench.options import add_output_dir
-from jaxlora.bench.report import Rows, about, device_times, require_gpu, table
+from jaxlora.bench.report import (
+    Rows,
+    about,
+    add_output_dir,
+    device_times,
+    require_gpu,
+    table,
+)
 from jaxlora.fuse.predict.cost import Cost, graph_cost
 from jaxlora.fuse.predict.graph import data_flow
 from jaxlora.fuse.predict.kernel_rates import describe_device

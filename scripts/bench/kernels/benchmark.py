@@ -34,15 +34,17 @@ from jaxlora.bench.kernels.methods import (
     prepared,
     unsupported,
 )
-from jaxlora.bench.options import add_capability, add_output_dir, triton_code
 from jaxlora.bench.report import (
     Row,
     Rows,
     Timing,
     about,
+    add_capability,
+    add_output_dir,
     device_times,
     pivot,
     require_gpu,
+    triton_code,
 )
 from jaxlora.bench.shapes import KERNEL_CASES, KernelCase
 

@@ -25,12 +25,12 @@ from pathlib import Path
 
 from jaxlora.bench.mesh.cases import DATA_SETS, Case
 from jaxlora.bench.mesh.results import Results
-from jaxlora.bench.options import (
+from jaxlora.bench.report import (
     add_output_dir,
     add_training_options,
+    needs_gpu,
     shared_fields,
 )
-from jaxlora.bench.report import needs_gpu
 from jaxlora.bench.scheduler.lengths import SHAPES, WORDS_AND_SIGMA
 from jaxlora.bench.shapes import LARGE, MODELS
 from jaxlora.errors import JaxloraError

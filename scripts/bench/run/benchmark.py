@@ -34,8 +34,7 @@ from typing import Any
 
 import yaml
 
-from jaxlora.bench.options import add_output_dir
-from jaxlora.bench.report import Row, Rows, about, sections, table
+from jaxlora.bench.report import Row, Rows, about, add_output_dir, sections, table
 from jaxlora.bench.run.commands import Done, run_command, waits
 from jaxlora.bench.run.inputs import (
     Inputs,

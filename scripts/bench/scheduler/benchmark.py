@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxlora.bench.options import add_output_dir
-from jaxlora.bench.report import Row, Rows, about, pivot, versions
+from jaxlora.bench.report import Row, Rows, about, add_output_dir, pivot, versions
 from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,

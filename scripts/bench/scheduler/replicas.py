@@ -24,8 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.bench.options import add_output_dir
-from jaxlora.bench.report import Row, Rows, about, sections, table, versions
+from jaxlora.bench.report import (
+    Row,
+    Rows,
+    about,
+    add_output_dir,
+    sections,
+    table,
+    versions,
+)
 from jaxlora.bench.scheduler.replica_setups import (
     COSTS,
     JOBS,

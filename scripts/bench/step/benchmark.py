@@ -25,13 +25,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxlora.bench.options import (
+from jaxlora.bench.report import (
+    Row,
+    Rows,
+    about,
     add_capability,
     add_output_dir,
     add_training_options,
+    pivot,
     shared_fields,
+    table,
 )
-from jaxlora.bench.report import Row, Rows, about, pivot, table
 from jaxlora.bench.shapes import LARGE, MODELS
 from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
 

@@ -17,7 +17,7 @@ import pytest
 from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import Limits, padded_tokens, solver, violations
 from jaxlora.scheduler.algorithms import lorafusion
-from jaxlora.scheduler.algorithms.lorafusion import algorithm, batch, group, milp
+from jaxlora.scheduler.algorithms.lorafusion import algorithm, batch, milp
 from jaxlora.scheduler.algorithms.lorafusion.algorithm import verify_and_fix
 from jaxlora.scheduler.algorithms.spacing import with_no_ops
 from jaxlora.scheduler.types import Pipeline
@@ -57,7 +57,7 @@ def of_lengths(*lengths):
 
 
 def groups(samples, pipeline):
-    return group.head_tail(group.statistics(samples), LIMITS, pipeline)
+    return algorithm.head_tail(algorithm.statistics(samples), LIMITS, pipeline)
 
 
 def test_the_longest_job_is_paired_with_the_shortest():
@@ -71,10 +71,10 @@ def test_jobs_stay_alone_if_a_pair_would_wait_for_itself():
 
 
 def test_statistics():
-    (found,) = group.statistics(
+    (found,) = algorithm.statistics(
         [sample(5, 0, 0, 10), sample(5, 0, 1, 20), sample(5, 1, 0, 30)]
     )
-    expected = group.Statistics(job=5, mean=20.0, std=10.0, batch_size=1.5)
+    expected = algorithm.Statistics(job=5, mean=20.0, std=10.0, batch_size=1.5)
     assert found == expected
 
 

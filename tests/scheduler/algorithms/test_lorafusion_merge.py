@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 
 from jaxlora.scheduler import Limits
 from jaxlora.scheduler.algorithms import lorafusion
-from jaxlora.scheduler.algorithms.lorafusion.merge import merge
+from jaxlora.scheduler.algorithms.lorafusion.algorithm import merge
 from jaxlora.scheduler.types import Pipeline
 from tests.scheduler.strategies import LIMITS, mixes, sample
 

@@ -19,9 +19,9 @@ from jaxlora.scheduler.sweep import (
     plan_sweep,
     sequential_packs,
 )
-from jaxlora.scheduler.sweep.picture import draw_sweep
 from jaxlora.scheduler.sweep.report import (
     comparison_table,
+    draw_sweep,
     group_table,
 )
 from jaxlora.scheduler.sweep.rounds import Kinds, play

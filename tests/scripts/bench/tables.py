@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxlora.profile.weights import random_base
+from jaxlora.profile.training import random_base
 
 
 def broken_base(shapes, *options):

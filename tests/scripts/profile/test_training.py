@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from jaxlora.bench.shapes import config_json
-from jaxlora.bench.step.base_alone import BaseAlone
 from jaxlora.bench.step.cases import FROZEN, ROWS, Case, microbatches
-from jaxlora.bench.step.measure import plan_row
+from jaxlora.bench.step.measure import BaseAlone, plan_row
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.profile.weights import SCORES, random_base
+from jaxlora.profile.training import SCORES, random_base
 
 
 def test_the_base_alone_has_gradients_from_every_job():

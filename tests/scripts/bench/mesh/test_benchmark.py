@@ -13,11 +13,10 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.bench import subjects
 from jaxlora.bench.mesh import benchmark
 from jaxlora.bench.mesh.cases import Case, Window, samples_of
-from jaxlora.bench.mesh.measure import measure
-from jaxlora.bench.mesh.mesh_training import flops_per_token
+from jaxlora.bench.mesh.measure import flops_per_token, measure
 from jaxlora.bench.mesh.results import Results
 from jaxlora.errors import JaxloraError
-from jaxlora.profile.weights import random_base
+from jaxlora.profile.training import random_base
 from jaxlora.scheduler import Lanes, Pipeline, violations
 
 CASE = Case(

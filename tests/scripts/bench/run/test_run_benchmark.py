@@ -16,7 +16,7 @@ from jaxlora.config.run_file import RunFile
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.load import load_model
 from jaxlora.run.log import METRICS_FILE
-from jaxlora.train.plan.check_inputs import check_inputs
+from jaxlora.train.plan.prepare_run import check_inputs
 from jaxlora.train.plan.prepared_job import data_reader, prepare_jobs
 
 INPUTS = Inputs(model="tiny", jobs=2, tokens=6000, median_tokens=200, batch_size=2)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlora.bench.step import measure
 from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
-from jaxlora.profile import training, weights
+from jaxlora.profile import training
 from jaxlora.train.plan import kernel_choice
 from tests.scripts.bench.tables import broken_base
 
@@ -60,8 +60,8 @@ def test_a_quantized_base_may_keep_linears(monkeypatch):
         made.update(make(*args, **kwargs))
         return made
 
-    make = weights.random_base
-    monkeypatch.setattr(weights, "random_base", random_base)
+    make = training.random_base
+    monkeypatch.setattr(training, "random_base", random_base)
     monkeypatch.setattr(training, "compile_program", compile_program)
     with pytest.raises(Traced):  # compiling it would take longest
         measure.measure(dataclasses.replace(TINY, row=name))
@@ -71,7 +71,7 @@ def test_a_quantized_base_may_keep_linears(monkeypatch):
 
 @pytest.mark.parametrize("row", [FROZEN, "jaxlora xla"])
 def test_gradients_that_are_not_finite_are_not_timed(row, monkeypatch):
-    monkeypatch.setattr(weights, "random_base", broken_base)
+    monkeypatch.setattr(training, "random_base", broken_base)
     found = measure.measure(dataclasses.replace(TINY, row=row))
     assert found == {"skipped": "the gradients are not finite"}
 
