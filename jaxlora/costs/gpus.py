@@ -6,6 +6,7 @@ data sheets state with it.
 
 import dataclasses
 import re
+from typing import Any
 
 from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels.device import PlannedDevice
@@ -48,92 +49,57 @@ class Gpu:
     is_measured: bool = False
 
 
+# What GPUs of a generation share. NVIDIA H200 and H100 Tensor Core GPU data sheets
+# (SXM); NVLink has 900 GB/s in both directions together.
+_HOPPER: dict[str, Any] = dict(
+    capability=90,
+    num_sms=132,
+    gigahertz=1.98,
+    flops=989.5e12,
+    fp8_flops=1979e12,
+    link="NVLink",
+    link_bytes=450e9,
+    is_measured=True,
+)
+# NVIDIA A100 data sheet (SXM); NVLink has 600 GB/s in both directions together.
+_A100: dict[str, Any] = dict(
+    capability=80,
+    num_sms=108,
+    gigahertz=1.41,
+    flops=312e12,
+    fp8_flops=0.0,
+    link="NVLink",
+    link_bytes=300e9,
+)
+# PCIe 4.0 x16 has 64 GB/s in both directions together.
+_ADA: dict[str, Any] = dict(capability=89, gigahertz=2.52, link="PCIe", link_bytes=32e9)
+
+
+def _gpu(name: str, kind: str, memory_gib: float, rate: float, **others: Any) -> Gpu:
+    return Gpu(name=name, kind=kind, memory_gib=memory_gib, memory_bytes=rate, **others)
+
+
 GPUS = (
-    # NVIDIA H200 and H100 Tensor Core GPU data sheets (SXM); NVLink has 900 GB/s in
-    # both directions together. The device kind of an H100 SXM ends in HBM3.
-    Gpu(
-        name="h200",
-        kind="NVIDIA H200",
-        capability=90,
-        num_sms=132,
-        gigahertz=1.98,
-        memory_gib=139.8,
-        memory_bytes=4.8e12,
-        flops=989.5e12,
-        fp8_flops=1979e12,
-        link="NVLink",
-        link_bytes=450e9,
-        is_measured=True,
-    ),
-    Gpu(
-        name="h100",
-        kind="NVIDIA H100 80GB HBM3",
-        capability=90,
-        num_sms=132,
-        gigahertz=1.98,
-        memory_gib=79.1,
-        memory_bytes=3.35e12,
-        flops=989.5e12,
-        fp8_flops=1979e12,
-        link="NVLink",
-        link_bytes=450e9,
-        is_measured=True,
-    ),
-    # NVIDIA A100 data sheet (SXM); NVLink has 600 GB/s in both directions together.
-    Gpu(
-        name="a100-80",
-        kind="NVIDIA A100-SXM4-80GB",
-        capability=80,
-        num_sms=108,
-        gigahertz=1.41,
-        memory_gib=79.1,
-        memory_bytes=2.039e12,
-        flops=312e12,
-        fp8_flops=0.0,
-        link="NVLink",
-        link_bytes=300e9,
-    ),
-    Gpu(
-        name="a100-40",
-        kind="NVIDIA A100-SXM4-40GB",
-        capability=80,
-        num_sms=108,
-        gigahertz=1.41,
-        memory_gib=39.4,
-        memory_bytes=1.555e12,
-        flops=312e12,
-        fp8_flops=0.0,
-        link="NVLink",
-        link_bytes=300e9,
-    ),
-    # NVIDIA Ada GPU architecture white paper, appendix A. PCIe 4.0 x16 has 64 GB/s in
-    # both directions together.
-    Gpu(
-        name="rtx4090",
-        kind="NVIDIA GeForce RTX 4090",
-        capability=89,
+    _gpu("h200", "NVIDIA H200", 139.8, 4.8e12, **_HOPPER),
+    # The device kind of an H100 SXM ends in HBM3.
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 3.35e12, **_HOPPER),
+    _gpu("a100-80", "NVIDIA A100-SXM4-80GB", 79.1, 2.039e12, **_A100),
+    _gpu("a100-40", "NVIDIA A100-SXM4-40GB", 39.4, 1.555e12, **_A100),
+    # NVIDIA Ada GPU architecture white paper, appendix A.
+    _gpu(
+        *("rtx4090", "NVIDIA GeForce RTX 4090", 23.6, 1.008e12),
+        **_ADA,
         num_sms=128,
-        gigahertz=2.52,
-        memory_gib=23.6,
-        memory_bytes=1.008e12,
         flops=165.2e12,
         fp8_flops=330.3e12,
-        link="PCIe",
-        link_bytes=32e9,
     ),
     # NVIDIA L40S data sheet.
-    Gpu(
-        name="l40s",
-        kind="NVIDIA L40S",
-        capability=89,
+    _gpu(
+        *("l40s", "NVIDIA L40S", 44.4, 864e9),
+        **_ADA,
         num_sms=142,
-        gigahertz=2.52,
-        memory_gib=44.4,
-        memory_bytes=864e9,
         flops=362e12,
         fp8_flops=733e12,
-        link="PCIe",
-        link_bytes=32e9,
     ),
 )
 

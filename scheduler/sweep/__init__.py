@@ -8,9 +8,7 @@ from jaxlora.scheduler.sweep.baselines import (
 from jaxlora.scheduler.sweep.costs import (
     AnalyticCosts,
     GroupCosts,
-    RoundPoint,
     StepLine,
-    fit_step,
 )
 from jaxlora.scheduler.sweep.planner import PlannedSweep, plan_sweep
 from jaxlora.scheduler.sweep.problem import (
@@ -31,13 +29,11 @@ __all__ = [
     "Group",
     "GroupCosts",
     "PlannedSweep",
-    "RoundPoint",
     "Run",
     "StepLine",
     "Sweep",
     "SweepPlan",
     "fewest_gpus",
-    "fit_step",
     "one_at_a_time",
     "plan_sweep",
     "sequential_packs",

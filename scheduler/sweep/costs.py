@@ -1,11 +1,8 @@
 """Time and memory of groups as formulas, whose parameters a profile gives."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import numpy as np
-
-from jaxlora.scheduler.calibrate import fit_nonnegative
 from jaxlora.scheduler.sweep.problem import Configuration
 
 
@@ -27,7 +24,7 @@ class StepLine:
 
     def __post_init__(self):
         if min(dataclasses.astuple(self)) < 0:
-            raise ValueError(f"{self} has a negative time. Use fit_step.")
+            raise ValueError(f"{self} has a negative time. Give none below 0.")
 
     def seconds_of(self, tokens: int, rank: int) -> float:
         """Returns the seconds that one configuration adds."""
@@ -118,94 +115,3 @@ class AnalyticCosts:
         if not self.pads_ranks:
             return configuration.rank
         return max(slot_rank, configuration.rank)
-
-    def corrected(self, factors: Mapping[int, float]) -> "AnalyticCosts":
-        """Returns costs whose times are multiplied by a factor of each degree.
-
-        A factor is the measured time of rounds over the predicted one.
-        """
-        groups = {
-            degree: dataclasses.replace(
-                group,
-                step=tuple(x.slowed(factors.get(degree, 1.0)) for x in group.step),
-            )
-            for degree, group in self.by_degree.items()
-        }
-        return dataclasses.replace(self, by_degree=groups)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RoundPoint:
-    """A measured round.
-
-    Attributes:
-        tokens: Tokens of all configurations.
-        rank_tokens: Sum of tokens times rank over the configurations.
-        ranks: Sum of their ranks.
-        seconds: Measured time.
-    """
-
-    tokens: int
-    rank_tokens: int
-    ranks: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepFit:
-    """Fitted lines of a round's time.
-
-    Attributes:
-        step: One or two lines, of which the largest counts.
-        mape: Mean absolute percentage error at the measured points, as a fraction.
-    """
-
-    step: tuple[StepLine, ...]
-    mape: float
-
-
-def fit_step(points: Sequence[RoundPoint]) -> StepFit:
-    """Fits the time of rounds of one degree.
-
-    Small rounds do not fill the GPUs and take almost the same time. So for each number
-    of tokens, one line is fitted to the rounds up to it and one to the larger rounds;
-    the best pair counts if it is better than one line for all.
-
-    Raises:
-        ValueError: The points do not determine a line.
-    """
-    ordered = sorted(points, key=lambda p: p.tokens)
-    best = _error((_line(ordered),), ordered)
-    for at in sorted({p.tokens for p in ordered})[:-1]:
-        small = [p for p in ordered if p.tokens <= at]
-        large = [p for p in ordered if p.tokens > at]
-        try:
-            fit = _error((_line(small), _line(large)), ordered)
-        except ValueError:  # too few points on one side
-            continue
-        best = min(best, fit, key=lambda one: one.mape)
-    return best
-
-
-def _line(points: Sequence[RoundPoint]) -> StepLine:
-    rows = [(1.0, p.tokens, p.rank_tokens, p.ranks) for p in points]
-    (fixed, token, rank_token, rank), _ = fit_nonnegative(
-        rows, [p.seconds for p in points]
-    )
-    return StepLine(
-        fixed=fixed, per_token=token, per_rank_token=rank_token, per_rank=rank
-    )
-
-
-def _error(step: tuple[StepLine, ...], points: Sequence[RoundPoint]) -> StepFit:
-    errors = []
-    for p in points:
-        predicted = max(
-            line.fixed
-            + line.per_token * p.tokens
-            + line.per_rank_token * p.rank_tokens
-            + line.per_rank * p.ranks
-            for line in step
-        )
-        errors.append(abs(predicted / p.seconds - 1))
-    return StepFit(step=step, mape=float(np.mean(errors)))

@@ -10,11 +10,9 @@ from jaxlora.scheduler.sweep import (
     AnalyticCosts,
     Configuration,
     GroupCosts,
-    RoundPoint,
     StepLine,
     Sweep,
     fewest_gpus,
-    fit_step,
     one_at_a_time,
     plan_sweep,
     sequential_packs,
@@ -204,32 +202,6 @@ def test_one_at_a_time():
     assert sequential_packs(sweep, costs, 1).makespan == 10.0
     packs = sequential_packs(sweep, padded(free_bytes=16.0), 1)
     assert [len(g.runs) for g in packs.groups] == [2, 2, 1] and packs.makespan == 20.0
-
-
-def test_costs_are_corrected_by_degree():
-    sweep, costs = sweep_of(configuration()), padded()
-    slower = plan_sweep(sweep, costs.corrected({1: 1.5, 2: 9.0})).plan
-    assert slower.makespan == 15.0
-
-
-def test_fits_a_round_that_is_flat_until_the_gpu_is_full():
-    rng = np.random.default_rng(0)
-    points = []
-    for tokens in 512 * np.arange(1, 33):
-        rank = int(rng.choice([8, 32, 128]))
-        seconds = max(0.9 + 1e-5 * tokens, 1.2e-4 * tokens + 1e-8 * rank * tokens)
-        points.append(
-            RoundPoint(
-                tokens=int(tokens),
-                rank_tokens=int(rank * tokens),
-                ranks=rank,
-                seconds=float(seconds),
-            )
-        )
-    fit = fit_step(points)
-    assert len(fit.step) == 2 and fit.mape < 1e-3
-    with pytest.raises(ValueError, match="cannot determine"):
-        fit_step(points[:2])
 
 
 @pytest.mark.parametrize(
