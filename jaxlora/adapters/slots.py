@@ -6,21 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
-from jaxtyping import Array, Int, Shaped
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizer import AdapterState, Pending
+from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.adapters.optimizer_state import (
     Kind,
     Shape,
     States,
     Tables,
     own_shapes,
-    started,
-    state_shapes,
 )
 from jaxlora.adapters.optimizers import ADAMW, evaluates_other_weights
 from jaxlora.adapters.parked_slot import (
@@ -29,10 +24,14 @@ from jaxlora.adapters.parked_slot import (
     ReadSlot,
     adapter_from_rows,
 )
-from jaxlora.adapters.slot_state import zero_state
+from jaxlora.adapters.slot_state import (
+    read_slot_rows,
+    zero_state,
+)
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.hf.names import linear_path
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import Stack, to_paths
 from jaxlora.modules.trained_tensors import TRAINED_BIAS, unpadded
 from jaxlora.sharding.global_arrays import everywhere, put, to_host
@@ -322,110 +321,8 @@ def _host_zeros(shape: jax.ShapeDtypeStruct) -> np.ndarray:
     return np.zeros(shape.shape, shape.dtype)
 
 
-def row_shapes(spec: DecoderSpec) -> dict[str, tuple[Any, ...]]:
-    """Returns what `write_slot` takes besides a slot, by what is done to the slot.
-
-    A slot is emptied, started with weights alone, or restored with all its state.
-
-    Args:
-        spec: The decoder, or one stage of it.
-    """
-    assert spec.slots is not None
-    tables = spec.adapter_shapes()
-    kept = {PARAMS: tables, **state_shapes(spec.slots.optimizers, tables)}
-    rows = {
-        kind: {n: jax.ShapeDtypeStruct(t.shape[1:], t.dtype) for n, t in own.items()}
-        for kind, own in kept.items()
-    }
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    found: dict[str, tuple[Any, ...]] = {
-        "starting a job": ({PARAMS: rows[PARAMS]}, number),
-        "emptying a slot": ({},),
-    }
-    if len(rows) > 1:
-        found["restoring a job"] = (rows,)
-    return found
-
-
-def write_slot(
-    state: AdapterState,
-    slot: Int[Array, ""],
-    rows: dict[Kind, dict[str, Shaped[Array, "L ..."]]],
-    optimizer: Int[Array, ""] | None = None,
-    *,
-    optimizers: Sequence[str] = (ADAMW.name,),
-) -> AdapterState:
-    """Replaces the state of a slot, and discards its pending gradients.
-
-    Args:
-        state: All slots.
-        slot: Number of the slot, int32.
-        rows: Weights and optimizer state of the slot, by kind, for each stack. Kinds
-            that are absent become zero, without a copy from the host.
-        optimizer: Number of the optimizer whose state begins with these weights, int32;
-            None: no job begins.
-        optimizers: Names of the optimizers of the run.
-    """
-    if optimizer is not None:
-        rows = rows | started(rows[PARAMS], optimizer, optimizers)
-
-    def written(tables: Any, kind: Kind) -> Any:
-        new = rows.get(kind, dict.fromkeys(tables, 0.0))
-        return {name: _with_row(t, slot, new[name]) for name, t in tables.items()}
-
-    pending = state.pending
-    # On several devices, pending gradients have a first axis of devices.
-    axis = pending.is_finite.ndim - 1
-    gradients = {n: _with_row(t, slot, 0, axis) for n, t in pending.gradients.items()}
-    return AdapterState(
-        params=written(state.params, PARAMS),
-        optimizer_state={
-            name: written(tables, name)
-            for name, tables in state.optimizer_state.items()
-        },
-        pending=Pending(
-            gradients=gradients,
-            is_finite=_with_row(pending.is_finite, slot, True, axis),
-        ),
-    )
-
-
 def _own(
     padded: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]
 ) -> dict[str, np.ndarray]:
     """Copies tensors without the padding of smaller ranks."""
     return {path: np.array(padded[path][unpadded(s)]) for path, s in shapes.items()}
-
-
-def _with_row(
-    table: Shaped[Array, "..."],
-    slot: Int[Array, ""],
-    row: Shaped[Array, "..."] | float,
-    axis: int = 0,
-) -> Shaped[Array, "..."]:
-    """Replaces a slot's row; `table.at[slot].set(row)` would be four times the work."""
-    shape = (*table.shape[:axis], 1, *table.shape[axis + 1 :])
-    rows = jnp.broadcast_to(jnp.asarray(row, table.dtype), shape)
-    start = [0] * axis + [slot] + [0] * (table.ndim - axis - 1)
-    return jax.lax.dynamic_update_slice(
-        table, rows, start, allow_negative_indices=False
-    )
-
-
-def read_slot_rows(
-    tables: dict[str, Shaped[Array, "G L ..."]],
-    slot: Int[Array, ""],
-    *,
-    where: Sharding | None = None,
-) -> Shaped[Array, " N"]:
-    """Concatenates a slot's rows of a kind, as many small transfers are slow.
-
-    Args:
-        tables: The tables of the kind, by name of the stack.
-        slot: Number of the slot, int32.
-        where: Placement to which the rows are brought first; None: they stay.
-    """
-    rows = {name: table[slot] for name, table in tables.items()}
-    if where is not None:
-        rows = jax.lax.with_sharding_constraint(rows, where)
-    return jnp.concatenate([rows[name].ravel() for name in sorted(rows)])

@@ -13,7 +13,8 @@ from jaxlora.generate.programs import Tables
 from jaxlora.hf.load import FrozenModel, OpenedModel
 from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.decoder import DecoderOptions
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import (

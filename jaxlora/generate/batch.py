@@ -25,7 +25,8 @@ from jaxlora.generate.programs import (
 )
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.forward import Base
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import announce, finish
 
 FinishReason = Literal["eos_token", "stop_sequence", "length"]

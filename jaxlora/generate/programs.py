@@ -16,7 +16,8 @@ from jaxlora.generate.choose_token import Method, choose_tokens
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.forward import SINGLE_CALLS, Base
 from jaxlora.models.layer import DecoderLayer
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import LayerRopes, layer_ropes
 from jaxlora.modules.loss import head_logits

@@ -34,7 +34,8 @@ from jaxlora.generate.programs import (
 )
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import DecoderLayer
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import layer_ropes
 from jaxlora.modules.base_param import BaseParam

@@ -10,7 +10,8 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES, has_baseline
 from jaxlora.data.pack import PackedBatch, has_groups
 from jaxlora.models.forward import SlotKeys
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Limits
 
 

@@ -16,7 +16,8 @@ from jaxlora.data.objective import RowInputs
 from jaxlora.data.objectives import OBJECTIVES, has_baseline
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import Decoder
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.routing import Routing

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import typing
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -10,16 +9,17 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
 from jaxlora.models.layer import Remat
 from jaxlora.models.score import SCORE_PATH
 from jaxlora.models.sharded import BaseDivision, layer_bytes
+from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.models.tensor_parallel import part_config, table_axes
-from jaxlora.models.token_rows import TOKEN_ROWS, TOKEN_ROWS_PATH
+from jaxlora.models.token_rows import TOKEN_ROWS_PATH
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
@@ -31,36 +31,6 @@ _OUTSIDE_LINEARS = SCORE_PATH, TOKEN_ROWS_PATH
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
-
-
-@typing.no_type_check  # JAX rebuilds it around things that are not arrays
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotSettings:
-    """Settings of the slots in every adapted linear, in the order of `adapted`.
-
-    There is one array per setting, because hundreds of small arrays would cost host
-    time in each step.
-
-    Attributes:
-        scaling: `lora_alpha / rank`.
-        dropout: Dropout rate.
-        rank: Rank of the slot's adapter there; 0 where it does not adapt.
-        trained_rank: Ranks that are trained; the others are fixed. None: all are, as
-            no slot keeps its first weights.
-        trains_bias: Whether the slot trains the linear's bias; None: no slot does.
-        vera: Matrices of VeRA, which all linears share; None: no slot has VeRA.
-        token_ids: Tokens whose rows a slot trains; -1: none. None: no slot does, or
-            not on this stage.
-    """
-
-    scaling: Float[Array | np.ndarray, "M G"]
-    dropout: Float[Array | np.ndarray, "M G"]
-    rank: Int[Array | np.ndarray, "M G"]
-    trained_rank: Int[Array | np.ndarray, "M G"] | None = None
-    trains_bias: Bool[Array | np.ndarray, "M G"] | None = None
-    vera: VeraTables | None = None
-    token_ids: Int[Array | np.ndarray, "1 G E"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +155,8 @@ class DecoderSpec:
         """
         graph, state = self._split
         given: dict[str, Array] = {}
-        for group in (*arrays, self._by_path(settings)):
+        of_slots = {} if settings is None else settings.by_path(self.adapted)
+        for group in (*arrays, of_slots):
             given |= group
         variables = _by_dotted_path(state)
         if given.keys() != variables.keys():
@@ -201,26 +172,6 @@ class DecoderSpec:
         decoder = nnx.merge(graph, nnx.from_flat_state(flat))
         decoder.options = self.options  # what is recomputed changes no module
         return decoder
-
-    def _by_path(self, settings: SlotSettings | None) -> dict[str, Array]:
-        """The variable of each setting of each adapted linear."""
-        if settings is None:
-            return {}
-        found = {
-            f"{path}.{field.name}": values[i]
-            for i, path in enumerate(self.adapted)
-            for field in dataclasses.fields(settings)
-            if field.name not in ("vera", "token_ids")
-            and (values := getattr(settings, field.name)) is not None
-        }
-        if settings.token_ids is not None:
-            found[f"{TOKEN_ROWS}.ids"] = settings.token_ids[0]
-        if (vera := settings.vera) is not None:
-            # Slices of them would be kept for the backward pass.
-            shared = {"vera_a": vera.a, "vera_b": vera.b, "has_vera": vera.is_used}
-            for name, tables in shared.items():
-                found |= {f"{path}.{name}": tables[0] for path in self.adapted}
-        return found
 
     # ---- shapes ----------------------------------------------------------------------
 

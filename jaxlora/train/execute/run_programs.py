@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from jaxlora.adapters.exchange import exchange_rounds, read_part
-from jaxlora.adapters.slots import SlotTable, row_shapes
+from jaxlora.adapters.slot_state import row_shapes
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.distributed import processes
 from jaxlora.memory.footprint import StagePrograms

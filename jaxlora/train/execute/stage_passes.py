@@ -14,7 +14,8 @@ from jaxlora.adapters.optimizer_state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys, run_stage
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import added, to_paths
 from jaxlora.models.tensor_parallel import own_heads
 

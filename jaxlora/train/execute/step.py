@@ -22,14 +22,19 @@ from jaxlora.adapters.optimizer import (
 )
 from jaxlora.adapters.optimizer_state import evaluation_weights
 from jaxlora.adapters.optimizers import OPTIMIZERS, evaluates_other_weights
-from jaxlora.adapters.slot_state import empty_state, state_specs
-from jaxlora.adapters.slots import read_slot_rows, write_slot
+from jaxlora.adapters.slot_state import (
+    empty_state,
+    read_slot_rows,
+    state_specs,
+    write_slot,
+)
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import batch_shapes, key_shapes
 from jaxlora.models.forward import evaluation_options, training_options
-from jaxlora.models.spec import DecoderSpec, SlotSettings, SlotShape
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec, SlotShape
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.stage_passes import StagePasses

@@ -20,15 +20,10 @@ from jaxlora.hf.load import FrozenModel
 from jaxlora.problems import Path, Problems
 from jaxlora.train.execute.samples import sample_prompts
 from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.chosen_modules import ChosenModules, choose_modules
 from jaxlora.train.plan.found_inputs import missing_inputs
 from jaxlora.train.plan.planned_model import PlannedModel, planned_model
-from jaxlora.train.plan.prepared_job import (
-    ChosenModules,
-    PreparedJob,
-    choose_modules,
-    data_reader,
-    prepare_jobs,
-)
+from jaxlora.train.plan.prepared_job import PreparedJob, data_reader, prepare_jobs
 from jaxlora.train.plan.resolve import resolve
 from jaxlora.train.plan.run_plan import RunPlan
 

@@ -22,8 +22,7 @@ from jaxlora.adapters.optimizer_state import (
     transformation,
 )
 from jaxlora.adapters.optimizers import OPTIMIZERS
-from jaxlora.adapters.slot_state import zero_state
-from jaxlora.adapters.slots import write_slot
+from jaxlora.adapters.slot_state import write_slot, zero_state
 from jaxlora.modules.trained_tensors import unpadded
 
 # Each optimizer has a slot, of another rank than its neighbors.

@@ -8,7 +8,7 @@ import pytest
 
 from jaxlora.adapters import exchange
 from jaxlora.adapters.optimizer import Pending
-from jaxlora.adapters.slots import read_slot_rows
+from jaxlora.adapters.slot_state import read_slot_rows
 
 add_part, read_part = jax.jit(exchange.add_part), jax.jit(exchange.read_part)
 SHAPES, SLOTS = {"b": (2, 7, 3), "a": (1, 3, 5), "c": (1,)}, 3

@@ -10,8 +10,8 @@ from jaxlora.hf.config import model_config
 from jaxlora.memory.base_storage import choose_storage
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.estimate import scratch_bytes
 from jaxlora.memory.footprint import Footprint, num_bytes
+from jaxlora.memory.linear_scratch import scratch_bytes
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec

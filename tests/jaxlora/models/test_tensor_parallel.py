@@ -19,7 +19,8 @@ from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.score import ScoreHead
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding.mesh import stage_meshes

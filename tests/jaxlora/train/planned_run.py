@@ -7,8 +7,9 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.chosen_modules import choose_modules
 from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob, choose_modules, prepare_jobs
+from jaxlora.train.plan.prepared_job import PreparedJob, prepare_jobs
 from jaxlora.train.plan.resolve import resolve
 from jaxlora.train.plan.run_plan import RunPlan
 

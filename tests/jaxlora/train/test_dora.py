@@ -16,8 +16,9 @@ from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
-from jaxlora.memory.estimate import scratch_bytes, step_bytes
+from jaxlora.memory.estimate import step_bytes
 from jaxlora.memory.footprint import StageUse, stage_resident
+from jaxlora.memory.linear_scratch import scratch_bytes
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape

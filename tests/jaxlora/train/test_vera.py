@@ -12,9 +12,9 @@ from jaxlora import LoraJob
 from jaxlora.adapters.adafactor import adafactor
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
-from jaxlora.memory.estimate import scratch_bytes
 from jaxlora.memory.footprint import StageUse, num_bytes, stage_resident
 from jaxlora.memory.inputs import settings_shapes
+from jaxlora.memory.linear_scratch import scratch_bytes
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape

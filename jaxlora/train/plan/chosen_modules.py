@@ -1,0 +1,110 @@
+"""The modules that a job adapts, by its targets or the adapter that it starts from."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.fresh import fresh_score
+from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.targets import (
+    ModuleLora,
+    check_biases,
+    check_ranks,
+    resolve_targets,
+)
+from jaxlora.config import LoraJob
+from jaxlora.data.objectives import find_objective
+from jaxlora.errors import ConfigError
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.names import linear_shapes
+from jaxlora.modules.trained_tensors import tensor_settings
+
+_SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ChosenModules:
+    """The modules that a job adapts.
+
+    Attributes:
+        modules: Rank and scaling of each linear that it adapts, by module name.
+        start: Adapter of `init_from`; None: the job starts from fresh weights.
+    """
+
+    modules: Mapping[str, ModuleLora]
+    start: Adapter | None
+
+
+def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
+    """Chooses the modules that a job adapts, by its targets or those of `init_from`.
+
+    Raises:
+        JaxloraError: They do not fit the model.
+    """
+    shapes = linear_shapes(model)
+    if wrong := [t for t in job.trainable_token_indices if t >= model.vocab_size]:
+        raise ConfigError(
+            f"job {job.name!r}: trainable_token_indices has {wrong[0]}, and the base "
+            f"model has {model.vocab_size} tokens. Resize its embedding first, as "
+            "transformers' resize_token_embeddings does, and save it."
+        )
+    if job.init_from is None:
+        modules = resolve_targets(job, tuple(shapes))
+        check_ranks(job, modules, shapes)
+        check_biases(job, modules, model)
+        if job.keeps_start:
+            modules = {name: module.doubled(job) for name, module in modules.items()}
+        return ChosenModules(modules=modules, start=None)
+    has_score = find_objective(job.objective).has_score
+    size = model.hidden_size if has_score else None
+    start = import_peft(job.init_from, shapes, score_size=size)
+    start.check_base(model)
+    start = dataclasses.replace(start, dropout=job.dropout)
+    if has_score and start.score is None:
+        start = dataclasses.replace(start, score=fresh_score(job, model.hidden_size))
+    _check_stated_settings(job, start, tuple(shapes))
+    modules = {
+        name: ModuleLora(
+            rank=weights.rank,
+            lora_alpha=weights.lora_alpha,
+            scaling=start.scaling(weights),
+        )
+        for name, weights in start.modules.items()
+    }
+    return ChosenModules(modules=modules, start=start)
+
+
+def _check_stated_settings(
+    job: LoraJob, start: Adapter, linear_names: Sequence[str]
+) -> None:
+    """Checks that a job's settings do not contradict the adapter it starts from."""
+    stated = job.model_fields_set
+    asked = resolve_targets(job, linear_names)
+    differences = []
+    if stated & {"target_modules", "exclude_modules"}:
+        for name in sorted(asked.keys() ^ start.modules.keys()):
+            verb = "adapts" if name in start.modules else "does not adapt"
+            differences.append(f"{verb} {name}")
+    for setting in tensor_settings():
+        if getattr(job, setting) != start.is_set(setting):
+            differences.append(f"has {setting}={str(start.is_set(setting)).lower()}")
+    ids = () if start.token_rows is None else start.token_rows.ids
+    if job.trainable_token_indices != ids:
+        differences.append(f"has trainable_token_indices={list(ids)}")
+    key = None if start.vera is None else start.vera.key
+    if "projection_prng_key" in stated and key not in (None, job.projection_prng_key):
+        differences.append(f"has projection_prng_key={key}")
+    for name, weights in start.modules.items():
+        if name not in asked:
+            continue
+        if stated & {"rank", "rank_pattern"} and asked[name].rank != weights.rank:
+            differences.append(f"has rank {weights.rank} on {name}")
+        scaling = start.scaling(weights)
+        if stated & _SCALING_FIELDS and asked[name].scaling != scaling:
+            differences.append(f"has scaling {scaling:g} on {name}")
+    if differences:
+        raise ConfigError(
+            f"job {job.name!r} starts from {job.init_from}, and its settings differ "
+            f"from that adapter, which {differences[0]}. Leave out rank, lora_alpha "
+            "and targets: they are taken from the folder."
+        )
