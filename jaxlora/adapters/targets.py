@@ -37,55 +37,101 @@ class ModuleLora:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """Names the linears that an adapter is for, by PEFT's rules.
+
+    Attributes:
+        where: What has these settings, for errors.
+        target_modules: See `LoraJob`, as for the others.
+        exclude_modules: Linears that are left out.
+        layers_to_transform: Numbers of the layers; empty: all.
+        layers_pattern: Name of the list of layers.
+    """
+
+    where: str
+    target_modules: Wanted
+    exclude_modules: Wanted = ()
+    layers_to_transform: Sequence[int] = ()
+    layers_pattern: Wanted = ()
+
+
 def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, ModuleLora]:
     """Selects the linears that a job adapts, in the model's order.
 
-    The rules are those of PEFT. A list matches complete names, or suffixes after a dot.
-    A string is `all-linear` or a regular expression for the complete name. Linears that
-    match `exclude_modules` are removed, and so are those in other layers than
-    `layers_to_transform`. The first pattern that matches the end of a
-    name sets its rank or alpha.
+    The first pattern that matches the end of a name sets its rank or alpha.
 
     Args:
         job: The job's settings.
         linear_names: Names of the model's linears.
 
     Raises:
-        ConfigError: A target, an exclusion or a pattern matches nothing, is not a
-            valid regular expression, takes too long to match, or names an embedding or
-            the head, which stay frozen.
+        ConfigError: As for `choose_linears`, or a pattern matches nothing.
     """
-    patterns = Patterns(f"job {job.name!r}")
+    where = f"job {job.name!r}"
+    patterns = Patterns(where)
+    targets = Targets(
+        where=where,
+        target_modules=job.target_modules,
+        exclude_modules=job.exclude_modules,
+        layers_to_transform=job.layers_to_transform,
+        layers_pattern=job.layers_pattern,
+    )
+    chosen = choose_linears(targets, linear_names, patterns)
+    for key in ("rank_pattern", "alpha_pattern"):
+        _check_pattern(where, key, getattr(job, key), chosen, patterns)
+    return {name: _module(job, name, patterns) for name in chosen}
+
+
+def choose_linears(
+    targets: Targets, linear_names: Sequence[str], patterns: Patterns
+) -> list[str]:
+    """Selects linears, in the model's order.
+
+    The rules are those of PEFT. A list matches complete names, or suffixes after a dot.
+    A string is `all-linear` or a regular expression for the complete name. Linears that
+    match `exclude_modules` are removed, and so are those in other layers than
+    `layers_to_transform`.
+
+    Args:
+        targets: Names the linears.
+        linear_names: Names of the model's linears.
+        patterns: Matcher, with its time budget.
+
+    Raises:
+        ConfigError: A target or an exclusion matches nothing, is not a valid regular
+            expression, takes too long to match, or names an embedding or the head,
+            which stay frozen.
+    """
+    where, excluding = targets.where, targets.exclude_modules
     for key in ("target_modules", "exclude_modules"):
-        if isinstance(getattr(job, key), str):
-            patterns.check(key, getattr(job, key))
-    chosen = [n for n in linear_names if _matches(job.target_modules, n, patterns)]
-    _check_targets(job, linear_names, chosen, patterns)
-    if job.layers_to_transform:
-        _check_layers(job, linear_names, patterns)
-        here = [n for n in chosen if _layer(n) in job.layers_to_transform]
+        if isinstance(getattr(targets, key), str):
+            patterns.check(key, getattr(targets, key))
+    chosen = [n for n in linear_names if _matches(targets.target_modules, n, patterns)]
+    _check_targets(targets, linear_names, chosen, patterns)
+    if targets.layers_to_transform:
+        _check_layers(targets, linear_names, patterns)
+        here = [n for n in chosen if _layer(n) in targets.layers_to_transform]
         if not here:
             raise ConfigError(
-                f"job {job.name!r}: the targets are in no layer of "
-                f"layers_to_transform={list(job.layers_to_transform)}; the first is "
-                f"{chosen[0]}. Correct one of the two."
+                f"{where}: the targets are in no layer of "
+                f"layers_to_transform={list(targets.layers_to_transform)}; the first "
+                f"is {chosen[0]}. Correct one of the two."
             )
         chosen = here
-    if job.exclude_modules:
-        _check_exclusions(job, linear_names)
-        excluded = [n for n in chosen if _matches(job.exclude_modules, n, patterns)]
+    if excluding:
+        _check_exclusions(targets, linear_names)
+        excluded = [n for n in chosen if _matches(excluding, n, patterns)]
         # PEFT users often exclude lm_head, which is never adapted here.
-        is_habit = any(_matches(job.exclude_modules, n, patterns) for n in _FROZEN)
+        is_habit = any(_matches(excluding, n, patterns) for n in _FROZEN)
         if len(excluded) == len(chosen) or not (excluded or is_habit):
             what = "everything" if excluded else "nothing"
             raise ConfigError(
-                f"job {job.name!r}: exclude_modules={job.exclude_modules!r} excludes "
-                f"{what} of the {len(chosen)} targets. Correct or remove it."
+                f"{where}: exclude_modules={excluding!r} excludes {what} of the "
+                f"{len(chosen)} targets. Correct or remove it."
             )
         chosen = [n for n in chosen if n not in set(excluded)]
-    for key in ("rank_pattern", "alpha_pattern"):
-        _check_pattern(job, key, getattr(job, key), chosen, patterns)
-    return {name: _module(job, name, patterns) for name in chosen}
+    return chosen
 
 
 def _layer(name: str) -> int:
@@ -94,21 +140,21 @@ def _layer(name: str) -> int:
 
 
 def _check_layers(
-    job: LoraJob, linear_names: Sequence[str], patterns: Patterns
+    targets: Targets, linear_names: Sequence[str], patterns: Patterns
 ) -> None:
     last = max(map(_layer, linear_names))
-    if (wrong := max(job.layers_to_transform)) > last:
+    if (wrong := max(targets.layers_to_transform)) > last:
         raise ConfigError(
-            f"job {job.name!r}: layers_to_transform has {wrong}, and the model's "
+            f"{targets.where}: layers_to_transform has {wrong}, and the model's "
             f"layers are 0 to {last}."
         )
-    pattern = job.layers_pattern
+    pattern = targets.layers_pattern
     given = [pattern] if isinstance(pattern, str) else pattern
     for one in given:
         patterns.check("layers_pattern", one)
     if given and not any(patterns.fullmatch(one, "layers") for one in given):
         raise ConfigError(
-            f"job {job.name!r}: layers_pattern={pattern!r} does not match the name of "
+            f"{targets.where}: layers_pattern={pattern!r} does not match the name of "
             "the list of layers, which is 'layers'. Correct it, or leave it out."
         )
 
@@ -210,17 +256,16 @@ def _suffixes(names: Iterable[str]) -> list[str]:
 
 
 def _check_targets(
-    job: LoraJob,
+    targets: Targets,
     linear_names: Sequence[str],
     chosen: Sequence[str],
     patterns: Patterns,
 ) -> None:
-    where = f"job {job.name!r}: target_modules"
-    wanted = job.target_modules
+    where, wanted = f"{targets.where}: target_modules", targets.target_modules
     entries = [wanted] if isinstance(wanted, str) else wanted
     exist = _suffixes(linear_names)
     for entry in entries:
-        if frozen := _frozen_module(job, entry, patterns):
+        if frozen := _frozen_module(targets, entry, patterns):
             raise ConfigError(
                 f"{where} names {entry!r}, which matches {frozen}. The embedding and "
                 f"the head stay frozen; adapters go on the linears: {', '.join(exist)}."
@@ -235,23 +280,23 @@ def _check_targets(
         )
 
 
-def _frozen_module(job: LoraJob, entry: str, patterns: Patterns) -> str | None:
+def _frozen_module(targets: Targets, entry: str, patterns: Patterns) -> str | None:
     """Returns the frozen module that a target names, if any."""
     for name in _FROZEN:
         if entry.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]:
             return name
-    if isinstance(job.target_modules, str) and not _is_all_linear(entry):
+    if isinstance(targets.target_modules, str) and not _is_all_linear(entry):
         for name in _FROZEN:
-            is_excluded = _matches(job.exclude_modules, name, patterns)
+            is_excluded = _matches(targets.exclude_modules, name, patterns)
             if patterns.fullmatch(entry, name) and not is_excluded:
                 return name
     return None
 
 
-def _check_exclusions(job: LoraJob, linear_names: Sequence[str]) -> None:
-    if not isinstance(job.exclude_modules, str):
-        where = f"job {job.name!r}: exclude_modules"
-        for entry in job.exclude_modules:
+def _check_exclusions(targets: Targets, linear_names: Sequence[str]) -> None:
+    if not isinstance(targets.exclude_modules, str):
+        where = f"{targets.where}: exclude_modules"
+        for entry in targets.exclude_modules:
             there = (*linear_names, *_FROZEN)
             _check_entry(where, entry, there, _suffixes(linear_names))
 
@@ -270,7 +315,7 @@ def _check_entry(
 
 
 def _check_pattern(
-    job: LoraJob,
+    where: str,
     key: str,
     pattern: Mapping[str, object],
     chosen: Sequence[str],
@@ -280,6 +325,6 @@ def _check_pattern(
         patterns.check(f"{key} key", expression, is_end=True)
         if not any(patterns.match_suffix(expression, name) for name in chosen):
             raise ConfigError(
-                f"job {job.name!r}: {key} key {expression!r} matches none of the job's "
+                f"{where}: {key} key {expression!r} matches none of the job's "
                 f"targets: {', '.join(_suffixes(chosen))}."
             )

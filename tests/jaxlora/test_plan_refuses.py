@@ -91,7 +91,7 @@ BAD_RUNS: dict[str, tuple[Change, str]] = {
     "empty data": (data([]), "data.jsonl"),
     "record": (data([{"question": "a", "answer": "b"}]), "data.jsonl"),
     "slot_rank": (run(slot_rank=1), "rank 2, above the slots' rank 1"),
-    "slot_targets": (run(slot_targets=["query"]), "'slot_targets': target_modules"),
+    "slot_targets": (run(slot_targets=["query"]), "slot_targets: target_modules"),
     "slot_dropout": (
         lambda r, f: job(dropout=0.1)(r.replace(slot_dropout=False), f),
         "slots of this run were made without dropout",

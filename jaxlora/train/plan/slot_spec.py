@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxlora.adapters.targets import resolve_targets
-from jaxlora.config import LoraJob, RunConfig
+from jaxlora.adapters.targets import Targets, choose_linears
+from jaxlora.common.patterns import Patterns
+from jaxlora.config import RunConfig
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.hf.names import linear_names, linear_path
@@ -43,13 +44,9 @@ def decoder_spec(
     model, dtype = planned.config, planned.dtype
     adapted = {linear_path(name) for job in jobs for name in job.modules}
     if config.slot_targets is not None:
-        slots = LoraJob(
-            name="slot_targets",
-            data=config.jobs[0].data,
-            steps=1,
-            target_modules=config.slot_targets,
-        )
-        more = resolve_targets(slots, linear_names(model))
+        where = "slot_targets"
+        targets = Targets(where=where, target_modules=config.slot_targets)
+        more = choose_linears(targets, linear_names(model), Patterns(where))
         adapted |= {linear_path(name) for name in more}
     longest = max(job.max_length for job in config.jobs)
     part = part_config(model, config.mesh_sizes.tensor)
