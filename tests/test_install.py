@@ -21,7 +21,7 @@ PARTS = (
 )
 # Modules of `jaxlora.bench` that several benchmarks share.
 SHARED = {
-    *("__init__.py", "options.py", "report.py", "shapes.py", "subjects.py"),
+    *("__init__.py", "report.py", "shapes.py", "subjects.py"),
     "workload.py",
 }
 # Beside this script lies a scheduler.py, and other people's packages are installed.

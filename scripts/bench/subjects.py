@@ -48,6 +48,7 @@ SUBJECTS = {
     "curves": Subject(
         "curves.benchmark", "rules of early exit, replayed", on_device=False
     ),
+    "fuse": Subject("fuse.benchmark", "functions as they are, and fused"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),
 }
 
