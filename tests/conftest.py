@@ -47,6 +47,10 @@ XLA_FLAGS = (
 if XLA_FLAGS not in (given := os.environ.get("XLA_FLAGS", "")):
     os.environ["XLA_FLAGS"] = f"{given} {XLA_FLAGS}".strip()
 
+# Each operation of a lowered program would name all calls that lead to it.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
+jax.config.update("jax_traceback_in_locations_limit", 1)
+
 # Meshes are tested on simulated devices. Work without a mesh runs on the first of them.
 jax.config.update("jax_num_cpu_devices", 8)
 
