@@ -84,7 +84,10 @@ def choose(
     )
     bounds = Bounds(smallest=1024, largest=8192, unit=256, fixed=tokens)
     demand = demand_of(num_jobs, batch_size, bounds, (length,))
+    # Its memory is estimated from traces, which take twice as long with all linears.
     spec = decoder(model, remat=config.weakest_remat)
+    some = [path for path in spec.adapted if path.endswith(("q_proj", "down_proj"))]
+    spec = dataclasses.replace(spec, adapted=tuple(some))
     return choose_mesh(config, spec, demand, where)
 
 
@@ -96,18 +99,21 @@ def test_one_device():
 
 
 def test_a_model_that_fits_one_device_is_replicated():
-    choice = choose(LLAMA_8B, machine(4))
-    assert choice.sizes == MeshSizes(data=4)
-    assert choice.reason.startswith("mesh auto: data=4 on 4 devices: it needs ")
+    choice = choose(LLAMA_8B, machine(2))
+    assert choice.sizes == MeshSizes(data=2)
+    assert choice.reason.startswith("mesh auto: data=2 on 2 devices: it needs ")
     assert "; predicted " in choice.reason and "x as fast as " in choice.reason
 
 
 def test_devices_share_a_batch_of_a_single_sample():
-    """Others would wait for it; where links are slow, its sums take longer."""
+    """Others would wait for it; where links are slow, its sums take longer.
+
+    The memory is left out, as estimating it for each mesh takes most of the time.
+    """
     alone = dict(num_jobs=1, batch_size=1, length=4096, remat="layer")
-    choice = choose(LLAMA_8B, machine(4), **alone)
+    where = machine(4, gib=None)
+    choice = choose(LLAMA_8B, where, **alone)
     assert choice.sizes.tensor > 1 and choice.sizes.num_devices <= 4
-    where = machine(4)
     slow = dataclasses.replace(where.speed, link_bytes=4e9)
     where = dataclasses.replace(where, speed=slow)
     assert choose(LLAMA_8B, where, **alone).sizes.tensor == 1
@@ -117,8 +123,8 @@ def test_devices_share_a_batch_of_a_single_sample():
 
 def test_llama_70b_is_divided():
     """Its weights alone need 131 GiB; replicas of it do not fit."""
-    choice = choose(LLAMA_70B, machine(4), remat="layer")
-    assert choice.sizes.num_devices == 4
+    choice = choose(LLAMA_70B, machine(2), remat="layer")
+    assert choice.sizes.num_devices == 2
     assert choice.sizes.stage * choice.sizes.fsdp >= 2
     assert "which has 139.00 GiB; predicted" in choice.reason
 
@@ -131,7 +137,8 @@ def test_remat_is_chosen_with_the_mesh():
 
 def test_one_job_is_not_pipelined():
     """Its next batch waits for the last one, so most stages would be idle."""
-    choice = choose(LLAMA_8B, machine(4), num_jobs=1, batch_size=12, tokens=1024)
+    where = machine(4, gib=None)
+    choice = choose(LLAMA_8B, where, num_jobs=1, batch_size=12, tokens=1024)
     assert choice.sizes.stage == 1
 
 
@@ -155,7 +162,8 @@ def test_devices_without_known_memory_and_speed(tokens):
 def test_the_simulated_devices_of_this_machine():
     where = this_machine()
     assert where.num_devices == 8 and where.memory is not None
-    assert choose(SMALL, where, tokens=1024).sizes.num_devices == 8
+    one_layer = dataclasses.replace(SMALL, num_layers=1, layer_windows=(None,))
+    assert choose(one_layer, where, tokens=1024).sizes.num_devices == 8
 
 
 def test_sizes_divide_the_model():
