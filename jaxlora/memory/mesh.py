@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
 from jaxlora.costs.stages import stage_specs
-from jaxlora.memory.estimate import stage_estimated, step_bytes
+from jaxlora.memory.estimate import StepBytes, stage_estimated, step_bytes
 from jaxlora.memory.footprint import (
     Footprint,
     StagePrograms,
@@ -224,7 +224,16 @@ def estimated_footprint(
             `step_bytes`.
     """
     part = stages.spec.part(stages.sizes.tensor)
-    found = step_bytes(part, block_tokens, num_tokens)
+    return stages_footprint(stages, step_bytes(part, block_tokens, num_tokens))
+
+
+def stages_footprint(stages: MeshStages, found: StepBytes) -> MeshFootprint:
+    """Returns the footprint of a run whose step needs these bytes per token.
+
+    Args:
+        stages: Stages of the run.
+        found: Those of the whole decoder, or of the part that each device runs.
+    """
     return MeshFootprint(
         stages=tuple(
             stage_estimated(spec, found, stages.use(number))

@@ -21,7 +21,6 @@ from jaxlora.errors import ConfigError
 from jaxlora.memory.gpu_share import SHARE
 from jaxlora.models.layer import Remat
 from jaxlora.pallas_kernels.device import planned_for
-from jaxlora.plan.replica_kinds import ReplicaModel
 from jaxlora.scheduler.replicas import (
     PlannedDeployment,
     SimulatedSteps,
@@ -33,6 +32,7 @@ from jaxlora.scheduler.replicas import (
 from jaxlora.scheduler.replicas.report import draw_steps, replica_table, step_table
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
 from jaxlora.train.plan.auto_mesh.machine import Machine, this_machine
+from jaxlora.train.plan.auto_replicas.kinds import ReplicaModel
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import PreparedJob, longest_group
 from jaxlora.train.plan.run_plan import RunPlan

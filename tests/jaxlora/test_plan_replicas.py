@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
+from jaxlora import LoraJob, RunConfig
 from jaxlora.bench.shapes import config_json
 from jaxlora.cli.main import main
 from jaxlora.costs.device_profile import PassCost, estimate
@@ -18,10 +19,10 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
-from jaxlora.plan.replica_kinds import ReplicaModel
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.auto_mesh.predict import shape_seconds
+from jaxlora.train.plan.auto_replicas.kinds import ReplicaModel
 from tests import tiny
 from tests.jaxlora.costs.test_device_profile import profile
 
@@ -36,6 +37,7 @@ def model() -> ReplicaModel:
         dtype=jnp.dtype(jnp.bfloat16),
         max_segment_tokens=CAPACITY,
         mean_segment_tokens=MEAN,
+        attention="triton",  # that of the GPUs
     )
     spec = DecoderSpec(
         config=config,
@@ -68,21 +70,32 @@ def test_kinds_divide_the_model(kinds):
     assert all(kind.num_gpus <= 16 for kind in kinds.values())
 
 
-def test_the_longest_sample_is_the_largest_microbatch_that_fits(model, kinds):
-    whole = MeshStages(
-        spec=model.spec,
-        specs=(model.spec,),
-        sizes=MeshSizes(),
-        in_flight=1,
-        is_pinned=False,
-    )
+@pytest.mark.parametrize("tensor, stage", [(1, 1), (4, 1), (2, 2)])
+def test_the_longest_sample_is_the_largest_microbatch_that_fits(
+    model, kinds, tensor, stage
+):
+    """By the estimate that a mesh of these sizes is refused by."""
+    sizes = MeshSizes(stage=stage, tensor=tensor)
+    job = LoraJob(name="job", data={"path": "none"}, steps=1)
+    config = RunConfig(model="none", jobs=(job,), mesh=str(sizes))
     with planned_for(parse_machine("a100-40x16").planned(0.9)):
-        (found,) = estimated_footprint(whole, BLOCK, CAPACITY).stages
-    longest = kinds[1, 1].longest
+        stages = MeshStages.of(config, model.spec)
+        found = estimated_footprint(stages, BLOCK, CAPACITY)
+    longest = kinds[tensor, stage].longest
     assert found.total_bytes(longest) <= model.free_bytes
     assert found.total_bytes(longest + BLOCK) > model.free_bytes
+
+
+def test_more_gpus_hold_longer_samples(kinds):
     lengths = [kinds[tensor, 1].longest for tensor in (1, 2, 4, 8)]
-    assert all(2 * a < b for a, b in itertools.pairwise(lengths))
+    assert all(a < b for a, b in itertools.pairwise(lengths))
+
+
+def test_slots_that_cannot_be_divided_have_no_tensor_replicas(model):
+    slots = dataclasses.replace(model.spec.slots, settings=("train_bias",))
+    spec = dataclasses.replace(model.spec, slots=slots)
+    alike = dataclasses.replace(model, spec=spec, free_bytes=None)
+    assert {kind.tensor for kind in alike.kinds()} == {1}
 
 
 def test_a_replica_of_one_gpu_takes_the_time_of_its_microbatches(model, kinds):

@@ -19,10 +19,10 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
-from jaxlora.plan.replica_kinds import ReplicaModel
 from jaxlora.scheduler import AffineCost
 from jaxlora.scheduler.replicas import ReplicaKind
 from jaxlora.train.plan.auto_mesh.predict import Rates
+from jaxlora.train.plan.auto_replicas.kinds import ReplicaModel
 
 LONGEST, STEPS = 16384, 100
 # Median, width and batch size of the samples of each job. All twelve together have

@@ -163,22 +163,28 @@ def _shared_meshes(
     Where the rate of the links is not known, there are none, nor for slots with tensors
     that are not divided along it.
     """
-    slots = spec.slots
-    is_whole = slots and (slots.has_vera or slots.trains_bias or slots.num_token_rows)
-    if is_whole or math.isinf(machine.speed.link_bytes):
+    if math.isinf(machine.speed.link_bytes):
         return []
     found = []
     for tensor in range(2, machine.num_devices // machine.num_hosts + 1):
-        if num_devices % tensor:
-            continue
-        try:
-            check_divides(spec.config, tensor, spec.options.base_format)
-        except ValueError:
+        if num_devices % tensor or not is_divided(spec, tensor):
             continue
         apart = dataclasses.replace(machine, num_devices=machine.num_devices // tensor)
         meshes = _meshes(config, spec, num_devices // tensor, apart)
         found += [dataclasses.replace(sizes, tensor=tensor) for sizes in meshes]
     return found
+
+
+def is_divided(spec: DecoderSpec, tensor: int) -> bool:
+    """Whether `tensor` devices can share each layer of a decoder with its slots."""
+    slots = spec.slots
+    if slots and (slots.has_vera or slots.trains_bias or slots.num_token_rows):
+        return tensor == 1
+    try:
+        check_divides(spec.config, tensor, spec.options.base_format)
+    except ValueError:
+        return False
+    return True
 
 
 def _remats(config: RunConfig) -> tuple[Remat, ...]:

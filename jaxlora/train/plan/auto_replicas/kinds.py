@@ -3,17 +3,18 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 
 from jaxlora.costs.device_speed import DeviceSpeed
 from jaxlora.costs.stages import DecoderSeconds, decoder_seconds, stage_specs
-from jaxlora.memory.footprint import Footprint, num_bytes
-from jaxlora.memory.mesh import MeshStages, estimated_footprint
+from jaxlora.memory.estimate import StepBytes, step_bytes
+from jaxlora.memory.footprint import num_bytes
+from jaxlora.memory.mesh import MeshStages, stages_footprint
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import AffineCost
 from jaxlora.scheduler.replicas import ReplicaKind
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.plan.auto_mesh.choose import is_divided
 from jaxlora.train.plan.auto_mesh.predict import Rates, step_seconds
 
 # Degrees that are weighed: LobRA's deployments have up to six stages and 16 GPUs.
@@ -55,17 +56,16 @@ class ReplicaModel:
 
     def _degrees(self) -> Iterator[tuple[int, int]]:
         """Yields numbers of GPUs that share a layer, and of pipeline stages."""
-        heads, layers = self.spec.config.num_heads, self.spec.config.num_layers
-        most = min(self.num_gpus, _MAX_GPUS)
-        for tensor, stage in itertools.product(_TENSOR, _STAGE):
-            divides = heads % tensor == 0 and stage <= layers
-            if divides and tensor * stage <= most:
+        layers, most = self.spec.config.num_layers, min(self.num_gpus, _MAX_GPUS)
+        tensors = [n for n in _TENSOR if n <= most and is_divided(self.spec, n)]
+        for tensor, stage in itertools.product(tensors, _STAGE):
+            if stage <= layers and tensor * stage <= most:
                 yield tensor, stage
 
     def _kind(self, tensor: int, stage: int) -> ReplicaKind | None:
         """Describes a kind of replica; None: the model does not fit into it."""
-        stages = self._stages(stage)
-        longest = self._longest(stages, tensor)
+        stages = self._stages(stage, tensor)
+        longest = self._longest(stages)
         if longest < self.block_tokens:
             return None
         # The ramp of a pipeline takes the longer, the larger its microbatches are.
@@ -75,38 +75,53 @@ class ReplicaModel:
             tensor=tensor,
             stage=stage,
             longest=longest,
-            cost=self._cost(stages, tensor, capacity),
+            cost=self._cost(stages, capacity),
         )
 
-    def _stages(self, stage: int) -> MeshStages:
+    def _stages(self, stage: int, tensor: int) -> MeshStages:
         return MeshStages(
             spec=self.spec,
             specs=stage_specs(self.spec, stage, self.rates.links.speed),
-            sizes=MeshSizes(stage=stage),
+            sizes=MeshSizes(stage=stage, tensor=tensor),
             in_flight=stage,
             is_pinned=False,
         )
 
     # ---- memory ----------------------------------------------------------------------
 
-    def _longest(self, stages: MeshStages, tensor: int) -> int:
+    def _longest(self, stages: MeshStages) -> int:
         """Returns the most tokens of a microbatch that fits, in whole blocks."""
         if self.free_bytes is None:
             return self.capacity
-        found = estimated_footprint(stages, self.block_tokens, self.capacity)
-        parts = (_part(stage, tensor) for stage in found.stages)
-        fitting = min(stage.fitting_tokens(self.free_bytes) for stage in parts)
+        found = stages_footprint(stages, self._step_bytes(stages.sizes.tensor))
+        fitting = found.fitting_tokens(self.free_bytes)
         return max(0, fitting // self.block_tokens * self.block_tokens)
+
+    def _step_bytes(self, tensor: int) -> StepBytes:
+        """Returns the bytes per token on each of the GPUs that share a layer.
+
+        Arrays are whole on each of them or divided, so those of one and of two GPUs
+        give those of more. Tracing a decoder takes seconds.
+        """
+        if tensor <= 2:
+            part = self.spec.part(tensor)
+            return step_bytes(part, self.block_tokens, self.capacity)
+        one, two = (dataclasses.asdict(self._step_bytes(n)) for n in (1, 2))
+        whole = {name: 2 * two[name] - one[name] for name in one}
+        return StepBytes(
+            **{name: own + (one[name] - own) / tensor for name, own in whole.items()}
+        )
 
     # ---- time ------------------------------------------------------------------------
 
-    def _cost(self, stages: MeshStages, tensor: int, capacity: int) -> AffineCost:
+    def _cost(self, stages: MeshStages, capacity: int) -> AffineCost:
         """Returns the seconds of a replica's part of a step.
 
         The slowest stage sets the pace. Each microbatch takes the time of reading the
         weights and of launches; the pipeline fills and drains once a step; and all
         replicas exchange the gradients.
         """
+        tensor = stages.sizes.tensor
         share, num_layers = self._slowest(stages)
         weights, launches = self._microbatch_seconds()
         each = self._sample_seconds() * (share / tensor)
@@ -169,22 +184,5 @@ class ReplicaModel:
             return 0.0
         slots = num_bytes(self.spec.adapter_shapes())
         summed = self.rates.links.seconds(2 * slots, self.num_gpus)
-        own = step_seconds(self._stages(1), self.rates)
+        own = step_seconds(self._stages(1, 1), self.rates)
         return own + (summed if self.num_gpus > 1 else 0.0)
-
-
-def _part(stage: Footprint, tensor: int) -> Footprint:
-    """Returns what each of the GPUs that share the layers of a stage holds.
-
-    One of A and B is divided, the other one is whole; hidden states are divided by
-    their tokens outside the linears, and by their features inside.
-    """
-    adapters = (1 + 1 / tensor) / 2
-    return dataclasses.replace(
-        stage,
-        base_bytes=math.ceil(stage.base_bytes / tensor),
-        adapter_bytes=math.ceil(stage.adapter_bytes * adapters),
-        gradient_bytes=math.ceil(stage.gradient_bytes * adapters),
-        bytes_per_token=stage.bytes_per_token / tensor,
-        transient_bytes_per_token=stage.transient_bytes_per_token / tensor,
-    )
