@@ -69,6 +69,13 @@ def _run(arguments: argparse.Namespace) -> int | None:
         picture_kind(arguments.picture)
         data = [one.path for job in config.jobs for one in job.data.sets]
         check_output(arguments.picture, [arguments.run_file, config.model, *data])
+    for option in ("details", "picture"):
+        is_listed = config.replicas is not None and arguments.replicas is None
+        if is_listed and getattr(arguments, option):
+            raise ConfigError(
+                f"--{option} simulates devices that are alike, and the run file has "
+                "replicas. Leave one of them out."
+            )
     with file.rewords(given):
         if arguments.replicas is not None:
             _plan_replicas(config, machine, arguments)

@@ -1,6 +1,10 @@
 """The replicas of a run whose microbatches differ in size."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+
+import pydantic
 
 from jaxlora.config.strict import PositiveInt, Rule, StrictModel
 
@@ -34,21 +38,35 @@ class ReplicaConfig(StrictModel):
     microbatch_tokens: PositiveInt
 
 
+def listed(tokens: Sequence[int]) -> list[dict[str, int]]:
+    """Returns the settings of replicas with microbatches of these tokens."""
+    return [
+        {"microbatch_tokens": size, "count": count}
+        for size, count in sorted(Counter(tokens).items(), reverse=True)
+    ]
+
+
+_LIST = pydantic.TypeAdapter(tuple[ReplicaConfig, ...])
+
+
 def check_listed(replicas: object) -> object:
-    """Returns a value of `replicas` if it is a list, or None.
+    """Returns a value of `replicas`: a list, `auto` or None.
 
     Raises:
-        ValueError: It is `auto`, or empty.
+        ValueError: It is a word other than `auto`, or empty, or a replica in it cannot
+            be used.
     """
-    if replicas == "auto":
+    if replicas is None or replicas == "auto":
+        return replicas
+    if isinstance(replicas, str):
         raise ValueError(
-            "replicas: auto is not supported yet. List them, such as "
-            "[{microbatch_tokens: 8192}, {microbatch_tokens: 2048, count: 3}], or "
-            "leave replicas out. `jaxlora plan --replicas auto` says which would pay."
+            "expected auto, or a list such as [{microbatch_tokens: 8192}, "
+            "{microbatch_tokens: 2048, count: 3}]."
         )
     if isinstance(replicas, list | tuple) and not replicas:
         raise ValueError("replicas is empty. List them, or leave replicas out.")
-    return replicas
+    # A union would name its members in the place of a fault.
+    return _LIST.validate_python(replicas)
 
 
 def _replicas_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
@@ -62,9 +80,9 @@ def _replicas_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
 
 
 def _replicas_have_their_own_tokens(run: Any) -> tuple[str, str] | None:
-    if run.replica_tokens and run.microbatch_tokens not in (
+    if run.replicas is not None and run.microbatch_tokens not in (
         "auto",
-        run.replica_tokens[0],
+        *run.replica_tokens[:1],
     ):
         return "microbatch_tokens", (
             f"microbatch_tokens={run.microbatch_tokens}, and the replicas have their "
@@ -74,7 +92,7 @@ def _replicas_have_their_own_tokens(run: Any) -> tuple[str, str] | None:
 
 
 def _replicas_stand_alone(run: Any) -> tuple[str, str] | None:
-    if not run.replica_tokens:
+    if run.replicas is None:
         return None
     if run.mesh == "auto" or run.mesh_sizes.num_devices > 1:
         return "mesh", (

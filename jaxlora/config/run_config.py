@@ -269,8 +269,8 @@ class RunConfig(BaseSettings):
             (devices that share each microbatch), such as `stage=2,fsdp=2`, or as a
             mapping; `auto` chooses the sizes.
         replicas: Replicas whose microbatches differ in size, on one device each, which
-            train the same adapters: samples run where they fit. None: replicas are
-            alike (axis `data` of `mesh`).
+            train the same adapters: samples run where they fit; `auto` chooses them,
+            or alike ones. None: replicas are alike (axis `data` of `mesh`).
         pipeline_microbatches: Microbatches that the first pipeline stage has in flight,
             at least one for each stage; None: as many as there are stages. More hide
             transfers between stages and uneven microbatches, but take memory, and the
@@ -352,7 +352,7 @@ class RunConfig(BaseSettings):
     slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
-    replicas: tuple[ReplicaConfig, ...] | None = None
+    replicas: Literal["auto"] | tuple[ReplicaConfig, ...] | None = None
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
@@ -416,12 +416,12 @@ class RunConfig(BaseSettings):
 
     @property
     def replica_tokens(self) -> tuple[int, ...]:
-        """Tokens of a microbatch of each of `replicas`, the largest first."""
-        each = [
-            one.microbatch_tokens
-            for one in self.replicas or ()
-            for _ in range(one.count)
-        ]
+        """Tokens of a microbatch of each of `replicas`, the largest first.
+
+        There are none while `replicas` is `auto`.
+        """
+        listed = () if self.replicas in (None, "auto") else self.replicas
+        each = [one.microbatch_tokens for one in listed for _ in range(one.count)]
         return tuple(sorted(each, reverse=True))
 
     @property

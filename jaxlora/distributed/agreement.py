@@ -84,7 +84,7 @@ def check_mesh(config: RunConfig) -> None:
     """
     if processes.count() == 1:
         return
-    if config.replica_tokens:
+    if config.replicas is not None:
         raise ConfigError(
             f"replicas: the run has {processes.count()} processes, and replicas run in "
             "one so far. Start one process, or leave replicas out."

@@ -23,7 +23,7 @@ from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.pallas_kernels.device import device_kind
 
-_UNCHECKED_TOKENS = 4096  # for a device that does not report its memory
+UNCHECKED_TOKENS = 4096  # for a device that does not report its memory
 _ENOUGH = 0.85  # a choice that needs less than this share of the memory is made again
 
 # Compiles the passes of every stage of a run with these settings.
@@ -142,9 +142,9 @@ def _unchecked(config: RunConfig, bounds: Bounds) -> Resolved:
         )
     if bounds.fixed is not None:
         return Resolved(config=config.replace(microbatch_tokens=bounds.fixed))
-    tokens = bounds.choose(max(_UNCHECKED_TOKENS, bounds.smallest))
+    tokens = bounds.choose(max(UNCHECKED_TOKENS, bounds.smallest))
     text = (
-        f"microbatch_tokens: auto: {tokens}, at most {_UNCHECKED_TOKENS} if a sample "
+        f"microbatch_tokens: auto: {tokens}, at most {UNCHECKED_TOKENS} if a sample "
         "allows it, as the device's allocator does not report its memory "
         "(XLA_PYTHON_CLIENT_ALLOCATOR chooses the allocator). Give a number if the run "
         "has room for more, or for less."

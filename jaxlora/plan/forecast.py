@@ -12,7 +12,6 @@ from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.device_check import check_device
-from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.memory.mesh import estimated_footprint
@@ -70,10 +69,12 @@ class RunForecast:
         memory: What it needs on each device, by estimate.
         time: How long it takes, predicted; None: the rates of the device are not known.
         samples: All samples; they name their job by its number in the run file.
-        whole: The whole run, checked and simulated.
-        greedy: The same samples under `packer: greedy`.
+        num_microbatches: Number of microbatches with samples.
         fill: Part of the rows of its microbatches that holds samples.
-        greedy_fill: The same under `packer: greedy`.
+        whole: The whole run, checked and simulated; None: it has replicas of different
+            sizes.
+        greedy: The same samples under `packer: greedy`.
+        greedy_fill: Part of the rows of its microbatches that holds samples.
         one_shape_fill: The same if all its microbatches have the largest shape.
         groups: The plan of a sweep on all GPUs of the machine; None: the run has no
             sweep, or the rates of the device are not known.
@@ -85,11 +86,12 @@ class RunForecast:
     memory: MemoryNeed
     time: PlannedTime | None
     samples: tuple[Sample, ...]
-    whole: Plan
-    greedy: Plan
+    num_microbatches: int
     fill: float
-    greedy_fill: float
     one_shape_fill: float
+    whole: Plan | None = None
+    greedy: Plan | None = None
+    greedy_fill: float | None = None
     groups: PlannedGroups | None = None
 
     @property
@@ -110,6 +112,7 @@ class RunForecast:
     @property
     def busy(self) -> float:
         """Share of the devices' simulated time that is spent on tokens, not padding."""
+        assert self.whole is not None, "replicas of different sizes are not simulated"
         devices = self.sizes.num_devices * self.whole.simulation.makespan
         return self.num_tokens / devices
 
@@ -139,14 +142,10 @@ def plan_run(
         JaxloraError: The run cannot be trained.
     """
     log_notes(config.notes)
-    if len(config.replica_tokens) > 1:
-        raise ConfigError(
-            "replicas: a run with replicas of different sizes is not simulated yet. "
-            "Leave replicas out to plan the same jobs on one device or a mesh."
-        )
     if machine is None:
         return _plan_here(config, steps)
-    if machine.count > 1 and "mesh" not in config.model_fields_set:
+    is_given = config.replicas is not None or "mesh" in config.model_fields_set
+    if machine.count > 1 and not is_given:
         config = config.replace(mesh="auto")
     share = GATHERING_SHARE if config.may_gather else SHARE
     with planned_for(machine.planned(share)):
@@ -191,26 +190,36 @@ def _forecast(
     foretold = foretell(plan, jobs)
     schedule = foretold.schedule
     samples = tuple(s for m in schedule.microbatches for s in m)
-    # Slots have become jobs, which may run on one replica after the other.
-    lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
-    greedy = foretell(plan.with_config(plan.config.replace(packer="greedy")), jobs)
     one = foretold
     if plan.shapes.tokens:
         one = foretell(dataclasses.replace(plan, shapes=ONE_SHAPE), jobs)
     num_tokens = sum(s.num_tokens for s in samples)
-    return RunForecast(
+    forecast = RunForecast(
         plan=plan,
         machine=machine,
         jobs=tuple(jobs),
         memory=memory_need(plan),
         time=_time(plan, jobs, schedule),
         samples=samples,
-        whole=evaluate(schedule, samples, lanes, plan.cost),
-        greedy=evaluate(greedy.schedule, samples, lanes, plan.cost),
+        num_microbatches=sum(map(bool, schedule.microbatches)),
         fill=num_tokens / max(1, foretold.num_rows),
-        greedy_fill=num_tokens / max(1, greedy.num_rows),
         one_shape_fill=num_tokens / max(1, one.num_rows),
         groups=_groups(plan, jobs),
+    )
+    return forecast if plan.lanes.replicas else _simulated(forecast, schedule)
+
+
+def _simulated(forecast: RunForecast, schedule: Schedule) -> RunForecast:
+    """Adds what the microbatches reach in a simulation, and those of `greedy`."""
+    plan, jobs, samples = forecast.plan, forecast.jobs, forecast.samples
+    # Slots have become jobs, which may run on one replica after the other.
+    lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
+    greedy = foretell(plan.with_config(plan.config.replace(packer="greedy")), jobs)
+    return dataclasses.replace(
+        forecast,
+        whole=evaluate(schedule, samples, lanes, plan.cost),
+        greedy=evaluate(greedy.schedule, samples, lanes, plan.cost),
+        greedy_fill=forecast.num_tokens / max(1, greedy.num_rows),
     )
 
 

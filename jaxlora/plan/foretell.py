@@ -44,8 +44,14 @@ def foretell(plan: RunPlan, jobs: Sequence[PreparedJob]) -> Foretold:
     microbatches = tuple(microbatch for tick in ticks for microbatch in tick)
     return Foretold(
         schedule=Schedule(microbatches=microbatches, limits=plan.config.limits),
-        num_rows=sum(rows * sum(map(bool, tick)) for tick, rows in course),
+        num_rows=sum(_num_rows(plan, tick, rows) for tick, rows in course),
     )
+
+
+def _num_rows(plan: RunPlan, tick: Tick, rows: int) -> int:
+    """Returns the rows of the microbatches with samples of a tick of this shape."""
+    each = [lane.capacity for lane in plan.lanes.unlike] or [rows] * len(tick)
+    return sum(n for n, microbatch in zip(each, tick, strict=True) if microbatch)
 
 
 class _Course:

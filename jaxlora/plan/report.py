@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlora.common.console import literal, show
+from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.errors import ConfigError
 from jaxlora.memory.device_memory import format_bytes
@@ -17,6 +18,7 @@ from jaxlora.plan import RunForecast
 from jaxlora.plan.sweep_groups import NO_TIME, draw_groups, print_groups
 from jaxlora.scheduler import Plan, picture
 from jaxlora.scheduler.timeline import Timeline
+from jaxlora.train.plan.auto_replicas.choose import describe_list
 
 _DRAWN_MICROBATCHES = 60
 
@@ -109,8 +111,8 @@ def _needs_table(planned: RunForecast, price_per_hour: float | None) -> Table:
     config = planned.config
     table.add_row(
         "microbatches",
-        f"{_num_real(planned.whole):,} of {config.microbatch_tokens:,} tokens, "
-        f"remat {config.remat}",
+        f"{planned.num_microbatches:,} of {_sizes(config)} tokens, remat "
+        f"{config.remat}",
     )
     if shapes := planned.plan.shapes.tokens:
         table.add_row(
@@ -144,9 +146,17 @@ def _add_memory(table: Table, need: MemoryNeed, stored: str) -> None:
         table.add_row("  a training step", step)
 
 
+def _sizes(config: RunConfig) -> str:
+    """Names the sizes of microbatches."""
+    sizes = sorted({*config.replica_tokens, config.limits.capacity})
+    return " or ".join(f"{tokens:,}" for tokens in sizes)
+
+
 def _describe_mesh(planned: RunForecast) -> str:
-    used, machine = planned.sizes.num_devices, planned.machine
+    used, machine = planned.config.num_devices, planned.machine
     text = "1 device" if used == 1 else str(planned.sizes)
+    if planned.plan.lanes.replicas:
+        text = f"replicas of {describe_list(planned.config.replica_tokens)}"
     if machine is not None and used < machine.count:
         text += f", which uses {used} of the {machine.count} GPUs"
     return text
@@ -163,7 +173,7 @@ def _add_time(table: Table, planned: RunForecast, price_per_hour: float | None) 
         )
         return
     speed = planned.num_tokens / time.together
-    each = planned.sizes.num_devices
+    each = planned.config.num_devices
     per_gpu = f", {speed / each:,.0f} on each GPU" if each > 1 else ""
     table.add_row("speed", f"{speed:,.0f} tokens of samples a second{per_gpu}")
     table.add_row("time", _hours(time.together))
@@ -219,7 +229,9 @@ def _notes(planned: RunForecast) -> Iterator[str]:
             f"No {machine.gpu.kind} has been measured: memory and time follow from its "
             "data sheet, and the time may be off by 40 % either way."
         )
-    if planned.sizes.num_devices > 2:
+    if planned.plan.lanes.replicas:
+        yield "Replicas of different sizes have not been measured on GPUs."
+    if planned.config.num_devices > 2:
         yield "More than two GPUs have not been measured."
     if machine.num_hosts > 1:
         yield (
@@ -245,6 +257,8 @@ def _totals_table(planned: RunForecast) -> Table:
     num_devices = planned.sizes.num_devices
     where = "1 device" if num_devices == 1 else f"mesh {planned.sizes}"
     table = _table(f"in all, simulated on {where}", "", "plan", "greedy")
+    assert planned.whole is not None and planned.greedy is not None
+    assert planned.greedy_fill is not None
     both = planned.whole, planned.greedy
 
     def row(name: str, values) -> None:
@@ -284,6 +298,7 @@ def draw_plan(planned: RunForecast, path: str | os.PathLike) -> str:
         draw_groups(planned.groups, path)
         return "the groups of the sweep"
     whole = planned.whole
+    assert whole is not None, "replicas of different sizes are not simulated"
     drawn = min(_DRAWN_MICROBATCHES, len(whole.schedule.microbatches))
     until = float(whole.simulation.backward_end[:, :drawn].max())
     timeline = Timeline.simulated(whole.simulation)

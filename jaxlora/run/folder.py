@@ -12,6 +12,7 @@ from jaxlora.adapters.export_record import is_ours, read_export
 from jaxlora.common.atomic import remove_leftovers, write_text
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.replicas_config import listed
 from jaxlora.distributed import processes
 from jaxlora.errors import AdapterError, CheckpointError, StorageError
 from jaxlora.run.log import METRICS_FILE
@@ -68,14 +69,16 @@ def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
 def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Returns what the settings that are `auto` became when the run began.
 
-    These are `microbatch_tokens`, `microbatch_shapes` and `remat`, and the number and
-    rank of the slots if jobs have joined since.
+    These are `microbatch_tokens`, `microbatch_shapes`, `remat` and `replicas`, and the
+    number and rank of the slots if jobs have joined since.
 
     Raises:
         CheckpointError: `block_tokens` differs from what the run began with.
     """
     begun: dict[str, Any] = {}
-    if config.microbatch_tokens == "auto" and not config.replica_tokens:
+    if config.replicas == "auto" and record.replicas:
+        begun["replicas"] = listed(record.replicas)
+    if config.microbatch_tokens == "auto" and config.replicas is None:
         begun["microbatch_tokens"] = record.microbatch_tokens
         if record.microbatch_tokens % config.block_tokens:
             raise CheckpointError(

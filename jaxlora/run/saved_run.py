@@ -301,6 +301,11 @@ class RunRecord:
         return tuple(self.identity.settings.get("microbatch_shapes", ()))
 
     @property
+    def replicas(self) -> tuple[int, ...]:
+        """Tokens of a microbatch of each replica; none if the run had a mesh."""
+        return tuple(self.identity.settings.get("replicas", ()))
+
+    @property
     def remat(self) -> Remat | None:
         """`remat` of the run; None if an earlier version began it."""
         return self.identity.settings.get("remat")
@@ -318,6 +323,11 @@ class RunRecord:
             type(n) is int and 0 < n < tokens for n in shapes
         ):
             raise ValueError(f"microbatch_shapes is {shapes!r}, no list of shapes.")
+        replicas = self.identity.settings.get("replicas", [])
+        if not isinstance(replicas, list) or not all(
+            type(n) is int and 0 < n <= tokens for n in replicas
+        ):
+            raise ValueError(f"replicas is {replicas!r}, no list of tokens.")
         self.requests.check_names(self.identity.jobs)
         if not set(self.added) <= self.identity.jobs.keys():
             raise ValueError("added has other jobs than identity.")

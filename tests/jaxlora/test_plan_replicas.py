@@ -22,6 +22,7 @@ from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.auto_mesh.predict import shape_seconds
+from jaxlora.train.plan.auto_replicas.choose import ReplicaLists, describe_list
 from jaxlora.train.plan.auto_replicas.kinds import ReplicaModel
 from tests import tiny
 from tests.jaxlora.costs.test_device_profile import profile
@@ -167,21 +168,26 @@ def test_a_model_that_does_not_fit_has_no_replicas(model):
         assert small.kinds() == ()
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("replicas")
+def write_run(folder, lengths, **settings):
+    """Writes a run of jobs with samples of these lengths, in turn."""
     config = config_json("llama-3.2-1b", 2) | {"hidden_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
     tiny.write_tokenizer(folder)
     jobs = []
-    for name, lengths in (("short", (60, 200)), ("long", (150, 900))):
+    for name, own in lengths.items():
         data = folder / f"{name}.jsonl"
-        texts = [{"text": "a" * (lengths[i % 2] - 1)} for i in range(40)]
+        texts = [{"text": "a" * (own[i % len(own)] - 1)} for i in range(40)]
         data.write_text("\n".join(map(json.dumps, texts)))
         jobs.append({"name": name, "data": {"path": str(data)}, "max_length": 1024})
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({"model": str(folder), "jobs": jobs}))
+    path.write_text(yaml.safe_dump({"model": str(folder), "jobs": jobs} | settings))
     return path
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replicas")
+    return write_run(folder, {"short": (60, 200), "long": (150, 900)})
 
 
 def test_plan_prints_and_draws_replicas(run_file, capsys):
@@ -209,3 +215,65 @@ def test_plan_prints_and_draws_replicas(run_file, capsys):
 def test_refusals(run_file, options, message, capsys):
     assert main(["plan", str(run_file), "--replicas", "auto", *options]) == 1
     assert message in capsys.readouterr().err
+
+
+# ---- replicas: auto in a run file ----------------------------------------------------
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """All ways to run that are compared, with their predicted times."""
+    seen, predict = [], ReplicaLists._timed
+
+    def watched(self, config, most):
+        seen.append(predict(self, config, most))
+        return seen[-1]
+
+    monkeypatch.setattr(ReplicaLists, "_timed", watched)
+    return seen
+
+
+def test_auto_takes_what_is_fastest(tmp_path, timed, capsys):
+    settings = {"defaults": {"batch_size": 16}, "replicas": "auto"}
+    lengths = {"one": (300, 500), "two": (400,), "three": (200, 900)}
+    path = write_run(tmp_path, lengths, **settings)
+    assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
+    _check_fastest(timed, capsys.readouterr().err, is_list=False)
+
+
+def test_auto_takes_a_list(tmp_path, timed, capsys):
+    """One long sample a step, which takes even less time on both devices together."""
+    settings = {"defaults": {"batch_size": 2}, "replicas": "auto"}
+    path = write_run(tmp_path, {"one": (16, 1000)}, **settings)
+    assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
+    shown = capsys.readouterr()
+    named = _check_fastest(timed, shown.err, is_list=True)
+    assert "replicas: auto: 1 x tensor=2 would take" in shown.err
+    assert f"replicas of {named}" in shown.out
+    assert main(["plan", str(path), "--gpu", "a100-40x2", "--details"]) == 1
+    assert "--details simulates devices that are alike" in capsys.readouterr().err
+
+
+def _check_fastest(timed, log: str, *, is_list: bool) -> str:
+    """Checks the choice and its line in the log, and returns its name."""
+    lists = [one for one in timed if one.config.replicas is not None]
+    meshes = [one for one in timed if one.config.replicas is None]
+    assert {one.config.mesh for one in meshes} == {"data=2"}
+    assert {len(one.config.replica_tokens) for one in lists} == {2}
+    assert all(one.config.replica_tokens[0] >= 1024 for one in lists)
+    assert all(one.seconds > one.bound > 0 for one in timed)
+    best, mesh = (min(ways, key=lambda one: one.seconds) for ways in (lists, meshes))
+    assert (1.02 * best.seconds < mesh.seconds) == is_list
+    chosen = best if is_list else mesh
+    named = describe_list(best.config.replica_tokens) if is_list else "mesh data=2"
+    (line,) = (text for text in log.splitlines() if "over the least time" in text)
+    assert f"replicas: auto: {named}" in line
+    assert f"predicted {chosen.seconds / chosen.bound - 1:.1%} over" in line
+    return named
+
+
+def test_auto_refuses_what_fits_on_no_device(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ReplicaLists, "_fitting", lambda *_: None)
+    path = write_run(tmp_path, {"one": (16, 1000)}, replicas="auto")
+    assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 1
+    assert "needs" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from jaxlora.train.execute.layout import check_division
 from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import choose_mesh
 from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.auto_replicas.choose import ReplicaLists
 from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
@@ -58,6 +59,10 @@ def resolve(
     check_comparable(config.sweep, jobs)
     jobs = [job.foreseen for job in jobs]
     chooses_remat, notes = config.remat == "auto", []
+    chooses_replicas = config.replicas == "auto"
+    if chooses_replicas:
+        config, note = _with_replicas(config, model, jobs, machine)
+        notes.append(note)
     if config.replica_tokens:
         config = config.replace(microbatch_tokens=config.replica_tokens[0])
     if config.mesh == "auto":
@@ -74,7 +79,10 @@ def resolve(
     plan = draft.finish(on_accepted)
     # Stages may have settled it by an estimate.
     bounds = plan.bounds.with_remats() if chooses_remat else plan.bounds
-    return dataclasses.replace(plan, bounds=bounds, notes=(*notes, *plan.notes))
+    notes += plan.notes
+    if chooses_replicas:
+        notes += _larger_replicas(plan, jobs, machine)
+    return dataclasses.replace(plan, bounds=bounds, notes=tuple(notes))
 
 
 def check_comparable(sweep: Sweep | None, jobs: Sequence[PreparedJob]) -> None:
@@ -116,6 +124,39 @@ def _with_mesh(
     choice = choose_mesh(config, spec, demand, machine)
     config = config.replace(mesh=str(choice.sizes), remat=choice.remat)
     return config, Note(choice.reason)
+
+
+def _with_replicas(
+    config: RunConfig,
+    model: PlannedModel,
+    jobs: Sequence[PreparedJob],
+    machine: Machine,
+) -> tuple[RunConfig, Note]:
+    """Replaces `replicas: auto`, and `remat: auto` with it; returns the reason too."""
+    alone = config.replace(replicas=None)
+    bounds = _bounds(alone, jobs)
+    spec, _ = decoder_spec(alone, model, jobs, bounds.max_tokens)
+    positions = first_positions(jobs)
+    lists = ReplicaLists(model, spec, jobs, positions, bounds, machine)
+    return lists.choose(alone)
+
+
+def _larger_replicas(
+    plan: RunPlan, jobs: Sequence[PreparedJob], machine: Machine
+) -> list[Note]:
+    """Names replicas that would be faster and cannot be trained yet, if any."""
+    # It solves programs, for which it imports a solver.
+    from jaxlora.train.plan.auto_replicas.deployment import larger_replicas
+
+    found = larger_replicas(plan, jobs, machine)
+    if found is None:
+        return []
+    text = (
+        f"replicas: auto: {found} than replicas of one device, by estimate. Replicas "
+        "of several devices cannot be trained yet; `jaxlora plan --replicas auto` "
+        "shows them"
+    )
+    return [Note(text)]
 
 
 def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> None:

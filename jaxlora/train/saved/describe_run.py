@@ -43,6 +43,7 @@ def run_identity(plan: RunPlan, base: str, jobs: Sequence[PreparedJob]) -> RunId
         settings={
             "dtype": jnp.dtype(spec.options.dtype).name,
             **_base_settings(spec.options.base_format),
+            **({"replicas": list(tokens)} if (tokens := config.replica_tokens) else {}),
             "microbatch_tokens": config.microbatch_tokens,
             "microbatch_shapes": list(plan.shapes.tokens),
             "block_tokens": config.block_tokens,

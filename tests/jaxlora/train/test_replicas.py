@@ -1,5 +1,6 @@
 """Replicas with microbatches of other sizes train as one device does."""
 
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -19,6 +20,10 @@ from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.log import read_events
 from jaxlora.train.execute import replicas
 from jaxlora.train.execute.replicas import FurtherReplicas
+from jaxlora.train.plan import prepare_run
+from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.auto_replicas import choose
+from jaxlora.train.plan.auto_replicas.choose import ReplicaLists, describe_list
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train.at_window import InterruptAt, at_windows
 from tests.jaxlora.train.conftest import LINEARS
@@ -366,7 +371,13 @@ def test_killed(runs, unlike_jobs):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"replicas": "auto"}, "replicas: auto is not supported yet. List them"),
+        ({"replicas": "some"}, "expected auto, or a list such as"),
+        (
+            {"replicas": "auto", "microbatch_tokens": 64},
+            "microbatch_tokens=64, and the replicas have their own",
+        ),
+        ({"replicas": "auto", "mesh": "data=2"}, "mesh is data=2, and replicas are"),
+        ({"replicas": "auto", "packer": "greedy"}, "only joint fills replicas"),
         ({"replicas": []}, "replicas is empty. List them"),
         (
             {"replicas": [{"microbatch_tokens": 64, "tensor": 2}]},
@@ -413,6 +424,48 @@ def test_a_sample_that_no_replica_holds(runs, unlike_jobs):
         Trainer(config, runs.model)
 
 
-def test_plans_refuse_replicas(runs, unlike_jobs):
-    with pytest.raises(ConfigError, match="replicas: a run with replicas"):
-        plan_run(runs.config(unlike_jobs, **UNLIKE))
+# ---- plans ---------------------------------------------------------------------------
+
+
+def test_a_plan_has_the_microbatches_of_the_run(runs, unlike_jobs):
+    planned = plan_run(runs.config(unlike_jobs, **UNLIKE))
+    ran = windows(runs.once(unlike_jobs, **UNLIKE))
+    assert planned.num_microbatches == sum(one["num_microbatches"] for one in ran)
+    each = [
+        (one["num_microbatches"], one["microbatch_tokens"])
+        for w in ran
+        for one in w["replicas"]
+    ]
+    rows = sum(number * tokens for number, tokens in each)
+    assert planned.fill == pytest.approx(planned.num_tokens / rows)
+    assert planned.whole is None and planned.plan.lanes.replicas
+
+
+@pytest.fixture
+def chosen_of(monkeypatch):
+    """Limits the choice of `replicas: auto` to three devices and two sizes."""
+    here = dataclasses.replace(this_machine(), num_devices=3)
+    monkeypatch.setattr(prepare_run, "this_machine", lambda *_: here)
+    monkeypatch.setattr(ReplicaLists, "_sizes", lambda *_: [192, 64])
+    return lambda gain: monkeypatch.setattr(choose, "_GAIN", gain)
+
+
+def test_auto_trains_what_is_planned(runs, unlike_jobs, chosen_of, caplog):
+    """It resumes with the list that it began with, although a mesh is chosen now."""
+    chosen_of(0.0)
+    config = runs.config(unlike_jobs, replicas="auto")
+    with caplog.at_level("INFO"):
+        planned = plan_run(config)
+    (line,) = (text for text in caplog.messages if text.startswith("replicas: auto"))
+    assert "over the least time of replicas of one device each" in line
+    trainer = Trainer(config, runs.model)
+    listed = trainer.config.replica_tokens
+    assert planned.config.replica_tokens == listed and set(listed) <= {192, 64}
+    assert describe_list(listed) in line
+    assert trainer.train(callbacks=[InterruptAt(1)]).interrupted
+    chosen_of(1e6)
+    new = Trainer(runs.config(unlike_jobs, replicas="auto"), runs.model)
+    assert new.config.mesh == "data=3" and not new.config.replica_tokens
+    again = resumed(runs, unlike_jobs, config.output_dir, replicas="auto")
+    assert again.trainer.config.replica_tokens == listed
+    assert_same_on_meshes(runs.once(unlike_jobs, **ONE), again)

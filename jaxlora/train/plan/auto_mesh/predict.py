@@ -72,11 +72,14 @@ def window_seconds(
             neither fills nor drains.
     """
     limits, n, squares = schedule.limits, lanes.num_lanes, _mean_squares(schedule)
-    cost = shape_seconds(stages, limits.capacity, rates, shapes, squares=squares)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
     if lanes.replicas:
-        seconds = _replica_seconds(lanes, schedule, cost)
-    elif stages.sizes.stage == 1:
+        cost = shape_seconds(stages, limits.capacity, rates)
+        each = square_seconds(stages.spec, rates)
+        seconds = _replica_seconds(lanes, schedule, cost, each)
+        return seconds + len(batches) * step_seconds(stages, rates)
+    cost = shape_seconds(stages, limits.capacity, rates, shapes, squares=squares)
+    if stages.sizes.stage == 1:
         both = cost.stages[0].forward + cost.stages[0].backward
         ticks = [t for t in itertools.batched(schedule.microbatches, n) if any(t)]
         tokens = Counter(max(cost.size(m, limits)[0] for m in tick) for tick in ticks)
@@ -89,14 +92,41 @@ def window_seconds(
     return seconds + len(batches) * step_seconds(stages, rates)
 
 
-def _replica_seconds(lanes: Lanes, schedule: Schedule, cost: CostModel) -> float:
-    """Time of the replica with the most work."""
+def _replica_seconds(
+    lanes: Lanes, schedule: Schedule, cost: CostModel, per_square: float
+) -> float:
+    """Time until the last replica has run its microbatches.
+
+    A microbatch waits for its replica, and for the batch before of each of its jobs.
+
+    Args:
+        lanes: The lanes of the replicas.
+        schedule: Their microbatches.
+        cost: Times of a microbatch by its tokens.
+        per_square: Seconds that attention adds for each squared length.
+    """
     both = cost.stages[0].forward + cost.stages[0].backward
-    busy = [0.0] * len(lanes.replicas)
+    free = [0.0] * len(lanes.replicas)
+    done: dict[tuple[int, int], float] = {}  # by job and batch
     for tick in ticks_of(schedule.microbatches, lanes.num_lanes):
         for lane, microbatch in zip(lanes.unlike, tick, strict=True):
-            busy[lane.replica] += both(lane.capacity, 0) if microbatch else 0.0
-    return max(busy)
+            if not microbatch:
+                continue
+            batches = {(s.owner, s.batch) for s in microbatch}
+            ready = max(done.get((job, batch - 1), 0.0) for job, batch in batches)
+            squares = sum(s.num_tokens**2 for s in microbatch)
+            end = max(free[lane.replica], ready) + both(lane.capacity, 0)
+            free[lane.replica] = end = end + per_square * squares
+            done |= {one: max(end, done.get(one, 0.0)) for one in batches}
+    return max(free)
+
+
+def square_seconds(spec: DecoderSpec, rates: Rates) -> float:
+    """Seconds that attention takes for each squared length, if it was measured."""
+    if (profile := rates.profile) is None:
+        return 0.0
+    speed = rates.links.speed
+    return profile.seconds(spec, speed, 0, 1) - profile.seconds(spec, speed, 0, 0)
 
 
 def _ramp_seconds(cost: CostModel, schedule: Schedule) -> float:
