@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxlora.scheduler.algorithms import greedy, joint, lorafusion, mlora
+from jaxlora.scheduler.algorithms import greedy, joint, lorafusion, mlora, rounds
 from jaxlora.scheduler.algorithms.spacing import with_no_ops
 from jaxlora.scheduler.bounds import lower_bound
 from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.plan import Packer
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.types import (
@@ -17,6 +18,8 @@ from jaxlora.scheduler.types import (
     Schedule,
     batches_by_job,
 )
+from jaxlora.scheduler.windows.polish import polished
+from jaxlora.scheduler.windows.window import drains
 
 PackerName = Literal["joint", "greedy", "lorafusion"]
 
@@ -24,6 +27,8 @@ PackerName = Literal["joint", "greedy", "lorafusion"]
 # only among few jobs.
 _SMALL_GAP = 0.01
 _FEW_JOBS = 64
+# Samples of a schedule that is polished as a whole.
+_FEW_SAMPLES = 1024
 
 
 def get_packer(name: PackerName) -> Packer:
@@ -60,19 +65,31 @@ def _joint(
     """Packs jointly, and in other orders if the bound leaves room and jobs are few.
 
     Packing by rounds, and mLoRA's order if batches are tiny, are occasionally better.
+    The best order of few samples is polished as a whole.
     """
     schedule = joint.pack(samples, limits, pipeline, cost)
     if len({s.owner for s in samples}) > _FEW_JOBS:
         return schedule
-    makespan = simulate(schedule, cost, pipeline).makespan
-    if lower_bound(samples, limits, pipeline, cost).gap(makespan) <= _SMALL_GAP:
+    time = lambda s: simulate(s, cost, pipeline).makespan
+    if lower_bound(samples, limits, pipeline, cost).gap(time(schedule)) <= _SMALL_GAP:
         return schedule
-    candidates = (
+    candidates = [
         schedule,
         by_rounds(samples, limits, pipeline, cost),
         mlora.pack(samples, limits, pipeline),
-    )
-    return min(candidates, key=lambda s: simulate(s, cost, pipeline).makespan)
+    ]
+    best = min(candidates, key=time)
+    if not drains(pipeline, cost) or len(samples) > _FEW_SAMPLES:
+        return best
+    candidates = [best]
+    if ticks := rounds.pack(samples, limits, Lanes(pipeline=pipeline), cost):
+        microbatches = tuple(tick[0] if tick else () for tick in ticks)
+        candidates.append(Schedule(microbatches=microbatches, limits=limits))
+    max_rounds = joint.DEFAULT_EFFORT.polish_rounds
+    candidates += [
+        polished(one, cost, pipeline, max_rounds=max_rounds) for one in candidates
+    ]
+    return min(candidates, key=time)
 
 
 def _lorafusion(

@@ -9,7 +9,7 @@ first. So a tick can only be full if its jobs have enough samples in one batch e
 import itertools
 from collections.abc import Sequence
 
-from jaxlora.scheduler.algorithms import joint
+from jaxlora.scheduler.algorithms import joint, rounds
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.packers import PackerName, get_packer
@@ -107,6 +107,8 @@ def pack_lanes(
         together, pooled_cost = pool(limits, lanes, cost, part)
         packed = joint.pack(samples, together, pipeline, pooled_cost, effort)
         ways.append(split_ticks(packed.microbatches, limits, n, cost))
+    if (in_rounds := rounds.pack(samples, limits, lanes, cost)) is not None:
+        ways.append(in_rounds)
     schedules = []
     for ticks in ways:
         microbatches = itertools.chain.from_iterable(finished(ticks, limits, n, cost))

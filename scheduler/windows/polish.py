@@ -5,9 +5,13 @@ import dataclasses
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.types import Limits, Pipeline
-from jaxlora.scheduler.windows.cursor import Item
+from jaxlora.scheduler.types import Limits, Pipeline, Schedule, in_order
+from jaxlora.scheduler.windows.cursor import Item, WorkModel
 from jaxlora.scheduler.windows.segment import Segment
+
+# Slots that are polished together, and how far the next ones start after them.
+POLISHED_SLOTS = 24
+POLISHED_STRIDE = 16
 
 # An item moves at most this many slots.
 _REACH = 8
@@ -290,3 +294,28 @@ class Polish:
         for item, slot in zip(self._items, self._slot, strict=True):
             out[slot].append(item)
         return out
+
+
+def polished(
+    schedule: Schedule, cost: CostModel, pipeline: Pipeline, max_rounds: int
+) -> Schedule:
+    """Polishes a whole schedule, part by part.
+
+    Args:
+        schedule: The schedule.
+        cost: Times of the passes.
+        pipeline: Stages, and distance between the batches of a job.
+        max_rounds: Maximum number of rounds for each part.
+    """
+    work, limits = WorkModel.from_cost(cost), schedule.limits
+    slots = [[work.item(sample) for sample in m] for m in schedule.microbatches]
+    # Polishing may spread the first and the last items over more slots.
+    more: list[list[Item]] = [[]] * pipeline.num_stages
+    slots = [*more, *slots, *more]
+    earliest = {item[2].owner: 0 for slot in slots for item in slot}
+    polish = Polish(slots, earliest, limits, pipeline, cost)
+    for first in range(0, len(slots), POLISHED_STRIDE):
+        polish.run(first, min(first + POLISHED_SLOTS, len(slots)), max_rounds)
+    found = [in_order(item[2] for item in items) for items in polish.result()]
+    real = [i for i, microbatch in enumerate(found) if microbatch]
+    return Schedule(microbatches=tuple(found[real[0] : real[-1] + 1]), limits=limits)

@@ -12,13 +12,13 @@ from jaxlora.scheduler.windows.cursor import Item
 from jaxlora.scheduler.windows.fill import fill_slot
 from jaxlora.scheduler.windows.job_queue import JobQueue
 from jaxlora.scheduler.windows.local_search import LocalSearch
-from jaxlora.scheduler.windows.polish import Polish
+from jaxlora.scheduler.windows.polish import (
+    POLISHED_SLOTS,
+    POLISHED_STRIDE,
+    Polish,
+)
 from jaxlora.scheduler.windows.ramps import Ramps
 from jaxlora.scheduler.windows.segment import Segment
-
-# Slots that are polished together, and how far the next ones start after them.
-_POLISHED_SLOTS = 24
-_POLISHED_STRIDE = 16
 
 # With so many jobs, almost every filling is good: a quarter of the look ahead and of
 # the trades costs less than 0.1 % of the time.
@@ -114,6 +114,15 @@ class Window:
         return self.slots[: self.num_committed]
 
 
+def drains(pipeline: Pipeline, cost: CostModel) -> bool:
+    """Whether the sizes of microbatches matter where a pipeline fills and drains.
+
+    Nothing drains between two batches with a distance below the number of stages, and
+    with a single compiled shape all microbatches take the same time.
+    """
+    return 1 < pipeline.num_stages <= pipeline.distance and len(cost.buckets) != 1
+
+
 class WindowFiller:
     """Fills the slots of windows with a given target, and improves them."""
 
@@ -130,10 +139,7 @@ class WindowFiller:
         """
         self._limits, self._pipeline = limits, pipeline
         self._cost, self._effort = cost, effort
-        # Nothing drains between two batches with a shorter distance, and with a single
-        # compiled shape all microbatches take the same time.
-        drains = 1 < pipeline.num_stages <= pipeline.distance
-        polishes = drains and len(cost.buckets) != 1 and effort.polish_rounds > 0
+        polishes = drains(pipeline, cost) and effort.polish_rounds > 0
         self._ramps = Ramps(limits, pipeline, cost) if polishes else None
 
     def runs_alone(self, jobs: JobQueue) -> int | None:
@@ -312,8 +318,8 @@ class WindowFiller:
         near = self._pipeline.num_stages
         edges = [i for i, slot in enumerate(slots) if not slot[0]]
         parts = [
-            (start, min(start + _POLISHED_SLOTS, last))
-            for start in range(first, last, _POLISHED_STRIDE)
+            (start, min(start + POLISHED_SLOTS, last))
+            for start in range(first, last, POLISHED_STRIDE)
         ]
         return [
             (start, end)
