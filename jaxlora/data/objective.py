@@ -179,4 +179,6 @@ class Objective:
 
 def next_token_targets(sample: TokenizedSample) -> Bool[np.ndarray, " T"]:
     """Whether the token after each token is a target; false for the last one."""
-    return np.append(sample.is_target[1:], False)
+    following = np.zeros_like(sample.is_target)
+    following[:-1] = sample.is_target[1:]
+    return following

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -210,54 +210,43 @@ def pack_microbatch(
     Returns:
         NumPy arrays.
     """
-    num_rows, block = limits.capacity, limits.block_tokens
-    # The rows of each sample: its number, its group's, and where both begin.
-    packed: list[_Rows] = []
-    row = num_samples = 0
-    for number, group in enumerate(microbatch):
-        if number and group.owner != microbatch[number - 1].owner:
-            row = limits.padded(row)
-        if (batch := batches.get(group.owner)) is None:
-            row, num_samples = row + group.num_tokens, num_samples + 1
-            continue
-        first, in_batch = row, batch.starts[group.index]
-        for sample in batch.group(group.index):
-            index = in_batch + row - first
-            packed.append(_Rows(num_samples, number, row, index, batch, sample))
-            row += len(sample.token_ids)
-            num_samples += 1
+    packed, pads = _rows(microbatch, batches, limits)
     if not packed:
         return _padding(limits, objectives)
-    lengths = np.array([len(part.sample.token_ids) for part in packed])
+    # All rows are runs, of a sample or of padding, in the order of their first rows.
+    runs = [(p.row, len(p.sample.token_ids), p) for p in packed]
+    runs += [(first, length, None) for first, length in pads]
+    runs.sort(key=lambda run: run[0])
+    starts, lengths = (np.array([run[i] for run in runs], np.int32) for i in (0, 1))
 
-    def by_token(values, dtype=np.int32) -> np.ndarray:
-        return np.repeat(np.array(list(values), dtype), lengths)
+    def by_row(values: Iterable[int]) -> np.ndarray:
+        return np.repeat(np.array([*values], np.int32), lengths)
 
-    ends = np.cumsum(lengths)
-    positions = np.arange(ends[-1], dtype=np.int32) - by_token(ends - lengths)
-    rows = by_token(part.row for part in packed) + positions
-
-    def to_rows(values: np.ndarray, padding: int = 0) -> np.ndarray:
-        out = np.full(num_rows, padding, values.dtype)
-        out[rows] = values
-        return out
-
-    token_ids = np.concatenate([part.sample.token_ids for part in packed])
-    labels = np.roll(token_ids, -1)
-    labels[ends - 1] = 0  # nothing follows the last token of a sample
-    block_adapter = np.full(num_rows // block, -1, np.int32)
-    block_adapter[rows // block] = by_token(part.batch.slot for part in packed)
+    token_ids = np.concatenate(
+        [np.zeros(n, np.int32) if p is None else p.sample.token_ids for _, n, p in runs]
+    )
+    labels = np.zeros_like(token_ids)
+    labels[:-1] = token_ids[1:]
+    labels[starts + lengths - 1] = 0  # nothing follows the last token of a sample
+    positions = np.arange(limits.capacity, dtype=np.int32) - np.repeat(starts, lengths)
+    for first, length in pads:
+        positions[first : first + length] = 0
+    parts = [p for _, _, p in runs]
+    group_ids = None
+    if has_groups(objectives):
+        group_ids = by_row(-1 if p is None else p.group for p in parts)
     arrays: dict[str, Any] = {
-        "token_ids": to_rows(token_ids),
-        "positions": to_rows(positions),
-        "segment_ids": to_rows(by_token(part.number for part in packed), padding=-1),
-        "labels": to_rows(labels),
-        "loss_inputs": _loss_inputs(packed, num_rows, objectives),
-        "group_ids": to_rows(by_token(part.group for part in packed), padding=-1)
-        if has_groups(objectives)
-        else None,
-        "token_index": to_rows(by_token(part.index for part in packed) + positions),
-        "block_adapter": block_adapter,
+        "token_ids": token_ids,
+        "positions": positions,
+        "segment_ids": by_row(-1 if p is None else p.number for p in parts),
+        "labels": labels,
+        "loss_inputs": _loss_inputs(packed, limits.capacity, objectives),
+        "group_ids": group_ids,
+        "token_index": positions + by_row(0 if p is None else p.index for p in parts),
+        # The rows of a job begin with a block.
+        "block_adapter": by_row(-1 if p is None else p.batch.slot for p in parts)[
+            :: limits.block_tokens
+        ].copy(),
     }
     return PackedBatch(**arrays)
 
@@ -280,6 +269,36 @@ class _Rows(NamedTuple):
     index: int
     batch: JobBatch
     sample: TokenizedSample
+
+
+def _rows(
+    microbatch: Microbatch, batches: Mapping[int, JobBatch], limits: Limits
+) -> tuple[list[_Rows], list[tuple[int, int]]]:
+    """Returns the rows of each sample, and the first row and length of each padding."""
+    packed: list[_Rows] = []
+    pads: list[tuple[int, int]] = []
+    row = num_samples = 0
+
+    def pad(end: int) -> None:
+        if end > row:
+            pads.append((row, end - row))
+
+    for number, group in enumerate(microbatch):
+        if number and group.owner != microbatch[number - 1].owner:
+            pad(limits.padded(row))
+            row = limits.padded(row)
+        if (batch := batches.get(group.owner)) is None:
+            pad(row + group.num_tokens)
+            row, num_samples = row + group.num_tokens, num_samples + 1
+            continue
+        first, in_batch = row, batch.starts[group.index]
+        for sample in batch.group(group.index):
+            index = in_batch + row - first
+            packed.append(_Rows(num_samples, number, row, index, batch, sample))
+            row += len(sample.token_ids)
+            num_samples += 1
+    pad(limits.capacity)
+    return packed, pads
 
 
 def has_groups(objectives: Sequence[str]) -> bool:

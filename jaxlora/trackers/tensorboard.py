@@ -7,9 +7,9 @@ import socket
 import time
 from typing import Any
 
-from tensorboardX.proto import event_pb2
+from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import hparams, scalar, text
+from tensorboardX.summary import hparams, text
 
 from jaxlora.common.atomic import make_folder, wrap_os_errors
 from jaxlora.run.callback import Callback
@@ -32,6 +32,7 @@ from jaxlora.trackers.tracker import (
 )
 
 _proto: Any = event_pb2  # its classes are made when it is imported
+_summaries: Any = summary_pb2
 _FLUSH_SECONDS = 30.0
 
 
@@ -128,9 +129,10 @@ class _Board:
         self._write(summary=start)
 
     def add(self, metrics: dict[str, float], step: int) -> None:
-        """Writes values of one step, by tag."""
-        for tag, value in metrics.items():
-            self._write(step=step, summary=scalar(tag, value))
+        """Writes values of one step, by tag, as one record."""
+        value = _summaries.Summary.Value
+        values = [value(tag=tag, simple_value=metrics[tag]) for tag in metrics]
+        self._write(step=step, summary=_summaries.Summary(value=values))
 
     def add_text(self, tag: str, markdown: str, step: int) -> None:
         """Writes a text of one step."""

@@ -175,9 +175,10 @@ class JobState:
     def batch(self, slot: int, step: int) -> JobBatch:
         """Returns the global batch of an optimizer step, for the job in a slot."""
         objective = self.prepared.objective
-        numbers = self.prepared.sample_numbers(step)
-        samples = self.prepared.take_samples(step)
-        samples = self._referred(samples, "train", numbers)
+        samples: Sequence[TokenizedSample] = self.prepared.take_samples(step)
+        if objective.needs_reference:
+            numbers = self.prepared.sample_numbers(step)
+            samples = self._referred(samples, "train", numbers)
         return JobBatch(
             slot=slot,
             step=step,

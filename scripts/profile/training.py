@@ -30,7 +30,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import compile_program
 from jaxlora.programs.program import no_garbage_collection
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.staged_stream import optimizer_inputs
+from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.planned_model import PlannedModel
@@ -248,8 +248,8 @@ class Training:
     @functools.cached_property
     def _first_inputs(self) -> OptimizerInputs:
         assert self.spec.slots is not None
-        first = {slot: (job, 0) for slot, job in enumerate(self.jobs)}
-        return optimizer_inputs(first, self.spec.slots)
+        jobs = dict(enumerate(self.jobs))
+        return optimizer_inputs(jobs, dict.fromkeys(jobs, 0), self.spec.slots)
 
     def place(self, rows: Any, stage: int) -> Any:
         """Puts rows of tokens on the devices of a stage."""

@@ -26,7 +26,7 @@ from jaxlora.programs.program import (
 )
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage
-from jaxlora.train.execute.staged_stream import optimizer_inputs
+from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
 from jaxlora.train.execute.step import CompiledSteps, PreparedPasses
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ def _updates(
     for slot in exchange_rounds([0], num_slots, placement):
         what = f"sum over devices{name}"
         found.append(steps.exchange.prepare(state.pending, slot, what=what))
-    inputs = optimizer_inputs({}, stage.spec.slots)
+    inputs = optimizer_inputs({}, {}, stage.spec.slots)
     step = steps.step.prepare(
         *(state, inputs, tuple(measured), table.settings.rank),
         what=f"optimizer step{name}",

@@ -2,21 +2,17 @@
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from jaxlora.adapters.exchange import exchange_rounds
 from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResult
-from jaxlora.adapters.optimizers import OPTIMIZERS
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
-from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.global_arrays import everywhere
 from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b
 from jaxlora.train.execute.baselines import Baselines
@@ -24,6 +20,7 @@ from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickWork
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.optimizer_inputs import by_slot, optimizer_inputs
 from jaxlora.train.execute.replicas import FurtherReplicas, ReplicaRows
 from jaxlora.train.job_state import JobState
 
@@ -234,12 +231,11 @@ class StagedStream:
         rates = {s: self._jobs[s].learning_rate(number) for s, number in step.items()}
         self._further.add(batches)
         self._exchange(batches)
-        stepping = {s: (self._jobs[s], number) for s, number in step.items()}
         self._steps[tick] = _Steps(
             batches=batches,
             learning_rates=rates,
             losses={slot: self._losses.pop(slot) for slot in batches},
-            inputs=optimizer_inputs(stepping, self._shape),
+            inputs=optimizer_inputs(self._jobs, step, self._shape),
             measured=self._measure(),
         )
 
@@ -302,57 +298,6 @@ class StagedStream:
             work=self._work.pop(tick, {}),
             snapshot=snapshot,
         )
-
-
-def by_slot(values: Mapping[int, float], num_slots: int, dtype: Any) -> Any:
-    """Puts values into a NumPy array by slot; a jitted call uploads it fastest."""
-    out = np.zeros(num_slots, dtype)
-    for slot, value in values.items():
-        out[slot] = value
-    return out
-
-
-def optimizer_inputs(
-    stepping: Mapping[int, tuple[JobState, int]], slots: SlotShape
-) -> OptimizerInputs:
-    """Settings of optimizer steps; rows of slots that do not step are not used.
-
-    Args:
-        stepping: The jobs that step, and the number of the step, by slot.
-        slots: The slots.
-    """
-
-    def row(value: Callable[[JobState, int], float], dtype=np.float32) -> Any:
-        values = {slot: value(*of) for slot, of in stepping.items()}
-        return by_slot(values, slots.num_slots, dtype)
-
-    def settings(name: str) -> dict[str, Any]:
-        """Settings of an optimizer; 0 in slots with another one."""
-        optimizer = OPTIMIZERS[name]
-        own = {
-            slot: optimizer.settings_of(job.settings)
-            for slot, (job, _) in stepping.items()
-            if job.settings.optimizer == name
-        }
-        return {
-            key: by_slot({s: own[s][key] for s in own}, slots.num_slots, np.float32)
-            for key in optimizer.settings
-        }
-
-    number = {name: i for i, name in enumerate(slots.optimizers)}
-
-    return OptimizerInputs(
-        step_mask=row(lambda job, step: True, np.bool_),
-        count=row(lambda job, step: step, np.int32),
-        learning_rate=row(lambda job, step: job.learning_rate(step)),
-        rate_ratio=rate_ratios(
-            lambda ratio: row(lambda job, step: ratio(job.settings))
-        ),
-        weight_decay=row(lambda job, step: job.settings.weight_decay),
-        settings={name: settings(name) for name in slots.optimizers},
-        optimizer=row(lambda job, step: number[job.settings.optimizer], np.int32),
-        max_norm=row(lambda job, step: job.settings.max_grad_norm or np.inf),
-    )
 
 
 def _step_outcomes(steps: _Steps) -> dict[int, StepOutcome]:
