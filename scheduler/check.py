@@ -20,7 +20,7 @@ def violations(
     The rules are:
 
     - Each sample appears exactly once.
-    - A microbatch stays within its capacity.
+    - A microbatch stays within its capacity, and its number of samples.
     - A microbatch holds samples of at most one global batch of each job, and samples of
       the same job are adjacent.
     - The batches of a job run in order. The first tick of a batch comes at least
@@ -102,6 +102,11 @@ def _check_microbatch(i: int, microbatch: Microbatch, limits: Limits) -> list[st
         out.append(
             f"microbatch {i} takes {padded} tokens, over its capacity of "
             f"{limits.capacity}."
+        )
+    if len(microbatch) > limits.most_samples:
+        out.append(
+            f"microbatch {i} has {len(microbatch)} samples; {limits.max_samples} are "
+            "allowed."
         )
     runs = [
         s.owner

@@ -193,8 +193,13 @@ def pooled(limits: Limits, cost: CostModel, num_lanes: int) -> tuple[Limits, Cos
         for stage in cost.stages
     )
     buckets = tuple(num_lanes * bucket for bucket in cost.buckets)
+    most = limits.max_samples
     return (
-        dataclasses.replace(limits, capacity=num_lanes * limits.capacity),
+        dataclasses.replace(
+            limits,
+            capacity=num_lanes * limits.capacity,
+            max_samples=None if most is None else num_lanes * most,
+        ),
         dataclasses.replace(cost, stages=stages, buckets=buckets),
     )
 

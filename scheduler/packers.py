@@ -78,6 +78,7 @@ def _joint(
         by_rounds(samples, limits, pipeline, cost),
         mlora.pack(samples, limits, pipeline),
     ]
+    candidates = [one for one in candidates if one.keeps_max_samples]
     best = min(candidates, key=time)
     if not drains(pipeline, cost) or len(samples) > _FEW_SAMPLES:
         return best

@@ -1,6 +1,7 @@
 """Types of the scheduler: samples, limits, pipelines and schedules."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 
@@ -29,12 +30,17 @@ class Limits:
         capacity: Maximum number of tokens in a microbatch, including padding (C).
         block_tokens: Tokens per block (P). The tokens of each job in a microbatch are
             padded to a whole number of blocks.
+        max_samples: Maximum number of samples in a microbatch, which `joint` keeps;
+            None: any number.
     """
 
     capacity: int
     block_tokens: int
+    max_samples: int | None = None
 
     def __post_init__(self):
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ValueError(f"max_samples={self.max_samples} must be positive.")
         if self.block_tokens < 1 or self.capacity < 1:
             raise ValueError(
                 f"capacity and block_tokens must be positive, got {self.capacity} and "
@@ -45,6 +51,11 @@ class Limits:
                 f"capacity {self.capacity} is not a multiple of block_tokens "
                 f"{self.block_tokens}."
             )
+
+    @property
+    def most_samples(self) -> float:
+        """Maximum number of samples in a microbatch, which may be infinity."""
+        return math.inf if self.max_samples is None else self.max_samples
 
     def padded(self, num_tokens: int) -> int:
         """Rounds the tokens of one job up to a whole number of blocks."""
@@ -148,6 +159,11 @@ class Schedule:
         """Fraction of the total capacity that holds real tokens, not padding."""
         real = sum(s.num_tokens for m in self.microbatches for s in m)
         return real / max(1, len(self.microbatches) * self.limits.capacity)
+
+    @property
+    def keeps_max_samples(self) -> bool:
+        """Whether no microbatch has more samples than `Limits.max_samples`."""
+        return all(len(m) <= self.limits.most_samples for m in self.microbatches)
 
 
 def in_order(samples: Iterable[Sample]) -> Microbatch:

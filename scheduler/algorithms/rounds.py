@@ -50,6 +50,7 @@ def pack(
     whole = [[in_order(batch) for batch in batches] for batches in jobs]
     is_small = all(
         padded_tokens(batch, limits) <= limits.capacity
+        and len(batch) <= limits.most_samples
         for batches in whole
         for batch in batches
     )

@@ -220,6 +220,8 @@ def _split(
     order = sorted(samples, key=lambda s: (-s.num_tokens, s.owner, s.index))
     for sample in order:
         for lane in sorted(range(num_lanes), key=works.__getitem__):
+            if len(lanes[lane]) >= limits.most_samples:
+                continue
             if padded_tokens([*lanes[lane], sample], limits) <= limits.capacity:
                 lanes[lane].append(sample)
                 works[lane] += work.item(sample)[0]

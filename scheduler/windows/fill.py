@@ -37,6 +37,10 @@ def fill_slot(
         if out and min(room, token_room) < limits.block_tokens:
             break  # the part of a job takes at least one block
         items = jobs[index].items
+        if limits.max_samples is not None:
+            items = items[: limits.max_samples - len(out)]
+            if not items:
+                break
         if out and items[-1][0] > room:
             continue  # not even the job's smallest item fits
         chosen = _choose(items, room, token_room, limits, must_choose=not out)

@@ -158,6 +158,8 @@ class LocalSearch:
         if take:
             new_i.append(take)
         new_j.append(give)
+        if max(len(new_i), len(new_j)) > self.limits.most_samples:
+            return False
         tokens_i, tokens_j = _tokens_by_job(new_i), _tokens_by_job(new_j)
         if not (self._fits(tokens_i) and self._fits(tokens_j)):
             return False

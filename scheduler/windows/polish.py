@@ -175,6 +175,8 @@ class Polish:
         found = _Exchanges(items[rows], to[columns], take[columns])
         tokens, _ = self._changes(found)
         fits = (tokens <= self._limits.capacity).all(axis=0)
+        held = np.bincount(self._slot, minlength=len(self._tokens))
+        fits &= held[found.to] + (found.take < 0) <= self._limits.most_samples
         return found[np.flatnonzero(fits)[:_MAX_EXCHANGES]]
 
     def _slopes(

@@ -5,6 +5,7 @@ drains, the longer, the larger its first and last microbatches are.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,6 +53,7 @@ class Ramps:
         work = sum(item[0] for item in items)
         tokens = self._limits.padded(sum(item[1] for item in items))
         fewest = -(-tokens // self._limits.capacity)
+        fewest = max(fewest, math.ceil(len(items) / self._limits.most_samples))
         rounded = round(np.log(work) / np.log(_RATIO))
         splits = [
             found
@@ -108,6 +110,7 @@ class Ramps:
                 m
                 for m, held in enumerate(tokens)
                 if limits.padded(held + num_tokens) <= limits.capacity
+                and len(out[m]) < limits.most_samples
             )
             m = max(fitting, key=lacks.__getitem__, default=None)
             if m is None:

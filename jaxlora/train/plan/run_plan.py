@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
+from jaxlora.data.objectives import OBJECTIVES
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.memory import capacity
@@ -20,6 +21,7 @@ from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.need import MemoryNeed
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import CostModel, Lanes, Limits, Schedule
 from jaxlora.scheduler.pinning import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
@@ -85,14 +87,30 @@ class RunPlan:
     def rules(self) -> Rules:
         """Settings that all microbatches of the run share."""
         config = self.config
+        limits = dataclasses.replace(config.limits, max_samples=self._max_samples)
         return Rules(
-            limits=config.limits,
+            limits=limits,
             lanes=self.lanes,
             cost=self.cost,
             shapes_from=self.shapes.from_tick,
             packer=config.packer,
             num_batches=config.window_steps,
         )
+
+    @property
+    def _max_samples(self) -> int | None:
+        """Most samples in a microbatch of the capacity; None: any number.
+
+        cuDNN has room for a number of short segments. The executor splits what would
+        not fit, so a plan that knows the room has fewer microbatches. Where samples of
+        some jobs are groups of segments and others are not, only the executor knows.
+        """
+        options = self.spec.options
+        sizes = {OBJECTIVES[name].group_size for name in options.objectives}
+        if options.attention != "cudnn" or len(sizes) > 1:
+            return None
+        short = shortest_class(self.config.limits.capacity, *options.lengths)
+        return short.segments // sizes.pop()
 
     @property
     def place(self) -> Place | None:

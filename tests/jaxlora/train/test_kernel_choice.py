@@ -7,14 +7,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxlora.config import RunConfig
+from jaxlora.data.pack import split_by_segment_limit
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.modules.length_classes import shortest_class
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.pallas_kernels.triton.target import forced_capability
+from jaxlora.scheduler import Sample
 from jaxlora.train.plan.kernel_choice import (
     Choice,
     KernelChoices,
@@ -23,6 +27,7 @@ from jaxlora.train.plan.kernel_choice import (
     describe_device,
 )
 from tests import tiny
+from tests.jaxlora.train.planned_run import plan_and_jobs
 
 MODEL = model_config(tiny.CONFIG)
 
@@ -84,6 +89,31 @@ def test_auto_passes_over_kernels_that_are_slow_on_the_device(monkeypatch):
     assert chosen.name == "xla"
     assert chosen.passed_over["triton"] == "is slow here: it is a kettle"
     assert str(choose_kernels("triton", spec, 64)) == "triton, as requested"
+
+
+@pytest.mark.parametrize("attention", ["xla", "cudnn"])
+def test_the_plan_knows_the_room_of_cudnn(cudnn, model, jobs, tmp_path, attention):
+    """The executor never splits a microbatch of the plan's limits."""
+    cudnn(None)
+    config = RunConfig(
+        model=str(model.folder),
+        jobs=jobs[:2],
+        output_dir=str(tmp_path / "run"),
+        microbatch_tokens=512,
+        attention=attention,
+        dtype="float32",
+    )
+    plan, _ = plan_and_jobs(config, model)
+    limits, options = plan.rules.limits, plan.spec.options
+    if attention == "xla":
+        assert limits == config.limits
+        return
+    short = shortest_class(512, *options.lengths)
+    assert limits == dataclasses.replace(config.limits, max_samples=short.segments)
+    samples = tuple(
+        Sample(owner=0, batch=0, index=i, num_tokens=1) for i in range(short.segments)
+    )
+    assert split_by_segment_limit(samples, short.tokens, short.segments) == [samples]
 
 
 def test_nothing_that_runs_is_an_error(monkeypatch):

@@ -129,13 +129,13 @@ KINDS = {
 }
 
 
-def schedule_of(ticks) -> Schedule:
-    return Schedule(microbatches=tuple(m for t in ticks for m in t), limits=LIMITS)
+def schedule_of(ticks, limits: Limits = LIMITS) -> Schedule:
+    return Schedule(microbatches=tuple(m for t in ticks for m in t), limits=limits)
 
 
 def check(ticks, samples, of: Rules) -> None:
     """Checks by code that does not know of streams."""
-    lanes, schedule = of.lanes, schedule_of(ticks)
+    lanes, schedule = of.lanes, schedule_of(ticks, of.limits)
     distance = lanes.pipeline.distance
     assert not violations(
         schedule, samples, distance=distance, num_lanes=lanes.num_lanes
@@ -149,6 +149,45 @@ def test_the_stretches_are_one_legal_schedule(kind, seed):
     mix, of = Mix(seed), KINDS[kind]
     ticks = list(whole_stream(mix.positions, mix.lengths, of))
     check(ticks, mix.samples, of)
+
+
+def with_max_samples(of: Rules, max_samples: int) -> Rules:
+    limits = dataclasses.replace(of.limits, max_samples=max_samples)
+    return dataclasses.replace(of, limits=limits)
+
+
+@pytest.mark.parametrize("max_samples", [1, 3])
+@pytest.mark.parametrize("kind", [k for k in KINDS if not k.startswith("greedy")])
+def test_microbatches_keep_the_most_samples(kind, max_samples):
+    mix, of = Mix(3), with_max_samples(KINDS[kind], max_samples)
+    ticks = list(whole_stream(mix.positions, mix.lengths, of))
+    check(ticks, mix.samples, of)
+    assert max(len(m) for tick in ticks for m in tick) == max_samples
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("buckets", [(), (512,)])
+def test_plans_keep_the_most_samples(num_stages, buckets):
+    """Those of whole jobs, too, whatever order is the fastest."""
+    of = rules(num_stages, buckets=buckets)
+    limits = dataclasses.replace(LIMITS, max_samples=2)
+    for lanes in (of.lanes, dataclasses.replace(of.lanes, data=2)):
+        samples = Mix(5, num_jobs=3).samples
+        found = pack_ticks(samples, limits, "joint", lanes, of.cost)
+        assert not violations(
+            found, samples, distance=num_stages, num_lanes=lanes.num_lanes
+        )
+
+
+def test_short_samples_share_microbatches_with_long_ones():
+    """A plan that knows the room has fewer microbatches than one that is split."""
+    mix, of = Mix(0), rules()
+    mix.tokens = [[[6] * 40] * 8, [[250]] * 16]
+    plain = list(whole_stream(mix.positions, mix.lengths, of))
+    split = sum(-(-len(m) // 21) for (m,) in plain)
+    known = list(whole_stream(mix.positions, mix.lengths, with_max_samples(of, 21)))
+    assert len(plain) == len(known) == 16
+    assert split == 24
 
 
 @pytest.mark.parametrize("kind", ["one device", "stages"])
