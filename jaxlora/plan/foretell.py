@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxlora.scheduler import Schedule
 from jaxlora.scheduler.lanes import Tick
-from jaxlora.scheduler.streams.stream import Position
+from jaxlora.scheduler.streams.state import Position
 from jaxlora.train.plan.job_slots import JobPosition, assign_slots
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.resolve import first_positions

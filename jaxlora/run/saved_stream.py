@@ -9,7 +9,7 @@ from pydantic import Field
 from jaxlora.run.saved_fields import STRICT
 from jaxlora.scheduler import Sample
 from jaxlora.scheduler.lanes import Tick
-from jaxlora.scheduler.streams.stream import Position, StreamState
+from jaxlora.scheduler.streams.state import Position, StreamState
 from jaxlora.scheduler.windows.planner import Hint
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]

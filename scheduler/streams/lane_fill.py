@@ -58,7 +58,8 @@ def queue_of(
             BatchCursor.at_start(
                 BatchSource(job.batches, work, limits),
                 num_batches=job.num_batches,
-                slots_per_batch=ticks,
+                urgency_per_batch=job.urgency_per_batch(ticks),
+                first_urgency=job.first_urgency,
                 is_started=job.is_started,
                 ready=job.ready,
             )

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from jaxlora.scheduler.streams.stream import StreamState, Stretch
+from jaxlora.scheduler.streams.state import StreamState
+from jaxlora.scheduler.streams.stream import Stretch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

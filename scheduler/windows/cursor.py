@@ -114,7 +114,9 @@ class BatchCursor:
     Attributes:
         source: The job's batches.
         num_batches: Number of the job's batches.
-        slots_per_batch: Estimated number of slots that a batch takes.
+        urgency_per_batch: How much each batch that is left adds to the urgency: the
+            estimated number of slots that it takes, for example.
+        first_urgency: What is added to the urgency in any case.
         number: Position of the current batch in the source.
         items: Items of the current batch that are not planned yet, in descending order
             of work.
@@ -125,12 +127,13 @@ class BatchCursor:
 
     source: BatchSource
     num_batches: int
-    slots_per_batch: float
+    urgency_per_batch: float
     number: int
     items: list[Item]
     is_started: bool = False
     is_paused: bool = False
     ready: int = 0
+    first_urgency: float = 0.0
 
     @classmethod
     def at_start(
@@ -138,15 +141,17 @@ class BatchCursor:
         source: BatchSource,
         *,
         num_batches: int,
-        slots_per_batch: float,
+        urgency_per_batch: float,
         is_started: bool = False,
         ready: int = 0,
+        first_urgency: float = 0.0,
     ) -> "BatchCursor":
         """Returns the cursor of the first batch of a source."""
         return cls(
             source=source,
             num_batches=num_batches,
-            slots_per_batch=slots_per_batch,
+            urgency_per_batch=urgency_per_batch,
+            first_urgency=first_urgency,
             number=0,
             items=source.batch(0),
             is_started=is_started,
@@ -155,8 +160,9 @@ class BatchCursor:
 
     @property
     def urgency(self) -> float:
-        """Estimated number of slots that the job still needs."""
-        return (self.num_batches - self.number) * self.slots_per_batch
+        """How early the job fills slots, relative to the others."""
+        num_left = self.num_batches - self.number
+        return self.first_urgency + num_left * self.urgency_per_batch
 
     @property
     def can_run(self) -> bool:
@@ -188,7 +194,8 @@ class BatchCursor:
         return BatchCursor(
             source=self.source,
             num_batches=self.num_batches,
-            slots_per_batch=self.slots_per_batch,
+            urgency_per_batch=self.urgency_per_batch,
+            first_urgency=self.first_urgency,
             number=number,
             items=items,
             is_started=is_started,

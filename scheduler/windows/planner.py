@@ -41,6 +41,10 @@ class JobBatches:
         is_started: Whether some samples of the first batch are in earlier microbatches,
             so that `batches` has the rest of it.
         ready: First slot in which the first batch may run.
+        total_batches: Number of batches by which the job's progress counts. Jobs then
+            advance in proportion; None: the one that needs the most slots comes first.
+        is_critical: Whether the job comes before all that are not, as it alone needs
+            about as many slots as all jobs together.
     """
 
     batches: Iterable[Sequence[Sample]]
@@ -48,6 +52,21 @@ class JobBatches:
     batch_tokens: float
     is_started: bool = False
     ready: int = 0
+    total_batches: float | None = None
+    is_critical: bool = False
+
+    def urgency_per_batch(self, slots: float) -> float:
+        """Returns how much each batch that is left adds to the job's urgency.
+
+        Args:
+            slots: Estimated number of slots that a batch takes.
+        """
+        return slots if self.total_batches is None else 1 / self.total_batches
+
+    @property
+    def first_urgency(self) -> float:
+        """What is added to the job's urgency in any case."""
+        return 2.0 if self.is_critical else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +151,8 @@ class Planner:
         new = BatchCursor.at_start(
             source,
             num_batches=job.num_batches,
-            slots_per_batch=slots,
+            urgency_per_batch=job.urgency_per_batch(slots),
+            first_urgency=job.first_urgency,
             is_started=job.is_started,
             ready=job.ready,
         )

@@ -13,7 +13,7 @@ from jaxlora.run.events import (
     StepEvent,
 )
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.scheduler.streams.stream import Position
+from jaxlora.scheduler.streams.state import Position
 from jaxlora.train.cloning import end_orphans, start_copies
 from jaxlora.train.execute.executor import StepOutcome
 from jaxlora.train.execute.run_services import RunServices

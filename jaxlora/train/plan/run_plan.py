@@ -25,7 +25,7 @@ from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import CostModel, Lanes, Limits, Schedule
 from jaxlora.scheduler.pinning import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
-from jaxlora.scheduler.streams.stream import Rules
+from jaxlora.scheduler.streams.state import Rules
 from jaxlora.train.execute.layout import base_placement
 from jaxlora.train.plan.auto_mesh.predict import (
     Rates,

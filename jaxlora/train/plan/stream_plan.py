@@ -12,14 +12,14 @@ from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Sample, Schedule, padded_tokens
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.scheduler.streams.plan_ahead import PlanAhead
-from jaxlora.scheduler.streams.stream import (
+from jaxlora.scheduler.streams.state import (
     Lengths,
     Position,
     Rules,
     StreamState,
     advance,
-    next_stretch,
 )
+from jaxlora.scheduler.streams.stream import next_stretch
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)

@@ -7,12 +7,8 @@ import pytest
 
 from jaxlora.scheduler import AffineCost, CostModel, Lanes, Limits, Pipeline
 from jaxlora.scheduler.lanes import Replica
-from jaxlora.scheduler.streams.stream import (
-    Position,
-    Rules,
-    StreamState,
-    next_stretch,
-)
+from jaxlora.scheduler.streams.state import Position, Rules, StreamState
+from jaxlora.scheduler.streams.stream import next_stretch
 
 BLOCK, WEIGHTS = 16, 20  # tokens of a block, and of equal cost as reading the weights
 CAPACITIES = [(512, 128), (512, 320, 128, 128), (256, 256), (1024, 48, 48)]

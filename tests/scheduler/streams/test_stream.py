@@ -24,14 +24,8 @@ from jaxlora.scheduler.check import replica_violations
 from jaxlora.scheduler.lanes import Tick
 from jaxlora.scheduler.streams.lane_fill import fill_ticks, finished, queue_of
 from jaxlora.scheduler.streams.plan_ahead import PlanAhead
-from jaxlora.scheduler.streams.stream import (
-    Position,
-    Rules,
-    StreamState,
-    Stretch,
-    advance,
-    next_stretch,
-)
+from jaxlora.scheduler.streams.state import Position, Rules, StreamState, advance
+from jaxlora.scheduler.streams.stream import Stretch, next_stretch
 
 LIMITS = Limits(capacity=512, block_tokens=16)
 
@@ -188,6 +182,58 @@ def test_short_samples_share_microbatches_with_long_ones():
     known = list(whole_stream(mix.positions, mix.lengths, with_max_samples(of, 21)))
     assert len(plain) == len(known) == 16
     assert split == 24
+
+
+def random_mix(*jobs: tuple[int, int]) -> Mix:
+    """Jobs with a number of batches, and of samples in each."""
+    rng, mix = random.Random(0), Mix(0)
+    mix.tokens = [
+        [[rng.randint(20, 200) for _ in range(size)] for _ in range(num)]
+        for num, size in jobs
+    ]
+    return mix
+
+
+def shares(mix: Mix, ticks) -> list[float]:
+    """Returns the part of each job's tokens that some ticks have."""
+    done = [0] * len(mix.tokens)
+    for s in (s for tick in ticks for m in tick for s in m):
+        done[s.owner] += s.num_tokens
+    return [n / sum(map(sum, of)) for n, of in zip(done, mix.tokens, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["one device", "stages", "lanes"])
+@pytest.mark.parametrize(
+    "jobs",
+    [((80, 8), (40, 8), (20, 8), (20, 4)), ((40, 2), (40, 4), (40, 8), (40, 16))],
+)
+def test_no_job_waits_for_longer_ones(kind, jobs):
+    """Each has at least its share; on one device, where all need room, no more."""
+    mix = random_mix(*jobs)
+    ticks = list(whole_stream(mix.positions, mix.lengths, KINDS[kind]))
+    for part in (0.25, 0.5):  # at the end, those that need the most ticks come first
+        found = shares(mix, ticks[: round(part * len(ticks))])
+        assert min(found) > part - 0.1
+        assert max(found) < part + 0.1 or kind != "one device"
+
+
+@pytest.mark.parametrize("num", [10, 120])
+def test_a_job_that_joins_has_its_share_at_once(num):
+    """It neither waits for the others, nor do they wait until it has caught up."""
+    mix, of = random_mix((120, 8), (120, 8), (num, 8)), rules()
+    state = StreamState().with_job(mix.position(0)).with_job(mix.position(1))
+    while state.positions[0].batch < 60:
+        state = next_stretch(state, mix.lengths, of).after
+    before = [1 - p.num_left / 120 for p in state.positions]
+    state, ticks = state.with_job(mix.position(2)), []
+    while (stretch := next_stretch(state, mix.lengths, of)).ticks:
+        ticks += stretch.ticks
+        state = stretch.after
+    assert any(s.owner == 2 for tick in ticks[:8] for m in tick for s in m)
+    for half in (0.25, 0.5, 0.75):
+        found = shares(mix, ticks[: round(half * len(ticks))])
+        rest = [f / (1 - b) for f, b in zip(found, [*before, 0.0], strict=True)]
+        assert half - 0.12 < min(rest) <= max(rest) < half + 0.12
 
 
 @pytest.mark.parametrize("kind", ["one device", "stages"])

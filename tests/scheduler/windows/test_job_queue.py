@@ -24,7 +24,7 @@ def cursor(job, rng, num_batches=3):
     return BatchCursor.at_start(
         BatchSource(batches, WORK, LIMITS),
         num_batches=num_batches,
-        slots_per_batch=float(rng.integers(1, 4)),
+        urgency_per_batch=float(rng.integers(1, 4)),
     )
 
 
@@ -87,7 +87,9 @@ def test_a_slot_looks_at_few_jobs():
         queue = Counting()
         for job in joint.job_batches(samples):
             source = BatchSource(job.batches, WORK, LIMITS)
-            queue.add(BatchCursor.at_start(source, num_batches=1, slots_per_batch=1.0))
+            queue.add(
+                BatchCursor.at_start(source, num_batches=1, urgency_per_batch=1.0)
+            )
         slot = 0
         while queue:
             fill_slot(queue, slot, 512, LIMITS, 1)
