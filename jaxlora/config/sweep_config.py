@@ -175,23 +175,11 @@ def _there_is_a_grid(sweep: Any) -> tuple[str, str] | None:
     return None
 
 
-def _groups_share_what_they_can(sweep: Any) -> tuple[str, str] | None:
-    if sweep.groups == 1 and sweep.ray is None:
-        return None
-    if sweep.method == "optuna":
-        return "method", (
-            "optuna suggests while one process trains, and there are several groups of "
-            "devices. Set `method: random`, or leave groups out."
-        )
-    if not sweep.metric.is_loss:
+def _groups_find_the_metric(sweep: Any) -> tuple[str, str] | None:
+    if sweep.has_groups and sweep.metric.name.startswith("__main__:"):
         return "metric", (
-            f"{sweep.metric.name} is of answers, which one process compares, and there "
-            "are several groups of devices. Leave metric or groups out."
-        )
-    if sweep.merge_best:
-        return "merge_best", (
-            "one process merges, and there are several groups of devices. Leave it "
-            "out, and call `jaxlora merge` with the best one when the sweep has ended."
+            f"{sweep.metric.name} is in the script that runs, which the processes of "
+            "the groups do not have. Move the function to a module of its own."
         )
     return None
 
@@ -268,7 +256,7 @@ class Sweep(StrictModel):
         _searches_have_a_count,
         _grid_has_no_count,
         _there_is_a_grid,
-        _groups_share_what_they_can,
+        _groups_find_the_metric,
     )
     nested = {"metric": Metric, "early_exit": ExitRule, "search": Search}
     aliases = OtherNames(

@@ -92,9 +92,7 @@ class Decisions:
         """
         stops, names = {}, []
         for name, step, loss in evaluated:
-            self.points.setdefault(name, []).append((step, loss))
-            if metrics and name in metrics:
-                self.metrics.setdefault(name, []).append((step, metrics[name]))
+            self.keep(name, step, loss, None if metrics is None else metrics.get(name))
             names.append(name)
         if not self.rules:
             return Decided()
@@ -136,6 +134,19 @@ class Decisions:
         if not self._awaited:
             self._awaited = [name for name in curves if awaits(name)]
         return bool(self._awaited)
+
+    def keep(self, name: str, step: int, loss: float, value: float | None) -> None:
+        """Keeps an evaluation; nothing is decided.
+
+        Args:
+            name: The configuration.
+            step: Its optimizer steps done.
+            loss: Its held-out loss.
+            value: The sweep's metric of answers; None: it has none.
+        """
+        self.points.setdefault(name, []).append((step, loss))
+        if value is not None:
+            self.metrics.setdefault(name, []).append((step, value))
 
     def repeat(self, decided: Decided) -> None:
         """Takes over a decision that was made before."""

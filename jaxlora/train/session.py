@@ -16,6 +16,7 @@ from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import ADAPTERS, clean_up
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
+from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.ending import StopRequest
 from jaxlora.train.execute.run_programs import FurtherPrograms
@@ -34,7 +35,6 @@ from jaxlora.train.saved.job_states import JobStates
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.references import write_references
 from jaxlora.train.saved.run_store import RunStore
-from jaxlora.train.suggesting import Suggestions
 
 logger = logging.getLogger(__name__)
 

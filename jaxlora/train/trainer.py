@@ -19,6 +19,7 @@ from jaxlora.run.folder import ADAPTERS, check_folder
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.sweeps.files import merge_best
+from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.cloning import check_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.early_exit import EarlyExit, SweepControl
@@ -43,7 +44,6 @@ from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.references import read_references
 from jaxlora.train.saved.run_store import RunStore
 from jaxlora.train.session import Session
-from jaxlora.train.suggesting import Suggestions
 
 logger = logging.getLogger(__name__)
 

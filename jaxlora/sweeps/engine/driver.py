@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxlora.config import LoraJob
@@ -22,11 +22,20 @@ from jaxlora.sweeps.engine.placement import Group, choose_group, free_slots, mov
 from jaxlora.sweeps.engine.pool import keep_adapter, remove_unused
 from jaxlora.sweeps.engine.state import Configuration, SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
-from jaxlora.sweeps.source import Source
+from jaxlora.sweeps.suggesting import Suggestions
 
 logger = logging.getLogger(__name__)
 
 _REMOVE_SECONDS = 10.0  # between two looks for checkpoints that nobody needs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Candidate:
+    """A configuration as the search sees it."""
+
+    name: str
+    settings: LoraJob
+    progress: JobProgress
 
 
 class Driver:
@@ -44,7 +53,7 @@ class Driver:
         ledger: Ledger,
         workers: Workers,
         groups: list[Group],
-        source: Source | None = None,
+        search: Suggestions | None = None,
     ):
         """Takes up a sweep; its folder is locked, and no older worker lives.
 
@@ -54,27 +63,20 @@ class Driver:
             ledger: The ledger.
             workers: Starts workers.
             groups: The groups.
-            source: Suggests further configurations; None: there are none.
+            search: Suggests further configurations; None: there are none.
         """
-        self._folder, self._workers, self._source = folder, workers, source
+        self._folder, self._workers, self._search = folder, workers, search
         self.state, self.groups, self._removed = state, groups, 0.0
         self._journal = Journal(state, ledger, workers)
         self._fleet = Fleet(folder, state, groups, workers, self._journal)
         for record in ledger.records:
             state.apply(record)
-            self._repeat(record)
         ledger.records.clear()
+        self._jobs: dict[str, LoraJob] = {}  # settings that were read, for the search
+        if search is not None:
+            search.restore(state.places)
         self._journal.record("begin")
         self._review()
-
-    def _repeat(self, record: Record) -> None:
-        """Tells the source what has happened before."""
-        if self._source is None:
-            return
-        if record["kind"] == "job" and record["is_suggested"]:
-            self._source.repeat(LoraJob.model_validate(record["settings"]))
-        elif record["kind"] == "ended":
-            self._source.tell(record["name"], record["progress"]["best_eval"])
 
     @property
     def is_ending(self) -> bool:
@@ -146,11 +148,25 @@ class Driver:
         return None
 
     def _suggest(self) -> bool:
-        """Adds a configuration of the source; whether there was one."""
-        job = None if self._source is None else self._source.suggest()
-        if job is not None:
-            self.add(job, is_suggested=True)
-        return job is not None
+        """Adds a configuration that the search suggests; whether there was one."""
+        if self._search is None:
+            return False
+        num_slots = sum(g.num_slots for g in self.groups if not g.is_given_up)
+        job = self._search.next(list(self._candidates()), num_slots)
+        if job is None:
+            return False
+        self.add(job, place=self._search.points[job.name])
+        return True
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        for found in self.state.configurations.values():
+            if found.name not in self._jobs:
+                self._jobs[found.name] = LoraJob.model_validate(found.settings)
+            yield _Candidate(
+                name=found.name,
+                settings=self._jobs[found.name],
+                progress=found.progress,
+            )
 
     def _is_over(self) -> bool:
         return self.state.is_over() and not self._suggest()
@@ -217,8 +233,8 @@ class Driver:
         """Decides after evaluations, but for those that were made before."""
         known, found = self.state.decisions, self.state.configurations
         new = [
-            [name, step, loss]
-            for name, step, loss in points
+            [name, step, loss, value]
+            for name, step, loss, value in points
             if found[name].group == number and not known.has(name, step)
         ]
         if not new:
@@ -273,8 +289,6 @@ class Driver:
             progress["reason"],
             len(self.state.open()),
         )
-        if self._source is not None:
-            self._source.tell(name, progress.get("best_eval"))
         self._review()
 
     def _saved(self, number: int, name: str, *, is_released: bool) -> None:
@@ -294,8 +308,12 @@ class Driver:
 
     # ---- requests ------------------------------------------------------------------
 
-    def add(self, job: LoraJob, *, is_suggested: bool = False) -> None:
+    def add(self, job: LoraJob, *, place: dict[str, float] | None = None) -> None:
         """Adds a configuration to the queue.
+
+        Args:
+            job: Its settings.
+            place: Its place on each axis of the search, if that has suggested it.
 
         Raises:
             ConfigError: Its name is taken.
@@ -303,7 +321,7 @@ class Driver:
         if job.name.lower() in {name.lower() for name in self.state.configurations}:
             raise ConfigError(f"a job named {job.name!r} is in this run already.")
         settings = job.model_dump(mode="json")
-        self._journal.record("job", settings=settings, is_suggested=is_suggested)
+        self._journal.record("job", settings=settings, place=place)
 
     def stop(self, name: str, reason: str) -> None:
         """Ends a configuration, after its current global batch."""

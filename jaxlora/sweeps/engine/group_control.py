@@ -129,7 +129,10 @@ class GroupControl(Callback):
 
     def _ask_about(self, jobs: Sequence[JobState]) -> None:
         """Sends evaluations, and waits for what is decided about them."""
-        points = [[j.name, j.progress.step, j.progress.last_eval] for j in jobs]
+        points = [
+            [j.name, p.step, p.last_eval, p.last_metric]
+            for j, p in ((job, job.progress) for job in jobs)
+        ]
         self._undecided |= {job.name for job in jobs}
         self._num_asked += 1
         self._link.send(m.Evaluated(number=self._num_asked, points=points))

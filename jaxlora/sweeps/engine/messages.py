@@ -163,7 +163,8 @@ class Evaluated:
 
     Attributes:
         number: Counts these messages of a worker.
-        points: (name, steps done, held-out loss) of each.
+        points: (name, steps done, held-out loss, value of the sweep's metric of
+            answers or None) of each.
     """
 
     number: int

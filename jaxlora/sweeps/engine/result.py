@@ -89,6 +89,9 @@ def _work(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 def _evaluations(state: SweepState) -> Iterator[dict[str, Any]]:
     """Yields each evaluation once, as the decisions have seen it."""
-    for name, points in state.decisions.points.items():
+    found = state.decisions
+    for name, points in found.points.items():
+        values = dict(found.metrics.get(name, ()))
         for step, loss in points:
-            yield {"event": "eval", "job": name, "step": step, "eval_loss": loss}
+            event = {"event": "eval", "job": name, "step": step, "eval_loss": loss}
+            yield event | ({"metric": values[step]} if step in values else {})

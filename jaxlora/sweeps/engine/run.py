@@ -34,7 +34,8 @@ from jaxlora.sweeps.engine.placement import Group
 from jaxlora.sweeps.engine.pool import GROUPS
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Workers
-from jaxlora.sweeps.source import Source
+from jaxlora.sweeps.files import merge_best
+from jaxlora.sweeps.suggesting import Suggestions
 
 if TYPE_CHECKING:
     from jaxlora.train.report.summary import RunResult
@@ -45,9 +46,7 @@ COMMAND = (sys.executable, "-m", "jaxlora.sweeps.engine.worker")
 _END_SECONDS = 150.0  # in which the workers of a driver that was killed end themselves
 
 
-def run_groups(
-    config: RunConfig, *, resume: bool = False, source: Source | None = None
-) -> "RunResult":
+def run_groups(config: RunConfig, *, resume: bool = False) -> "RunResult":
     """Trains the configurations of a sweep in several groups of devices.
 
     Each group is a process with a copy of the base. This process decides what each of
@@ -57,7 +56,6 @@ def run_groups(
     Args:
         config: The run; `sweep.groups` or `sweep.ray` names the groups.
         resume: Continue the sweep that has begun in `output_dir`.
-        source: Suggests configurations beyond those of the run.
 
     Raises:
         CheckpointError: `output_dir` holds another run or nothing to resume, or is in
@@ -67,21 +65,26 @@ def run_groups(
         StorageError: A file cannot be written.
     """
     log_notes(config.notes)
+    search = Suggestions(config)
     folder = pathlib.Path(config.output_dir)
     check_writable(folder)
     with RunLock(folder), contextlib.closing(_open(folder, resume=resume)) as ledger:
         assert config.sweep is not None
         jobs = [job.model_dump(mode="json") for job in config.jobs]
-        state = SweepState(jobs, config.sweep.early_exit)
+        state = SweepState(jobs, config.sweep.early_exit, config.sweep.metric)
         check_same_sweep(state, ledger)
         groups = _groups(config)
         with _open_workers(config) as workers:
-            driver = Driver(folder, state, ledger, workers, groups, source)
+            driver = Driver(folder, state, ledger, workers, groups, search)
             with _StopRequest() as stop:
                 interrupted = driver.run(stop.is_requested, Desk(folder))
         from jaxlora.sweeps.engine.result import write_result
 
-        return write_result(config, driver.state, interrupted=interrupted)
+        result = write_result(config, driver.state, interrupted=interrupted)
+        if config.sweep.merge_best and not interrupted:
+            assert result.sweep is not None
+            merge_best(result.sweep, folder, config.model, config.revision)
+        return result
 
 
 def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:
@@ -114,8 +117,8 @@ def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
         ledger: The ledger, whose first record has the settings.
 
     Raises:
-        CheckpointError: A configuration is missing, its settings differ, or the rungs
-            of halving do.
+        CheckpointError: A configuration is missing, its settings differ, or the metric
+            or the rungs of halving do.
     """
     now = {c.name: dict(c.settings) for c in state.configurations.values()}
     rules = state.decisions.rules
@@ -124,6 +127,7 @@ def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
             "kind": "sweep",
             "jobs": list(now.values()),
             "halving": halving_of(rules),
+            "metric": state.decisions.metric.name,
         }
         ledger.append([record])
         ledger.records.append(record)
@@ -131,6 +135,13 @@ def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
     check_same_rungs(
         rules, ledger.records[0].get("halving"), "the sweep that has begun"
     )
+    metric, now_metric = ledger.records[0].get("metric"), state.decisions.metric.name
+    if metric is not None and metric != now_metric:
+        raise CheckpointError(
+            f"metric is {metric} in the sweep that has begun, and {now_metric} now, so "
+            "its evaluations cannot be compared. Restore it, or choose another "
+            "output_dir."
+        )
     for job in ledger.records[0]["jobs"]:
         other = now.get(job["name"])
         if other is None:
@@ -170,7 +181,10 @@ def _groups(config: RunConfig) -> list[Group]:
     assert config.sweep is not None
     meshes = config.sweep.meshes(config.mesh)
     num_slots = config.max_concurrent_jobs or math.ceil(len(config.jobs) / len(meshes))
-    sweep = config.sweep.replace(groups=1, ray=None, keep_others=True)
+    # The driver suggests, removes and merges.
+    sweep = config.sweep.replace(
+        groups=1, ray=None, search=None, keep_others=True, merge_best=False
+    )
     groups = []
     for mesh in meshes:
         run = config.replace(

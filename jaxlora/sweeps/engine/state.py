@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlora.config.sweep_config import ExitRule
+from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.decisions import Decided, Decisions, Standing
 from jaxlora.sweeps.engine.ledger import Record
@@ -66,17 +66,26 @@ class SweepState(Mapping[str, Standing]):
         folders: Folder of each worker that may still live, by group.
         starts: Workers that were started for each group so far.
         num_drivers: Drivers that have begun.
+        places: The place on each axis of the search of the configurations that it has
+            suggested, by name.
     """
 
-    def __init__(self, jobs: Iterable[Mapping[str, Any]], rules: Sequence[ExitRule]):
+    def __init__(
+        self,
+        jobs: Iterable[Mapping[str, Any]],
+        rules: Sequence[ExitRule],
+        metric: Metric | None = None,
+    ):
         """Makes the state of a sweep that has not begun.
 
         Args:
             jobs: Settings of the configurations, as JSON values, with their names.
             rules: The rules of early exit.
+            metric: What configurations are compared by; None: the held-out loss.
         """
         self.configurations: dict[str, Configuration] = {}
-        self.decisions = Decisions(rules)
+        self.decisions = Decisions(rules, metric)
+        self.places: dict[str, dict[str, float]] = {}
         self.folders: dict[int, str] = {}
         self.starts: dict[int, int] = {}
         self.num_drivers = 0
@@ -103,6 +112,7 @@ class SweepState(Mapping[str, Standing]):
         self,
         jobs: Sequence[Mapping[str, Any]],
         halving: Mapping[str, float] | None = None,
+        metric: str | None = None,
     ) -> None:
         """Does nothing: the configurations at the start are known already."""
 
@@ -111,7 +121,11 @@ class SweepState(Mapping[str, Standing]):
         for group in list(self.folders):
             self._on_lost(group=group, reason="")
 
-    def _on_job(self, settings: Mapping[str, Any], is_suggested: bool) -> None:
+    def _on_job(
+        self, settings: Mapping[str, Any], place: dict[str, float] | None
+    ) -> None:
+        if place is not None:
+            self.places[settings["name"]] = place
         if settings["name"] not in self.configurations:  # else, the run file has it now
             self._add(settings, is_late=True)
 
@@ -155,8 +169,8 @@ class SweepState(Mapping[str, Standing]):
         cutoffs: Sequence[float],
         stops: Mapping[str, Sequence[str]],
     ) -> None:
-        for name, step, loss in points:
-            self.decisions.points.setdefault(name, []).append((step, loss))
+        for name, step, loss, value in points:
+            self.decisions.keep(name, step, loss, value)
         self._on_decided(cutoffs=cutoffs, stops=stops)
 
     def _on_decided(
@@ -192,7 +206,8 @@ class SweepState(Mapping[str, Standing]):
 
     def note(self, points: Sequence[Sequence[Any]]) -> Record:
         """Decides after evaluations; returns the record of both."""
-        found = self.decisions.note(((n, s, loss) for n, s, loss in points), self)
+        values = {name: value for name, _, _, value in points if value is not None}
+        found = self.decisions.note(((n, s, x) for n, s, x, _ in points), self, values)
         if found.cutoffs or found.stops:
             self._queue = None
         return {"kind": "eval", "points": list(points), **_values(found)}

@@ -135,7 +135,8 @@ class Worker:
 
     def evaluate(self, names):
         self.asked += 1
-        points = [[n, self.run[n][0], loss_of(n, self.run[n][0])] for n in names]
+        steps = {n: self.run[n][0] for n in names}
+        points = [[n, step, loss_of(n, step), None] for n, step in steps.items()]
         self.send("Evaluated", number=self.asked, points=points)
         while self.is_open and self.judged < self.asked:
             self.receive(waits=True)

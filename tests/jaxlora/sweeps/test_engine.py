@@ -1,11 +1,12 @@
 """The driver of a sweep over groups: requests, refusals, and what a worker may do."""
 
 import json
+import random
 
 import pytest
 
-from jaxlora import LoraJob
-from jaxlora.config.sweep_config import ExitRule
+from jaxlora import RunConfig, Sweep
+from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.errors import CheckpointError, ConfigError, ProcessError
 from jaxlora.run.folder import SWEEP_LEDGER, check_folder
 from jaxlora.run.live.client import send
@@ -13,6 +14,7 @@ from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import RunLock
 from jaxlora.run.message import ControlRequest
+from jaxlora.sweeps import suggesting
 from jaxlora.sweeps.engine import fleet
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.desk import Desk
@@ -23,6 +25,7 @@ from jaxlora.sweeps.engine.pool import keep_adapter
 from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
+from jaxlora.sweeps.suggesting import Suggestions
 from tests.jaxlora.sweeps.fake_worker import loss_of
 
 STEPS = 4
@@ -102,13 +105,18 @@ class InstantWorkers(Workers):
                     yield self.end(name, "finished", "all steps are done")
                     return
                 self.steps[name] = step + 1
-                point = [name, step + 1, loss_of(name, step + 1)]
+                point = [name, step + 1, loss_of(name, step + 1), self.value(name)]
                 yield m.Evaluated(number=1, points=[point])
                 return
+
+    def value(self, name):
+        """The sweep's metric of answers; None: it has none."""
+        return None
 
     def end(self, name, status, reason):
         progress = {"status": status, "reason": reason, "step": self.steps[name]}
         progress |= {"best_eval": loss_of(name, self.steps[name])}
+        progress |= {"best_metric": self.value(name)}
         return m.Ended(name=name, progress=progress, folder=None)
 
     def interrupt(self, group):
@@ -126,13 +134,18 @@ class InstantWorkers(Workers):
 def make(tmp_path):
     """Returns a function that makes a driver of a sweep in a folder."""
 
-    def driver(jobs=4, workers=None, rules=(), source=None, slots=1, groups=2):
+    def driver(
+        jobs=4, workers=None, rules=(), search=None, slots=1, groups=2, metric=None
+    ):
         settings = [{"name": f"c{i}", "rank": 2} for i in range(jobs)]
-        state, ledger = SweepState(settings, rules), Ledger(tmp_path)
+        if search is not None:
+            config = search_run()
+            settings = [job.model_dump(mode="json") for job in config.jobs]
+        state, ledger = SweepState(settings, rules, metric), Ledger(tmp_path)
         check_same_sweep(state, ledger)
         made = [Group(num_slots=slots, run={"jobs": settings}) for _ in range(groups)]
         workers = workers or InstantWorkers()
-        return Driver(tmp_path, state, ledger, workers, made, source)
+        return Driver(tmp_path, state, ledger, workers, made, search)
 
     return driver
 
@@ -214,42 +227,71 @@ def test_requests(make, tmp_path):
     assert statuses(second)["c1"] == "finished"
 
 
-class Countdown:
-    """Suggests configurations, and remembers what it was told."""
-
-    def __init__(self, count):
-        self.left, self.told, self.repeated = count, {}, []
-
-    def suggest(self):
-        if not self.left:
-            return None
-        self.left -= 1
-        return LoraJob(name=f"s{self.left}", data={"path": "x"}, eval_fraction=0.1)
-
-    def repeat(self, job):
-        self.left -= 1
-        self.repeated.append(job.name)
-
-    def tell(self, name, loss):
-        self.told[name] = loss
+def search_run() -> RunConfig:
+    """A search over one setting: two draws, and five configurations in all."""
+    space = {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}
+    job = {"name": "s", "data": {"path": "x"}, "eval_fraction": 0.1}
+    sweep = Sweep(
+        method="optuna", count=5, initial=2, parameters={"learning_rate": space}
+    )
+    return RunConfig(model="m", jobs=[job], max_concurrent_jobs=1, sweep=sweep)
 
 
-def test_a_source_suggests_configurations(make):
-    source, num_rounds = Countdown(5), []
+def test_a_search_suggests_to_all_groups_and_continues(make, monkeypatch):
+    asked = []
+
+    def suggest(axes, seed, number, tried):
+        """Suggests by the number of those before, whatever the order of arrival."""
+        asked.append([(t.state, t.cost) for t in tried])
+        rng = random.Random(number)
+        while True:
+            yield {axis.name: rng.random() for axis in axes}
+
+    monkeypatch.setattr(suggesting, "suggestions", suggest)
+    monkeypatch.setattr(suggesting, "check_installed", lambda: None)
+    num_rounds = []
 
     def is_asked_to_end():
         num_rounds.append(None)
         return len(num_rounds) > 6
 
-    assert make(jobs=1, source=source).run(is_asked_to_end)
-    given = 5 - source.left
-    assert 0 < given < 5
-    again = Countdown(5)
-    driver = make(jobs=1, source=again)
-    assert again.repeated == [f"s{4 - i}" for i in range(given)]
-    driver.run()
-    assert set(again.told) == {"c0", *(f"s{i}" for i in range(5))}
-    assert again.told["s0"] == loss_of("s0", STEPS)
+    first = make(search=Suggestions(search_run()))
+    assert first.run(is_asked_to_end)
+    given = list(first.state.configurations)
+    assert 2 < len(given) < 5
+    # A second start knows what was suggested, and goes on from there.
+    second = make(search=Suggestions(search_run()))
+    assert list(second.state.configurations) == given
+    assert not second.run()
+    found = second.state.configurations
+    assert list(found)[: len(given)] == given and len(found) == 5
+    assert len({c.settings["learning_rate"] for c in found.values()}) == 5
+    assert set(statuses(second).values()) == {"finished"}
+    # At most as many are open as there are slots, and the results are known.
+    for tried in asked:
+        assert sum(state == "running" for state, _ in tried) < 2
+    costs = {c.progress.best_eval for c in found.values()}
+    assert {cost for _, cost in asked[-1] if cost is not None} <= costs
+
+
+def test_halving_over_groups_by_a_metric_of_answers(make):
+    """A higher value is better, and the losses would say the opposite."""
+
+    class Answering(InstantWorkers):
+        def value(self, name):
+            return loss_of(name, 1)
+
+    rules, metric = [ExitRule(type="halving")], Metric(name="f1")
+    driver = make(jobs=9, rules=rules, metric=metric, workers=Answering())
+    assert not driver.run()
+    found = driver.state.configurations
+    names = sorted(found, key=lambda name: -loss_of(name, 1))
+    steps = [found[name].progress.step for name in names]
+    assert steps == [4, 4, 4, 2, 2, 1, 1, 1, 1]
+    again = make(jobs=9, rules=rules, metric=metric)
+    assert again.state.decisions.metrics == driver.state.decisions.metrics
+    with pytest.raises(CheckpointError, match=r"metric is f1 .* eval_loss now"):
+        make(jobs=9, rules=rules)
 
 
 def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch):

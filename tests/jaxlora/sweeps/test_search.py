@@ -10,11 +10,10 @@ from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.config.search import SuggestedSettings
 from jaxlora.errors import ConfigError
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.sweeps import optuna_search
+from jaxlora.sweeps import optuna_search, suggesting
 from jaxlora.sweeps.optuna_search import Tried, suggestions
-from jaxlora.train import suggesting
+from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.job_state import JobState
-from jaxlora.train.suggesting import Suggestions
 
 PARAMETERS = {
     "learning_rate": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},

@@ -19,7 +19,7 @@ from jaxlora.run.lock import read_owner
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.devices import divide
 from tests.jaxlora.train.swept import write_job
-from tests.jaxlora.train.thread_workers import ThreadWorkers
+from tests.jaxlora.train.thread_workers import ThreadWorkers, use_threads
 
 RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4
 
@@ -56,15 +56,7 @@ def make(model, job, tmp_path):
 @pytest.fixture
 def workers(monkeypatch) -> list[ThreadWorkers]:
     """Lets workers be threads; the list gets those of each sweep."""
-    made = []
-
-    @contextlib.contextmanager
-    def opened(config):
-        made.append(ThreadWorkers())
-        yield made[-1]
-
-    monkeypatch.setattr(run, "_open_workers", opened)
-    return made
+    return use_threads(monkeypatch)
 
 
 def alone(config: RunConfig, model, name: str, folder) -> bytes:

@@ -12,10 +12,12 @@ from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.run.log import read_events
+from jaxlora.sweeps.engine.run import run_groups
 from jaxlora.train.execute.answers import AnswerMeter
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import outcome
+from tests.jaxlora.train.thread_workers import use_threads
 
 RATES = 3e-2, 1e-3, 1e-4
 
@@ -106,6 +108,28 @@ def test_ranking_exits_and_weights_follow_the_metric(whole):
     lost = [kept[n] for n, p in found.progress.items() if p.stopped_by]
     assert max(lost) <= max(kept.values())
     assert f"{__name__}:share_of_places" in report.csv().splitlines()[0]
+
+
+def test_groups_decide_by_the_metric_and_merge_the_best(make, whole, monkeypatch):
+    """Each of two groups answers for its own configurations."""
+    use_threads(monkeypatch)
+    config, alone = whole
+    grouped = make()
+    grouped = grouped.replace(sweep=grouped.sweep.replace(groups=2))
+    result = run_groups(grouped)
+    found = {job.name: job for job in result.jobs}
+    for name, progress in alone.progress.items():
+        other, keys = found[name].progress, ("status", "best_metric", "best_step")
+        assert [getattr(other, k) for k in keys] == [getattr(progress, k) for k in keys]
+        path = "adapters", name, "adapter_model.safetensors"
+        here, there = (pathlib.Path(c.output_dir, *path) for c in (config, grouped))
+        assert here.read_bytes() == there.read_bytes()
+    assert result.sweep.curves == alone.result.sweep.curves
+    merged = sorted(pathlib.Path(grouped.output_dir, "merged").glob("*/*.safetensors"))
+    best = pathlib.Path(config.output_dir, "merged", result.sweep.best.settings.name)
+    assert merged and [path.read_bytes() for path in merged] == [
+        path.read_bytes() for path in sorted(best.glob("*.safetensors"))
+    ]
 
 
 def at(metrics, trial, step: int) -> float:

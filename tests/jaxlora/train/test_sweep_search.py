@@ -9,7 +9,7 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Sweep, Trainer
 from jaxlora.run.log import read_events
-from jaxlora.train import suggesting
+from jaxlora.sweeps import suggesting
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import Outcome, outcome

@@ -1,10 +1,11 @@
 """Workers of a sweep that are threads of the test's process, and share its programs."""
 
+import contextlib
 import pathlib
 import queue
 import threading
 
-from jaxlora.sweeps.engine import worker
+from jaxlora.sweeps.engine import run, worker
 from jaxlora.sweeps.engine.link import Link
 from jaxlora.sweeps.engine.messages import decode, encode
 from jaxlora.sweeps.engine.workers import Lost, Workers
@@ -77,3 +78,16 @@ class ThreadWorkers(Workers):
                 self.kill(group)
         for thread in self.threads:
             thread.join()
+
+
+def use_threads(monkeypatch) -> list[ThreadWorkers]:
+    """Lets workers of sweeps be threads; the list gets those of each sweep."""
+    made = []
+
+    @contextlib.contextmanager
+    def opened(*_):
+        made.append(ThreadWorkers())
+        yield made[-1]
+
+    monkeypatch.setattr(run, "_open_workers", opened)
+    return made

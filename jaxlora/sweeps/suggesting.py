@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import pydantic
 
@@ -11,12 +12,26 @@ from jaxlora.config.sweep_config import Metric, Search
 from jaxlora.distributed import processes
 from jaxlora.errors import JaxloraError
 from jaxlora.problems import format_errors
+from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.optuna_search import Tried, check_installed, suggestions
-from jaxlora.train.job_state import JobState
 
 logger = logging.getLogger(__name__)
 
 _MOST_ASKED = 30  # suggestions for one configuration, until the space counts as empty
+
+
+@runtime_checkable
+class Candidate(Protocol):
+    """A configuration as a search sees it: a job of a run, or of a group's run."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def settings(self) -> LoraJob: ...
+
+    @property
+    def progress(self) -> JobProgress: ...
 
 
 class Suggestions:
@@ -59,7 +74,7 @@ class Suggestions:
         return {name: p for name, p in self.points.items() if name not in drawn}
 
     def add_due(
-        self, jobs: Sequence[JobState], num_slots: int, add: Callable[[LoraJob], None]
+        self, jobs: Sequence[Candidate], num_slots: int, add: Callable[[LoraJob], None]
     ) -> bool:
         """Adds the configurations that are due now; returns whether there are any.
 
@@ -78,7 +93,7 @@ class Suggestions:
                 logger.warning("sweep: %s is left out: %s", found.name, error)
         return len(jobs) > before
 
-    def next(self, jobs: Sequence[JobState], num_slots: int) -> LoraJob | None:
+    def next(self, jobs: Sequence[Candidate], num_slots: int) -> LoraJob | None:
         """Returns a configuration to add now; None if none is due.
 
         Args:
@@ -97,7 +112,7 @@ class Suggestions:
             logger.info("sweep: Optuna finds no other configuration in this space")
         return found
 
-    def _tried(self, job: JobState) -> Tried:
+    def _tried(self, job: Candidate) -> Tried:
         progress, place = job.progress, self.points[job.name]
         best = progress.best_eval if self._metric.is_loss else progress.best_metric
         if not progress.is_over:
@@ -110,7 +125,7 @@ class Suggestions:
         return Tried(place=place, state=state, step=progress.step, cost=cost)
 
     def _suggest(
-        self, search: Search, jobs: Sequence[JobState], tried: Sequence[Tried]
+        self, search: Search, jobs: Sequence[Candidate], tried: Sequence[Tried]
     ) -> LoraJob | None:
         names = {job.name for job in jobs}
         left_out = {n: place for n, place in self.points.items() if n not in names}
