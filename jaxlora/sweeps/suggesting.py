@@ -9,7 +9,6 @@ import pydantic
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.search import SuggestedSettings
 from jaxlora.config.sweep_config import Metric, Search
-from jaxlora.distributed import processes
 from jaxlora.errors import JaxloraError
 from jaxlora.problems import format_errors
 from jaxlora.run.job_progress import JobProgress
@@ -143,7 +142,5 @@ class Suggestions:
             if made.is_there(job):
                 continue
             self.points[job.name] = place
-            if processes.is_first():
-                logger.info("sweep: Optuna suggests %s", job.name)
             return job
         return None

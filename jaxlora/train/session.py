@@ -295,6 +295,8 @@ class Session:
         def add(settings: LoraJob) -> None:
             self._live.add(settings)
             self._take_added()
+            if processes.is_first():
+                logger.info("sweep: Optuna suggests %s", settings.name)
 
         num_slots = self._run.plan.num_slots
         return self._suggestions.add_due(self._live.jobs, num_slots, add)

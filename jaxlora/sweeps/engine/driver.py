@@ -156,6 +156,7 @@ class Driver:
         if job is None:
             return False
         self.add(job, place=self._search.points[job.name])
+        logger.info("sweep: Optuna suggests %s", job.name)
         return True
 
     def _candidates(self) -> Iterator[_Candidate]:
@@ -188,7 +189,10 @@ class Driver:
     def _take(self, found: list[tuple[int, m.FromWorker | Lost]]) -> None:
         """Follows what the workers have sent."""
         for number, message in found:
-            self.groups[number].heard = time.monotonic()
+            group, now = self.groups[number], time.monotonic()
+            group.beat = now
+            if not isinstance(message, m.Alive):
+                group.heard = now
             match message:
                 case Lost(reason=reason):
                     self._fleet.lose(number, reason)

@@ -20,6 +20,8 @@ ROUND_SECONDS = 0.5  # to wait for messages
 _RETRY_SECONDS = 5.0  # between two attempts to start a group whose devices are gone
 _MOST_FAILURES = 3  # losses in a row, without a step between them
 _SILENT_SECONDS = 1800.0  # the longest compilation, after which a worker has hung
+_STOPPED_SECONDS = 120.0  # without a sign of life, after which a process is stopped
+_START_SECONDS = 300.0  # until the first one, as imports may take long
 _END_SECONDS = 120.0
 
 
@@ -51,20 +53,19 @@ class Fleet:
         self._folder, self._state, self.groups = folder, state, groups
         self._workers, self._journal = workers, journal
         self.is_ending = False
+        self._looked = time.monotonic()
 
     def start_due(self) -> None:
         """Starts workers where there are none, and ends those that hang."""
         now = time.monotonic()
+        # Where this process was stopped itself, their messages have not been read yet.
+        was_away = now - self._looked > _STOPPED_SECONDS / 2
+        self._looked = now
         for number, group in enumerate(self.groups):
             if group.is_live:
-                if now - group.heard > _SILENT_SECONDS:
-                    logger.warning(
-                        "group %d: no message in %g minutes; its worker is killed",
-                        number,
-                        _SILENT_SECONDS / 60,
-                    )
-                    group.heard = now
-                    self._workers.kill(number)
+                if was_away:
+                    group.beat = max(group.beat, now)
+                self._kill_if_silent(number, group, now)
             elif (
                 not group.is_given_up
                 and now >= group.next_start
@@ -77,6 +78,20 @@ class Fleet:
                 f"{_MOST_FAILURES} times in a row without a step. See their logs in "
                 f"{self._folder / GROUPS}; then continue with --resume."
             )
+
+    def _kill_if_silent(self, number: int, group: Group, now: float) -> None:
+        """Kills a worker that is stopped, or whose thread that trains hangs."""
+        for since, limit, what in (
+            (group.heard, _SILENT_SECONDS, "message"),
+            (group.beat, _STOPPED_SECONDS, "sign of life"),
+        ):
+            if now - since > limit:
+                logger.warning(
+                    "group %d: no %s in %g s; its worker is killed", number, what, limit
+                )
+                group.heard = group.beat = now
+                self._workers.kill(number)
+                return
 
     def _needs(self, number: int) -> bool:
         """Whether there is work for another group."""
@@ -94,6 +109,7 @@ class Fleet:
             group.next_start = time.monotonic() + _RETRY_SECONDS
             return
         group.is_live, group.heard = True, time.monotonic()
+        group.beat = group.heard + _START_SECONDS
         run = {**group.run, "output_dir": str(folder)}
         self._journal.send(number, m.Begin(run=run))
         logger.info("group %d: started in %s", number, folder)

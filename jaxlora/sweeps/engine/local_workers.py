@@ -37,7 +37,7 @@ class Worker:
             environ: Environment variables besides those of this process.
         """
         make_folder(folder)
-        self._folder, self._rest = folder, b""
+        self._folder, self._rest, self._unsent = folder, b"", b""
         with open(folder / LOG_FILE, "ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -49,18 +49,28 @@ class Worker:
             )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._stdin, self.stdout = self.process.stdin, self.process.stdout
-        os.set_blocking(self.stdout.fileno(), False)
+        # A process that is stopped reads nothing, and must not stop its driver, too.
+        for pipe in (self._stdin, self.stdout):
+            os.set_blocking(pipe.fileno(), False)
 
-    def send(self, lines: bytes) -> None:
-        """Sends lines, which are lost if the process has ended."""
+    def send(self, lines: bytes = b"") -> None:
+        """Sends lines, and those that the pipe had no room for before.
+
+        They are lost if the process has ended, or was interrupted.
+        """
+        self._unsent += lines
         try:
-            self._stdin.write(lines)
-            self._stdin.flush()
-        except (BrokenPipeError, ValueError):  # it ended, or was interrupted
+            while self._unsent and not self._stdin.closed:
+                sent = os.write(self._stdin.fileno(), self._unsent)
+                self._unsent = self._unsent[sent:]
+        except BlockingIOError:
             return
+        except BrokenPipeError:
+            self._unsent = b""
 
     def read(self) -> tuple[list[bytes], bool]:
         """Returns the lines that have come, and whether more may come."""
+        self.send()
         while True:
             try:
                 chunk = os.read(self.stdout.fileno(), _CHUNK)
@@ -74,10 +84,8 @@ class Worker:
 
     def interrupt(self) -> None:
         """Ends the pipe to the process."""
-        try:
-            self._stdin.close()
-        except BrokenPipeError:
-            return
+        self.send()
+        self._stdin.close()
 
     def wait(self) -> str:
         """Waits for the end of the process; returns how it ended."""
@@ -128,6 +136,8 @@ class LocalWorkers(Workers):
 
     def receive(self, timeout: float) -> list[tuple[int, FromWorker | Lost]]:
         """Returns what has come; see `Workers.receive`."""
+        for worker in self._workers.values():
+            worker.send()
         by_file = {w.stdout: (g, w) for g, w in self._workers.items()}
         ready, _, _ = select.select(list(by_file), [], [], timeout)
         found: list[tuple[int, FromWorker | Lost]] = []

@@ -172,6 +172,11 @@ class Evaluated:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Alive:
+    """The process is not stopped, whatever the thread that trains does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """The thread that trains is alive; sent every few seconds.
 
@@ -229,7 +234,7 @@ class Failed:
 
 
 ToWorker = Begin | Give | Verdict | Judged | Ask | Release | Drop | Finish
-FromWorker = Ready | Refused | Evaluated | Progress | Ended | Saved | Failed
+FromWorker = Ready | Refused | Evaluated | Alive | Progress | Ended | Saved | Failed
 Message = ToWorker | FromWorker
 _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 

@@ -17,7 +17,9 @@ class Group:
         is_live: Whether it has a worker.
         is_given_up: Whether it gets no further worker.
         failures: Losses of its workers in a row.
-        heard: Time of the last message.
+        heard: Time of the last message, but for signs of life.
+        beat: Time of the last message of any kind; of a worker that has just started,
+            the time by which the first one must come.
         next_start: Time before which no worker is started.
         tokens_per_second: Speed of its latest window.
         resources: What its host reports.
@@ -29,6 +31,7 @@ class Group:
     is_given_up: bool = False
     failures: int = 0
     heard: float = 0.0
+    beat: float = 0.0
     next_start: float = 0.0
     tokens_per_second: float | None = None
     resources: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -10,6 +10,7 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.sweeps.engine.pool import GROUPS
 from jaxlora.sweeps.engine.state import Configuration, SweepState
+from jaxlora.sweeps.files import merge_best
 from jaxlora.sweeps.ranking import SweepReport, Trial
 from jaxlora.train.report.summary import JobResult, RunResult, write_report
 
@@ -17,7 +18,7 @@ from jaxlora.train.report.summary import JobResult, RunResult, write_report
 def write_result(
     config: RunConfig, state: SweepState, *, interrupted: bool
 ) -> RunResult:
-    """Writes the report of all groups into the folder of the sweep.
+    """Writes the report of all groups into the folder of the sweep; merges the best.
 
     Args:
         config: The run.
@@ -25,8 +26,8 @@ def write_result(
         interrupted: Whether some are left that `--resume` continues.
 
     Raises:
-        CheckpointError: The log of a group is damaged.
-        StorageError: A file cannot be written.
+        JaxloraError: The log of a group is damaged, the best configuration cannot be
+            merged, or a file cannot be written.
     """
     folder = pathlib.Path(config.output_dir)
     found = list(state.configurations.values())
@@ -47,6 +48,8 @@ def write_result(
         sweep=report,
     )
     write_report(result, keep_others=config.sweep.keep_others)
+    if config.sweep.merge_best and not interrupted:
+        merge_best(report, folder, config.model, config.revision)
     return result
 
 

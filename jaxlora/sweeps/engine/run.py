@@ -34,7 +34,6 @@ from jaxlora.sweeps.engine.placement import Group
 from jaxlora.sweeps.engine.pool import GROUPS
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Workers
-from jaxlora.sweeps.files import merge_best
 from jaxlora.sweeps.suggesting import Suggestions
 
 if TYPE_CHECKING:
@@ -80,11 +79,7 @@ def run_groups(config: RunConfig, *, resume: bool = False) -> "RunResult":
                 interrupted = driver.run(stop.is_requested, Desk(folder))
         from jaxlora.sweeps.engine.result import write_result
 
-        result = write_result(config, driver.state, interrupted=interrupted)
-        if config.sweep.merge_best and not interrupted:
-            assert result.sweep is not None
-            merge_best(result.sweep, folder, config.model, config.revision)
-        return result
+        return write_result(config, driver.state, interrupted=interrupted)
 
 
 def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:

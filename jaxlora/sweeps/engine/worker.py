@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 
 from jaxlora.errors import (
     AdapterError,
@@ -24,6 +25,7 @@ from jaxlora.sweeps.engine.link import Link
 
 logger = logging.getLogger(__name__)
 
+_BEAT_SECONDS = 5.0  # between two signs of life
 _END_SECONDS = 120.0  # to write a checkpoint, after which the process is ended
 # Errors that another start would meet again, such as a damaged checkpoint.
 _FINAL = ConfigError, ModelError, DataError, AdapterError, CheckpointError
@@ -79,7 +81,15 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, driver.on_signal)
     link.listen(driver.receive, driver.ended)
+    threading.Thread(target=beat, args=(link,), daemon=True, name="beat").start()
     return follow(link, driver)
+
+
+def beat(link: Link) -> None:
+    """Sends signs of life, which a process that is stopped does not."""
+    while True:
+        link.send(m.Alive())
+        time.sleep(_BEAT_SECONDS)
 
 
 def follow(link: Link, driver: _Driver) -> int:

@@ -17,7 +17,7 @@ import sys
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.run.lock import RunLock
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.sweeps.engine import run
+from jaxlora.sweeps.engine import fleet, run
 from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.local_workers import LocalWorkers
@@ -55,7 +55,9 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
     jobs = [{"name": f"c{i}"} for i in range(options["jobs"])]
     rules = [ExitRule(type="halving")] if options["halving"] else []
     state = SweepState(jobs, rules)
-    fake = {k: options[k] for k in ("slots", "steps", "every", "kills")}
+    own = "slots", "steps", "every", "kills", "signal"
+    fake = {key: options[key] for key in own if key in options}
+    fleet._STOPPED_SECONDS = options.get("stopped_seconds", fleet._STOPPED_SECONDS)
     environ = {"JAXLORA_FAKE": json.dumps(fake)}
     groups = [
         Group(num_slots=options["slots"], run={"jobs": jobs})

@@ -3,7 +3,8 @@
 Its losses depend on the name of the configuration alone, and it evaluates at quarters.
 `JAXLORA_FAKE` has its options as JSON: `slots`, `steps`, `every` (steps between two
 checkpoints), and `kills`: a folder, the number of files that it may get, and a seed. It
-writes a file there and kills itself at a random step, until there are that many.
+writes a file there and kills itself at a random step, until there are that many. With
+`signal`, such as SIGSTOP, it sends itself that one, and signs of life until then.
 """
 
 import fcntl
@@ -14,6 +15,8 @@ import pathlib
 import random
 import select
 import signal
+import threading
+import time
 
 
 def next_hash(state: str, name: str, step: int) -> str:
@@ -194,11 +197,24 @@ class Worker:
 
     def die(self):
         folder, most, _ = self.options["kills"]
-        if len(os.listdir(folder)) < most:
-            pathlib.Path(folder, f"{self.folder.name}-{os.getpid()}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        for number in range(most):
+            path = f"{folder}/{number}"
+            try:  # two workers must not take the last one
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            os.kill(os.getpid(), getattr(signal, self.options.get("signal", "SIGKILL")))
+            return
+
+    def beat(self):
+        while self.is_open:
+            time.sleep(0.2)
+            self.send("Alive")
 
     def main(self):
+        if "signal" in self.options:
+            self.send("Alive")
+            threading.Thread(target=self.beat, daemon=True).start()
         has_trained = False
         while self.is_open and not (self.is_finishing and not has_trained):
             if not has_trained and hasattr(self, "folder"):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import pytest
 
@@ -20,6 +21,7 @@ from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.ledger import Ledger
+from jaxlora.sweeps.engine.local_workers import Worker
 from jaxlora.sweeps.engine.placement import Group
 from jaxlora.sweeps.engine.pool import keep_adapter
 from jaxlora.sweeps.engine.run import check_same_sweep
@@ -324,6 +326,39 @@ def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
     with pytest.raises(ConfigError, match="group 0 cannot train: rank is 9"):
         driver.run()
     assert workers.finished == {0, 1}  # asked to save what they have done
+
+
+def test_a_driver_that_was_stopped_kills_no_worker(make, monkeypatch):
+    """Their signs of life are still to be read."""
+    driver = make()
+    driver._fleet.start_due()
+    now = fleet.time.monotonic()
+    for group in driver.groups:
+        group.beat = now
+    monkeypatch.setattr(fleet.time, "monotonic", lambda: now + 1000)
+    driver._fleet.start_due()
+    assert not driver._workers.killed
+    later = now + 1000 + fleet._STOPPED_SECONDS
+    for seconds in (-61, -1, 1):  # rounds go on, and nothing comes
+        monkeypatch.setattr(fleet.time, "monotonic", lambda at=later + seconds: at)
+        assert not driver._workers.killed
+        driver._fleet.start_due()
+    assert driver._workers.killed == [0, 1]
+
+
+def test_a_worker_that_reads_nothing_does_not_block_its_driver(tmp_path):
+    """Its messages wait, in their order, until it does."""
+    code = "import sys, time; time.sleep(0.3); print(sum(1 for _ in sys.stdin))"
+    worker = Worker((sys.executable, "-c", code), tmp_path, {})
+    for _ in range(1000):
+        worker.send(500 * b"x" + b"\n")  # the pipe has room for 65,536
+    lines, is_open = [], True
+    while is_open:
+        found, is_open = worker.read()
+        lines += found
+        if not worker._unsent:
+            worker.interrupt()
+    assert lines == [b"1000"] and "ended with 0" in worker.wait()
 
 
 def test_an_adapter_that_was_moved_before_a_kill_is_found(tmp_path):

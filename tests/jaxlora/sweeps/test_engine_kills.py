@@ -46,7 +46,7 @@ def sweep(folder: pathlib.Path, **given) -> int:
         [*command, str(folder / "run"), json.dumps(options)],
         capture_output=True,
         cwd=ROOT,
-        timeout=600,
+        timeout=120,
     )
     assert not done.returncode, done.stderr.decode()[-3000:]
     assert len(os.listdir(folder / "kills")) == given["worker_kills"]
@@ -64,7 +64,7 @@ def check_accounted(folder: pathlib.Path, num_jobs: int, num_worker_kills: int) 
     counts = collections.Counter(record["kind"] for record in records)
     assert counts["ended"] == num_jobs and counts["lost"]
     evaluated = [
-        (n, s) for r in records if r["kind"] == "eval" for n, s, _ in r["points"]
+        (n, s) for r in records if r["kind"] == "eval" for n, s, *_ in r["points"]
     ]
     assert len(evaluated) == len(set(evaluated))
 
@@ -96,6 +96,13 @@ def test_a_thousand_configurations_survive_twenty_kills(tmp_path):
     most = sweep(tmp_path, jobs=1000, groups=4, seed=0, driver_kills=8, worker_kills=12)
     check_accounted(tmp_path / "run", 1000, 12)
     assert most < 200e6  # of which Python and the libraries are 100
+
+
+def test_workers_that_are_stopped_are_killed(tmp_path):
+    """They neither end nor send anything, and their pipes fill."""
+    stops = {"signal": "SIGSTOP", "stopped_seconds": 2.0}
+    sweep(tmp_path, jobs=60, groups=2, seed=0, driver_kills=0, worker_kills=2, **stops)
+    check_accounted(tmp_path / "run", 60, 2)
 
 
 @pytest.mark.grid
