@@ -63,7 +63,7 @@ def train(arguments: argparse.Namespace) -> int:
     file, given, config = read_run(arguments)
     if config.sweep is not None and config.sweep.has_groups:
         with file.rewords(given):
-            return _train_groups(config, arguments, is_member=member is not None)
+            return _train_groups(config, arguments, file, is_member=member is not None)
     local_ids = None if member is None else member.local_device_ids
     take_free_gpus(local_ids, gathers=config.may_gather)
     with file.rewords(given):
@@ -76,11 +76,16 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _train_groups(
-    config: "RunConfig", arguments: argparse.Namespace, *, is_member: bool
+    config: "RunConfig",
+    arguments: argparse.Namespace,
+    file: "RunFile",
+    *,
+    is_member: bool,
 ) -> int:
     """Trains a sweep in several groups of devices; returns the exit status."""
     from jaxlora.errors import ConfigError
     from jaxlora.sweeps.engine.run import run_groups
+    from jaxlora.train.report.run_callbacks import KeepRunFile
     from jaxlora.train.report.summary import print_summary
 
     assert config.sweep is not None
@@ -95,7 +100,8 @@ def _train_groups(
             "--drop-state changes the jobs of one process, and sweep.groups is "
             f"{config.sweep.groups_text}. Leave it out."
         )
-    result = run_groups(config, resume=arguments.resume)
+    copy = KeepRunFile(file)
+    result = run_groups(config, resume=arguments.resume, on_start=copy.write)
     print_summary(result)
     return _status(result)
 

@@ -336,6 +336,17 @@ def _groups_have_sizes(run: Any) -> tuple[str, str] | None:
     )
 
 
+def _planned_groups_have_their_slots(run: Any) -> tuple[str, str] | None:
+    if run.sweep is None or run.sweep.groups != "auto":
+        return None
+    if run.max_concurrent_jobs is None:
+        return None
+    return "max_concurrent_jobs", (
+        "sweep.groups is auto, and the plan says how many slots each group has. Leave "
+        "max_concurrent_jobs out, or give a number of groups, or a list."
+    )
+
+
 def mesh_text(mesh: Any) -> Any:
     """Returns the sizes of a mesh as text, if they are given as a mapping."""
     if isinstance(mesh, dict):
@@ -369,5 +380,6 @@ OF_A_RUN: tuple[Rule, ...] = (
     _first_stage_can_fill_the_pipeline,
     _configurations_are_evaluated,
     _groups_have_sizes,
+    _planned_groups_have_their_slots,
     copies_follow_their_jobs,
 )

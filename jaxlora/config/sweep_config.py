@@ -175,6 +175,22 @@ def _there_is_a_grid(sweep: Any) -> tuple[str, str] | None:
     return None
 
 
+def _planned_groups_know_all(sweep: Any) -> tuple[str, str] | None:
+    if sweep.groups != "auto":
+        return None
+    if sweep.ray is not None:
+        return "groups", (
+            "auto plans the devices of one host, and sweep.ray names a cluster. Give "
+            "the list of groups that `jaxlora plan --gpu h100x16` and the like print."
+        )
+    if sweep.method == "optuna" or sweep.search is not None:
+        return "groups", (
+            "auto plans configurations that are known, and optuna suggests them as "
+            "others end. Give a number of groups, or a list."
+        )
+    return None
+
+
 def _groups_find_the_metric(sweep: Any) -> tuple[str, str] | None:
     if sweep.has_groups and sweep.metric.name.startswith("__main__:"):
         return "metric", (
@@ -204,8 +220,8 @@ class Search(StrictModel):
 
 
 _GROUPS = (
-    "Give a number of groups such as 4, or the number of devices or the mesh of each "
-    "one, such as [2, 2, 4]."
+    "Give a number of groups such as 4, the number of devices or the mesh of each "
+    "one, such as [2, 2, 4], or auto."
 )
 
 
@@ -247,7 +263,8 @@ class Sweep(StrictModel):
         groups: Groups of devices that train at the same time, each in a process of its
             own with its own copy of the base: their number, if each has the run's
             `mesh`; or a list with the mesh, or number of devices, of each one.
-            `max_concurrent_jobs` is that of each group.
+            `max_concurrent_jobs` is that of each group. `auto`: the planner of sweeps
+            chooses the groups, with their slots, ranks and order.
         ray: Address of the Ray cluster whose hosts have the groups, such as `auto`;
             None: this host has them.
     """
@@ -256,6 +273,7 @@ class Sweep(StrictModel):
         _searches_have_a_count,
         _grid_has_no_count,
         _there_is_a_grid,
+        _planned_groups_know_all,
         _groups_find_the_metric,
     )
     nested = {"metric": Metric, "early_exit": ExitRule, "search": Search}
@@ -282,7 +300,7 @@ class Sweep(StrictModel):
     keep_others: Bool = True
     merge_best: Bool = False
     search: Search | None = None
-    groups: PositiveInt | tuple[str, ...] = 1
+    groups: PositiveInt | Literal["auto"] | tuple[str, ...] = 1
     ray: str | None = None
 
     @property
@@ -293,7 +311,7 @@ class Sweep(StrictModel):
     @property
     def groups_text(self) -> str:
         """The groups as a user writes them."""
-        if isinstance(self.groups, int):
+        if isinstance(self.groups, int | str):
             return str(self.groups)
         return f"[{'; '.join(self.groups)}]"
 
@@ -303,6 +321,7 @@ class Sweep(StrictModel):
         Args:
             mesh: That of groups which are given by their number.
         """
+        assert self.groups != "auto", "the groups are not planned yet"
         own = [mesh] * self.groups if isinstance(self.groups, int) else self.groups
         return [MeshSizes.parse(words) for words in own]
 

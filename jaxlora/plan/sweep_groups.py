@@ -50,12 +50,16 @@ class PlannedGroups:
         planned: The plan, with lower bounds of the makespan.
         alone: One configuration at a time on groups of the fewest GPUs, side by side.
         meshes: The mesh of groups, by their number of GPUs.
+        capacities: Tokens of their microbatches, at most, by their number of GPUs.
+        longest: Tokens of the longest group of samples, which a microbatch must hold.
         notes: Lines that say what the figures follow from.
     """
 
     planned: PlannedSweep
     alone: SweepPlan
     meshes: dict[int, str]
+    capacities: dict[int, int]
+    longest: int
     notes: tuple[str, ...]
 
 
@@ -77,7 +81,8 @@ def plan_groups(
     """
     if not plan.rates.are_known:
         return None
-    configurations = tuple(map(_configuration, jobs))
+    least = plan.config.slot_rank or 1  # what may join later needs as much
+    configurations = tuple(_configuration(job, least) for job in jobs)
     ranks = sorted({c.rank for c in configurations})
     per_host = max(1, machine.num_devices // machine.num_hosts)
     sweep = Sweep(
@@ -92,7 +97,7 @@ def plan_groups(
         if (best := _cheapest(plan, machine, degree, ranks, longest)) is not None
     }
     costs = AnalyticCosts(
-        by_degree={d: costs for d, (_, costs) in found.items()}, pads_ranks=True
+        by_degree={d: kind.costs for d, kind in found.items()}, pads_ranks=True
     )
     try:
         alone = one_at_a_time(sweep, costs, fewest_gpus(sweep, costs))
@@ -105,16 +110,18 @@ def plan_groups(
     return PlannedGroups(
         planned=planned,
         alone=alone,
-        meshes={d: mesh for d, (mesh, _) in found.items()},
+        meshes={d: kind.mesh for d, kind in found.items()},
+        capacities={d: kind.capacity for d, kind in found.items()},
+        longest=longest,
         notes=tuple(_notes(plan, machine)),
     )
 
 
-def _configuration(job: PreparedJob) -> Configuration:
+def _configuration(job: PreparedJob, least_rank: int) -> Configuration:
     batch_size = job.settings.batch_size
     return Configuration(
         name=job.name,
-        rank=max(job.ranks.values()),
+        rank=max(least_rank, *job.ranks.values()),
         batch_size=batch_size,
         num_steps=job.num_steps,
         sample_tokens=max(1, round(job.batch_tokens / batch_size)),
@@ -124,23 +131,32 @@ def _configuration(job: PreparedJob) -> Configuration:
 # ---- the costs of groups -------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Kind:
+    """A mesh that groups may have, with the capacity of their microbatches."""
+
+    mesh: str
+    capacity: int
+    costs: GroupCosts
+
+
 def _cheapest(
     plan: RunPlan, machine: Machine, degree: int, ranks: Sequence[int], longest: int
-) -> tuple[str, GroupCosts] | None:
-    """Returns the faster mesh of so many GPUs, and its costs; None if none can run."""
+) -> _Kind | None:
+    """Returns the faster mesh of so many GPUs; None if none can run."""
     meshes = [f"{axis}={degree}" for axis in ("fsdp", "stage")]
     found = [
-        (mesh, costs)
+        kind
         for mesh in (meshes if degree > 1 else [ONE_DEVICE])
-        if (costs := _costs(plan, machine, mesh, ranks, longest)) is not None
+        if (kind := _kind(plan, machine, mesh, ranks, longest)) is not None
     ]
-    return min(found, key=lambda one: one[1].step[1].per_token, default=None)
+    return min(found, key=lambda one: one.costs.step[1].per_token, default=None)
 
 
-def _costs(
+def _kind(
     plan: RunPlan, machine: Machine, mesh: str, ranks: Sequence[int], longest: int
-) -> GroupCosts | None:
-    """Returns the costs of groups with a mesh; None if the run cannot have it."""
+) -> _Kind | None:
+    """Returns groups with a mesh; None if the run cannot have it."""
     low, high = ranks[0], ranks[-1]
     try:
         config = plan.config.replace(mesh=mesh)
@@ -164,7 +180,7 @@ def _costs(
     steps = max(1, high - low)
     rank_token = max(0.0, widest - full) / steps / tokens
     of_low = rank_token * low
-    return GroupCosts(
+    costs = GroupCosts(
         step=(
             StepLine(
                 fixed=base,
@@ -182,6 +198,7 @@ def _costs(
         free_bytes=sizes.num_devices * free_bytes,
         bytes_per_rank=sizes.num_devices * slot_bytes / high,
     )
+    return _Kind(mesh=mesh, capacity=capacity, costs=costs)
 
 
 def _with_slot(spec: DecoderSpec, rank: int) -> DecoderSpec:

@@ -9,9 +9,12 @@ from rich.console import Console
 from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import parse_machine
+from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan import plan_run_groups
 from jaxlora.plan.sweep_groups import draw_groups, plan_groups, print_groups
+from jaxlora.plan.sweep_process import group_plans
+from jaxlora.sweeps.engine.group_plan import GroupPlans
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.prepare_run import prepare_run
 from tests import tiny
@@ -72,6 +75,34 @@ def test_groups_of_a_sweep(run, tmp_path):
     assert "price" in text and "data sheet" in text
     draw_groups(groups, tmp_path / "groups.png")
     assert (tmp_path / "groups.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_groups_that_auto_stands_for(run):
+    """They are those of the plan, with its slots, ranks and order."""
+    rates = [i * 1e-4 for i in range(1, 4)]
+    config = run(rank=[8, 128], learning_rate=rates, batch_size=[1])
+    _, _, groups = planned(config, "h100x2")
+    auto = config.replace(
+        sweep=config.sweep.replace(groups="auto"), max_concurrent_jobs=None
+    )
+    with planned_for(parse_machine("h100x2").planned(0.75)):
+        found = group_plans(auto)
+        few = group_plans(auto.replace(microbatch_tokens="auto"))
+    assert found.seconds == groups.planned.plan.makespan
+    ranks = {job.name: job.rank for job in config.jobs}
+    assert found.ranks == ranks == few.ranks
+    for one, other in zip(found.groups, groups.planned.plan.groups, strict=True):
+        assert (one.num_slots, one.slot_rank) == (other.num_slots, other.slot_rank)
+        assert one.slot_rank == max(ranks[name] for name in one.names)
+        assert one.microbatch_tokens == 8 * TOKENS
+        starts = {run.configuration.name: run.start for run in other.runs}
+        assert sorted(starts.values()) == [starts[name] for name in one.names]
+    assert sorted(n for one in found.groups for n in one.names) == sorted(ranks)
+    # A microbatch has no more tokens than a round of the group.
+    assert all(one.microbatch_tokens <= one.num_slots * TOKENS for one in few.groups)
+    assert GroupPlans.of(json.loads(json.dumps(found.values()))) == found
+    with pytest.raises(ConfigError, match=r"rates .* not known.*jaxlora profile"):
+        group_plans(auto)
 
 
 def test_a_setting_of_smaller_meshes_leaves_larger_ones_out(run):

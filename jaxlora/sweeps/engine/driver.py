@@ -18,7 +18,7 @@ from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.fleet import ROUND_SECONDS, Fleet
 from jaxlora.sweeps.engine.journal import Journal
 from jaxlora.sweeps.engine.ledger import Ledger, Record
-from jaxlora.sweeps.engine.placement import Group, choose_group, free_slots, moves
+from jaxlora.sweeps.engine.placement import Group, choose, free_slots, moves
 from jaxlora.sweeps.engine.pool import keep_adapter, remove_unused
 from jaxlora.sweeps.engine.state import Configuration, SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
@@ -128,9 +128,12 @@ class Driver:
         """Gives configurations to groups that have free slots, in the queue's order."""
         free = free_slots(self.state, self.groups)
         while any(count > 0 for count in free.values()):
-            if (found := self._next()) is None:
+            if not (self.state.queue() or self._suggest()):
                 break
-            number = choose_group(found, free)
+            chosen = choose(self.state.queue(), self.groups, free)
+            if chosen is None:
+                break
+            found, number = chosen
             self._give(found, number)
             free[number] -= 1
         if self.state.queue():
@@ -140,12 +143,6 @@ class Driver:
             logger.info("%s leaves group %d", found.name, found.group)
             self._journal.send(found.group, m.Release(name=found.name))
             self._journal.record("moving", name=found.name)
-
-    def _next(self) -> Configuration | None:
-        """Returns the configuration to train next: the only place that takes one."""
-        if self.state.queue() or self._suggest():
-            return self.state.queue()[0]
-        return None
 
     def _suggest(self) -> bool:
         """Adds a configuration that the search suggests; whether there was one."""

@@ -1,6 +1,7 @@
 """Assigns configurations to groups."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ class Group:
     Attributes:
         num_slots: Configurations that it trains at once.
         run: Settings of its run, without `output_dir`, as JSON values.
+        slot_rank: Largest rank that its slots hold; None: they hold all.
+        names: The configurations that the plan gives it, in their order.
         is_live: Whether it has a worker.
         is_given_up: Whether it gets no further worker.
         failures: Losses of its workers in a row.
@@ -27,6 +30,8 @@ class Group:
 
     num_slots: int
     run: Mapping[str, Any]
+    slot_rank: int | None = None
+    names: tuple[str, ...] = ()
     is_live: bool = False
     is_given_up: bool = False
     failures: int = 0
@@ -46,16 +51,64 @@ def free_slots(state: SweepState, groups: Sequence[Group]) -> dict[int, int]:
     }
 
 
-def choose_group(found: Configuration, free: Mapping[int, int]) -> int:
-    """Returns the group with the most free slots, for a configuration.
+def choose(
+    queue: Sequence[Configuration],
+    groups: Sequence[Group],
+    free: Mapping[int, int],
+) -> tuple[Configuration, int] | None:
+    """Returns the next configuration to give, and its group; None if none fits.
 
-    One that has moved goes to another group than before, if that has room.
+    A planned group takes its own configurations, in their order. When it has no more,
+    it takes over the last one of the group that has most of them left. So a plan whose
+    times were wrong leaves no group idle.
 
     Args:
-        found: The configuration.
-        free: Free slots of each live group, of which one has some.
+        queue: Configurations that may train, in their order.
+        groups: The groups.
+        free: Free slots of each live group.
     """
-    return max(free, key=lambda n: (free[n] > 0, n != found.left, free[n], -n))
+    open_groups = sorted((n for n in free if free[n] > 0), key=lambda n: (-free[n], n))
+    if not any(groups[n].names for n in open_groups):
+        fitting = ((c, [n for n in open_groups if _fits(c, groups, n)]) for c in queue)
+        found, places = next((one for one in fitting if one[1]), (None, []))
+        return None if found is None else (found, _emptiest(found, places, free))
+    of_plan = {
+        name: (number, place)
+        for number, group in enumerate(groups)
+        for place, name in enumerate(group.names)
+    }
+    late = -1, 0
+    for _, level in itertools.groupby(queue, key=lambda c: c.priority):
+        waiting: dict[int, list[Configuration]] = {}
+        for found in sorted(level, key=lambda c: of_plan.get(c.name, late)):
+            number, _ = of_plan.get(found.name, late)
+            waiting.setdefault(number, []).append(found)
+        for number in open_groups:
+            for found in waiting.get(number, ()):
+                if found.left != number:
+                    return found, number
+        for number in open_groups:
+            for other in sorted(waiting, key=lambda n: (-len(waiting[n]), n)):
+                for found in reversed(waiting[other]):
+                    if _fits(found, groups, number):
+                        return found, number
+    return None
+
+
+def _fits(found: Configuration, groups: Sequence[Group], number: int) -> bool:
+    """Whether the slots of a group hold a configuration, or none hold more."""
+    limit = groups[number].slot_rank
+    if limit is None:
+        return True
+    most = max(group.slot_rank or 0 for group in groups)
+    return limit == most or found.rank <= limit
+
+
+def _emptiest(
+    found: Configuration, places: Sequence[int], free: Mapping[int, int]
+) -> int:
+    """Returns the group with the most free slots, another one than before if it can."""
+    return max(places, key=lambda n: (n != found.left, free[n], -n))
 
 
 def moves(state: SweepState, groups: Sequence[Group]) -> Iterator[Configuration]:
@@ -72,7 +125,9 @@ def moves(state: SweepState, groups: Sequence[Group]) -> Iterator[Configuration]
         for found in state.of_group(number):
             if count >= 0 or num_free <= 0:
                 break
-            if _may_move(state, found):
+            if _may_move(state, found) and any(
+                spare[n] > 0 and n != number and _fits(found, groups, n) for n in spare
+            ):
                 yield found
                 count += 1
                 num_free -= 1

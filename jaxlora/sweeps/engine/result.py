@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlora.common.atomic import write_text
+from jaxlora.common.comparison import Comparison
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.sweeps.engine.pool import GROUPS
@@ -16,7 +17,11 @@ from jaxlora.train.report.summary import JobResult, RunResult, write_report
 
 
 def write_result(
-    config: RunConfig, state: SweepState, *, interrupted: bool
+    config: RunConfig,
+    state: SweepState,
+    *,
+    interrupted: bool,
+    predicted: float | None = None,
 ) -> RunResult:
     """Writes the report of all groups into the folder of the sweep; merges the best.
 
@@ -24,6 +29,7 @@ def write_result(
         config: The run.
         state: The configurations.
         interrupted: Whether some are left that `--resume` continues.
+        predicted: Seconds that the plan of the groups predicted; None: there is none.
 
     Raises:
         JaxloraError: The log of a group is damaged, the best configuration cannot be
@@ -45,6 +51,7 @@ def write_result(
         output_dir=folder,
         interrupted=interrupted,
         num_compilations=0,
+        seconds=Comparison(predicted=predicted, measured=_seconds(folder) or None),
         sweep=report,
     )
     write_report(result, keep_others=config.sweep.keep_others)
@@ -88,6 +95,17 @@ def _work(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
             if event["event"] in ("step", "window"):
                 yield event
         yield {"event": "window", "seconds": 0.0}  # steps whose window was not reported
+
+
+def _seconds(folder: pathlib.Path) -> float:
+    """Returns the time of all windows of the group in which they took longest."""
+    found: dict[str, float] = {}
+    for run in (folder / GROUPS).glob("*"):
+        group = run.name.partition("-")[0]
+        for event in read_events(run / METRICS_FILE):
+            if event["event"] == "window":
+                found[group] = found.get(group, 0.0) + event["seconds"]
+    return max(found.values(), default=0.0)
 
 
 def _evaluations(state: SweepState) -> Iterator[dict[str, Any]]:

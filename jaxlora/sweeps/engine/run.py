@@ -9,10 +9,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxlora.common.atomic import remove_leftovers
+from jaxlora.common.counted import counted
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.errors import CheckpointError
@@ -24,10 +25,12 @@ from jaxlora.run.folder import (
     check_writable,
 )
 from jaxlora.run.lock import RunLock, find_owner
+from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.sweeps.decisions import check_same_rungs, halving_of
 from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.devices import divide
 from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans, plan_in_process
 from jaxlora.sweeps.engine.ledger import Ledger, has_ledger
 from jaxlora.sweeps.engine.local_workers import LocalWorkers
 from jaxlora.sweeps.engine.placement import Group
@@ -45,7 +48,12 @@ COMMAND = (sys.executable, "-m", "jaxlora.sweeps.engine.worker")
 _END_SECONDS = 150.0  # in which the workers of a driver that was killed end themselves
 
 
-def run_groups(config: RunConfig, *, resume: bool = False) -> "RunResult":
+def run_groups(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    on_start: Callable[[pathlib.Path], None] = lambda folder: None,
+) -> "RunResult":
     """Trains the configurations of a sweep in several groups of devices.
 
     Each group is a process with a copy of the base. This process decides what each of
@@ -55,6 +63,7 @@ def run_groups(config: RunConfig, *, resume: bool = False) -> "RunResult":
     Args:
         config: The run; `sweep.groups` or `sweep.ray` names the groups.
         resume: Continue the sweep that has begun in `output_dir`.
+        on_start: Is called with `output_dir` before the groups start.
 
     Raises:
         CheckpointError: `output_dir` holds another run or nothing to resume, or is in
@@ -72,14 +81,20 @@ def run_groups(config: RunConfig, *, resume: bool = False) -> "RunResult":
         jobs = [job.model_dump(mode="json") for job in config.jobs]
         state = SweepState(jobs, config.sweep.early_exit, config.sweep.metric)
         check_same_sweep(state, ledger)
-        groups = _groups(config)
-        with _open_workers(config) as workers:
+        plans = _plans(config, ledger) if config.sweep.groups == "auto" else None
+        groups = _groups(config) if plans is None else _planned_groups(config, plans)
+        on_start(folder)
+        meshes = [MeshSizes.parse(group.run["mesh"]) for group in groups]
+        with _open_workers(config, meshes) as workers:
             driver = Driver(folder, state, ledger, workers, groups, search)
             with _StopRequest() as stop:
                 interrupted = driver.run(stop.is_requested, Desk(folder))
         from jaxlora.sweeps.engine.result import write_result
 
-        return write_result(config, driver.state, interrupted=interrupted)
+        predicted = None if plans is None else plans.seconds
+        return write_result(
+            config, driver.state, interrupted=interrupted, predicted=predicted
+        )
 
 
 def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:
@@ -176,23 +191,80 @@ def _groups(config: RunConfig) -> list[Group]:
     assert config.sweep is not None
     meshes = config.sweep.meshes(config.mesh)
     num_slots = config.max_concurrent_jobs or math.ceil(len(config.jobs) / len(meshes))
+    return [
+        Group(num_slots=num_slots, run=_run(config, str(mesh), num_slots))
+        for mesh in meshes
+    ]
+
+
+def _run(config: RunConfig, mesh: str, num_slots: int, **settings: Any) -> Any:
+    """Returns the settings of a group's run as JSON values."""
+    assert config.sweep is not None
     # The driver suggests, removes and merges.
     sweep = config.sweep.replace(
         groups=1, ray=None, search=None, keep_others=True, merge_best=False
     )
-    groups = []
-    for mesh in meshes:
-        run = config.replace(
-            mesh=str(mesh), sweep=sweep, max_concurrent_jobs=num_slots
-        ).model_dump(mode="json")
-        groups.append(Group(num_slots=num_slots, run=run))
-    return groups
+    run = config.replace(
+        mesh=mesh, sweep=sweep, max_concurrent_jobs=num_slots, **settings
+    )
+    return run.model_dump(mode="json")
+
+
+# ---- groups: auto --------------------------------------------------------------------
+
+
+def _plans(config: RunConfig, ledger: Ledger) -> GroupPlans:
+    """Returns the plan of the groups: that of a sweep that has begun, or a new one.
+
+    Raises:
+        ConfigError: The sweep cannot be planned.
+    """
+    begun = [record for record in ledger.records if record["kind"] == "plan"]
+    if begun:
+        return GroupPlans.of(begun[-1])
+    plans = plan_in_process(config)
+    record = {"kind": "plan", **plans.values()}
+    ledger.append([record])
+    ledger.records.append(record)
+    logger.info(
+        "groups: auto: %s; %.1f s predicted, if none ends early",
+        "; ".join(
+            f"{counted(len(one.names), 'configuration')} in "
+            f"{counted(one.num_slots, 'slot')} of rank {one.slot_rank} on {one.mesh}"
+            for one in plans.groups
+        ),
+        plans.seconds,
+    )
+    return plans
+
+
+def _planned_groups(config: RunConfig, plans: GroupPlans) -> list[Group]:
+    return [_planned_group(config, plans, one) for one in plans.groups]
+
+
+def _planned_group(config: RunConfig, plans: GroupPlans, one: GroupPlan) -> Group:
+    """Returns a group that has the configurations which fit its slots."""
+    rank_of = lambda job: plans.ranks.get(job.name, job.rank)
+    jobs = [job for job in config.jobs if rank_of(job) <= one.slot_rank]
+    run = _run(
+        config,
+        one.mesh,
+        one.num_slots,
+        jobs=tuple(jobs),
+        slot_rank=one.slot_rank,
+        microbatch_tokens=one.microbatch_tokens,
+    )
+    return Group(
+        num_slots=one.num_slots,
+        run=run,
+        slot_rank=one.slot_rank,
+        names=one.names,
+    )
 
 
 @contextlib.contextmanager
-def _open_workers(config: RunConfig) -> Iterator[Workers]:
+def _open_workers(config: RunConfig, meshes: Sequence[MeshSizes]) -> Iterator[Workers]:
     assert config.sweep is not None
-    meshes = config.sweep.meshes(config.mesh)
     if config.sweep.ray is None:
         yield LocalWorkers(COMMAND, divide(meshes))
         return

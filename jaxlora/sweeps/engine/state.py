@@ -50,6 +50,11 @@ class Configuration:
     folder: str | None = None
 
     @property
+    def rank(self) -> int:
+        """Largest LoRA rank of its modules, as far as that is known."""
+        return self.settings.get("rank", 0) if self.facts is None else self.facts.rank
+
+    @property
     def priority(self) -> int:
         """Priority of the configuration; higher ones train first."""
         return self.settings.get("priority", 0)
@@ -115,6 +120,9 @@ class SweepState(Mapping[str, Standing]):
         metric: str | None = None,
     ) -> None:
         """Does nothing: the configurations at the start are known already."""
+
+    def _on_plan(self, **_: Any) -> None:
+        """Does nothing: the driver has got the groups of the plan."""
 
     def _on_begin(self) -> None:
         self.num_drivers += 1

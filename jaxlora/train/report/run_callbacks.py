@@ -84,7 +84,15 @@ class KeepRunFile(Callback):
         Raises:
             StorageError: It cannot be written.
         """
-        write_text(event.output_dir / RUN_FILE_COPY, self._text)
+        self.write(event.output_dir)
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes the copy into the folder of a run.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        write_text(folder / RUN_FILE_COPY, self._text)
 
 
 class SampleFile(Callback):

@@ -22,7 +22,7 @@ from jaxlora.sweeps.engine.desk import Desk
 from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.local_workers import Worker
-from jaxlora.sweeps.engine.placement import Group
+from jaxlora.sweeps.engine.placement import Group, choose, moves
 from jaxlora.sweeps.engine.pool import keep_adapter
 from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
@@ -31,6 +31,59 @@ from jaxlora.sweeps.suggesting import Suggestions
 from tests.jaxlora.sweeps.fake_worker import loss_of
 
 STEPS = 4
+
+
+def planned(names: str, slot_rank: int, num_slots: int = 1) -> Group:
+    own = tuple(names.split())
+    return Group(num_slots=num_slots, run={}, slot_rank=slot_rank, names=own)
+
+
+def configurations(ranks: dict[str, int], **priorities: int) -> SweepState:
+    jobs = [
+        {"name": name, "rank": rank, "priority": priorities.get(name, 0)}
+        for name, rank in ranks.items()
+    ]
+    return SweepState(jobs, [])
+
+
+def given(state: SweepState, groups: list[Group], free: dict[int, int]) -> list[str]:
+    """Gives until nothing fits; returns names with the numbers of their groups."""
+    queue, out, free = list(state.queue()), [], dict(free)
+    while (chosen := choose(queue, groups, free)) is not None:
+        found, number = chosen
+        queue.remove(found)
+        free[number] -= 1
+        out.append(f"{found.name}{number}")
+    return out
+
+
+def test_planned_groups_take_their_own_in_order_and_then_what_is_left():
+    groups = [planned("d b a", 8), planned("c e f", 64)]
+    state = configurations(dict(a=4, b=8, c=64, d=8, e=16, f=8))
+    # The order is that of the plan, not that of the run file.
+    assert given(state, groups, {0: 2, 1: 1}) == ["d0", "b0", "c1"]
+    # The first group has no more of its own, and c and e do not fit its slots.
+    assert given(state, groups, {0: 5}) == ["d0", "b0", "a0", "f0"]
+    # The other one takes over the last ones of the first group.
+    assert given(state, groups, {1: 6}) == ["c1", "e1", "f1", "a1", "b1", "d1"]
+    urgent = configurations(dict(a=4, b=8, c=64, d=8, e=16, f=8), a=1, c=1)
+    assert given(urgent, groups, {0: 2, 1: 1}) == ["a0", "c1", "d0"]
+    # What joined later goes where it fits; what fits nowhere is refused by a worker.
+    late = configurations(dict(a=4, x=8, y=128))
+    assert given(late, groups, {0: 9}) == ["a0", "x0"]
+    assert given(late, groups, {1: 9}) == ["y1", "x1", "a1"]
+
+
+def test_a_configuration_moves_only_where_it_fits(make):
+    state = configurations(dict(a=64, b=4, c=4))
+    groups = [planned("b", 8, num_slots=3), planned("a c", 64)]
+    for number, group in enumerate(groups):
+        group.is_live = True
+        state.apply({"kind": "start", "group": number, "folder": str(number)})
+    for name in "ac":
+        state.apply({"kind": "given", "name": name, "group": 1})
+    state.apply({"kind": "given", "name": "b", "group": 0})
+    assert [found.name for found in moves(state, groups)] == ["c"]
 
 
 class InstantWorkers(Workers):

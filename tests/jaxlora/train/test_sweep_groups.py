@@ -18,6 +18,7 @@ from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import read_owner
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.devices import divide
+from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
 from tests.jaxlora.train.swept import write_job
 from tests.jaxlora.train.thread_workers import ThreadWorkers, use_threads
 
@@ -36,13 +37,14 @@ def make(model, job, tmp_path):
 
     def config(**settings) -> RunConfig:
         swept = {"parameters": {"learning_rate": list(RATES)}, "groups": 2}
+        sweep = Sweep(**swept | settings)
         return RunConfig(
             model=str(model.folder),
             dtype="float32",  # as the model that trains a configuration alone
             output_dir=str(tmp_path / "run"),
             jobs=[job],
-            sweep=Sweep(**swept | settings),
-            max_concurrent_jobs=2,
+            sweep=sweep,
+            max_concurrent_jobs=None if sweep.groups == "auto" else 2,
             microbatch_tokens=128,
             block_tokens=16,
             window_steps=2,
@@ -90,6 +92,49 @@ def test_a_configuration_equals_the_same_job_alone(make, model, workers, tmp_pat
     assert status.num_slots == 4 and all(j.progress.is_over for j in status.jobs)
 
 
+def test_groups_follow_their_plan(make, model, workers, monkeypatch, tmp_path):
+    """Each has its own slots and jobs, and the plan stays when the sweep goes on."""
+    config = make(
+        parameters={"rank": [2, 4], "learning_rate": RATES[:2]},
+        groups="auto",
+        early_exit="none",
+    )
+    names = {rank: [j.name for j in config.jobs if j.rank == rank] for rank in (2, 4)}
+    common = {"mesh": "fsdp=1", "microbatch_tokens": 128, "num_slots": 2}
+    plans = GroupPlans(
+        groups=(
+            GroupPlan(names=tuple(names[2][::-1]), slot_rank=2, **common),
+            GroupPlan(names=tuple(names[4]), slot_rank=4, **common),
+        ),
+        ranks={job.name: job.rank for job in config.jobs},
+        seconds=3.0,
+    )
+    monkeypatch.setattr(run, "plan_in_process", lambda config: plans)
+    result = run.run_groups(config)
+    assert {job.progress.step for job in result.jobs} == {8}
+    records = (tmp_path / "run" / SWEEP_LEDGER).read_text().splitlines()
+    given = [r for r in map(json.loads, records) if r["kind"] == "given"]
+    first = {r["name"]: r["group"] for r in given}
+    assert first[names[2][1]] == 0 and all(first[name] == 1 for name in names[4])
+    slots = sorted({len(driver.control._trainer.jobs) for driver in drivers(workers)})
+    assert slots == [2, 4]  # the group of small slots does not know the large ones
+    for name, rank in ((names[2][1], 2), (names[4][0], 4)):
+        own = config.replace(sweep=None, slot_rank=rank, max_concurrent_jobs=2)
+        weights = tmp_path / "run" / "adapters" / name / "adapter_model.safetensors"
+        assert weights.read_bytes() == alone(own, model, name, tmp_path / "alone")
+    assert result.seconds.predicted == 3.0 and result.seconds.measured > 0
+
+    def no_plan(config):
+        raise AssertionError("the sweep has its plan")
+
+    monkeypatch.setattr(run, "plan_in_process", no_plan)
+    assert not run.run_groups(config, resume=True).interrupted
+
+
+def drivers(workers: list[ThreadWorkers]) -> list:
+    return [driver for one in workers for driver in one.drivers.values()]
+
+
 def metrics(config: RunConfig, kind: str) -> list[dict]:
     """Returns the events of one kind, of all workers."""
     paths = pathlib.Path(config.output_dir).glob("groups/*/metrics*.jsonl")
@@ -129,8 +174,16 @@ def test_settings_of_groups_are_checked(make):
         "fsdp=2",
         "fsdp=1",
     ]
-    for wrong in ([], True, ["x"], [0]):
-        with pytest.raises(ConfigError, match=r"Give|fsdp=4"):
+    with pytest.raises(ConfigError, match=r"max_concurrent_jobs.*groups is auto"):
+        make(groups="auto").replace(max_concurrent_jobs=2)
+    with pytest.raises(ConfigError, match=r"one host, and sweep.ray"):
+        Sweep(groups="auto", ray="auto")
+    with pytest.raises(ConfigError, match=r"optuna suggests them"):
+        make(groups="auto", method="optuna", count=3)
+    with pytest.raises(ConfigError, match=r"__main__:f1 .*module of its own"):
+        Sweep(groups=2, metric="__main__:f1")
+    for wrong in ([], True, ["x"], [0], "many"):
+        with pytest.raises(ConfigError, match=r"Give|fsdp=4|auto"):
             Sweep(groups=wrong)
     with pytest.raises(ConfigError, match=r"2 \+ 2 = 4 GPUs, and this host has 3"):
         meshes = Sweep(groups=[2, 2]).meshes("")

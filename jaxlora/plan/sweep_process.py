@@ -1,0 +1,100 @@
+"""The process that plans the groups of a sweep: settings come in, groups go out.
+
+`jaxlora.sweeps.engine.group_plan` starts it, with the settings of a run as JSON.
+"""
+
+import datetime
+import json
+import logging
+import math
+import os
+import sys
+
+from jaxlora.config import RunConfig
+from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.memory.gpu_share import take_free_gpus
+from jaxlora.memory.need import DoesNotFitError
+from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
+
+NOT_KNOWN = (
+    "sweep.groups is auto, and the rates of this device are not known, so groups "
+    "cannot be planned. `jaxlora profile MODEL` measures them; or give a number of "
+    "groups, or a list."
+)
+
+
+def group_plans(config: RunConfig) -> GroupPlans:
+    """Plans a sweep on the devices of this machine.
+
+    Raises:
+        ConfigError: The rates of the device are not known.
+        JaxloraError: The run cannot be trained.
+    """
+    from jaxlora.plan.sweep_groups import PlannedGroups, plan_groups
+    from jaxlora.train.plan.auto_mesh.machine import this_machine
+    from jaxlora.train.plan.prepare_run import PreparedRun, prepare_run
+
+    assert config.sweep is not None
+
+    def prepared(num_slots: int) -> PreparedRun:
+        """The run with as many slots as fit; the groups have slots of their own."""
+        one = config.sweep.replace(groups=1)
+        fewer = config.replace(sweep=one, max_concurrent_jobs=num_slots)
+        try:
+            return prepare_run(fewer, None, datetime.datetime.now().isoformat())
+        except DoesNotFitError:
+            if num_slots > 1:
+                return prepared(num_slots // 2)
+            if config.mesh == "auto":
+                raise
+            return prepare_run(
+                fewer.replace(mesh="auto"), None, datetime.datetime.now().isoformat()
+            )
+
+    run = prepared(len(config.jobs))
+    found: PlannedGroups | None = plan_groups(run.plan, run.jobs, this_machine())
+    if found is None:
+        raise ConfigError(NOT_KNOWN)
+    block, plan = config.block_tokens, found.planned.plan
+    groups = []
+    for group in plan.groups:
+        tokens = found.capacities[group.degree]
+        if config.microbatch_tokens == "auto":  # larger ones would only be padded
+            most = max(group.round_tokens, found.longest)
+            tokens = min(tokens, block * math.ceil(most / block))
+        runs = sorted(group.runs, key=lambda one: (one.start, one.slot))
+        groups.append(
+            GroupPlan(
+                mesh=found.meshes[group.degree],
+                num_slots=group.num_slots,
+                slot_rank=group.slot_rank,
+                microbatch_tokens=tokens,
+                names=tuple(one.configuration.name for one in runs),
+            )
+        )
+    return GroupPlans(
+        groups=tuple(groups),
+        ranks={c.name: c.rank for c in plan.sweep.configurations},
+        seconds=plan.makespan,
+    )
+
+
+def main() -> None:
+    """Reads a run from the standard input, and writes its groups to the output."""
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to the log
+    config = RunConfig.model_validate_json(sys.stdin.read())
+    take_free_gpus(gathers=config.may_gather)
+    try:
+        answer = group_plans(config).values()
+    except JaxloraError as error:
+        answer = {"error": str(error)}
+    with out:
+        out.write(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
