@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.vera import VeraMatrices
+from jaxlora.config.rules import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_path
@@ -111,6 +112,8 @@ class Adapter:
         dropout: Dropout rate in training.
         keeps_start: Whether the second half of each module's ranks is fixed; see
             `jaxlora.adapters.initial`.
+        loftq_bits: Bits of the format of a base from whose error A and B started, so
+            that the adapter is relative to the quantized weights; None: it is not.
         score: Score head of a reward model, D, float32; None: it is none. See
             `jaxlora.models.score`.
         vera: The matrices of VeRA that all modules share; None: it is not VeRA.
@@ -122,6 +125,7 @@ class Adapter:
     use_rslora: bool = False
     dropout: float = 0.0
     keeps_start: bool = False
+    loftq_bits: int | None = None
     score: np.ndarray | None = None
     vera: VeraMatrices | None = None
     token_rows: TokenRowValues | None = None
@@ -203,6 +207,28 @@ class Adapter:
         if self.score is not None:
             digest.update(self.score.tobytes())
         return digest.hexdigest()
+
+    @property
+    def base_format(self) -> str | None:
+        """Format of the weights that the adapter is relative to; None: any."""
+        return None if self.loftq_bits is None else LOFTQ_FORMATS[self.loftq_bits]
+
+    def check_format(self, name: str | None) -> None:
+        """Checks that the base is quantized as the adapter's start supposes.
+
+        Args:
+            name: Format of the base; None: it is not quantized.
+
+        Raises:
+            AdapterError: It has another format.
+        """
+        if self.base_format not in (None, name):
+            raise AdapterError(
+                f"the adapter started from the error of a base in {self.base_format} "
+                f"(LoftQ), and this base is {'not quantized' if name is None else name}"
+                f". Set quantize_base: {self.base_format}, or merge the adapter with "
+                "jaxlora merge, which quantizes what it adapts."
+            )
 
     def check_base(self, model: ModelConfig) -> None:
         """Checks that the base model has the tokens and the biases that are trained.

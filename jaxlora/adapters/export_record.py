@@ -221,7 +221,8 @@ def _is_ours(folder: pathlib.Path) -> bool:
         return False
     if not isinstance(config, dict):
         return False
-    return config.keys() - {"trainable_token_indices"} in (_CONFIG_KEYS, _VERA_KEYS)
+    keys = config.keys() - {"loftq_config", "trainable_token_indices"}
+    return keys in (_CONFIG_KEYS, _VERA_KEYS)
 
 
 def check_replaceable(folder: str | os.PathLike, *, overwrite: bool = False) -> None:

@@ -1,7 +1,7 @@
 """The adapter that a new job starts from."""
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
@@ -11,11 +11,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
-from jaxlora.adapters.initial import DRAWN, kept_start
+from jaxlora.adapters.initial import DRAWN, kept_start, loftq_start
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.cores import num_cores
 from jaxlora.config import LoraJob
+from jaxlora.config.rules import LOFTQ
 from jaxlora.models.score import SCORE
 from jaxlora.modules.trained_tensors import (
     LORA_A,
@@ -37,6 +38,7 @@ def fresh_adapter(
     kernels: Mapping[str, Any],
     dtype: DTypeLike = np.float32,
     biases: Mapping[str, Any] = MappingProxyType({}),
+    stored: Callable[[str], np.ndarray] | None = None,
 ) -> Adapter:
     """Makes the adapter that a new job starts from, with PEFT's initial values.
 
@@ -49,6 +51,8 @@ def fresh_adapter(
         kernels: Frozen weight of each linear, K N, by module name.
         dtype: Dtype in which weights are multiplied.
         biases: Frozen bias of each linear that has one, N, by module name.
+        stored: Reads the weight of a linear that was quantized, N K and float32, which
+            LoftQ needs.
     """
     # Programs on several devices must start in the same order on all, so no thread
     # runs them.
@@ -58,6 +62,11 @@ def fresh_adapter(
     }
     for name in modules.keys() & biases.keys():
         made[name][TRAINED_BIAS.name] = np.asarray(everywhere(biases[name]))
+    if job.init_lora_weights == LOFTQ:
+        assert stored is not None
+        for name, module in modules.items():
+            given = kernels[name], stored(name), module.rank, module.scaling
+            made[name] |= loftq_start(*given)
 
     def drawn(name: str) -> dict[str, np.ndarray]:
         rng, rank = _random(job, name), modules[name].rank
@@ -170,6 +179,7 @@ def _adapter(
         use_rslora=job.use_rslora,
         dropout=job.dropout,
         keeps_start=job.keeps_start,
+        loftq_bits=job.loftq_bits,
         vera=_vera_matrices(job, modules, kernels) if job.use_vera else None,
     )
 

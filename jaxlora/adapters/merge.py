@@ -3,6 +3,7 @@
 import pathlib
 from collections.abc import Iterator
 
+import jax
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float
@@ -17,6 +18,7 @@ from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.save import save_checkpoint
 from jaxlora.modules.trained_tensors import TRAINED_BIAS
+from jaxlora.pallas_kernels import FORMATS
 
 _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -37,7 +39,9 @@ def merge_adapter(
 
     With DoRA, each column of the sum is scaled to the length of its magnitude. Trained
     rows of tokens replace those of the embedding, and of a head that is tied to it;
-    trained biases replace those of their linears.
+    trained biases replace those of their linears. An adapter that started from the
+    error of a quantized base (LoftQ) is merged into the weights that it adapts as they
+    are after quantizing.
 
     It computes in float32 and rounds once. Tensors are streamed: the host never holds
     more than one shard. Quantized linears are dequantized, also those without an
@@ -90,6 +94,8 @@ def _merged(
         weights = adapter.modules.get(name.removesuffix(".weight"))
         if weights is not None:
             with np.errstate(over="ignore", invalid="ignore"):
+                if adapter.base_format is not None and not checkpoint.quantized:
+                    array = _quantized(array, adapter.base_format)
                 scaling = np.float32(adapter.scaling(weights))
                 array = array.astype(np.float32) + (weights.a @ weights.b).T * scaling
                 if weights.magnitude is not None:
@@ -102,6 +108,16 @@ def _merged(
             array = array.astype(np.float32)
             array[list(adapter.token_rows.ids)] = adapter.token_rows.rows
         yield name, array.astype(wanted, copy=False)
+
+
+def _quantized(
+    w: Float[np.ndarray, "N K"], base_format: str
+) -> Float[np.ndarray, "N K"]:
+    """Returns the weight as it is after it was quantized in a format."""
+    dequantize = jax.jit(
+        lambda x: FORMATS[base_format].quantize(x).dequantize(np.float32)
+    )
+    return np.asarray(dequantize(w.astype(np.float32)))
 
 
 def _column_factors(

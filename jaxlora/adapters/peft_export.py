@@ -119,6 +119,9 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
     given["bias"] = "lora_only" if given.pop("train_bias") else "none"
     if (rows := adapter.token_rows) is not None:
         given["trainable_token_indices"] = list(rows.ids)
+    if (bits := adapter.loftq_bits) is not None:
+        # PEFT ignores it beside another start, and so does not quantize again.
+        given["loftq_config"] = {"loftq_bits": bits, "loftq_iter": 1}
     return {
         **_common_config(adapter, base, linear_names),
         "alpha_pattern": _pattern(alphas, lora_alpha),

@@ -19,7 +19,7 @@ from jaxlora.adapters.targets import pattern_value
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
-from jaxlora.config.rules import embedding_tokens
+from jaxlora.config.rules import LOFTQ_FORMATS, embedding_tokens
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
@@ -36,6 +36,7 @@ _READ = {
     "alpha_pattern",
     "d_initial",
     "init_lora_weights",
+    "loftq_config",
     "lora_alpha",
     "lora_dropout",
     "peft_type",
@@ -134,7 +135,19 @@ def _import(
         score=score,
         vera=vera,
         token_rows=_token_rows(folder, config, others, linear_shapes),
+        loftq_bits=_loftq_bits(folder, config),
     )
+
+
+def _loftq_bits(folder: pathlib.Path, config: Mapping[str, Any]) -> int | None:
+    given = config.get("loftq_config") or {}
+    bits = given.get("loftq_bits") if isinstance(given, dict) else None
+    if given and (type(bits) is not int or bits not in LOFTQ_FORMATS):
+        raise AdapterError(
+            f"{folder / CONFIG_FILE} has loftq_config={shown(given)}; wanted "
+            "loftq_bits 4 or 8."
+        )
+    return bits
 
 
 def _token_rows(

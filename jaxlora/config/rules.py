@@ -108,8 +108,11 @@ def _schedule_has_its_settings(job: Any) -> tuple[str, str] | None:
     return None if problem is None else ("lr_schedule_args", problem)
 
 
-# Starts of A and B in PEFT's words. The latter are of parts of the frozen weight.
+# Starts of A and B in PEFT's words that are drawn at random.
 _DRAWN_STARTS = True, "gaussian", "orthogonal"
+LOFTQ = "loftq"
+# Formats from whose error LoftQ starts, by the bits that PEFT names.
+LOFTQ_FORMATS = {4: "nf4", 8: "int8"}
 _PISSA = re.compile(r"pissa(?:_niter_([1-9]\d?))?")
 
 
@@ -119,10 +122,12 @@ def check_start(start: object) -> object:
     Raises:
         ValueError: There is none.
     """
-    if start is False or not (start in _DRAWN_STARTS or is_part_of_weight(start)):
+    known = (*_DRAWN_STARTS, LOFTQ)
+    if start is False or not (start in known or is_part_of_weight(start)):
         raise ValueError(
             "expected true, gaussian, orthogonal, pissa, pissa_niter_N (with a number "
-            "from 1 to 99) or olora."
+            "from 1 to 99), olora or loftq. For eva, make the first weights with PEFT, "
+            "and give their folder as init_from."
         )
     return start
 
@@ -181,6 +186,29 @@ def _start_fits(job: Any) -> tuple[str, str] | None:
                 f"{setting} and init_lora_weights={start} cannot be combined: {why}. "
                 f"Set {setting} to 0, or choose another start."
             )
+    return None
+
+
+def _loftq_has_its_settings(job: Any) -> tuple[str, str] | None:
+    given = job.loftq_config
+    if job.init_lora_weights != LOFTQ:
+        return ("loftq_config", "it needs init_lora_weights: loftq.") if given else None
+    if unknown := sorted(given.keys() - {"loftq_bits", "loftq_iter"}):
+        return "loftq_config", (
+            f"it has {unknown[0]!r}; its settings are loftq_bits and loftq_iter."
+        )
+    if (bits := given.get("loftq_bits", 4)) not in LOFTQ_FORMATS:
+        return "loftq_config", f"loftq_bits={bits} must be 4 (nf4) or 8 (int8)."
+    if (rounds := given.get("loftq_iter", 1)) > 1:
+        return "loftq_config", (
+            f"loftq_iter={rounds} would quantize the base anew for this adapter, and "
+            "adapters share it. Set loftq_iter to 1, which starts from its error."
+        )
+    if job.use_dora:
+        return "use_dora", (
+            "use_dora and init_lora_weights=loftq cannot be combined: magnitudes start "
+            "from the norms of the base without an adapter. Leave one of them out."
+        )
     return None
 
 
@@ -367,6 +395,7 @@ OF_A_JOB: tuple[Rule, ...] = (
     _streams_need_no_totals,
     _schedule_has_its_settings,
     _start_fits,
+    _loftq_has_its_settings,
     _vera_has_its_settings,
     _layers_are_of_a_list,
 )

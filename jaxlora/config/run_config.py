@@ -19,6 +19,7 @@ from jaxlora.config.replicas_config import (
     check_listed,
 )
 from jaxlora.config.rules import (
+    LOFTQ,
     OF_A_JOB,
     OF_A_RUN,
     check_start,
@@ -90,8 +91,10 @@ class LoraJob(StrictModel):
         projection_prng_key: Seed of the matrices of VeRA, as in PEFT.
         d_initial: First value of the elements of VeRA's vector d.
         init_lora_weights: How A and B start, in PEFT's words: true (A uniform, B zero),
-            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N` or `olora`; see
+            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N`, `olora` or `loftq`; see
             `jaxlora.adapters.initial`.
+        loftq_config: Settings of `loftq`, as in PEFT: `loftq_bits`, those of the base's
+            format (4 of nf4, 8 of int8), and `loftq_iter`, which is 1.
         dropout: Probability of dropping an input feature of the LoRA path.
         target_modules: Suffixes (`q_proj`), one regular expression for the whole
             module name, or `all-linear`.
@@ -168,6 +171,7 @@ class LoraJob(StrictModel):
     projection_prng_key: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
     d_initial: PositiveFloat = 0.1
     init_lora_weights: Literal[True] | str = True
+    loftq_config: dict[str, PositiveInt] = {}
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"
     exclude_modules: Texts = ()
@@ -221,6 +225,13 @@ class LoraJob(StrictModel):
     def keeps_start(self) -> bool:
         """Whether the adapter is relative to its first weights, which it keeps."""
         return is_part_of_weight(self.init_lora_weights)
+
+    @property
+    def loftq_bits(self) -> int | None:
+        """Bits of the format from whose error LoftQ starts; None: it does not."""
+        if self.init_lora_weights != LOFTQ:
+            return None
+        return self.loftq_config.get("loftq_bits", 4)
 
     @pydantic.field_validator("lr_schedule", mode="before")
     @classmethod

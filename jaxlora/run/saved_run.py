@@ -62,6 +62,7 @@ class SavedAdapter:
     dropout: Annotated[float, Field(ge=0, lt=1)]
     keep_best: bool
     has_score: bool = False
+    loftq_bits: int | None = None
     vera: tuple[_Key, Size, Size, Size, bool] | None = None
     token_ids: list[_TokenId] = dataclasses.field(default_factory=list)
 
@@ -93,6 +94,7 @@ class SavedAdapter:
             score=params[SCORE_PATH] if self.has_score else None,
             vera=None if self.vera is None else VeraMatrices(*self.vera),
             token_rows=rows,
+            loftq_bits=self.loftq_bits,
         )
 
 

@@ -22,7 +22,7 @@ from jaxlora.data.objective import Objective
 from jaxlora.data.order import StreamPlace
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokens.samples import TokenizedSample
-from jaxlora.hf.load import FrozenModel
+from jaxlora.hf.load import FrozenModel, unquantized_reader
 from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
 from jaxlora.models.sharded import EMBEDDING
@@ -390,12 +390,14 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
             score = fresh_score(prepared.settings, model.config.hidden_size)
         return dataclasses.replace(adapter, score=score, token_rows=rows)
 
-    ids = prepared.settings.trainable_token_indices
+    ids, stored = prepared.settings.trainable_token_indices, None
+    if prepared.settings.loftq_bits is not None:
+        stored = unquantized_reader(model)
     table = model.params[EMBEDDING]
 
     def draw() -> Adapter:
         rows = fresh_rows(ids, table) if ids else None
-        return whole(fresh_adapter(*given, model.dtype, biases), rows)
+        return whole(fresh_adapter(*given, model.dtype, biases, stored), rows)
 
     blank = np.broadcast_to(np.float32(0), (len(ids), table.shape[1]))
     rows = TokenRowValues(ids, blank) if ids else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from jaxlora.adapters.targets import Targets, choose_linears
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import RunConfig
+from jaxlora.config.rules import LOFTQ_FORMATS
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.hf.names import linear_names, linear_path
@@ -193,6 +194,7 @@ def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
     name = prepared.name
     for module in prepared.modules:
         path = linear_path(module)
+        _check_format(prepared, module, spec.options.weight_format(path))
         if prepared.settings.keeps_start and spec.options.weight_format(path):
             raise ConfigError(
                 f"job {name!r} has init_lora_weights "
@@ -205,6 +207,23 @@ def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
                 f"job {name!r} adapts {module}, which has no slots in this run. Add "
                 "the module to slot_targets when the run starts."
             )
+
+
+def _check_format(
+    prepared: PreparedJob, module: str, weight_format: str | None
+) -> None:
+    """Checks that a weight is quantized if, and only if, the job starts from that."""
+    settings = prepared.settings
+    if prepared.start is not None:
+        prepared.start.check_format(weight_format)
+    if (bits := settings.loftq_bits) is None or LOFTQ_FORMATS[bits] == weight_format:
+        return
+    wanted, stored = LOFTQ_FORMATS[bits], weight_format or "not quantized"
+    raise ConfigError(
+        f"job {prepared.name!r} has init_lora_weights=loftq, which starts from the "
+        f"error of weights in {wanted}, and {module} is {stored}. Set quantize_base: "
+        f"{wanted}, exclude the module, or leave init_lora_weights out."
+    )
 
 
 def _check_lengths(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:

@@ -203,6 +203,7 @@ def _saved_adapter(job: JobState) -> SavedAdapter:
         has_score=job.like.score is not None,
         token_ids=[] if rows is None else list(rows.ids),
         vera=None if vera is None else dataclasses.astuple(vera),
+        loftq_bits=job.like.loftq_bits,
     )
 
 
