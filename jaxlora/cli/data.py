@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Options that are settings of the data, by their names in a run file.
 _SETTINGS = {
-    "kind": "prompt_completion, messages, text, alpaca, preference or unpaired",
+    "kind": "prompt_completion, messages, text, alpaca, preference, unpaired, distill",
     "prompt": "field of the prompt, or a template over fields",
     "completion": "field of the completion, or a template over fields",
     "messages": "field of the messages",
@@ -134,6 +134,8 @@ def _job(path: str, settings: dict[str, Any]) -> "LoraJob":
     job["data"] |= {k: v for k, v in settings.items() if k != "max_length"}
     if settings.get("kind") in ("preference", "unpaired"):
         job["objective"] = "kto"  # it learns from both
+    if settings.get("kind") == "distill":
+        job["objective"] = "distill"
     return run_config({"model": "none", "jobs": [job]}, where="jaxlora data").jobs[0]
 
 

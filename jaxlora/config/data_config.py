@@ -128,8 +128,8 @@ class DataConfig(StrictModel):
         kind: Which fields to read; `auto` decides by the first record's fields, and
             refuses records that can be read in two ways. `alpaca` reads `instruction`,
             `input` and `output`; `preference` a chosen and a rejected answer, and
-            `unpaired` one answer with a label, which `auto` does for objectives that
-            learn from them.
+            `unpaired` one answer with a label, and `distill` tokens with a teacher's
+            log-probabilities, which `auto` does for objectives that learn from them.
         prompt: Field of the prompt, or a Jinja template over the record's fields
             (anything that contains `{{`).
         completion: Field of the completion, or a Jinja template.
@@ -202,6 +202,7 @@ class DataConfig(StrictModel):
         "alpaca",
         "preference",
         "unpaired",
+        "distill",
     ] = "auto"
     prompt: str = "prompt"
     completion: str = "completion"

@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 
-# Inputs of the rows of a microbatch, by name; 0 in rows of other objectives.
-RowInputs = dict[str, Float[Array, " T"]]
+# Inputs of the rows of a microbatch, by name; 0 in rows of other objectives. Some have
+# several values for each row, T C.
+RowInputs = dict[str, Float[Array, "T ..."]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +94,7 @@ class Objective:
             group, such as a chosen and a rejected answer: the unit of a job's batch
             size, of its order, and of packing.
         input_names: Names of the inputs of a row.
+        widths: Number of values of the inputs that have several for each row.
         num_terms: Number of terms of the loss of samples, which are whole groups; of
             weighted terms, the sum of their weights.
         part_sizes: For each part of the loss or of metrics that is a mean over
@@ -100,6 +102,9 @@ class Objective:
         row_inputs: Makes the inputs of the rows of a group, float32, one sample after
             another.
         is_target: Which rows need the likelihood of their next token.
+        soft_labels: Names of the inputs that say what its target rows predict: several
+            tokens, their shares, and a factor of the logits. The likelihood of a row is
+            then that of `jaxlora.modules.loss.SoftLabels`. None: the next token.
         losses: The loss of each row, of which the sum is taken: from the negative log
             likelihoods in nats (0 in rows that are no targets), the inputs, and the
             number of each row's group in the microbatch (less than the number of rows;
@@ -130,12 +135,14 @@ class Objective:
     needs_reference: bool = False
     group_size: int = 1
     input_names: tuple[str, ...]
+    widths: Mapping[str, int] = dataclasses.field(default_factory=dict)
     num_terms: Callable[[Sequence[TokenizedSample]], float]
     part_sizes: Callable[[Sequence[TokenizedSample]], tuple[int, ...]] = (
         lambda samples: ()
     )
     row_inputs: Callable[[Sequence[TokenizedSample], Terms], dict[str, np.ndarray]]
     is_target: Callable[[RowInputs], Bool[Array, " T"]]
+    soft_labels: tuple[str, str, str] | None = None
     losses: Callable[
         [Float[Array, " T"], RowInputs, Int[Array, " T"] | None], Float[Array, " T"]
     ]
@@ -182,3 +189,16 @@ def next_token_targets(sample: TokenizedSample) -> Bool[np.ndarray, " T"]:
     following = np.zeros_like(sample.is_target)
     following[:-1] = sample.is_target[1:]
     return following
+
+
+def target_weight(samples: Sequence[TokenizedSample]) -> float:
+    """Returns the sum of the weights of the target tokens of samples."""
+    return sum(sample.sum_of_weights for sample in samples)
+
+
+def token_weights(sample: TokenizedSample, weight: float) -> np.ndarray:
+    """Returns the weight of each row's loss; that of a plain token is given."""
+    weights = next_token_targets(sample) * np.float32(weight)
+    if sample.weights is not None:
+        weights *= np.append(sample.weights[1:], np.float32(0))
+    return weights

@@ -12,24 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.data.distill_objective import DISTILL
 from jaxlora.data.kto_objective import KTO
-from jaxlora.data.objective import Objective, RowInputs, Terms, next_token_targets
+from jaxlora.data.objective import (
+    Objective,
+    RowInputs,
+    Terms,
+    target_weight,
+    token_weights,
+)
 from jaxlora.data.preference_objectives import CPO, DPO, ORPO, SIMPO
 from jaxlora.data.reward_objective import REWARD
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 
 
-def _target_weight(samples: Sequence[TokenizedSample]) -> float:
-    return sum(sample.sum_of_weights for sample in samples)
-
-
 def _weights(group: Sequence[TokenizedSample], terms: Terms) -> dict[str, np.ndarray]:
     (sample,) = group
-    weight = next_token_targets(sample) * np.float32(terms.weight)
-    if sample.weights is not None:
-        weight *= np.append(sample.weights[1:], np.float32(0))
-    return {"weight": weight}
+    return {"weight": token_weights(sample, terms.weight)}
 
 
 def _has_weight(inputs: RowInputs) -> Bool[Array, " T"]:
@@ -45,12 +45,12 @@ def _weighted_nll(
 NEXT_TOKEN = Objective(
     name="next_token",
     input_names=("weight",),
-    num_terms=_target_weight,
+    num_terms=target_weight,
     row_inputs=_weights,
     is_target=_has_weight,
     losses=_weighted_nll,
 )
-_ALL = (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO, KTO, REWARD)
+_ALL = (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO, KTO, REWARD, DISTILL)
 OBJECTIVES: dict[str, Objective] = {one.name: one for one in _ALL}
 
 

@@ -41,7 +41,7 @@ class PackedBatch:
     positions: Int[Array, " T"]
     segment_ids: Int[Array, " T"]
     labels: Int[Array, " T"]
-    loss_inputs: dict[str, dict[str, Float[Array, " T"]]]
+    loss_inputs: dict[str, dict[str, Float[Array, "T ..."]]]
     group_ids: Int[Array, " T"] | None = None
     token_index: Int[Array, " T"]
     block_adapter: Int[Array, " NB"]
@@ -307,13 +307,23 @@ def has_groups(objectives: Sequence[str]) -> bool:
     return any(one.group_size > 1 or one.sums_groups for one in read)
 
 
+def input_shapes(objective: str, num_rows: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each input of an objective's rows, by name."""
+    found = OBJECTIVES[objective]
+    return {
+        name: (num_rows, found.widths[name]) if name in found.widths else (num_rows,)
+        for name in found.input_names
+    }
+
+
 def _loss_inputs(
     packed: Sequence[_Rows], num_rows: int, objectives: Sequence[str]
 ) -> dict[str, dict[str, np.ndarray]]:
     """Lays out what each objective reads of the rows of its jobs."""
     inputs = {
         name: {
-            key: np.zeros(num_rows, np.float32) for key in OBJECTIVES[name].input_names
+            key: np.zeros(shape, np.float32)
+            for key, shape in input_shapes(name, num_rows).items()
         }
         for name in objectives
     }

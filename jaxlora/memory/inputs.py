@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES, has_baseline
-from jaxlora.data.pack import PackedBatch, has_groups
+from jaxlora.data.objectives import NEXT_TOKEN, has_baseline
+from jaxlora.data.pack import PackedBatch, has_groups, input_shapes
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
@@ -30,18 +30,20 @@ def batch_shapes(
     where = placement.sharding(placement.rows)
     num_rows = placement.num_lanes * limits.capacity
 
-    def shape(size: int, dtype) -> Any:
-        return jax.ShapeDtypeStruct((size,), dtype, sharding=where)
+    def shape(sizes: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
 
-    rows, weights = shape(num_rows, jnp.int32), shape(num_rows, jnp.float32)
-    blocks = shape(num_rows // limits.block_tokens, jnp.int32)
+    rows, blocks = shape((num_rows,)), shape((num_rows // limits.block_tokens,))
     return PackedBatch(
         token_ids=rows,
         positions=rows,
         segment_ids=rows,
         labels=rows,
         loss_inputs={
-            name: dict.fromkeys(OBJECTIVES[name].input_names, weights)
+            name: {
+                key: shape(sizes, jnp.float32)
+                for key, sizes in input_shapes(name, num_rows).items()
+            }
             for name in objectives
         },
         group_ids=rows if has_groups(objectives) else None,

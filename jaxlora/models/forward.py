@@ -19,7 +19,7 @@ from jaxlora.models.decoder import Decoder
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import compiler_options
-from jaxlora.modules.loss import target_nll
+from jaxlora.modules.loss import SoftLabels, target_nll
 from jaxlora.modules.routing import Routing
 from jaxlora.sharding.tensor import copy_in
 
@@ -123,13 +123,33 @@ def label_nll(
     return target_nll(
         copy_in(hidden, tensor),
         head,
-        batch.labels,
+        _labels(decoder, batch),
         is_target,
         head_transposed=transposed,
         logit_softcap=decoder.config.logit_softcap,
         own=decoder.own_head_rows(batch.block_adapter),
         vocab_parts=tensor,
     )
+
+
+def _labels(decoder: Decoder, batch: PackedBatch) -> Int[Array, " T"] | SoftLabels:
+    """What rows predict: their next tokens, or what an objective says of its rows."""
+    labels: Array | SoftLabels = batch.labels
+    for name in decoder.options.objectives:
+        objective, inputs = OBJECTIVES[name], batch.loss_inputs[name]
+        if objective.soft_labels is None:
+            continue
+        ids, shares, scale = (inputs[key] for key in objective.soft_labels)
+        # float32 holds tokens up to 2^24.
+        soft = SoftLabels(ids.astype(jnp.int32), shares, scale)
+        is_own = objective.is_target(inputs)
+        if not isinstance(labels, SoftLabels):
+            labels = SoftLabels.of(labels, soft.ids.shape[1])
+        pick = lambda x, y, own=is_own: jnp.where(
+            own.reshape(-1, *[1] * (x.ndim - 1)), x, y
+        )
+        labels = jax.tree.map(pick, soft, labels)
+    return labels
 
 
 def _loss_inputs(

@@ -35,10 +35,36 @@ class HeadRows(NamedTuple):
         return jnp.repeat(self.block_adapter, num_rows // len(self.block_adapter))
 
 
+class SoftLabels(NamedTuple):
+    """What rows should predict, if that may be a distribution over several tokens.
+
+    The loss of a row is the sum over these of `share (-log softmax(scale logits))`.
+
+    Attributes:
+        ids: Tokens, T C; those with a share differ.
+        shares: Their shares, T C, of any sum; 0: none.
+        scale: Factor of the logits of each row, T.
+    """
+
+    ids: Array
+    shares: Array
+    scale: Array
+
+    @staticmethod
+    def of(labels: Int[Array, " T"], num: int) -> "SoftLabels":
+        """Returns labels that are one token each, with room for so many."""
+        first = jnp.arange(num) == 0
+        return SoftLabels(
+            ids=jnp.where(first, labels[:, None], 0),
+            shares=jnp.where(first, 1.0, 0.0) * jnp.ones((len(labels), 1)),
+            scale=jnp.ones(len(labels)),
+        )
+
+
 def target_nll(
     hidden: Float[Array, "T D"],
     head: Float[Array, "D V"] | Float[Array, "V D"],
-    labels: Int[Array, " T"],
+    labels: Int[Array, " T"] | SoftLabels,
     is_target: Bool[Array, " T"],
     *,
     head_transposed: bool = False,
@@ -56,7 +82,7 @@ def target_nll(
     Args:
         hidden: Hidden states after the last norm.
         head: Output projection.
-        labels: The token that each row should predict.
+        labels: The token that each row should predict, or several with shares.
         is_target: Which rows are trained on.
         head_transposed: Whether head is stored V D, as a tied embedding is. It is used
             without a copy.
@@ -89,8 +115,8 @@ def _target_nll(hidden, head, labels, is_target, own, options):
     def compute(hidden, labels, *slots):
         return (_nll(hidden, head, labels, options, own, *slots)[0],)
 
-    rows = hidden, labels, *_slots_of(own, len(labels))
-    chunk = _chunk_rows(options.num_logits(head), len(labels))
+    rows = hidden, labels, *_slots_of(own, len(hidden))
+    chunk = _chunk_rows(options.num_logits(head), len(hidden))
     (nll,), place = _over_targets(compute, is_target, *rows, chunk=chunk)
     return jnp.where(is_target, nll[place], 0.0)
 
@@ -103,8 +129,8 @@ def _forward(hidden, head, labels, is_target, own, options):
     def compute(hidden, labels, *slots):
         return _nll_and_gradient(hidden, head, labels, options, own, *slots)
 
-    rows = hidden, labels, *_slots_of(own, len(labels))
-    chunk = _chunk_rows(options.num_logits(head), len(labels))
+    rows = hidden, labels, *_slots_of(own, len(hidden))
+    chunk = _chunk_rows(options.num_logits(head), len(hidden))
     out, place = _over_targets(compute, is_target, *rows, chunk=chunk)
     nll, gradient, *of_own = out
     kept = None if own is None else (hidden, own, *of_own)
@@ -168,7 +194,7 @@ def _over_targets(compute, is_target, *rows, chunk: int):
     num_targets = is_target.sum()
 
     def compute_rows(taken):
-        return compute(*(x[taken] for x in rows))
+        return compute(*jax.tree.map(lambda x: x[taken], rows))
 
     def zeros(taken):
         like = jax.eval_shape(compute_rows, taken)
@@ -225,24 +251,34 @@ def _nll(hidden, head, labels, options: _Head, own=None, slots: Any = None):
     logits = _product(hidden, head, 1 if options.transposed else 0)
     if own is not None:
         logits = _with_own(logits, hidden, own, slots)
-    logits = softcap(logits, options.softcap)
+    capped = logits = softcap(logits, options.softcap)
+    soft = labels if isinstance(labels, SoftLabels) else None
+    if soft is not None:
+        logits = logits * soft.scale[:, None]
+    ids = labels[:, None] if soft is None else soft.ids
     if options.parts > 1:
-        log_total, picked = _of_all_parts(logits, labels, options.parts)
+        log_total, picked = _of_all_parts(logits, ids, options.parts)
     else:
         log_total = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    return log_total - picked, logits, log_total
+        picked = jnp.take_along_axis(logits, ids, axis=-1)
+    if soft is None:
+        return log_total - picked[:, 0], capped, log_total
+    terms = soft.shares * (log_total[:, None] - picked)
+    return jnp.where(soft.shares > 0, terms, 0.0).sum(axis=1), capped, log_total
 
 
-def _of_all_parts(logits, labels, parts: int):
-    """Returns the log of the sum of exponentials of each row, and its label's logit."""
-    label, is_own = own_indices(labels, logits.shape[1], parts)
+def _of_all_parts(logits, ids, parts: int):
+    """Returns the log of each row's sum of exponentials, and its labels' logits."""
+    own, is_own = (
+        x.reshape(ids.shape)
+        for x in own_indices(ids.reshape(-1), logits.shape[1], parts)
+    )
     most = jax.lax.pmax(logits.max(axis=-1), TENSOR)
     total = jnp.exp(logits - most[:, None]).sum(axis=-1)
-    picked = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
-    both = jnp.stack([total, jnp.where(is_own, picked, 0.0)])
-    total, picked = jax.lax.psum(both, TENSOR)
-    return jnp.log(total) + most, picked
+    picked = jnp.where(is_own, jnp.take_along_axis(logits, own, axis=-1), 0.0)
+    both = jnp.concatenate([total[:, None], picked], axis=1)
+    both = jax.lax.psum(both, TENSOR)
+    return jnp.log(both[:, 0]) + most, both[:, 1:]
 
 
 def _nll_and_gradient(
@@ -250,13 +286,17 @@ def _nll_and_gradient(
 ):
     """Returns each row's loss and `dlogits head^T`, where dlogits = softmax - one hot.
 
+    With `SoftLabels`, dlogits = scale (softmax times the sum of shares - shares).
     A soft cap multiplies dlogits by its slope, `1 - (logits / cap)^2`. If slots have
     rows of their own, the third result is dlogits of the tokens of these.
     """
     nll, logits, log_total = _nll(hidden, head, labels, options, own, slots)
-    first = first_index(logits.shape[1], options.parts)
-    hit = jnp.arange(logits.shape[1]) == labels[:, None] - first
-    dlogits = jnp.exp(logits - log_total[:, None]) - hit
+    if isinstance(labels, SoftLabels):
+        dlogits = _soft_dlogits(logits, log_total, labels, options.parts)
+    else:
+        first = first_index(logits.shape[1], options.parts)
+        hit = jnp.arange(logits.shape[1]) == labels[:, None] - first
+        dlogits = jnp.exp(logits - log_total[:, None]) - hit
     if options.softcap is not None:
         dlogits *= 1 - (logits / options.softcap) ** 2
     axis = 0 if options.transposed else 1
@@ -275,3 +315,14 @@ def _nll_and_gradient(
     rows = finite.reshape(spread.shape[1], -1)
     gradient += _product(spread.astype(hidden.dtype), rows, 0)
     return nll, gradient.astype(hidden.dtype), of_own
+
+
+def _soft_dlogits(logits, log_total, labels: SoftLabels, parts: int):
+    num_logits, scale = logits.shape[1], labels.scale[:, None]
+    own, is_own = own_indices(labels.ids.reshape(-1), num_logits, parts)
+    place = jnp.where(is_own, own, num_logits).reshape(labels.ids.shape)
+    numbers = jnp.arange(len(logits))[:, None]
+    softmax = jnp.exp(logits * scale - log_total[:, None])
+    dlogits = softmax * labels.shares.sum(axis=1, keepdims=True)
+    # No two shares of a row are of one token, so the order of additions is no matter.
+    return scale * dlogits.at[numbers, place].add(-labels.shares, mode="drop")

@@ -11,7 +11,13 @@ from jaxlora.data.rendering.fields import is_template
 from jaxlora.errors import DataError
 
 Kind = Literal[
-    "prompt_completion", "messages", "text", "alpaca", "preference", "unpaired"
+    "prompt_completion",
+    "messages",
+    "text",
+    "alpaca",
+    "preference",
+    "unpaired",
+    "distill",
 ]
 
 # The settings that name the fields of each kind.
@@ -22,7 +28,10 @@ _SETTINGS: Mapping[Kind, tuple[str, ...]] = {
     "alpaca": (),
     "preference": ("prompt", "chosen", "rejected", "margin"),
     "unpaired": ("label",),
+    "distill": (),
 }
+# The fields of records for distillation, as Axolotl names them in what it prepares.
+IDS, TOP_IDS, TOP_LOGPROBS = "input_ids", "target_token_ids", "target_logprobs"
 # The name that ShareGPT gives to the messages.
 _SHAREGPT = "conversations"
 # LLaMA-Factory's name of a label.
@@ -30,7 +39,7 @@ _KTO_TAG = "kto_tag"
 # Samples of a record: a chosen and a rejected completion.
 SAMPLES_PER_RECORD: Mapping[str, int] = {"preference": 2}
 # Kinds that only some objectives learn from.
-SPECIAL_KINDS: frozenset[Kind] = frozenset(("preference", "unpaired"))
+SPECIAL_KINDS: frozenset[Kind] = frozenset(("preference", "unpaired", "distill"))
 ALPACA = ("instruction", "input", "output")
 
 
@@ -69,6 +78,8 @@ def has_kind(data: DataConfig, record: Record) -> bool:
         return all(is_template(f) or f in record for f in (data.chosen, data.rejected))
     if data.kind == "unpaired":
         return find_label(data, record) is not None
+    if data.kind == "distill":
+        return {IDS, TOP_IDS, TOP_LOGPROBS} <= record.keys()
     readings = _readings_that_fit(data, record)
     return any(not _settings_of_other_kinds(data, r.kind) for r in readings)
 
@@ -87,6 +98,10 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
         return _preference(data, first)
     if data.kind == "unpaired":
         return _unpaired(data, first)
+    if data.kind == "distill":
+        reading = Reading(kind="distill", fields=(IDS, TOP_IDS, TOP_LOGPROBS))
+        _check_settings(data, reading, ", ".join(map(str, first)) or "none")
+        return reading
     fits = _readings_that_fit(data, first)
     if data.kind != "auto":
         fits = [r for r in fits if r.kind == data.kind]

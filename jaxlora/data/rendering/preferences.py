@@ -8,6 +8,7 @@ from jaxlora.config import DataConfig
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.preference import read_label, split_prompt
 from jaxlora.data.records.read import Record
+from jaxlora.data.rendering.distillation import GivenTokens, TokensRenderer
 from jaxlora.data.rendering.fields import missing_field
 from jaxlora.data.rendering.kinds import Reading
 from jaxlora.data.rendering.render import Rendered, plain_renderer
@@ -28,7 +29,9 @@ class Valued:
 
 
 # Texts of records that come with numbers, too.
-ValuedRenderer = Callable[[Sequence[Record]], Sequence[Valued | Rendered | DataError]]
+ValuedRenderer = Callable[
+    [Sequence[Record]], Sequence[Valued | Rendered | GivenTokens | DataError]
+]
 
 
 def make_renderer(
@@ -56,6 +59,8 @@ def make_renderer(
         return _PairRenderer(data, reading, tokenizer, notes)
     if reading.kind == "unpaired":
         return _LabelledRenderer(data, reading, tokenizer, notes)
+    if reading.kind == "distill":
+        return TokensRenderer(data, tokenizer)
     return plain_renderer(data, reading, tokenizer, notes)
 
 

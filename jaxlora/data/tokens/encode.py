@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from jaxlora.config import DataConfig
+from jaxlora.data.rendering.distillation import GivenTokens, TopLogprobs
 from jaxlora.data.rendering.prompts import PromptCompletion
 from jaxlora.data.rendering.render import PlainText, Rendered
 from jaxlora.data.templates.chat import Span
@@ -33,11 +34,14 @@ class MarkedTokens(NamedTuple):
         is_target: Whether each token is a target of the loss. The first token is never
             one, because there is no token before it to predict it.
         weights: Weight of each token's loss; None: all are 1.
+        top: A teacher's most likely tokens in the place of each target, if there is a
+            teacher.
     """
 
     token_ids: Int32[np.ndarray, " T"]
     is_target: Bool[np.ndarray, " T"]
     weights: Float32[np.ndarray, " T"] | None = None
+    top: TopLogprobs | None = None
 
 
 class Encoder:
@@ -67,9 +71,9 @@ class Encoder:
         self._boundaries = BoundaryEncoder(self._prefixes.encode_batch)
         self._marks_start = self._boundaries.marks_start
 
-    def is_whole(self, record: Rendered | DataError) -> bool:
+    def is_whole(self, record: Rendered | GivenTokens | DataError) -> bool:
         """Whether a record is known to be encoded completely, not only in part."""
-        if isinstance(record, DataError):
+        if isinstance(record, DataError | GivenTokens):
             return True
         if isinstance(record, PromptCompletion):
             num_chars = len(record.prompt) + len(record.completion)
@@ -78,7 +82,7 @@ class Encoder:
         return num_chars <= self._prefixes.whole_chars
 
     def __call__(
-        self, records: Sequence[Rendered | DataError]
+        self, records: Sequence[Rendered | GivenTokens | DataError]
     ) -> list[MarkedTokens | DataError]:
         """Encodes each record; the result for an invalid record is its error.
 
@@ -92,6 +96,9 @@ class Encoder:
         for i, record in enumerate(records):
             if isinstance(record, DataError):
                 results[i] = record
+            elif isinstance(record, GivenTokens):
+                ids, is_target = record.token_ids, record.is_target
+                results[i] = MarkedTokens(ids, is_target, top=record.top)
             elif isinstance(record, PromptCompletion) and not self._marks_start:
                 separate[i] = record
             else:

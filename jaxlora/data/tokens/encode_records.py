@@ -15,6 +15,7 @@ from jaxlora.config import DataConfig
 from jaxlora.data.records.files import Record
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Records
+from jaxlora.data.rendering.distillation import GivenTokens
 from jaxlora.data.rendering.kinds import (
     SAMPLES_PER_RECORD,
     choose_reading,
@@ -153,7 +154,7 @@ class RecordEncoder:
 
     def _add_chunk(
         self,
-        chunk: Sequence[Valued | Rendered | DataError],
+        chunk: Sequence[Valued | Rendered | GivenTokens | DataError],
         writer: RecordWriter,
         name: Callable[[int], str],
     ) -> None:
@@ -169,8 +170,10 @@ class RecordEncoder:
                 if errors or isinstance(tokens, DataError):
                     writer.add_bad()
                     continue
-                ids, is_target, weights = tokens
-                sample = TokenizedSample(ids, is_target, value, weights=weights)
+                ids, is_target, weights, top = tokens
+                sample = TokenizedSample(
+                    ids, is_target, value, weights=weights, top=top
+                )
                 if self._first is None and sample.is_target.any():
                     self._first = sample
                 writer.add(sample, is_whole=is_whole)
@@ -186,7 +189,7 @@ def _representative(data: DataConfig, records: Records) -> Record:
 
 def _render_ahead(
     render: ValuedRenderer, chunks: Iterable[Sequence[Record]]
-) -> Generator[Sequence[Valued | Rendered | DataError]]:
+) -> Generator[Sequence[Valued | Rendered | GivenTokens | DataError]]:
     """Renders chunks of records in several threads, and yields them in order.
 
     Most of the time the threads wait for the processes that run the templates.

@@ -2,6 +2,7 @@
 
 import array
 import dataclasses
+import functools
 import itertools
 import tempfile
 import weakref
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 
 from jaxlora.data.records.notes import Note
+from jaxlora.data.rendering.distillation import TopLogprobs
 from jaxlora.errors import DataError
 
 # Data sets with more tokens than this keep them in a file instead of memory.
@@ -35,6 +37,8 @@ class TokenizedSample:
         reference_logp: Log-probability of the targets, in nats, by the base without an
             adapter, for objectives that need it.
         weights: Weight of each token's loss as a target; None: all are 1.
+        top: A teacher's most likely tokens in the place of each target; None: there is
+            no teacher.
     """
 
     token_ids: Int32[np.ndarray, " T"]
@@ -42,6 +46,7 @@ class TokenizedSample:
     value: float = 0.0
     reference_logp: float | None = None
     weights: Float32[np.ndarray, " T"] | None = None
+    top: TopLogprobs | None = None
 
     @property
     def target_weights(self) -> Float32[np.ndarray, " _"] | None:
@@ -81,6 +86,10 @@ class EncodedRecords:
             none has.
         run_ends: Index in its record of the token after each run.
         run_weights: Weight of each run.
+        top_counts: Number of a teacher's most likely tokens that each record has in the
+            place of each of its targets; empty: none has any.
+        top_ids: These tokens, record after record, target after target.
+        top_logprobs: Their log-probabilities; -inf: there is none here.
         is_whole: Whether `lengths` is exact; otherwise it is a lower bound.
         is_bad: Whether each record is left out, because it cannot be used.
         first_bad: Describes the first record that cannot be used; "" if there is none.
@@ -95,6 +104,9 @@ class EncodedRecords:
     run_offsets: Int64[np.ndarray, " _"]
     run_ends: Int64[np.ndarray, " W"]
     run_weights: Float32[np.ndarray, " W"]
+    top_counts: Int64[np.ndarray, " _"]
+    top_ids: Int32[np.ndarray, " P"]
+    top_logprobs: Float32[np.ndarray, " P"]
     is_whole: Bool[np.ndarray, " R"]
     is_bad: Bool[np.ndarray, " R"]
     first_bad: str
@@ -109,6 +121,20 @@ class EncodedRecords:
             return None
         sizes = np.diff(self.run_ends[first:end], prepend=0)
         return np.repeat(self.run_weights[first:end], sizes)
+
+    @functools.cached_property
+    def _top_offsets(self) -> Int64[np.ndarray, " _"]:
+        return np.cumsum(np.append(0, self.num_targets * self.top_counts))
+
+    def top(self, number: int) -> TopLogprobs | None:
+        """Returns what a teacher says of the stored targets of a record, if it does."""
+        if not len(self.top_counts) or not (k := int(self.top_counts[number])):
+            return None
+        first, end = self._top_offsets[number : number + 2]
+        ids, logprobs = (
+            x[first:end].reshape(-1, k) for x in (self.top_ids, self.top_logprobs)
+        )
+        return TopLogprobs(ids, logprobs)
 
 
 class Samples(Sequence[TokenizedSample]):
@@ -153,8 +179,8 @@ class Samples(Sequence[TokenizedSample]):
         index = range(len(self))[index]
         number, value = int(self.numbers[index]), float(self.values[index])
         ids, is_target = _decoded(self._stored(number))
-        weights = self.records.weights(number)
-        return TokenizedSample(ids, is_target, value, weights=weights)
+        weights, top = self.records.weights(number), self.records.top(number)
+        return TokenizedSample(ids, is_target, value, weights=weights, top=top)
 
     def __iter__(self) -> Iterator[TokenizedSample]:
         # Samples are converted in groups, because the overhead per call is high.
@@ -163,12 +189,15 @@ class Samples(Sequence[TokenizedSample]):
             parts = [self._stored(number) for number in self.numbers[some].tolist()]
             token_ids, targets = _decoded(np.concatenate(parts))
             weights = map(self.records.weights, self.numbers[some].tolist())
+            tops = map(self.records.top, self.numbers[some].tolist())
             ends = itertools.accumulate(map(len, parts), initial=0)
             spans = itertools.starmap(slice, itertools.pairwise(ends))
             values = self.values[some].tolist()
-            for part, value, given in zip(spans, values, weights, strict=True):
+            for part, value, given, top in zip(
+                spans, values, weights, tops, strict=True
+            ):
                 ids, is_target = token_ids[part], targets[part]
-                yield TokenizedSample(ids, is_target, value, weights=given)
+                yield TokenizedSample(ids, is_target, value, weights=given, top=top)
 
     def _stored(self, number: int) -> np.ndarray:
         """Returns the stored tokens of a record."""
@@ -186,11 +215,60 @@ def _complemented(values: np.ndarray, where: np.ndarray) -> np.ndarray:
     return np.where(where, ~values, values)
 
 
-class RecordWriter:
-    """Collects the tokens of records; a large number goes to a temporary file.
+class _Spool:
+    """Collects arrays that become one; a large one goes to a temporary file.
 
     The file has no name, so it disappears however the process ends.
     """
+
+    def __init__(self, source: str, dtype: type):
+        self._source, self._dtype, self._count = source, np.dtype(dtype), 0
+        self._parts: list[np.ndarray] = []
+        self._file: IO[bytes] | None = None
+
+    def add(self, part: np.ndarray) -> None:
+        """Takes the next array.
+
+        Raises:
+            DataError: The disk is full, or cannot be written to.
+        """
+        self._parts.append(part.astype(self._dtype, copy=False).ravel())
+        self._count += part.size
+        if self._file is None and self._count <= TOKENS_IN_MEMORY:
+            return
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115
+                weakref.finalize(self, self._file.close)  # also after an error
+            for one in self._parts:
+                self._file.write(one.tobytes())
+            self._file.flush()
+        except OSError as error:
+            raise self._error(error) from error
+        self._parts.clear()
+
+    def joined(self) -> np.ndarray:
+        """Returns all of them as one array."""
+        if self._file is None:
+            return np.concatenate([np.zeros(0, self._dtype), *self._parts])
+        try:
+            array = np.memmap(self._file, self._dtype, "r", shape=(self._count,))
+        except OSError as error:
+            raise self._error(error) from error
+        self._file.close()  # the memory mapping keeps the file alive
+        return np.asarray(array)
+
+    def _error(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self._source}: its tokens ({self._dtype.itemsize * self._count:,} bytes "
+            f"so far) cannot be kept in a temporary file in "
+            f"{tempfile.tempdir or 'no folder'}: {error.strerror or error}. Make room "
+            "there, or name another folder in the environment variable TMPDIR."
+        )
+
+
+class RecordWriter:
+    """Collects the tokens of records, and a teacher's; a large number in files."""
 
     def __init__(self, source: str, max_length: int):
         """Starts with no records.
@@ -199,17 +277,18 @@ class RecordWriter:
             source: Where the records come from, for errors.
             max_length: Number of first tokens of each record that are kept.
         """
-        self._source = source
         self._max_length = max_length
         self._offsets = array.array("q", [0])
         self._lengths, self._num_targets = array.array("q"), array.array("q")
         self._values = array.array("d")
         self._run_offsets = array.array("q", [0])
         self._run_ends, self._run_weights = array.array("q"), array.array("f")
+        self._top_counts = array.array("q")
         self._is_whole, self._is_bad = bytearray(), bytearray()
         self._pending: list[TokenizedSample] = []
-        self._parts: list[np.ndarray] = []
-        self._file: IO[bytes] | None = None
+        self._tokens = _Spool(source, np.int32)
+        self._top_ids = _Spool(source, np.int32)
+        self._top_logprobs = _Spool(source, np.float32)
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -232,12 +311,17 @@ class RecordWriter:
         length, limit = len(sample.token_ids), self._max_length
         if length > limit:
             # The arrays are copied so that the long ones can be freed.
-            weights = sample.weights
+            weights, top = sample.weights, sample.top
+            is_target = sample.is_target[:limit].copy()
+            if top is not None:
+                num = np.count_nonzero(is_target)
+                top = TopLogprobs(*(x[:num].copy() for x in top))
             sample = TokenizedSample(
                 sample.token_ids[:limit].copy(),
-                sample.is_target[:limit].copy(),
+                is_target,
                 sample.value,
                 weights=None if weights is None else weights[:limit],
+                top=top,
             )
         self._append(sample, length, is_whole, is_bad=False)
 
@@ -255,6 +339,7 @@ class RecordWriter:
         self._num_targets.append(int(np.count_nonzero(sample.is_target)))
         self._values.append(sample.value)
         self._append_runs(sample.weights)
+        self._top_counts.append(0 if sample.top is None else sample.top.ids.shape[1])
         self._is_whole.append(is_whole)
         self._is_bad.append(is_bad)
         num_pending = self.num_tokens - self._offsets[-1 - len(self._pending)]
@@ -269,24 +354,17 @@ class RecordWriter:
         self._run_offsets.append(len(self._run_ends))
 
     def _store(self) -> None:
-        """Turns the pending samples into an array, in memory or in the file."""
-        if self._pending:
-            token_ids = np.concatenate([s.token_ids for s in self._pending])
-            is_target = np.concatenate([s.is_target for s in self._pending])
-            self._parts.append(_complemented(token_ids, is_target))
-            self._pending.clear()
-        if self._file is None and self.num_tokens <= TOKENS_IN_MEMORY:
+        """Puts the pending samples into arrays, in memory or in files."""
+        if not self._pending:
             return
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile()  # noqa: SIM115
-                weakref.finalize(self, self._file.close)  # also after an error
-            for part in self._parts:
-                self._file.write(part.tobytes())
-            self._file.flush()
-        except OSError as error:
-            raise self._error(error) from error
-        self._parts.clear()
+        token_ids = np.concatenate([s.token_ids for s in self._pending])
+        is_target = np.concatenate([s.is_target for s in self._pending])
+        self._tokens.add(_complemented(token_ids, is_target))
+        for top in (s.top for s in self._pending):
+            if top is not None:
+                self._top_ids.add(top.ids)
+                self._top_logprobs.add(top.logprobs)
+        self._pending.clear()
 
     def finish(
         self, *, first_bad: str = "", notes: Sequence[Note] = ()
@@ -295,7 +373,9 @@ class RecordWriter:
         self._store()
         return dataclasses.replace(
             self.so_far(),
-            tokens=self._tokens(),
+            tokens=self._tokens.joined(),
+            top_ids=self._top_ids.joined(),
+            top_logprobs=self._top_logprobs.joined(),
             first_bad=first_bad,
             notes=tuple(notes),
         )
@@ -311,26 +391,13 @@ class RecordWriter:
             run_offsets=np.array(self._run_offsets if self._run_ends else (), np.int64),
             run_ends=np.array(self._run_ends, np.int64),
             run_weights=np.array(self._run_weights, np.float32),
+            top_counts=np.array(
+                self._top_counts if any(self._top_counts) else (), np.int64
+            ),
+            top_ids=np.zeros(0, np.int32),
+            top_logprobs=np.zeros(0, np.float32),
             is_whole=np.frombuffer(bytes(self._is_whole), bool),
             is_bad=np.frombuffer(bytes(self._is_bad), bool),
             first_bad="",
             notes=(),
-        )
-
-    def _tokens(self) -> np.ndarray:
-        if self._file is None:
-            return np.concatenate(self._parts)
-        try:
-            tokens = np.memmap(self._file, np.int32, "r", shape=(self.num_tokens,))
-        except OSError as error:
-            raise self._error(error) from error
-        self._file.close()  # the memory mapping keeps the file alive
-        return np.asarray(tokens)
-
-    def _error(self, error: OSError) -> DataError:
-        return DataError(
-            f"{self._source}: its tokens ({4 * self.num_tokens:,} bytes so far) cannot "
-            f"be kept in a temporary file in {tempfile.tempdir or 'no folder'}: "
-            f"{error.strerror or error}. Make room there, or name another folder in "
-            "the environment variable TMPDIR."
         )

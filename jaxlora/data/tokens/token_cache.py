@@ -34,7 +34,7 @@ from jaxlora.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
-_MAGIC = b"jaxlora tokens 2"
+_MAGIC = b"jaxlora tokens 3"
 _ALIGNMENT = 64
 _DIGEST_BYTES = 32
 _SUFFIX = ".tokens"
@@ -48,6 +48,9 @@ _ARRAYS: dict[str, type] = {
     "run_offsets": np.int64,
     "run_ends": np.int64,
     "run_weights": np.float32,
+    "top_counts": np.int64,
+    "top_ids": np.int32,
+    "top_logprobs": np.float32,
     "is_whole": np.bool_,
     "is_bad": np.bool_,
 }
@@ -320,6 +323,9 @@ def _check_arrays(
     run_offsets: np.ndarray,
     run_ends: np.ndarray,
     run_weights: np.ndarray,
+    top_counts: np.ndarray,
+    top_ids: np.ndarray,
+    top_logprobs: np.ndarray,
     is_whole: np.ndarray,
     is_bad: np.ndarray,
 ) -> None:
@@ -352,3 +358,8 @@ def _check_arrays(
     last = run_ends[run_offsets[1:][has_runs] - 1]
     if (sizes <= 0).any() or (last != stored[has_runs]).any():
         raise ValueError("its weights are wrong")
+    if len(top_counts) not in (0, num) or len(top_ids) != len(top_logprobs):
+        raise ValueError("its arrays have different sizes")
+    num_top = int((num_targets * top_counts).sum()) if len(top_counts) else 0
+    if (top_counts < 0).any() or num_top != len(top_ids):
+        raise ValueError("its log-probabilities are wrong")

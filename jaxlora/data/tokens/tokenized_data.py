@@ -128,6 +128,8 @@ class TokenizedData:
             digest.update(sample.is_target.tobytes())
             if sample.weights is not None:
                 digest.update(sample.weights.tobytes())
+            for part in sample.top or ():
+                digest.update(part.tobytes())
             if sample.value:
                 digest.update(np.float64(sample.value).tobytes())
         return digest.hexdigest()

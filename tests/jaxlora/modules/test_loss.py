@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlora.modules import loss
-from jaxlora.modules.loss import target_nll
+from jaxlora.modules.loss import SoftLabels, target_nll
 from tests.oracle import assert_as_accurate_as, relative_error
 
 D, V = 16, 50
@@ -159,3 +159,48 @@ def test_a_row_that_is_no_target_gives_nothing_back(sick):
     (dh,) = vjp(jnp.where(is_target, 1.0, jnp.nan))
     assert np.isfinite(value).all() and np.isfinite(dh).all()
     assert not dh[~is_target].any()
+
+
+def soft_problem(t: int):
+    """Rows of one label, of several with shares, and at other temperatures."""
+    hidden, head, labels, is_target = problem(t, 0.5)
+    rng = np.random.default_rng(t)
+    ids = np.argsort(rng.random((t, V)), axis=1)[:, :5]
+    shares = rng.random((t, 5)) * (rng.random((t, 5)) < 0.7)
+    soft = SoftLabels(
+        jnp.asarray(ids, jnp.int32),
+        jnp.asarray(shares, jnp.float32),
+        jnp.asarray(rng.choice([1.0, 0.5, 2.0], t), jnp.float32),
+    )
+    is_soft = np.arange(t) % 2 == 0
+    one = SoftLabels.of(labels, 5)
+    return hidden, head, labels, is_target, is_soft, soft, one
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_soft_labels_match_the_definition(cap):
+    """Rows with one label among them have the bits that they have without others."""
+    hidden, head, labels, is_target, is_soft, soft, one = soft_problem(512)
+    both = jax.tree.map(
+        lambda x, y: jnp.where(is_soft.reshape(-1, *[1] * (x.ndim - 1)), x, y),
+        soft,
+        one,
+    )
+
+    def wanted(hidden, head, labels, is_target):
+        logits = hidden @ head
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        logp = jax.nn.log_softmax(labels.scale[:, None] * logits)
+        picked = jnp.take_along_axis(logp, labels.ids, axis=1)
+        return jnp.where(is_target, -(labels.shares * picked).sum(axis=1), 0.0)
+
+    def ours(hidden, head, labels, is_target):
+        return target_nll(hidden, head, labels, is_target, logit_softcap=cap)
+
+    nll, dh = with_gradient(ours, hidden, head, both, is_target)
+    nll_wanted, dh_wanted = with_gradient(wanted, hidden, head, both, is_target)
+    assert relative_error(nll, nll_wanted) < 1e-6
+    assert relative_error(dh, dh_wanted) < 1e-5
+    plain, dh_plain = with_gradient(ours, hidden, head, labels, is_target)
+    np.testing.assert_array_equal(nll[~is_soft], plain[~is_soft])
+    np.testing.assert_array_equal(dh[~is_soft], dh_plain[~is_soft])

@@ -9,47 +9,32 @@ import pathlib
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
-from jaxlora import LoraJob, import_peft, load_model
+from jaxlora import LoraJob, load_model
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.config import RunConfig
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenize import TokenizedData
 from jaxlora.hf.names import linear_shapes
-from jaxlora.scheduler import Limits
-from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.job_slots import pack_whole
 from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.stream_plan import FixedTicks
-from tests.jaxlora.train.planned_run import plan_jobs
+from tests.jaxlora.train.golden_runs import (
+    ALPHA,
+    GOLDEN,
+    RANK,
+    TARGETS,
+    read_weights,
+    train_together,
+)
 from tests.oracle import relative_error
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 FILE = json.loads((GOLDEN / "preference_runs" / "runs.json").read_text())
 ABOUT, RUNS = FILE["about"], FILE["runs"]
-TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
 def weights(name: str, when: str, folder: pathlib.Path, model):
-    """The adapter before or after training, read from a PEFT folder."""
+    """The adapter before or after training."""
     path = GOLDEN / "preference_runs" / f"{name}.safetensors"
-    tensors = {
-        key.removeprefix(f"{when}/"): array
-        for key, array in safetensors.numpy.load_file(path).items()
-        if key.startswith(when)
-    }
-    folder = folder / when / name
-    folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": TARGETS}
-    if name == "reward":
-        config |= {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors")
-    size = model.config.hidden_size
-    return import_peft(folder, linear_shapes(model.config), score_size=size)
+    return read_weights(path, when, folder, model, has_score=name == "reward")
 
 
 def samples(record: dict) -> list[TokenizedSample]:
@@ -76,8 +61,8 @@ def job_state(name: str, folder: pathlib.Path, model) -> JobState:
         data={"path": "golden"},
         objective=objective,
         objective_args=args,
-        rank=4,
-        lora_alpha=8,
+        rank=RANK,
+        lora_alpha=ALPHA,
         target_modules=TARGETS,
         batch_size=ABOUT["batch_size"],
         learning_rate=ABOUT["learning_rate"],
@@ -115,35 +100,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("golden")
     model = load_model(GOLDEN / "peft_run" / "base", dtype="float32")
     jobs = [job_state(name, folder, model) for name in RUNS]
-    config = RunConfig(
-        model="golden",
-        jobs=[job.settings for job in jobs],
-        microbatch_tokens=128,
-        block_tokens=8,
-    )
-    plan = plan_jobs(config, model, [job.prepared for job in jobs])
-    layout = Layout.of(plan.stages)
-    slots, limits = layout.empty_slots(), Limits(capacity=128, block_tokens=8)
-    executor = StagedExecutor(layout, model.params, slots, limits)
-    for slot, job in enumerate(jobs):
-        if job.lacks_references:
-            job.references = {
-                which: executor.log_likelihoods(slot, batch)
-                for which, batch in job.plain_batches(slot).items()
-            }
-        executor.load(slot, job.start, job.settings.optimizer)
-        job.update(status="running", slot=slot)
-    steps = {job.name: [] for job in jobs}
-    every = [
-        sample
-        for job in jobs
-        for step in range(job.num_steps)
-        for sample in job.batch(job.slot, step).to_schedule()
-    ]
-    schedule = pack_whole(every, limits, "joint")
-    for item in executor.run(FixedTicks(schedule), dict(enumerate(jobs))):
-        for slot, outcome in item.steps.items():
-            steps[jobs[slot].name].append(outcome)
+    slots, steps = train_together(model, jobs)
     return model, jobs, slots, steps, folder
 
 

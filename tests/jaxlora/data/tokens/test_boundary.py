@@ -94,8 +94,8 @@ PLAIN = [("byte-level", "plain"), ("bpe", "never"), ("unigram", "never")]
 
 def encode(tokenizer, record, **options):
     encoder = Encoder(DataConfig(path="x", **options), tokenizer)
-    ((*tokens, weights),) = encoder([record])
-    assert weights is None
+    ((*tokens, weights, top),) = encoder([record])
+    assert weights is None and top is None
     return tokens
 
 
