@@ -143,6 +143,9 @@ class DataConfig(StrictModel):
             reward models.
         label: Field that says whether the answer of an unpaired record is desirable:
             true or false. With its default, also `kto_tag`.
+        weight: Field with the weight of a record, a number above 0, by which the losses
+            of its tokens are multiplied; the loss of a global batch is their weighted
+            mean. None: all are 1.
         chat: Wrap prompt and completion as a user's and an assistant's message in
             the chat template.
         chat_template: Template of chats in place of the tokenizer's own, which a base
@@ -212,6 +215,7 @@ class DataConfig(StrictModel):
     rejected: str = "rejected"
     margin: str | None = None
     label: str = "label"
+    weight: str | None = None
     chat: Bool = False
     chat_template: str | None = None
     system: str | None = None

@@ -33,6 +33,7 @@ MEMORY = "Set remat of the run, if memory is short."
 TEXT_ONLY = "Models are trained on text only."
 RATE = "Set lr_schedule and lr_schedule_args of the job; docs/run_file.md has them."
 START = "Set init_lora_weights of the job, if its start is one of those."
+KD = "Set objective: distill, with records that hold a teacher's log-probabilities."
 NF4 = "nf4 is as bitsandbytes stores it, with double quantization."
 _SAMPLES = "Set samples of the run for texts that are generated at evaluations."
 
@@ -89,7 +90,7 @@ _FAMILIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("cosine_", "lr_quadratic_warmup", "lr_groups"), RATE),
     (("adam_beta3", "adam_epsilon2"), "No optimizer here has this setting."),
     (("pissa_", "loftq_", "eva_", "corda_"), START),
-    (("kd_", "teacher_"), "Training is on given answers only."),
+    (("kd_", "teacher_"), KD),
 )
 
 

@@ -55,7 +55,8 @@ class TokensRenderer:
 
     Row t of the teacher's lists is what it predicts in the place of token t, from those
     before it. A token without such a prediction is no target, and neither is one whose
-    label is -100, if there are labels.
+    label is -100, if there are labels. Tokens that the tokenizer does not have, as
+    teachers with padded heads may give, are left out of the lists.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
@@ -81,6 +82,11 @@ class TokensRenderer:
 
     def _checked(self, record: Record) -> GivenTokens:
         ids = self._ids(IDS, record[IDS])
+        if wrong := [one for one in ids if one >= self._vocab_size]:
+            raise DataError(
+                f"field {IDS!r} has token {wrong[0]}, and the tokenizer has "
+                f"{self._vocab_size}. Use records of a teacher with this tokenizer."
+            )
         labels = record.get(LABELS)
         columns = {name: record[name] for name in (TOP_IDS, TOP_LOGPROBS)}
         if labels is not None:
@@ -103,27 +109,22 @@ class TokensRenderer:
         is_target[:1] = False
         if labels is not None:
             is_target &= np.array([label != _IGNORED for label in labels], bool)
-        return GivenTokens(ids, is_target, _joined(tops, is_target))
+        tokens = np.array(ids, np.int32)
+        return GivenTokens(tokens, is_target, _joined(tops, is_target))
 
-    def _ids(self, field: str, values: Any) -> Int32[np.ndarray, " _"]:
+    def _ids(self, field: str, values: Any) -> list[int]:
         is_list = isinstance(values, list)
-        if not is_list or not all(type(one) is int for one in values):
+        if not is_list or not all(type(one) is int and one >= 0 for one in values):
             raise DataError(
                 f"field {field!r} is {values!r:.80}. Write a list of tokens."
             )
-        wrong = [one for one in values if not 0 <= one < self._vocab_size]
-        if wrong:
-            raise DataError(
-                f"field {field!r} has token {wrong[0]}, and the tokenizer has "
-                f"{self._vocab_size}. Use records of a teacher with this tokenizer."
-            )
-        return np.array(values, np.int32)
+        return values
 
     def _top(self, t: int, ids: Any, logprobs: Any) -> dict[int, float]:
         """Returns the log-probabilities in the place of token t, by token."""
         ids, logprobs = ids or [], logprobs or []
         where = f"of token {t} (from 0)"
-        ids = self._ids(f"{TOP_IDS} {where}", ids).tolist()
+        ids = self._ids(f"{TOP_IDS} {where}", ids)
         numbers = [one for one in logprobs if isinstance(one, int | float)]
         if len(numbers) != len(ids) or len(logprobs) != len(ids):
             raise DataError(
@@ -138,7 +139,7 @@ class TokensRenderer:
         found = {
             token: float(one)
             for token, one in zip(ids, numbers, strict=True)
-            if one > -math.inf
+            if one > -math.inf and token < self._vocab_size
         }
         if len(set(ids)) < len(ids):
             raise DataError(f"field {TOP_IDS!r} {where} has a token twice.")
@@ -153,7 +154,7 @@ class TokensRenderer:
 def _joined(
     tops: Sequence[dict[int, float]], is_target: Bool[np.ndarray, " T"]
 ) -> TopLogprobs:
-    chosen = [tops[t] for t in np.flatnonzero(is_target)]
+    chosen = [tops[t] for t in np.flatnonzero(is_target).tolist()]
     width = max(map(len, chosen), default=0)
     ids = np.zeros((len(chosen), width), np.int32)
     logprobs = np.full((len(chosen), width), -np.inf, np.float32)

@@ -22,10 +22,17 @@ _PARTS = ("prompt", "completion")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Valued:
-    """A text with the number that came with its record; see `TokenizedSample`."""
+    """A text with the numbers that came with its record.
 
-    text: Rendered
-    value: float
+    Attributes:
+        text: The text, or the tokens.
+        value: See `TokenizedSample`.
+        weight: Factor of the weights of its tokens.
+    """
+
+    text: Rendered | GivenTokens
+    value: float = 0.0
+    weight: float = 1.0
 
 
 # Texts of records that come with numbers, too.
@@ -55,13 +62,50 @@ def make_renderer(
         DataError: Options contradict the kind.
         ModelError: The records are chats, and the tokenizer has no chat template.
     """
+    if data.weight is not None and reading.kind in ("preference", "unpaired"):
+        raise DataError(
+            f"weight={data.weight!r} weighs the losses of tokens, and the records are "
+            f"read as {reading}. Remove data.weight."
+        )
     if reading.kind == "preference":
         return _PairRenderer(data, reading, tokenizer, notes)
     if reading.kind == "unpaired":
         return _LabelledRenderer(data, reading, tokenizer, notes)
-    if reading.kind == "distill":
-        return TokensRenderer(data, tokenizer)
-    return plain_renderer(data, reading, tokenizer, notes)
+    render: ValuedRenderer = (
+        TokensRenderer(data, tokenizer)
+        if reading.kind == "distill"
+        else plain_renderer(data, reading, tokenizer, notes)
+    )
+    return render if data.weight is None else _WeightedRenderer(render, data.weight)
+
+
+class _WeightedRenderer:
+    """Renders records, and reads the weight of each."""
+
+    def __init__(self, render: ValuedRenderer, field: str):
+        self._render, self._field = render, field
+
+    def __call__(
+        self, records: Sequence[Record]
+    ) -> list[Valued | Rendered | GivenTokens | DataError]:
+        rendered = self._render(records)
+        return list(map(self._weighted, rendered, records))
+
+    def _weighted(
+        self, text: Valued | Rendered | GivenTokens | DataError, record: Record
+    ) -> Valued | DataError:
+        if isinstance(text, DataError):
+            return text
+        assert not isinstance(text, Valued), "these have no weights"
+        if self._field not in record:
+            return missing_field(self._field, record)
+        weight = record[self._field]
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < math.inf:
+            return DataError(
+                f"the weight {self._field!r} is {weight!r:.80}. Write a number above 0."
+            )
+        return Valued(text, weight=float(weight))
 
 
 def _unweighted(text: Rendered | DataError) -> Rendered | DataError:

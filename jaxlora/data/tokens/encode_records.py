@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
 from jaxlora.data.records.files import Record
@@ -158,19 +160,25 @@ class RecordEncoder:
         writer: RecordWriter,
         name: Callable[[int], str],
     ) -> None:
-        values = [one.value if isinstance(one, Valued) else 0.0 for one in chunk]
+        numbers = [
+            (one.value, one.weight) if isinstance(one, Valued) else (0.0, 1.0)
+            for one in chunk
+        ]
         rendered = [one.text if isinstance(one, Valued) else one for one in chunk]
         wholes = map(self._encode.is_whole, rendered)
-        samples = zip(self._encode(rendered), values, wholes, strict=True)
+        samples = zip(self._encode(rendered), numbers, wholes, strict=True)
         for record in itertools.batched(samples, self.size):
             errors = [one for one, *_ in record if isinstance(one, DataError)]
             if errors:
                 self._bad.add(name(len(writer) // self.size + 1), errors[0])
-            for tokens, value, is_whole in record:
+            for tokens, (value, factor), is_whole in record:
                 if errors or isinstance(tokens, DataError):
                     writer.add_bad()
                     continue
                 ids, is_target, weights, top = tokens
+                if factor != 1:
+                    weights = np.ones(len(ids)) if weights is None else weights
+                    weights = (weights * factor).astype(np.float32)
                 sample = TokenizedSample(
                     ids, is_target, value, weights=weights, top=top
                 )

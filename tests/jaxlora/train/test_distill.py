@@ -192,6 +192,10 @@ def test_what_is_stored_is_what_the_records_say(tmp_path, model):
                 assert ids.tolist() == wanted[0]
                 np.testing.assert_allclose(logprobs, wanted[1], rtol=1e-6)
     assert len(prints) == 1
+    data = {"path": path, "streaming": True, "bad_records": "drop"}
+    streamed = job.replace(data=data, shuffle=False)
+    window, _ = DataReader(tokenizer, None).stream(streamed).take(0)
+    assert {window.fingerprint} == prints
 
 
 @pytest.mark.parametrize(
@@ -199,6 +203,7 @@ def test_what_is_stored_is_what_the_records_say(tmp_path, model):
     [
         ({"input_ids": [1, 999]}, "'input_ids' has token 999, and the tokenizer has"),
         ({"input_ids": "abc"}, "Write a list of tokens"),
+        ({"target_token_ids": [None, [5, -1]]}, "Write a list of tokens"),
         ({"target_logprobs": [None]}, "has 1 items, and there are 2 tokens"),
         ({"target_logprobs": [None, [-1.0]]}, "has 1 numbers, and there are 2 tokens"),
         ({"target_logprobs": [None, [-1.0, 0.7]]}, "Give natural logarithms"),

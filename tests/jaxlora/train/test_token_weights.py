@@ -6,6 +6,9 @@ import pathlib
 import pytest
 
 from jaxlora import LoraJob
+from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.errors import DataError
 from tests import tiny
 from tests.jaxlora.train.test_contracts import ROUNDING
 from tests.oracle import relative_error
@@ -54,3 +57,40 @@ def test_equal_weights_are_none(train, tmp_path):
     ours, wanted = both
     assert ours.bytes == wanted.bytes
     assert ours.losses["w"] == pytest.approx(wanted.losses["w"], rel=1e-6)
+
+
+def read(model, path: pathlib.Path, records: list[dict], **data):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    job = LoraJob(name="w", data={"path": str(path), "weight": "w"} | data, **JOB)
+    return DataReader(load_tokenizer(model.folder), None).read(job, "train").samples
+
+
+def test_weights_of_records(model, tmp_path):
+    """They multiply those of messages, and equal the same weight of each message."""
+    pair = {"prompt": "a", "completion": " b"}
+    weights = [0.5, 1, 3]
+    records = [pair | {"w": weight} for weight in weights]
+    for sample, weight in zip(
+        read(model, tmp_path / "a.jsonl", records), weights, strict=True
+    ):
+        assert sample.sum_of_weights == weight * sample.is_target.sum()
+    talk = [{"role": "user", "content": "a"}]
+    talk += [{"role": "assistant", "content": "b", "weight": 0.25}]
+    (one,) = read(model, tmp_path / "b.jsonl", [{"messages": talk, "w": 2}])
+    assert one.sum_of_weights == 0.5 * one.is_target.sum()
+    for bad in (0, -1, True, "1", None):
+        with pytest.raises(DataError, match="Write a number above 0"):
+            read(model, tmp_path / "c.jsonl", [pair | {"w": bad}])
+    with pytest.raises(DataError, match="field 'w' is missing"):
+        read(model, tmp_path / "c.jsonl", [pair])
+    unpaired = {"kind": "preference"}
+    with pytest.raises(DataError, match="weighs the losses of tokens"):
+        records = [{"prompt": "a", "chosen": "b", "rejected": "c", "w": 1}]
+        job = LoraJob(
+            name="w",
+            data={"path": str(tmp_path / "d.jsonl"), "weight": "w"} | unpaired,
+            objective="dpo",
+            **JOB,
+        )
+        (tmp_path / "d.jsonl").write_text(json.dumps(records[0]))
+        DataReader(load_tokenizer(model.folder), None).read(job, "train")
