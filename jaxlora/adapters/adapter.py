@@ -114,6 +114,8 @@ class Adapter:
             `jaxlora.adapters.initial`.
         loftq_bits: Bits of the format of a base from whose error A and B started, so
             that the adapter is relative to the quantized weights; None: it is not.
+        has_spare_ranks: Whether ranks of which A is zero are left out when it is
+            exported; see `jaxlora.adapters.eva`.
         score: Score head of a reward model, D, float32; None: it is none. See
             `jaxlora.models.score`.
         vera: The matrices of VeRA that all modules share; None: it is not VeRA.
@@ -126,6 +128,7 @@ class Adapter:
     dropout: float = 0.0
     keeps_start: bool = False
     loftq_bits: int | None = None
+    has_spare_ranks: bool = False
     score: np.ndarray | None = None
     vera: VeraMatrices | None = None
     token_rows: TokenRowValues | None = None
@@ -160,6 +163,18 @@ class Adapter:
         score = self.score if SCORE in paths else None
         rows = self.token_rows if TOKEN_ROWS in paths else None
         return dataclasses.replace(self, modules=modules, score=score, token_rows=rows)
+
+    def without_spare_ranks(self) -> "Adapter":
+        """Returns the adapter with the ranks that are used, and the same products."""
+        modules = {}
+        for name, weights in self.modules.items():
+            is_used = (weights.a != 0).any(axis=0)
+            if rank := int(is_used.sum()):
+                pair = {LORA_A.name: weights.a[:, is_used]}
+                pair |= {LORA_B.name: weights.b[is_used]}
+                alpha = weights.lora_alpha * rank / weights.rank
+                modules[name] = LoraWeights(tensors=pair, rank=rank, lora_alpha=alpha)
+        return dataclasses.replace(self, modules=modules, has_spare_ranks=False)
 
     def as_lora(self, linear_shapes: Mapping[str, Sequence[int]]) -> "Adapter":
         """Returns the adapter of LoRA with the same product A B; itself if it is one.

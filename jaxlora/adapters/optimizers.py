@@ -288,6 +288,12 @@ def find_optimizer(job: LoraJob) -> Optimizer:
             f"those in training, and {found.name} would take both for one matrix. Set "
             "`optimizer: adamw`, lion or sgd, or choose another start."
         )
+    if job.eva_settings is not None and found.mixes_elements:
+        raise ConfigError(
+            f"init_lora_weights=eva leaves ranks empty, and {found.name} would take "
+            "them for a part of a matrix. Set `optimizer: adamw`, lion, sgd or "
+            "schedule_free_adamw, or choose another start."
+        )
     if job.trainable_token_indices and found.mixes_elements:
         raise ConfigError(
             f"trainable_token_indices cannot be combined with {found.name}, which "

@@ -19,6 +19,8 @@ from jaxlora.config.replicas_config import (
     check_listed,
 )
 from jaxlora.config.rules import (
+    EVA,
+    EVA_DEFAULTS,
     LOFTQ,
     OF_A_JOB,
     OF_A_RUN,
@@ -91,10 +93,12 @@ class LoraJob(StrictModel):
         projection_prng_key: Seed of the matrices of VeRA, as in PEFT.
         d_initial: First value of the elements of VeRA's vector d.
         init_lora_weights: How A and B start, in PEFT's words: true (A uniform, B zero),
-            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N`, `olora` or `loftq`; see
-            `jaxlora.adapters.initial`.
+            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N`, `olora`, `loftq` or
+            `eva`; see `jaxlora.adapters.initial` and `jaxlora.adapters.eva`.
         loftq_config: Settings of `loftq`, as in PEFT: `loftq_bits`, those of the base's
             format (4 of nf4, 8 of int8), and `loftq_iter`, which is 1.
+        eva_config: Settings of `eva`, as in PEFT: `rho` (2.0), `tau` (0.99),
+            `use_label_mask` (true) and `whiten` (false).
         dropout: Probability of dropping an input feature of the LoRA path.
         target_modules: Suffixes (`q_proj`), one regular expression for the whole
             module name, or `all-linear`.
@@ -172,6 +176,7 @@ class LoraJob(StrictModel):
     d_initial: PositiveFloat = 0.1
     init_lora_weights: Literal[True] | str = True
     loftq_config: dict[str, PositiveInt] = {}
+    eva_config: dict[str, Bool | NonNegativeFloat] = {}
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"
     exclude_modules: Texts = ()
@@ -232,6 +237,13 @@ class LoraJob(StrictModel):
         if self.init_lora_weights != LOFTQ:
             return None
         return self.loftq_config.get("loftq_bits", 4)
+
+    @property
+    def eva_settings(self) -> dict[str, float | bool] | None:
+        """All settings of EVA; None: the adapter does not start by it."""
+        if self.init_lora_weights != EVA:
+            return None
+        return EVA_DEFAULTS | self.eva_config
 
     @pydantic.field_validator("lr_schedule", mode="before")
     @classmethod

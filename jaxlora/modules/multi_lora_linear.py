@@ -388,6 +388,8 @@ def apply_together(
         )
     outputs: dict[int, Array] = {}
     given = LinearInput.of(x)
+    if routing.seen is not None:
+        routing.seen.update((linear.place, given.x) for linear in linears)
     for places in _by_format(linears).values():
         made = _apply([linears[i] for i in places], given, routing)
         outputs |= zip(places, made, strict=True)

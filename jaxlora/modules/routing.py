@@ -24,6 +24,7 @@ class Routing:
         words: Random words of the masks, by (layer, projection); see
             `with_shared_inputs`.
         settings: Slot settings for the fused kernels, by (layer, projection).
+        seen: Gets the input of each linear, by (layer, projection); None: not wanted.
     """
 
     block_adapter: Int[Array, " NB"]
@@ -34,6 +35,7 @@ class Routing:
     settings: Mapping[tuple[int, int], KernelSettings] = dataclasses.field(
         default_factory=dict
     )
+    seen: dict[tuple[int, int], Float[Array, "T K"]] | None = None
 
     def for_layer(self, layer: int) -> "Routing":
         """Returns the routing without the words and settings of other layers."""

@@ -28,6 +28,7 @@ from jaxlora.models.base_format import kernel_of
 from jaxlora.models.sharded import EMBEDDING
 from jaxlora.run.events import JobInfo
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.train.eva_start import eva_start
 from jaxlora.train.plan.prepared_job import PreparedJob
 
 
@@ -397,7 +398,10 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
 
     def draw() -> Adapter:
         rows = fresh_rows(ids, table) if ids else None
-        return whole(fresh_adapter(*given, model.dtype, biases, stored), rows)
+        is_eva = prepared.settings.eva_settings is not None
+        first = eva_start(prepared, model) if is_eva else {}
+        made = fresh_adapter(*given, model.dtype, biases, stored, first)
+        return whole(made, rows)
 
     blank = np.broadcast_to(np.float32(0), (len(ids), table.shape[1]))
     rows = TokenRowValues(ids, blank) if ids else None

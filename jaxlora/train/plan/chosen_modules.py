@@ -54,6 +54,9 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         check_biases(job, modules, model)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
+        if (eva := job.eva_settings) is not None:
+            rho = eva["rho"]
+            modules = {name: module.widened(rho) for name, module in modules.items()}
         return ChosenModules(modules=modules, start=None)
     has_score = find_objective(job.objective).has_score
     size = model.hidden_size if has_score else None

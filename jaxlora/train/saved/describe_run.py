@@ -204,6 +204,7 @@ def _saved_adapter(job: JobState) -> SavedAdapter:
         token_ids=[] if rows is None else list(rows.ids),
         vera=None if vera is None else dataclasses.astuple(vera),
         loftq_bits=job.like.loftq_bits,
+        has_spare_ranks=job.like.has_spare_ranks,
     )
 
 
