@@ -393,6 +393,6 @@ def test_variants_and_starts_are_kept(migrated):
         migration, run = migrated(LLAMA_FACTORY + "pissa_init: true\n" + more)
         assert run.jobs[0].init_lora_weights == wanted
         assert not any("pissa" in key for key in migration.left_out)
-    migration, run = migrated(PEFT.replace(': true, "modules', ': "eva", "modules'))
+    migration, run = migrated(PEFT.replace(': true, "modules', ': "corda", "modules'))
     assert run.jobs[0].init_lora_weights is True
-    assert "'eva' cannot be used here" in migration.left_out["init_lora_weights"]
+    assert "'corda' cannot be used here" in migration.left_out["init_lora_weights"]
