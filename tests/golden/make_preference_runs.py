@@ -8,14 +8,16 @@ installed:
 All is computed in float64, on the base of peft_run/. preference_runs/runs.json has, for
 each run, the settings, the records as token ids (without the end-of-sequence token,
 which TRL appends), and loss and metrics of each step. preference_runs/<run>.safetensors
-has the weights before (`initial/`) and after 10 steps (`final/`), by their names in
-PEFT and rounded to float32.
+has the weights before (`initial/`) and after 10 steps (`final/`; 5 of runs with random
+settings), by their names in PEFT and rounded to float32.
 """
 
 import json
 import pathlib
+import random
 import sys
 import tempfile
+import zlib
 
 import peft
 import tokenizers
@@ -53,6 +55,51 @@ RUNS = {
     ),
 }
 
+# Random settings of each trainer, in the words of TRL.
+CHOICES = {
+    "dpo": {
+        "beta": [0.05, 0.1, 0.5],
+        "loss_type": ["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"],
+        "label_smoothing": [0.0, 0.1, 0.3],
+    },
+    "kto": {
+        "beta": [0.05, 0.1, 0.5],
+        "loss_type": ["kto", "apo_zero_unpaired"],
+        "desirable_weight": [0.5, 1.0, 2.0],
+        "undesirable_weight": [0.5, 1.0],
+    },
+    "cpo": {
+        "beta": [0.05, 0.1, 0.5],
+        "loss_type": ["sigmoid", "hinge", "ipo"],
+        "label_smoothing": [0.0, 0.1, 0.3],
+        "cpo_alpha": [0.0, 0.5, 1.0],
+    },
+    "simpo": {
+        "beta": [1.0, 2.0, 3.0],
+        "simpo_gamma": [0.0, 0.3, 1.0],
+        "cpo_alpha": [0.0, 0.5],
+        "label_smoothing": [0.0, 0.1],
+    },
+    "orpo": {"beta": [0.05, 0.1, 0.5, 1.0]},
+    "reward": {"center_rewards_coefficient": [0.01, 0.3]},
+}
+COUNTS = {"dpo": 8, "kto": 4, "cpo": 4, "simpo": 3, "orpo": 3, "reward": 2}
+
+
+def add_random_runs() -> None:
+    for kind, count in COUNTS.items():
+        trainer_class, config_class, settings = RUNS[kind]
+        for number in range(count):
+            rng = random.Random(f"{kind}{number}")
+            drawn = {key: rng.choice(some) for key, some in CHOICES[kind].items()}
+            if drawn.get("loss_type") in ("hinge", "ipo") or (
+                # TRL 1.x has no smoothing of DPO's sigmoid.
+                kind == "dpo" and drawn["loss_type"] != "robust"
+            ):
+                drawn["label_smoothing"] = 0.0
+            own = trainer_class, config_class, settings | drawn
+            RUNS[f"{kind}-random{number}"] = own
+
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A token is a number with a space before it."""
@@ -70,8 +117,23 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
+def is_random(name: str) -> bool:
+    return "-random" in name
+
+
+def shape_of(name: str) -> tuple[int, int, int]:
+    """Returns the steps of a run, its batch size, and how long its answers are."""
+    if not is_random(name):
+        return STEPS, BATCH, 13
+    rng = random.Random(name)
+    return 5, rng.randint(2, 6), rng.randint(4, 24)
+
+
 def records(name: str) -> list[dict]:
-    generator = torch.Generator().manual_seed(len(name))
+    steps, batch, longest = shape_of(name)
+    seed = zlib.crc32(name.encode()) if is_random(name) else len(name)
+    generator = torch.Generator().manual_seed(seed)
+    kind = name.partition("-")[0]
 
     def some(low: int, high: int) -> list[int]:
         count = int(torch.randint(low, high, (1,), generator=generator))
@@ -79,13 +141,18 @@ def records(name: str) -> list[dict]:
         return ids.tolist()
 
     def record(i: int) -> dict:
-        if name == "kto":
+        if kind == "kto":
             label = bool(torch.rand(1, generator=generator) > 0.4)
-            return {"prompt": some(2, 9), "completion": some(1, 13), "label": label}
-        out = {"prompt": some(2, 9), "chosen": some(1, 13), "rejected": some(1, 13)}
-        return out | ({"margin": i % 3 / 2} if name == "reward" else {})
+            return {
+                "prompt": some(2, 9),
+                "completion": some(1, longest),
+                "label": label,
+            }
+        out = {"prompt": some(2, 9)}
+        out |= {key: some(1, longest) for key in ("chosen", "rejected")}
+        return out | ({"margin": i % 3 / 2} if kind == "reward" else {})
 
-    return [record(i) for i in range(STEPS * BATCH)]
+    return [record(i) for i in range(steps * batch)]
 
 
 def text(name: str, record: dict) -> dict:
@@ -93,7 +160,7 @@ def text(name: str, record: dict) -> dict:
         key: "".join(f" {i}" for i in value) if isinstance(value, list) else value
         for key, value in record.items()
     }
-    if name == "reward":  # TRL has whole sequences here
+    if name.startswith("reward"):  # TRL has whole sequences here
         prompt = out.pop("prompt")
         out |= {key: prompt + out[key] for key in ("chosen", "rejected")}
     return out
@@ -101,7 +168,8 @@ def text(name: str, record: dict) -> dict:
 
 def train(name: str) -> dict:
     trainer_class, config_class, settings = RUNS[name]
-    is_reward = name == "reward"
+    is_reward = name.startswith("reward")
+    num_steps, batch, _ = shape_of(name)
     torch.manual_seed(3)
     auto = transformers.AutoModelForCausalLM
     more = {}
@@ -122,8 +190,8 @@ def train(name: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         config = config_class(
             output_dir=folder,
-            max_steps=STEPS,
-            per_device_train_batch_size=BATCH,
+            max_steps=num_steps,
+            per_device_train_batch_size=batch,
             gradient_accumulation_steps=1,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
@@ -156,7 +224,8 @@ def train(name: str) -> dict:
     tensors |= weights(trainer.model, "final")
     save_file(tensors, OUT / f"{name}.safetensors")
     args = {k: v for k, v in settings.items() if k != "train_sampling_strategy"}
-    return {"settings": args, "records": found, "steps": steps}
+    run = {"settings": args, "records": found, "steps": steps}
+    return run | ({"batch_size": batch} if is_random(name) else {})
 
 
 def weights(model, when: str) -> dict[str, torch.Tensor]:
@@ -190,6 +259,7 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     OUT.mkdir(exist_ok=True)
+    add_random_runs()
     about = {
         "trl": trl.__version__,
         "torch": torch.__version__,

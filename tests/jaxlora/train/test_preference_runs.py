@@ -31,10 +31,15 @@ FILE = json.loads((GOLDEN / "preference_runs" / "runs.json").read_text())
 ABOUT, RUNS = FILE["about"], FILE["runs"]
 
 
+def kind_of(name: str) -> str:
+    """The objective of a run."""
+    return name.partition("-")[0]
+
+
 def weights(name: str, when: str, folder: pathlib.Path, model):
     """The adapter before or after training."""
     path = GOLDEN / "preference_runs" / f"{name}.safetensors"
-    return read_weights(path, when, folder, model, has_score=name == "reward")
+    return read_weights(path, when, folder, model, has_score=kind_of(name) == "reward")
 
 
 def samples(record: dict) -> list[TokenizedSample]:
@@ -53,7 +58,7 @@ def samples(record: dict) -> list[TokenizedSample]:
 
 def job_state(name: str, folder: pathlib.Path, model) -> JobState:
     args = dict(RUNS[name]["settings"])
-    objective = name.partition("-")[0]
+    objective = kind_of(name)
     if objective == "simpo":
         args.pop("loss_type")  # a loss of CPO in TRL
     job = LoraJob(
@@ -64,7 +69,7 @@ def job_state(name: str, folder: pathlib.Path, model) -> JobState:
         rank=RANK,
         lora_alpha=ALPHA,
         target_modules=TARGETS,
-        batch_size=ABOUT["batch_size"],
+        batch_size=RUNS[name].get("batch_size", ABOUT["batch_size"]),
         learning_rate=ABOUT["learning_rate"],
         lr_schedule="constant",
         adam_eps=ABOUT["adam_eps"],
@@ -80,8 +85,8 @@ def job_state(name: str, folder: pathlib.Path, model) -> JobState:
         num_truncated=0,
         num_dropped=0,
         num_without_target=0,
-        group_size=1 if name == "kto" else 2,
-        is_recombined=name == "kto",
+        group_size=1 if objective == "kto" else 2,
+        is_recombined=objective == "kto",
     )
     start = weights(name, "initial", folder, model)
     prepared = PreparedJob(
@@ -100,7 +105,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("golden")
     model = load_model(GOLDEN / "peft_run" / "base", dtype="float32")
     jobs = [job_state(name, folder, model) for name in RUNS]
-    slots, steps = train_together(model, jobs)
+    slots, steps = train_together(model, jobs, capacity=512)
     return model, jobs, slots, steps, folder
 
 
@@ -109,7 +114,7 @@ def test_losses_and_metrics_are_those_of_trl(trained, name):
     golden, ours = RUNS[name]["steps"], trained[3][name]
     losses = [step["loss"] for step in golden]
     assert [step.loss for step in ours] == pytest.approx(losses, rel=2e-5)
-    assert len(ours) == 10
+    assert len(ours) == (5 if "random" in name else 10)
     for number, (step, outcome) in enumerate(zip(golden, ours, strict=True)):
         found = dict(outcome.metrics)
         if number == 0 and name.startswith("dpo"):
@@ -130,9 +135,11 @@ def test_weights_are_those_of_trl(trained, name):
         slots.read(job.slot, job.start),
     )
     assert ours.modules.keys() == wanted.modules.keys()
+    # Adam magnifies the rounding of gradients near zero, as large betas have them.
+    bound = 5e-4 if "random" in name else 1e-4
     for module, found in ours.modules.items():
-        assert relative_error(found.a, wanted.modules[module].a) < 1e-4, module
-        assert relative_error(found.b, wanted.modules[module].b) < 1e-4, module
-    if name == "reward":
+        assert relative_error(found.a, wanted.modules[module].a) < bound, module
+        assert relative_error(found.b, wanted.modules[module].b) < bound, module
+    if kind_of(name) == "reward":
         assert wanted.score is not None
         assert relative_error(ours.score, wanted.score) < 1e-4
