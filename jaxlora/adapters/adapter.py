@@ -173,7 +173,9 @@ class Adapter:
                 used = {LORA_A.name: weights.a[:, is_used]}
                 used |= {LORA_B.name: weights.b[is_used]}
                 alpha = weights.lora_alpha * rank / weights.rank
-                modules[name] = LoraWeights(tensors=weights.tensors | used, rank=rank, lora_alpha=alpha)
+                modules[name] = LoraWeights(
+                    tensors=weights.tensors | used, rank=rank, lora_alpha=alpha
+                )
         return dataclasses.replace(self, modules=modules, has_spare_ranks=False)
 
     def as_lora(self, linear_shapes: Mapping[str, Sequence[int]]) -> "Adapter":
