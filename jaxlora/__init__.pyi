@@ -1,9 +1,9 @@
 from ._version import __version__
 from .adapters.adapter import Adapter, LoraWeights
-from .adapters.merge import merge_adapter
-from .adapters.peft_export import export_peft
-from .adapters.peft_import import import_peft
-from .adapters.register_optimizer import register_optimizer
+from .adapters.files.merge import merge_adapter
+from .adapters.files.peft_export import export_peft
+from .adapters.files.peft_import import import_peft
+from .adapters.optimizers.register import register_optimizer
 from .config import DataConfig, LoraJob, RunConfig
 from .config.generation_settings import GenerationSettings
 from .config.run_file import load_run

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.optimizer_state import Kind, States, Tables, state_shapes
+from jaxlora.adapters.optimizers.state import Kind, States, Tables, state_shapes
 from jaxlora.sharding.tensor import gathered, own_part
 
 Axes = Mapping[str, int]  # of the features that are divided, by name of the stack

@@ -14,14 +14,14 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.adapters.division import WHOLE, TableDivision
-from jaxlora.adapters.optimizer_state import (
+from jaxlora.adapters.optimizers.state import (
     States,
     Tables,
     tables_of,
     transformation,
     updated,
 )
-from jaxlora.adapters.optimizers import OPTIMIZERS
+from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.modules.trained_tensors import rank_axis, tensor_of
 from jaxlora.sharding.tensor import gathered
 
@@ -53,8 +53,8 @@ class AdapterState:
     Attributes:
         params: Trained tensors of every adapted linear, float32.
         optimizer_state: State tensors of the optimizers of the run, by kind, such as
-            `mu`; see `jaxlora.adapters.optimizer_state`. In a slot whose optimizer does
-            not have the tensor, it is zero.
+            `mu`; see `jaxlora.adapters.optimizers.state`. In a slot whose optimizer
+            does not have the tensor, it is zero.
         pending: Gradients of the incomplete global batches.
     """
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizer_state import Kind, evaluated, own_shapes
-from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS
+from jaxlora.adapters.optimizers.state import Kind, evaluated, own_shapes
+from jaxlora.adapters.optimizers.table import ADAMW, OPTIMIZERS
 from jaxlora.hf.names import linear_path
 from jaxlora.models.score import SCORE_PATH
 from jaxlora.models.token_rows import TOKEN_ROWS_PATH

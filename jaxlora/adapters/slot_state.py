@@ -11,12 +11,12 @@ from jaxtyping import Array, Int, Shaped
 
 from jaxlora.adapters.division import WHOLE, TableDivision
 from jaxlora.adapters.optimizer import AdapterState, Pending
-from jaxlora.adapters.optimizer_state import (
+from jaxlora.adapters.optimizers.state import (
     Kind,
     started,
     state_shapes,
 )
-from jaxlora.adapters.optimizers import ADAMW
+from jaxlora.adapters.optimizers.table import ADAMW
 from jaxlora.adapters.parked_slot import (
     PARAMS,
 )

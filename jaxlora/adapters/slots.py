@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizer import AdapterState
-from jaxlora.adapters.optimizer_state import (
+from jaxlora.adapters.optimizers.state import (
     Kind,
     Shape,
     States,
     Tables,
     own_shapes,
 )
-from jaxlora.adapters.optimizers import ADAMW, evaluates_other_weights
+from jaxlora.adapters.optimizers.table import ADAMW, evaluates_other_weights
 from jaxlora.adapters.parked_slot import (
     PARAMS,
     ParkedSlot,

@@ -23,7 +23,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.out.endswith(".gguf"):
-        from jaxlora.adapters.gguf_export import export_gguf
+        from jaxlora.adapters.files.gguf_export import export_gguf
 
         out = export_gguf(
             arguments.source,

@@ -16,7 +16,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from jaxlora.adapters.merge import merge_adapter
+    from jaxlora.adapters.files.merge import merge_adapter
 
     folder = merge_adapter(
         arguments.base,

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.common.counted import counted
 from jaxlora.config.generation_settings import BASE, GenerationSettings
 from jaxlora.data.records.messages import Message

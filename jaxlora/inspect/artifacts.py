@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from jaxlora.adapters.peft_export import CONFIG_FILE, WEIGHTS_FILE
+from jaxlora.adapters.files.peft_export import CONFIG_FILE, WEIGHTS_FILE
 from jaxlora.common.console import literal, show
 from jaxlora.common.counted import counted
 from jaxlora.config.run_file import RunFile

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.optimizer_state import state_shapes
-from jaxlora.adapters.optimizers import OPTIMIZERS
+from jaxlora.adapters.optimizers.state import state_shapes
+from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.memory.inputs import batch_shapes
 from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.spec import DecoderSpec

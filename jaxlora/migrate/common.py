@@ -5,7 +5,7 @@ import math
 import pathlib
 from typing import Any
 
-from jaxlora.adapters.optimizers import OPTIMIZERS, Optimizer, find_by_other_name
+from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer, find_by_other_name
 from jaxlora.config import LoraJob, check_job_name
 from jaxlora.config.schedules import SCHEDULES, schedule_problem
 from jaxlora.migrate import reasons

@@ -26,7 +26,7 @@ class SlotShape:
         keeps_start: Whether a slot can hold an adapter of which half of the ranks is
             fixed; see `jaxlora.adapters.initial`. It is compiled into the programs.
         optimizers: Names of the optimizers of jobs, sorted, for whose state there are
-            tables; see `jaxlora.adapters.optimizers`.
+            tables; see `jaxlora.adapters.optimizers.table`.
         has_score: Whether slots have a score head; see `jaxlora.models.score`.
         num_token_rows: Largest number of rows of the embedding that a slot trains.
         has_lora: Whether there are tables for A and B, beside those of VeRA. They are

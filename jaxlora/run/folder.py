@@ -8,7 +8,7 @@ import os
 import pathlib
 from typing import Any
 
-from jaxlora.adapters.export_record import is_ours, read_export
+from jaxlora.adapters.files.export_record import is_ours, read_export
 from jaxlora.common.atomic import remove_leftovers, write_text
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig

@@ -12,7 +12,7 @@ import xxhash
 from pydantic import Field
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
-from jaxlora.adapters.optimizer_state import Kind
+from jaxlora.adapters.optimizers.state import Kind
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.data.order import StreamPlace

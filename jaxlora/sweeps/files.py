@@ -8,8 +8,8 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
-from jaxlora.adapters.export_record import is_ours
-from jaxlora.adapters.merge import merge_adapter
+from jaxlora.adapters.files.export_record import is_ours
+from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.common.atomic import wrap_os_errors, write_text
 from jaxlora.common.console import literal, show
 from jaxlora.config.configuration_names import value_text

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxlora import import_peft, load_model
-from jaxlora.adapters.merge import merge_adapter
+from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.hf.convert import convert
 from jaxlora.hf.names import linear_shapes

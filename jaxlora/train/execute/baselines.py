@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxlora.adapters.optimizer_state import Tables
+from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.data.pack import JobBatch
 from jaxlora.memory.inputs import baseline_shape
 from jaxlora.models.forward import JobLosses

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxlora.adapters.optimizer import OptimizerInputs
-from jaxlora.adapters.optimizers import OPTIMIZERS
+from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.config import LoraJob
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizer_state import Tables
+from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import (

@@ -20,8 +20,8 @@ from jaxlora.adapters.optimizer import (
     measure,
     optimizer_step,
 )
-from jaxlora.adapters.optimizer_state import evaluation_weights
-from jaxlora.adapters.optimizers import OPTIMIZERS, evaluates_other_weights
+from jaxlora.adapters.optimizers.state import evaluation_weights
+from jaxlora.adapters.optimizers.table import OPTIMIZERS, evaluates_other_weights
 from jaxlora.adapters.slot_state import (
     empty_state,
     read_slot_rows,

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.fresh import fresh_score
-from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.targets import (
     ModuleLora,
     check_biases,

@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 from collections.abc import Callable, Iterator
 
-from jaxlora.adapters.optimizers import find_optimizer
+from jaxlora.adapters.optimizers.table import find_optimizer
 from jaxlora.common.note import log_notes
 from jaxlora.config import DataConfig, RunConfig
 from jaxlora.data.objectives import find_objective

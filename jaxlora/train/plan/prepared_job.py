@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizers import find_optimizer
+from jaxlora.adapters.optimizers.table import find_optimizer
 from jaxlora.adapters.targets import (
     ModuleLora,
 )

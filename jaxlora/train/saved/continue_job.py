@@ -5,8 +5,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from jaxlora.adapters.export_record import read_export
-from jaxlora.adapters.optimizer_state import Kind
+from jaxlora.adapters.files.export_record import read_export
+from jaxlora.adapters.optimizers.state import Kind
 from jaxlora.common.atomic import find_complete_folder, replace_folder, sync_files
 from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob

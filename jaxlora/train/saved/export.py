@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.base_name import run_base
-from jaxlora.adapters.export_record import (
+from jaxlora.adapters.files.base_name import run_base
+from jaxlora.adapters.files.export_record import (
     CONFIG_FILE,
     Export,
     ExportRecord,
     check_replaceable,
     read_export,
 )
-from jaxlora.adapters.model_card import write_card
-from jaxlora.adapters.optimizers import evaluates_other_weights
+from jaxlora.adapters.files.model_card import write_card
+from jaxlora.adapters.files.peft_export import export_peft
+from jaxlora.adapters.optimizers.table import evaluates_other_weights
 from jaxlora.adapters.parked_slot import PARAMS
-from jaxlora.adapters.peft_export import export_peft
 from jaxlora.common.atomic import (
     find_complete_folder,
     remove_leftovers,

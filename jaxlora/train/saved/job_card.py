@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlora._version import __version__
-from jaxlora.adapters.model_card import model_card
+from jaxlora.adapters.files.model_card import model_card
 from jaxlora.run.job_progress import JobProgress
 
 

@@ -11,8 +11,8 @@ import safetensors
 import xxhash
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizer_state import Kind
-from jaxlora.adapters.optimizers import evaluates_other_weights
+from jaxlora.adapters.optimizers.state import Kind
+from jaxlora.adapters.optimizers.table import evaluates_other_weights
 from jaxlora.adapters.parked_slot import PARAMS, ParkedSlot
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError

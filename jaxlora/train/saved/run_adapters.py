@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.base_name import stated_base
-from jaxlora.adapters.export_record import read_record
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.base_name import stated_base
+from jaxlora.adapters.files.export_record import read_record
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.common.yaml_file import parse_yaml
 from jaxlora.errors import AdapterError, CheckpointError
 from jaxlora.hf.load import FrozenModel, load_model

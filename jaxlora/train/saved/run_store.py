@@ -16,8 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.export_record import ExportRecord
-from jaxlora.adapters.peft_export import export_peft
+from jaxlora.adapters.files.export_record import ExportRecord
+from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.atomic import write_text
 from jaxlora.common.yaml_file import dump_yaml

@@ -14,7 +14,7 @@ from jaxlora.adapters.optimizer import (
     Pending,
     optimizer_step,
 )
-from jaxlora.adapters.optimizers import OPTIMIZERS
+from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.adapters.slot_state import state_specs, zero_state
 from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.modules.trained_tensors import rate_ratios

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxlora.adapters.gguf_export import export_gguf, rows_in_gguf
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.gguf_export import export_gguf, rows_in_gguf
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.cli.main import main
 from jaxlora.errors import AdapterError
 from jaxlora.hf.config import model_config

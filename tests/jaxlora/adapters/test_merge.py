@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlora.adapters.merge import merge_adapter
+from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.tensor_file import TensorFile
 from tests import tiny

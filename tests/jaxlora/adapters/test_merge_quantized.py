@@ -10,8 +10,8 @@ import pytest
 import safetensors.numpy
 from rich.console import Console
 
-from jaxlora.adapters.merge import merge_adapter
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.merge import merge_adapter
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.hf.convert import convert
 from jaxlora.inspect import inspect_path
 from tests.jaxlora.hf.loading import load_model

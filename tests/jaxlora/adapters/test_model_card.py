@@ -7,9 +7,9 @@ import markdown_it
 import pytest
 import yaml
 
-from jaxlora.adapters.base_name import base_name, last_part, run_base
-from jaxlora.adapters.export_record import check_replaceable
-from jaxlora.adapters.model_card import is_our_card, model_card, write_card
+from jaxlora.adapters.files.base_name import base_name, last_part, run_base
+from jaxlora.adapters.files.export_record import check_replaceable
+from jaxlora.adapters.files.model_card import is_our_card, model_card, write_card
 from jaxlora.config import LoraJob
 from jaxlora.errors import AdapterError
 from jaxlora.printable import one_line

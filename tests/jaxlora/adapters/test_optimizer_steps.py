@@ -9,19 +9,19 @@ import numpy as np
 import optax
 import pytest
 
-from jaxlora.adapters import adamw_8bit
 from jaxlora.adapters.optimizer import (
     OptimizerInputs,
     Pending,
     optimizer_step,
 )
-from jaxlora.adapters.optimizer_state import (
+from jaxlora.adapters.optimizers import adamw_8bit
+from jaxlora.adapters.optimizers.state import (
     evaluation_weights,
     own_shapes,
     state_shapes,
     transformation,
 )
-from jaxlora.adapters.optimizers import OPTIMIZERS
+from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.adapters.slot_state import write_slot, zero_state
 from jaxlora.modules.trained_tensors import unpadded
 

@@ -8,8 +8,8 @@ import safetensors
 import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.peft_export import export_peft
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.peft_export import export_peft
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.errors import AdapterError
 from jaxlora.modules.trained_tensors import tensors_with

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError
 
 PREFIX = "base_model.model."

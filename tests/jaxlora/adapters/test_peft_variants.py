@@ -24,8 +24,8 @@ from jaxlora import (
     import_peft,
     load_model,
 )
-from jaxlora.adapters.gguf_export import export_gguf, gguf_name, rows_in_gguf
-from jaxlora.adapters.merge import merge_adapter
+from jaxlora.adapters.files.gguf_export import export_gguf, gguf_name, rows_in_gguf
+from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError

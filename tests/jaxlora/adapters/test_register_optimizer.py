@@ -10,8 +10,8 @@ import pytest
 
 import jaxlora
 from jaxlora import LoraJob
-from jaxlora.adapters import register_optimizer as registered
-from jaxlora.adapters.optimizers import OPTIMIZERS, find_optimizer
+from jaxlora.adapters.optimizers import register as registered
+from jaxlora.adapters.optimizers.table import OPTIMIZERS, find_optimizer
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
 from tests.jaxlora.adapters import test_optimizer_steps as steps

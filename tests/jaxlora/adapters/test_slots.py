@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.optimizer import OptimizerInputs
-from jaxlora.adapters.optimizers import OPTIMIZERS
+from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.config import model_config

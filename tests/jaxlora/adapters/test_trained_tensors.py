@@ -11,10 +11,10 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob
+from jaxlora.adapters.files.peft_export import export_peft
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.optimizer import OptimizerInputs, optimizer_step
-from jaxlora.adapters.peft_export import export_peft
-from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError

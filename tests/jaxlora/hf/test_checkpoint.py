@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora.adapters.merge import merge_adapter
+from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.config import RunConfig
 from jaxlora.errors import AdapterError, ModelError
 from jaxlora.hf.checkpoint import open_checkpoint, planned_checkpoint

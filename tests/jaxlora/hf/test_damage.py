@@ -7,8 +7,8 @@ import os
 import pytest
 import safetensors
 
-from jaxlora.adapters.merge import merge_adapter
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.merge import merge_adapter
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError, ModelError
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.convert import convert

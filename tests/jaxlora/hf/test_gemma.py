@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.merge import merge_adapter
-from jaxlora.adapters.peft_export import export_peft
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.merge import merge_adapter
+from jaxlora.adapters.files.peft_export import export_peft
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.hf.convert import convert
 from jaxlora.hf.load import load_model
 from jaxlora.hf.names import linear_shapes

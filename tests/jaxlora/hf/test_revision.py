@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
-from jaxlora.adapters.merge import merge_adapter
+from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.cli.main import main
 from jaxlora.errors import ModelError
 from jaxlora.hf.convert import convert

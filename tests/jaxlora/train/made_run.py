@@ -6,9 +6,9 @@ import pathlib
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.export_record import ExportRecord
+from jaxlora.adapters.files.export_record import ExportRecord
+from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.parked_slot import ParkedSlot
-from jaxlora.adapters.peft_export import export_peft
 from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity

@@ -1,7 +1,7 @@
 """The results of a run, as tests compare them."""
 
 from jaxlora import RunConfig, Trainer
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.log import read_events

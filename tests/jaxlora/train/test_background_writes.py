@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlora import Callback, RunConfig, Trainer
-from jaxlora.adapters.export_record import read_record
+from jaxlora.adapters.files.export_record import read_record
 from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.sharding import global_arrays
 from jaxlora.train.saved import orbax_folder, run_store

@@ -8,8 +8,8 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.adapters.files.peft_export import TOKEN_ROWS_KEY
 from jaxlora.adapters.fresh import fresh_adapter
-from jaxlora.adapters.peft_export import TOKEN_ROWS_KEY
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError

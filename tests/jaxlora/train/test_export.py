@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora.adapters.export_record import read_export
+from jaxlora.adapters.files.export_record import read_export
 from jaxlora.cli.main import main
 from jaxlora.common import atomic
 from jaxlora.errors import AdapterError, CheckpointError, JaxloraError, StorageError

@@ -8,8 +8,8 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer, import_peft, load_model, merge_adapter
+from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.fresh import fresh_adapter
-from jaxlora.adapters.gguf_export import export_gguf
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.hf.names import linear_shapes

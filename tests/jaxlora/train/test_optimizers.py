@@ -16,7 +16,7 @@ from jaxlora.adapters.optimizer import (
     Pending,
     optimizer_step,
 )
-from jaxlora.adapters.optimizers import ADAMW, LION, find_optimizer
+from jaxlora.adapters.optimizers.table import ADAMW, LION, find_optimizer
 from jaxlora.adapters.slot_state import zero_state
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError

@@ -16,8 +16,8 @@ from jaxlora import (
     load_model,
     merge_adapter,
 )
-from jaxlora.adapters.gguf_export import export_gguf
-from jaxlora.adapters.peft_export import TOKEN_ROWS_KEY
+from jaxlora.adapters.files.gguf_export import export_gguf
+from jaxlora.adapters.files.peft_export import TOKEN_ROWS_KEY
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.hf.names import linear_path, linear_shapes

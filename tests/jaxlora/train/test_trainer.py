@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.adapters import peft_export
+from jaxlora.adapters.files import peft_export
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import CheckpointError, ConfigError

@@ -9,7 +9,7 @@ import pydantic
 import pytest
 
 from jaxlora import LoraJob
-from jaxlora.adapters.adafactor import adafactor
+from jaxlora.adapters.optimizers.adafactor import adafactor
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.memory.footprint import StageUse, num_bytes, stage_resident

@@ -12,15 +12,15 @@ import numpy as np
 import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.base_name import BaseName, base_name
-from jaxlora.adapters.export_record import (
+from jaxlora.adapters.files.base_name import BaseName, base_name
+from jaxlora.adapters.files.export_record import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     ExportRecord,
     check_replaceable,
     write_record,
 )
-from jaxlora.adapters.model_card import write_card
+from jaxlora.adapters.files.model_card import write_card
 from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import (

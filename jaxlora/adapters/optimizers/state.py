@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxlora.adapters.optimizers import OPTIMIZERS, Optimizer
+from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer
 from jaxlora.modules.trained_tensors import tensor_of
 
 # A name of tables that outlast a global batch: of the weights, or of a state tensor.

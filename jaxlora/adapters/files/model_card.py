@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from jaxlora.adapters.base_name import BaseName, base_name, is_hub_id, last_part
+from jaxlora.adapters.files.base_name import BaseName, base_name, is_hub_id, last_part
 from jaxlora.common.json_file import read_regular_file
 from jaxlora.printable import one_line
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.convert import log_dequantized

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
-from jaxlora.adapters.peft_export import (
+from jaxlora.adapters.files.peft_export import (
     CONFIG_FILE,
     PREFIX,
     TOKEN_ROWS_KEY,

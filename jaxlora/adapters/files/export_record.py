@@ -13,7 +13,7 @@ import pydantic
 import xxhash
 from pydantic import Field
 
-from jaxlora.adapters.model_card import CARD_FILE, is_our_card
+from jaxlora.adapters.files.model_card import CARD_FILE, is_our_card
 from jaxlora.common.atomic import check_no_file
 from jaxlora.common.json_file import read_regular_file
 from jaxlora.config.strict import StrictModel

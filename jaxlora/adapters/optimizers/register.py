@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxlora.adapters.optimizer_state import transformation
-from jaxlora.adapters.optimizers import OPTIMIZERS, Optimizer, OptimizerSetting
+from jaxlora.adapters.optimizers.state import transformation
+from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer, OptimizerSetting
 from jaxlora.errors import ConfigError
 from jaxlora.modules.trained_tensors import LORA_A, LORA_B
 

@@ -14,8 +14,8 @@ import tempfile
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.base_name import is_hub_id, stated_base
-from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.files.base_name import is_hub_id, stated_base
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.families.table import FAMILIES

@@ -4,7 +4,7 @@ An entry of `OPTIMIZERS` is all that the slots, the optimizer step, checkpoints,
 and estimates of memory know of one. Its mathematics is a transformation of optax, which
 is applied to one trained tensor of one linear at a time. So no job, layer or pipeline
 stage changes what another one gets. Tables for its state follow from the state that the
-transformation makes; see `jaxlora.adapters.optimizer_state`. Jobs of one run may have
+transformation makes; see `jaxlora.adapters.optimizers.state`. Jobs of one run may have
 different optimizers.
 """
 
@@ -87,7 +87,7 @@ def _adamw(learning_rate: Any, weight_decay: Any, *, b1: Any, b2: Any, eps: Any)
 
 
 def _adamw_8bit(learning_rate: Any, weight_decay: Any, **moments: Any) -> Any:
-    from jaxlora.adapters.adamw_8bit import adamw_8bit
+    from jaxlora.adapters.optimizers.adamw_8bit import adamw_8bit
 
     return adamw_8bit(learning_rate, weight_decay, **moments)
 
@@ -145,13 +145,13 @@ def _sgd(learning_rate: Any, weight_decay: Any, *, momentum: Any, nesterov: Any)
 
 
 def _muon(learning_rate: Any, weight_decay: Any, **settings: Any) -> Any:
-    from jaxlora.adapters.muon import muon
+    from jaxlora.adapters.optimizers.muon import muon
 
     return muon(learning_rate, weight_decay, **settings)
 
 
 def _adafactor(learning_rate: Any, weight_decay: Any, **settings: Any) -> Any:
-    from jaxlora.adapters.adafactor import adafactor
+    from jaxlora.adapters.optimizers.adafactor import adafactor
 
     return adafactor(learning_rate, weight_decay, **settings)
 

@@ -1,0 +1,1 @@
+"""Adapters in and out: PEFT folders, GGUF files and merged models."""
