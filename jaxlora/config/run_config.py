@@ -1,275 +1,35 @@
-"""The user's settings: a `LoraJob` for each adapter and a `RunConfig` for the run."""
+"""The settings of a run: a base model, its jobs, and how the machine is used."""
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pydantic
-from pydantic import Field
 
 from jaxlora.common.note import Note
 from jaxlora.config.aliases import OF_JOB, OF_RUN
 from jaxlora.config.base_settings import BaseSettings
-from jaxlora.config.clone import CloneOf
-from jaxlora.config.data_config import DataConfig
 from jaxlora.config.expansion import expand_run
-from jaxlora.config.generation_settings import BASE, SamplesConfig
+from jaxlora.config.generation_settings import SamplesConfig
+from jaxlora.config.lora_job import LoraJob
 from jaxlora.config.replicas_config import (
     OF_REPLICAS,
     ReplicaConfig,
     check_listed,
 )
 from jaxlora.config.rules import (
-    EVA,
-    EVA_DEFAULTS,
-    LOFTQ,
-    OF_A_JOB,
     OF_A_RUN,
-    check_start,
-    embedding_tokens,
-    is_part_of_weight,
     mesh_text,
 )
-from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.strict import (
     Bool,
-    Fraction,
-    Indices,
-    Int,
     NonNegativeFloat,
-    NonNegativeInt,
-    Number,
     PositiveFloat,
     PositiveInt,
-    StrictModel,
     Texts,
 )
 from jaxlora.config.sweep_config import Sweep
 from jaxlora.problems import problems_of, validation_error
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def check_job_name(name: str) -> str:
-    """Returns a job's name if it can name a folder and an adapter.
-
-    Raises:
-        ValueError: It cannot.
-    """
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"job name {name!r} must be a plain folder name: letters, digits, '.', "
-            "'_' and '-', at most 100, not starting with '.', '_' or '-'."
-        )
-    if name == BASE:
-        raise ValueError(
-            f"job name {name!r} is the name of the base model when text is generated. "
-            "Give the job another name."
-        )
-    return name
-
-
-class LoraJob(StrictModel):
-    """One adapter: what it learns from, its shape, and how it is trained.
-
-    The names follow PEFT and the Hugging Face trainer where those have one.
-
-    Attributes:
-        name: Names the adapter and its folder.
-        data: Training records.
-        eval_data: Held-out records; or use `eval_fraction`.
-        eval_fraction: Share of `data` held out for evaluation, chosen by
-            `eval_seed`.
-        eval_seed: Which records `eval_fraction` holds out. Jobs with the same data,
-            fraction and `eval_seed` hold out the same records, whatever their `seed`.
-        rank: LoRA rank r.
-        lora_alpha: The update is scaled by lora_alpha / r (see `use_rslora`).
-        use_rslora: Scale by lora_alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
-        use_dora: Also train the norms of the columns of W (DoRA, arXiv 2402.09353).
-        use_vera: Train two vectors in each linear, beside random matrices that all
-            linears share (VeRA, arXiv 2310.11454). Its rank may be large, and it has
-            no lora_alpha.
-        projection_prng_key: Seed of the matrices of VeRA, as in PEFT.
-        d_initial: First value of the elements of VeRA's vector d.
-        init_lora_weights: How A and B start, in PEFT's words: true (A uniform, B zero),
-            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N`, `olora`, `loftq` or
-            `eva`; see `jaxlora.adapters.initial` and `jaxlora.adapters.eva`.
-        loftq_config: Settings of `loftq`, as in PEFT: `loftq_bits`, those of the base's
-            format (4 of nf4, 8 of int8), and `loftq_iter`, which is 1.
-        eva_config: Settings of `eva`, as in PEFT: `rho` (2.0), `tau` (0.99),
-            `use_label_mask` (true) and `whiten` (false).
-        dropout: Probability of dropping an input feature of the LoRA path.
-        target_modules: Suffixes (`q_proj`), one regular expression for the whole
-            module name, or `all-linear`.
-        exclude_modules: Suffixes or one regular expression, taken from the targets.
-        layers_to_transform: Numbers of the layers that are adapted; empty: all.
-        layers_pattern: Name of the list of layers, `layers`, as PEFT asks for it.
-        trainable_token_indices: Tokens whose rows of the embedding are trained, too,
-            and of a head that is tied to it; such as added tokens.
-        train_bias: Also train the biases of the adapted linears that have one, as
-            PEFT's `bias: lora_only`.
-        rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
-        alpha_pattern: lora_alpha of modules whose name matches the pattern.
-        init_from: PEFT folder whose weights the adapter starts from.
-        continue_from: Output folder of another run, whose job of the same name
-            continues here with its whole state: optimizer, position in the data and
-            evaluations.
-        clone_of: Another job of the run, and the optimizer steps that it has done when
-            this job starts as a copy of its whole state. What may differ is
-            `jaxlora.config.clone.CHANGEABLE`.
-        objective: What the loss is: `next_token`, or of preferences `dpo`, `simpo`,
-            `cpo`, `orpo`, `kto` or `reward`; see `jaxlora.data.objectives`.
-        objective_args: Settings of the objective, by name, such as `{beta: 0.5}`.
-        batch_size: Samples (groups of them, if the objective has groups) in a global
-            batch: one optimizer step.
-        epochs: Passes over the data; may be a fraction. Used when `steps` is None.
-        steps: Optimizer steps.
-        learning_rate: Peak rate.
-        lr_schedule: Shape of the rate after warm-up; see `jaxlora.config.schedules`.
-        lr_schedule_args: Settings of the schedule, by name, such as
-            `{num_cycles: 3}` of `cosine_with_restarts`.
-        warmup_steps: Optimizer steps of linear warm-up.
-        warmup_ratio: Warm-up as a share of all steps, when `warmup_steps` is None.
-        lora_plus_ratio: Rate of B over rate of A (LoRA+, arXiv 2402.12354).
-        optimizer: How gradients change the weights: `adamw`, `adamw_8bit`,
-            `schedule_free_adamw`, `lion`, `sgd`, `muon`, `adafactor`, or one that was
-            registered with `jaxlora.register_optimizer`.
-        optimizer_args: Settings of the optimizer, by name, such as
-            `{b1: 0.95, b2: 0.98}` of `lion`.
-        weight_decay: Decoupled weight decay.
-        adam_b1: Decay of the first moment of AdamW, 8-bit and schedule-free too.
-        adam_b2: Decay of the second moment of AdamW.
-        adam_eps: Added to the root of the second moment of AdamW.
-        max_grad_norm: Clip the adapter's own gradient to this norm; None: never.
-        max_length: Longest sample in tokens.
-        too_long: What to do with a longer sample.
-        shuffle: Permute the records anew in each epoch, by `seed`.
-        seed: Random seed for the initial A, the order of the data and the dropout
-            masks.
-        eval_every: Optimizer steps between evaluations; None: start and end only.
-        early_stopping: Number of evaluations without improvement after which the job
-            stops; None: never.
-        early_stopping_delta: Smallest decrease of the loss that counts as an
-            improvement, in nats per token.
-        keep_best: Export the weights of the best evaluation, not the last.
-        priority: Waiting jobs of higher priority get a slot first; equal ones in the
-            order in which they are given. See also `RunConfig.preempt`.
-    """
-
-    aliases = OF_JOB
-    rules = OF_A_JOB
-    nested = {"clone_of": CloneOf, "data": DataConfig, "eval_data": DataConfig}
-
-    name: str
-    data: DataConfig
-    eval_data: DataConfig | None = None
-    eval_fraction: Fraction = 0.0
-    eval_seed: Annotated[NonNegativeInt, Field(lt=2**31)] = 0
-
-    rank: PositiveInt = 16
-    lora_alpha: PositiveFloat = 32.0
-    use_rslora: Bool = False
-    use_dora: Bool = False
-    use_vera: Bool = False
-    projection_prng_key: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
-    d_initial: PositiveFloat = 0.1
-    init_lora_weights: Literal[True] | str = True
-    loftq_config: dict[str, PositiveInt] = {}
-    eva_config: dict[str, Bool | NonNegativeFloat] = {}
-    dropout: Fraction = 0.0
-    target_modules: Texts = "all-linear"
-    exclude_modules: Texts = ()
-    layers_to_transform: Indices = ()
-    layers_pattern: Texts = ()
-    trainable_token_indices: Indices = ()
-    train_bias: Bool = False
-    rank_pattern: dict[str, PositiveInt] = {}
-    alpha_pattern: dict[str, PositiveFloat] = {}
-    init_from: str | None = None
-    continue_from: str | None = None
-    clone_of: CloneOf | None = None
-
-    objective: str = "next_token"
-    objective_args: dict[str, Annotated[float, Number] | str] = {}
-    batch_size: PositiveInt = 8
-    epochs: PositiveFloat = 1.0
-    steps: PositiveInt | None = None
-    learning_rate: NonNegativeFloat = 2e-4
-    lr_schedule: ScheduleName = "cosine"
-    lr_schedule_args: dict[str, Annotated[float, Number] | str] = {}
-    warmup_steps: NonNegativeInt | None = None
-    warmup_ratio: Fraction = 0.0
-    lora_plus_ratio: PositiveFloat = 1.0
-    optimizer: str = "adamw"
-    optimizer_args: dict[str, Bool | NonNegativeFloat] = {}
-    weight_decay: NonNegativeFloat = 0.0
-    adam_b1: Fraction = 0.9
-    adam_b2: Fraction = 0.999
-    adam_eps: PositiveFloat = 1e-8
-    max_grad_norm: PositiveFloat | None = 1.0
-
-    max_length: PositiveInt = 1024
-    too_long: Literal["truncate", "drop", "error"] = "truncate"
-    shuffle: Bool = True
-    seed: Annotated[int, Field(ge=0, lt=2**31), Number] = 0
-
-    eval_every: PositiveInt | None = None
-    early_stopping: PositiveInt | None = None
-    early_stopping_delta: NonNegativeFloat = 0.0
-    keep_best: Bool = False
-
-    priority: Int = 0
-
-    @pydantic.field_validator("name")
-    @classmethod
-    def _name_is_a_plain_folder_name(cls, name: str) -> str:
-        return check_job_name(name)
-
-    @property
-    def keeps_start(self) -> bool:
-        """Whether the adapter is relative to its first weights, which it keeps."""
-        return is_part_of_weight(self.init_lora_weights)
-
-    @property
-    def loftq_bits(self) -> int | None:
-        """Bits of the format from whose error LoftQ starts; None: it does not."""
-        if self.init_lora_weights != LOFTQ:
-            return None
-        return self.loftq_config.get("loftq_bits", 4)
-
-    @property
-    def eva_settings(self) -> dict[str, float | bool] | None:
-        """All settings of EVA; None: the adapter does not start by it."""
-        if self.init_lora_weights != EVA:
-            return None
-        return EVA_DEFAULTS | self.eva_config
-
-    @pydantic.field_validator("lr_schedule", mode="before")
-    @classmethod
-    def _warm_up_is_a_setting(cls, name: object) -> object:
-        # The name that transformers has for it; warm-up is set apart from the schedule.
-        return "constant" if name == "constant_with_warmup" else name
-
-    @pydantic.field_validator("init_lora_weights", mode="before")
-    @classmethod
-    def _start_is_known(cls, start: object) -> object:
-        return check_start(start)
-
-    @pydantic.field_validator("trainable_token_indices", mode="before")
-    @classmethod
-    def _tokens_are_of_the_embedding(cls, tokens: object) -> object:
-        return embedding_tokens(tokens)
-
-    @pydantic.field_validator("target_modules")
-    @classmethod
-    def _targets_are_not_empty(cls, targets: str | tuple[str, ...]):
-        if not targets:
-            raise ValueError(
-                "target_modules is empty, so nothing would be trained. Give suffixes "
-                "such as ['q_proj', 'v_proj'], a regular expression, or 'all-linear'."
-            )
-        return targets
 
 
 class RunConfig(BaseSettings):
