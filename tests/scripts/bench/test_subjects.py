@@ -44,7 +44,7 @@ def commands():
 @pytest.mark.parametrize(("subject", "options"), commands())
 def test_commands_of_the_docs_can_be_parsed(subject, options):
     module = importlib.import_module(f"jaxlora.bench.{SUBJECTS[subject].module}")
-    assert subjects.parse(module, subject, shlex.split(options))
+    assert subjects.parse(module, subject, shlex.split(options, comments=True))
 
 
 @pytest.mark.parametrize("subject", ["kernels", "tune"])
