@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.vera import VeraMatrices
-from jaxlora.config.rules import LOFTQ_FORMATS
+from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_path

@@ -16,7 +16,7 @@ from jaxlora.adapters.targets import ModuleLora
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.cores import num_cores
 from jaxlora.config import LoraJob
-from jaxlora.config.rules import LOFTQ
+from jaxlora.config.starts import LOFTQ
 from jaxlora.models.score import SCORE
 from jaxlora.modules.trained_tensors import (
     LORA_A,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxlora.config.rules import num_power_iterations
+from jaxlora.config.starts import num_power_iterations
 from jaxlora.modules.quantized_kernel import as_dense
 from jaxlora.modules.trained_tensors import LORA_A, LORA_B
 from jaxlora.sharding.global_arrays import everywhere

@@ -10,16 +10,15 @@ from jaxlora.config.aliases import OF_JOB
 from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.generation_settings import BASE
-from jaxlora.config.rules import (
+from jaxlora.config.rules import OF_A_JOB, embedding_tokens
+from jaxlora.config.schedules import ScheduleName
+from jaxlora.config.starts import (
     EVA,
     EVA_DEFAULTS,
     LOFTQ,
-    OF_A_JOB,
     check_start,
-    embedding_tokens,
     is_part_of_weight,
 )
-from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.strict import (
     Bool,
     Fraction,

@@ -15,10 +15,7 @@ from jaxlora.config.replicas_config import (
     ReplicaConfig,
     check_listed,
 )
-from jaxlora.config.rules import (
-    OF_A_RUN,
-    mesh_text,
-)
+from jaxlora.config.rules import OF_A_RUN, mesh_text
 from jaxlora.config.strict import (
     Bool,
     NonNegativeFloat,

@@ -19,7 +19,8 @@ from jaxlora.adapters.targets import pattern_value
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
-from jaxlora.config.rules import LOFTQ_FORMATS, embedding_tokens
+from jaxlora.config.rules import embedding_tokens
+from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile

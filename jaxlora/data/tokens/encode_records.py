@@ -29,7 +29,8 @@ from jaxlora.data.templates.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode import Encoder
 from jaxlora.data.tokens.marked_text import describe_sample
-from jaxlora.data.tokens.samples import EncodedRecords, RecordWriter, TokenizedSample
+from jaxlora.data.tokens.record_writer import RecordWriter
+from jaxlora.data.tokens.samples import EncodedRecords, TokenizedSample
 from jaxlora.errors import DataError
 
 logger = logging.getLogger(__name__)

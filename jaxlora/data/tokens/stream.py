@@ -30,7 +30,7 @@ from jaxlora.data.records.shards import Shard, read_shards
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.choose import check_some, choose_samples
 from jaxlora.data.tokens.encode_records import RecordEncoder
-from jaxlora.data.tokens.samples import RecordWriter
+from jaxlora.data.tokens.record_writer import RecordWriter
 from jaxlora.data.tokens.tokenized_data import MeasuredData, TokenizedData
 from jaxlora.errors import DataError
 

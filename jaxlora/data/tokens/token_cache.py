@@ -29,7 +29,8 @@ from jaxlora.common.cache_home import cache_home, check_private, make_private
 from jaxlora.common.json_file import parse_json
 from jaxlora.config import DataConfig
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.samples import TOKENS_IN_MEMORY, EncodedRecords
+from jaxlora.data.tokens.record_writer import TOKENS_IN_MEMORY
+from jaxlora.data.tokens.samples import EncodedRecords
 from jaxlora.errors import StorageError
 
 _log = logging.getLogger(__name__)

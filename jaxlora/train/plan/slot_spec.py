@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxlora.adapters.targets import Targets, choose_linears
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import RunConfig
-from jaxlora.config.rules import LOFTQ_FORMATS
+from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.hf.names import linear_names, linear_path

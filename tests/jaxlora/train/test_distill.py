@@ -14,6 +14,7 @@ from jaxlora import LoraJob, RunConfig, Trainer, load_model
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.data.distill_objective import DISTILL
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.data.tokens import record_writer
 from jaxlora.data.tokens.token_cache import TokenCache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError, DataError
@@ -136,6 +137,7 @@ def test_each_job_trains_as_if_it_were_alone(train, jobs):
     assert_same_training(together, alone, ["kd0"])
 
 
+@pytest.mark.grid
 @pytest.mark.needs_devices(4)
 def test_layouts_and_resuming(jobs, model, tmp_path):
     """Replicas whose devices share the vocabulary; and the same bits on resume."""
@@ -167,8 +169,9 @@ def test_layouts_and_resuming(jobs, model, tmp_path):
             assert relative_error(ours[key], array) < 1e-4
 
 
-def test_what_is_stored_is_what_the_records_say(tmp_path, model):
+def test_what_is_stored_is_what_the_records_say(tmp_path, model, monkeypatch):
     """Of long records, the first tokens; also from the cache, and of a file on disk."""
+    monkeypatch.setattr(record_writer, "TOKENS_IN_MEMORY", 4)
     records = random_records(8, seed=5)
     path = write(tmp_path / "data.jsonl", records)
     job = LoraJob(name="a", data={"path": path}, **JOB | {"max_length": 30})

@@ -142,6 +142,7 @@ def _check_first_layer(model, job, start) -> None:
     assert np.linalg.norm(centered @ a) > 0.99 * np.linalg.norm(best)
 
 
+@pytest.mark.grid
 @pytest.mark.needs_devices(2)
 def test_a_mesh_starts_it_alike(two_layers, job, tmp_path, small_batches):
     """One layer at a time is on one device; of divided weights, too."""

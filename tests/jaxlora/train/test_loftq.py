@@ -54,6 +54,7 @@ def run_config(folder, jobs, out: str, **settings) -> RunConfig:
         "block_tokens": 16,
         "dtype": "float32",
         "quantize_base": "nf4",
+        "max_concurrent_jobs": 2,
     }
     return RunConfig(**given | settings)
 
@@ -111,6 +112,21 @@ def test_a_run_trains_it_beside_a_plain_job(folder, tmp_path):
     )
     with pytest.raises(AdapterError, match="this base is not quantized"):
         Trainer(run_config(folder, [further], "b", quantize_base=None))
+
+
+@pytest.mark.grid
+@pytest.mark.needs_devices(2)
+def test_a_mesh_starts_it_alike(folder):
+    """Of weights that are divided among devices."""
+    starts = []
+    for mesh in ("fsdp=1", "fsdp=2"):
+        still = job(folder, learning_rate=0.0, steps=1)
+        config = run_config(folder, [still], f"start-{mesh}", mesh=mesh)
+        result = Trainer(config).train()
+        path = result.jobs[0].folder / "adapter_model.safetensors"
+        starts.append(safetensors.numpy.load_file(path))
+    for key, array in starts[0].items():
+        np.testing.assert_array_equal(starts[1][key], array)
 
 
 def _check_merged(folder, adapter_folder, adapter, tmp_path) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxlora.data.tokens import samples as module
-from jaxlora.data.tokens.samples import RecordWriter, Samples, TokenizedSample
+from jaxlora.data.tokens import record_writer as module
+from jaxlora.data.tokens.record_writer import RecordWriter
+from jaxlora.data.tokens.samples import Samples, TokenizedSample
 from jaxlora.errors import DataError
 
 

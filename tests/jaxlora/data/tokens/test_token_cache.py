@@ -13,7 +13,8 @@ import pytest
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens import token_cache, tokenize
-from jaxlora.data.tokens.samples import RecordWriter, TokenizedSample
+from jaxlora.data.tokens.record_writer import RecordWriter
+from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key, user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
 from tests.jaxlora.data import chat_templates
