@@ -50,6 +50,7 @@ class RunLog(Callback):
         write_text(self._path, _lines(e for e in events if e["round"] <= last))
         with wrap_os_errors(self._path):
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            self._size = os.fstat(self._file).st_size
 
     def _keep_dropped(self, path: pathlib.Path, dropped: list[dict[str, Any]]) -> None:
         """Adds events to the file of those that were dropped."""
@@ -90,14 +91,14 @@ class RunLog(Callback):
 
     def _write(self, line: bytes) -> None:
         with wrap_os_errors(self._path):
-            size = os.fstat(self._file).st_size
             try:
                 rest = memoryview(line)
                 while rest:  # an almost full disk may accept only a part
                     rest = rest[os.write(self._file, rest) :]
             except OSError:
-                os.ftruncate(self._file, size)
+                os.ftruncate(self._file, self._size)
                 raise
+        self._size += len(line)
 
     def close(self) -> None:
         """Closes the file."""

@@ -51,7 +51,7 @@ class TensorBoard(Callback):
         """
         self._folder = folder / "tensorboard"
         self._infos: dict[str, JobInfo] = {}
-        self._boards: dict[pathlib.Path, _Board] = {}
+        self._boards: dict[str, _Board] = {}  # by job; that of the run is ""
 
     def on_event(self, event: Event) -> None:
         """Writes the metrics of an event.
@@ -64,28 +64,28 @@ class TensorBoard(Callback):
         elif isinstance(event, JobAddEvent):
             self._infos[event.info.settings.name] = event.info
         elif isinstance(event, WindowEvent):
-            self._board(self._folder, event.round).add(run_metrics(event), event.round)
+            self._board("", event.round).add(run_metrics(event), event.round)
         elif isinstance(event, JobEvent):
             self._on_job(event)
 
     def _on_job(self, event: JobEvent) -> None:
-        folder, metrics = self._folder / event.job, job_metrics(event)
+        job, metrics = event.job, job_metrics(event)
         if metrics:
-            is_new = folder not in self._boards
-            board = self._board(folder, event.step)
-            if is_new and event.job in self._infos:
-                board.add_settings(hyperparameters(self._infos[event.job]))
+            is_new = job not in self._boards
+            board = self._board(job, event.step)
+            if is_new and job in self._infos:
+                board.add_settings(hyperparameters(self._infos[job]))
             board.add(metrics, event.step)
         elif isinstance(event, SampleEvent):
-            tag, board = f"samples/{event.number}", self._board(folder, event.step)
+            tag, board = f"samples/{event.number}", self._board(job, event.step)
             board.add_text(tag, f"{event.prompt}\n\n---\n\n{event.text}", event.step)
-        elif isinstance(event, JobEndEvent) and folder in self._boards:
-            self._boards.pop(folder).close()
+        elif isinstance(event, JobEndEvent) and job in self._boards:
+            self._boards.pop(job).close()
 
-    def _board(self, folder: pathlib.Path, first_step: int) -> "_Board":
-        if folder not in self._boards:
-            self._boards[folder] = _Board(folder, first_step=first_step)
-        return self._boards[folder]
+    def _board(self, job: str, first_step: int) -> "_Board":
+        if job not in self._boards:
+            self._boards[job] = _Board(self._folder / job, first_step=first_step)
+        return self._boards[job]
 
     def close(self) -> None:
         """Closes all files, even if the last values of one cannot be written.

@@ -80,6 +80,7 @@ class Session:
         self._saved_stream = None if found is None else found.run.stream
         self._num_saved = self._num_due(self.round)  # checkpoints due so far
         self._listeners, self._looked = Listeners([]), 0.0
+        self._checked = 0.0  # when the folder was looked at last
         self.time = TrainingTime()
         self.memory = RunMemory(run.plan.need, run.plan.num_slots, read_devices)
 
@@ -242,7 +243,12 @@ class Session:
         if isinstance(event, events.WindowEvent):
             self.round = event.round
             self.time.add(event)
-        self._lock.check_folder()  # callbacks would make a removed folder again
+        # Callbacks would make a removed folder again. Steps may follow each other in a
+        # millisecond, so not every one of them asks the file system.
+        now = time.monotonic()
+        if not isinstance(event, events.StepEvent) or now > self._checked + 0.1:
+            self._lock.check_folder()
+            self._checked = now
         self._listeners.send(event)
 
     def _open_inbox(self, opened: contextlib.ExitStack) -> None:

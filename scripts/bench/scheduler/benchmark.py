@@ -70,16 +70,19 @@ KINDS = {
 }
 
 
-def kind_rows(quick: bool, solver: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def kind_rows(
+    quick: bool, solver: dict[str, Any], kinds: Sequence[str] = tuple(KINDS)
+) -> Iterator[dict[str, Any]]:
     """Yields the makespan of each packer over the bound.
 
     Args:
         quick: Whether to take only four stages, and one lane.
         solver: Options of LoRAFusion's solver.
+        kinds: Some of `KINDS`.
     """
     stages, lanes = ((4,), (1,)) if quick else (STAGES, LANES)
     for num_lanes, last, num, (name, kind) in itertools.product(
-        lanes, LAST_STAGES, stages, KINDS.items()
+        lanes, LAST_STAGES, stages, [(name, KINDS[name]) for name in kinds]
     ):
         if last > 1 and (num == 1 or num_lanes > 1):
             continue
@@ -175,6 +178,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
         "--time-limit", type=float, default=1.0, help="seconds of the solver per stage"
     )
     out.add_argument("--num-workers", type=int, default=os.cpu_count())
+    out.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -186,6 +190,6 @@ def run(args: argparse.Namespace) -> None:
     }
     solver = {"time_limit": limit, "num_workers": args.num_workers}
     rows = Rows(args.output_dir, "scheduler", tables)
-    for row in kind_rows(args.quick, solver):
+    for row in kind_rows(args.quick, solver, args.kinds):
         rows.add(row | end)
     print(rows.tables())
