@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jaxlora.common.console import show
 from jaxlora.config import RunConfig
+from jaxlora.costs.stages import decoder_seconds
 from jaxlora.errors import ConfigError
 from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
 from jaxlora.models.spec import DecoderSpec
@@ -29,11 +30,23 @@ from jaxlora.scheduler.sweep import (
 )
 from jaxlora.scheduler.sweep.report import comparison_table, draw_sweep, group_table
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
+from jaxlora.sweeps.decisions import compared_steps
 from jaxlora.train.execute.layout import check_division
 from jaxlora.train.plan.auto_mesh.machine import Machine
-from jaxlora.train.plan.auto_mesh.predict import Rates, shape_seconds, step_seconds
+from jaxlora.train.plan.auto_mesh.predict import (
+    Rates,
+    exchange_seconds,
+    shape_seconds,
+    step_seconds,
+    table_seconds,
+)
 from jaxlora.train.plan.prepared_job import PreparedJob, longest_group
 from jaxlora.train.plan.run_plan import RunPlan
+
+# A job's next batch is planned when its step was reported, two microbatches later. So
+# the samples of as many, and of the one that trains, keep a group busy; more slots only
+# make its tables larger.
+_MOST_MICROBATCHES = 3.0
 
 NO_TIME = (
     "groups of GPUs: not planned, as the rates of this device are not known. `jaxlora "
@@ -81,9 +94,7 @@ def plan_groups(
     """
     if not plan.rates.are_known:
         return None
-    least = plan.config.slot_rank or 1  # what may join later needs as much
-    configurations = tuple(_configuration(job, least) for job in jobs)
-    ranks = sorted({c.rank for c in configurations})
+    configurations = tuple(_configuration(plan, job) for job in jobs)
     per_host = max(1, machine.num_devices // machine.num_hosts)
     sweep = Sweep(
         configurations=configurations,
@@ -94,7 +105,8 @@ def plan_groups(
     found = {
         degree: best
         for degree in sweep.degrees
-        if (best := _cheapest(plan, machine, degree, ranks, longest)) is not None
+        if (best := _cheapest(plan, machine, degree, configurations, longest))
+        is not None
     }
     costs = AnalyticCosts(
         by_degree={d: kind.costs for d, kind in found.items()}, pads_ranks=True
@@ -117,15 +129,33 @@ def plan_groups(
     )
 
 
-def _configuration(job: PreparedJob, least_rank: int) -> Configuration:
+def _configuration(plan: RunPlan, job: PreparedJob) -> Configuration:
     batch_size = job.settings.batch_size
+    tokens = job.batch_tokens + _evaluated_tokens(plan, job) / max(1, job.num_steps)
     return Configuration(
         name=job.name,
-        rank=max(least_rank, *job.ranks.values()),
+        # What may join later needs slots of `slot_rank`.
+        rank=max(plan.config.slot_rank or 1, *job.ranks.values()),
         batch_size=batch_size,
         num_steps=job.num_steps,
-        sample_tokens=max(1, round(job.batch_tokens / batch_size)),
+        sample_tokens=max(1, round(tokens / batch_size)),
     )
+
+
+def _evaluated_tokens(plan: RunPlan, job: PreparedJob) -> float:
+    """Tokens that take as long in both passes as all evaluations of a job.
+
+    It is evaluated before its first step, behind its last one, every `eval_every` and
+    at rungs, by forward passes.
+    """
+    assert plan.config.sweep is not None
+    if job.eval_data is None:
+        return 0.0
+    last, every = job.num_steps, job.settings.eval_every
+    steps = {0, last} | compared_steps(plan.config.sweep.early_exit, last)
+    steps |= set(range(every, last, every)) if every else set()
+    whole = decoder_seconds(plan.spec, plan.rates.links.speed).whole
+    return len(steps) * job.eval_data.num_tokens * whole.forward / whole.both
 
 
 # ---- the costs of groups -------------------------------------------------------------
@@ -141,23 +171,32 @@ class _Kind:
 
 
 def _cheapest(
-    plan: RunPlan, machine: Machine, degree: int, ranks: Sequence[int], longest: int
+    plan: RunPlan,
+    machine: Machine,
+    degree: int,
+    configurations: Sequence[Configuration],
+    longest: int,
 ) -> _Kind | None:
     """Returns the faster mesh of so many GPUs; None if none can run."""
     meshes = [f"{axis}={degree}" for axis in ("fsdp", "stage")]
     found = [
         kind
         for mesh in (meshes if degree > 1 else [ONE_DEVICE])
-        if (kind := _kind(plan, machine, mesh, ranks, longest)) is not None
+        if (kind := _kind(plan, machine, mesh, configurations, longest)) is not None
     ]
     return min(found, key=lambda one: one.costs.step[1].per_token, default=None)
 
 
 def _kind(
-    plan: RunPlan, machine: Machine, mesh: str, ranks: Sequence[int], longest: int
+    plan: RunPlan,
+    machine: Machine,
+    mesh: str,
+    configurations: Sequence[Configuration],
+    longest: int,
 ) -> _Kind | None:
     """Returns groups with a mesh; None if the run cannot have it."""
-    low, high = ranks[0], ranks[-1]
+    low = min(c.rank for c in configurations)
+    high = max(c.rank for c in configurations)
     try:
         config = plan.config.replace(mesh=mesh)
         sizes = config.mesh_sizes
@@ -180,19 +219,27 @@ def _kind(
     steps = max(1, high - low)
     rank_token = max(0.0, widest - full) / steps / tokens
     of_low = rank_token * low
+    # Each microbatch has the time of all slots' tables, and most end somebody's batch.
+    mean = sum(c.step_tokens for c in configurations) / len(configurations)
+    most_slots = max(1.0, _MOST_MICROBATCHES * tokens / mean)
+    num_ticks = max(1.0, min(most_slots, len(configurations)) * mean / tokens)
+    exchange = exchange_seconds(wide, rates) / high
+    tables = step_seconds(wide, rates) / high
+    tables += max(table_seconds(wide, spec, rates) for spec in wide.specs) / high
+    free_bytes = min(free_bytes, most_slots * slot_bytes)
     costs = GroupCosts(
         step=(
             StepLine(
                 fixed=base,
                 per_token=max(0.0, each / sizes.fsdp - of_low),
                 per_rank_token=rank_token,
-                per_rank=step_seconds(wide, rates) / high,
+                per_rank=exchange + tables,
             ),
             StepLine(
                 fixed=0.0,
                 per_token=max(0.0, full / tokens - of_low),
                 per_rank_token=rank_token,
-                per_rank=step_seconds(wide, rates) / high,
+                per_rank=exchange + num_ticks * tables,
             ),
         ),
         free_bytes=sizes.num_devices * free_bytes,
@@ -272,8 +319,8 @@ def _notes(plan: RunPlan, machine: Machine) -> Iterator[str]:
             "run."
         )
     yield (
-        "All configurations go to their last step here; early exit takes less. "
-        "Evaluations and checkpoints come on top."
+        "All configurations go to their last step here, with their evaluations; early "
+        "exit takes less. Checkpoints come on top."
     )
 
 

@@ -76,12 +76,18 @@ def run_groups(
     search = Suggestions(config)
     folder = pathlib.Path(config.output_dir)
     check_writable(folder)
-    with RunLock(folder), contextlib.closing(_open(folder, resume=resume)) as ledger:
-        assert config.sweep is not None
+    assert config.sweep is not None
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(RunLock(folder))
+        plans = None
+        if config.sweep.groups == "auto" and not has_ledger(folder):
+            plans = plan_in_process(config)  # before the sweep has begun
+        ledger = opened.enter_context(contextlib.closing(_open(folder, resume=resume)))
         jobs = [job.model_dump(mode="json") for job in config.jobs]
         state = SweepState(jobs, config.sweep.early_exit, config.sweep.metric)
         check_same_sweep(state, ledger)
-        plans = _plans(config, ledger) if config.sweep.groups == "auto" else None
+        if config.sweep.groups == "auto":
+            plans = _kept(plans, config, ledger)
         groups = _groups(config) if plans is None else _planned_groups(config, plans)
         on_start(folder)
         meshes = [MeshSizes.parse(group.run["mesh"]) for group in groups]
@@ -213,8 +219,14 @@ def _run(config: RunConfig, mesh: str, num_slots: int, **settings: Any) -> Any:
 # ---- groups: auto --------------------------------------------------------------------
 
 
-def _plans(config: RunConfig, ledger: Ledger) -> GroupPlans:
-    """Returns the plan of the groups: that of a sweep that has begun, or a new one.
+def _kept(plans: GroupPlans | None, config: RunConfig, ledger: Ledger) -> GroupPlans:
+    """Returns the plan of the ledger; a sweep without one keeps it there.
+
+    Args:
+        plans: The plan of a sweep that begins; None: it has begun, maybe with groups
+            that were given.
+        config: The run.
+        ledger: The ledger.
 
     Raises:
         ConfigError: The sweep cannot be planned.
@@ -222,7 +234,7 @@ def _plans(config: RunConfig, ledger: Ledger) -> GroupPlans:
     begun = [record for record in ledger.records if record["kind"] == "plan"]
     if begun:
         return GroupPlans.of(begun[-1])
-    plans = plan_in_process(config)
+    plans = plans or plan_in_process(config)
     record = {"kind": "plan", **plans.values()}
     ledger.append([record])
     ledger.records.append(record)

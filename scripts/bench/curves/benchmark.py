@@ -7,6 +7,8 @@ configurations at equal steps, or of a file of recorded ones.
 
     jaxlora bench curves RUN_DIR
     jaxlora bench curves tests/scripts/bench/curves/curves_smollm2.json
+
+With `--quality`, it says instead what the settings of a recorded file are worth.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxlora.bench.curves.quality import batch_rows, setting_rows, spread_rows
 from jaxlora.bench.curves.replay import count_losses
 from jaxlora.bench.report import Rows, add_output_dir, table
 from jaxlora.config.sweep_config import ExitRule
@@ -104,6 +107,11 @@ def add_options(out: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_output_dir(out)
     out.add_argument("path", type=pathlib.Path, help="a run's folder, or a file")
+    out.add_argument(
+        "--quality",
+        action="store_true",
+        help="what the settings of a recorded file are worth: PLoRA's Tables 2 to 4",
+    )
     out.add_argument("--slots", type=int, default=32, help="running at once")
     out.add_argument("--sizes", type=int, nargs="+", default=[40, 120])
     out.add_argument("--sweeps", type=int, default=40, help="to replay for each rule")
@@ -111,6 +119,10 @@ def add_options(out: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
+    if args.quality:
+        for make in (spread_rows, setting_rows, batch_rows):
+            print(table(make(args.path)), end="\n\n")
+        return
     curves = read_curves(args.path)
     rows = Rows(args.output_dir, "curves", table)
     for row in rule_rows(curves, args.sizes, args.slots, args.sweeps):

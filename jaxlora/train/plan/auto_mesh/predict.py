@@ -29,6 +29,15 @@ from jaxlora.scheduler.lanes import ticks_of
 # half of the gathers' 13 ms would be 1.07.
 _EXPOSED_SHARE = 0.5
 
+# Bytes of memory traffic for each element of the slots' tables, whatever the samples
+# are. In a microbatch, A and B are read in float32, written in bfloat16 and read by
+# three products; their gradients are written, and added to those of the batch (28). A
+# step of AdamW reads and writes weights, both moments and gradients (32). At this share
+# of the peak rate, 64 slots of rank 16 of SmolLM2-135M take 4.0 and 4.6 ms on an H100;
+# 4.4, with the other kernels of adapters, and 4.5 were measured.
+_PASS_BYTES, _STEP_BYTES = 28.0, 32.0
+_TABLE_SHARE = 0.65
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
@@ -89,7 +98,18 @@ def window_seconds(
         seconds = found.makespan
         if is_part and schedule.microbatches:
             seconds = max(0.0, seconds - _ramp_seconds(cost, schedule))
-    return seconds + len(batches) * step_seconds(stages, rates)
+    seconds += len(batches) * exchange_seconds(stages, rates)
+    return seconds + _num_steps(schedule, n) * step_seconds(stages, rates)
+
+
+def _num_steps(schedule: Schedule, num_lanes: int) -> int:
+    """Number of ticks behind which slots step; those that step together take one."""
+    last: dict[tuple[int, int], int] = {}
+    for tick, microbatches in enumerate(
+        itertools.batched(schedule.microbatches, num_lanes)
+    ):
+        last |= {(s.owner, s.batch): tick for m in microbatches for s in m}
+    return len(set(last.values()))
 
 
 def _replica_seconds(
@@ -181,12 +201,14 @@ def shape_seconds(
     for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
         gather = links.seconds(_gathered_bytes(spec, fsdp, tensor), fsdp)
         received = _reduced_bytes(spec, tensor)
+        tables = table_seconds(stages, spec, rates)
         forward, backward = (
             cost(seconds, gather, links.seconds(num_bytes, tensor))
             for seconds, num_bytes in zip(
                 (time.forward, time.backward), received, strict=True
             )
         )
+        backward = dataclasses.replace(backward, base=backward.base + tables)
         costs.append(StageCost(forward=forward, backward=backward))
     itemsize = stages.spec.options.dtype.itemsize
     hidden_bytes = capacity * stages.spec.config.hidden_size * itemsize
@@ -257,13 +279,52 @@ def adapter_share(stages: MeshStages, batch_tokens: float) -> float:
     return 2 * (tensor - 1) / tensor * added / (batch_tokens * each)
 
 
+def table_seconds(stages: MeshStages, spec: DecoderSpec, rates: Rates) -> float:
+    """Time of a microbatch that the tables of a stage take, whatever is in it.
+
+    A profile has that of the slots which it was measured with.
+
+    Args:
+        stages: Stages of the run.
+        spec: The stage.
+        rates: What the time follows from.
+    """
+    if spec.slots is None:
+        return 0.0
+    own = float(num_bytes(spec.part_shapes(stages.sizes.tensor)[1]))
+    if rates.profile is not None:
+        layers = len(spec.layer_numbers) / spec.config.num_layers
+        own = max(0.0, own - layers * rates.profile.adapter_bytes)
+    return _traffic_seconds(own, _PASS_BYTES, rates)
+
+
+def _traffic_seconds(table_bytes: float, per_element: float, rates: Rates) -> float:
+    """Time of reading and writing tables in float32."""
+    moved = table_bytes / np.dtype(np.float32).itemsize * per_element
+    return moved / (_TABLE_SHARE * rates.links.speed.memory_bytes)
+
+
 @functools.lru_cache(maxsize=64)
 def step_seconds(stages: MeshStages, rates: Rates) -> float:
-    """Time of an optimizer step, and before it, until all devices have the gradients.
+    """Time of an optimizer step, in which the tables of all slots are read and written.
+
+    All slots whose batches are complete behind a microbatch step together, and the time
+    does not depend on their number.
+    """
+    tensor, replicas = stages.sizes.tensor, stages.use(0).num_replicas
+    slots = max(num_bytes(spec.part_shapes(tensor)[1]) for spec in stages.specs)
+    profile = rates.profile
+    if profile is None or not profile.adapter_bytes:
+        return _traffic_seconds(slots / replicas, _STEP_BYTES, rates)
+    return profile.step_seconds * slots / replicas / profile.adapter_bytes
+
+
+@functools.lru_cache(maxsize=64)
+def exchange_seconds(stages: MeshStages, rates: Rates) -> float:
+    """Time until all devices have the gradients of a slot, before its step.
 
     A device receives a chunk from each of the others, and then their sums of chunks.
-    Tables that are whole on each device are summed over `tensor`, too. Without a
-    profile, the step itself counts as nothing.
+    Tables that are whole on each device are summed over `tensor`, too.
     """
     use, tensor = stages.use(0), stages.sizes.tensor
 
@@ -271,16 +332,12 @@ def step_seconds(stages: MeshStages, rates: Rates) -> float:
         received = 2 * slot_bytes * (num_parts - 1) / num_parts
         return rates.links.seconds(received, num_parts)
 
-    slots, exchange = 0, 0.0
+    exchange = 0.0
     for spec in stages.specs:
         own = num_bytes(spec.part_shapes(tensor)[1])
         assert spec.slots is not None
         whole = _whole_slot_bytes(spec, tensor)
         divided = own / spec.slots.num_slots - whole
         found = seconds(divided, use.num_parts)
-        found += seconds(whole, use.num_parts * tensor)
-        slots, exchange = max(slots, own), max(exchange, found)
-    if (profile := rates.profile) is None or not profile.adapter_bytes:
-        return exchange
-    each = slots / use.num_replicas
-    return exchange + profile.step_seconds * each / profile.adapter_bytes
+        exchange = max(exchange, found + seconds(whole, use.num_parts * tensor))
+    return exchange

@@ -15,7 +15,11 @@ from jaxlora.scheduler import AffineCost
 from jaxlora.scheduler.replicas import ReplicaKind
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.choose import is_divided
-from jaxlora.train.plan.auto_mesh.predict import Rates, step_seconds
+from jaxlora.train.plan.auto_mesh.predict import (
+    Rates,
+    exchange_seconds,
+    step_seconds,
+)
 
 # Degrees that are weighed: LobRA's deployments have up to six stages and 16 GPUs.
 _TENSOR, _STAGE = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8)
@@ -184,5 +188,6 @@ class ReplicaModel:
             return 0.0
         slots = num_bytes(self.spec.adapter_shapes())
         summed = self.rates.links.seconds(2 * slots, self.num_gpus)
-        own = step_seconds(self._stages(1, 1), self.rates)
+        alone = self._stages(1, 1), self.rates
+        own = step_seconds(*alone) + exchange_seconds(*alone)
         return own + (summed if self.num_gpus > 1 else 0.0)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxlora.bench import subjects
 from jaxlora.bench.curves.benchmark import read_curves
+from jaxlora.bench.curves.quality import batch_rows, setting_rows, spread_rows
 from jaxlora.bench.curves.replay import count_losses, replay
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import ConfigError
@@ -104,3 +105,26 @@ def test_curves_of_a_run_have_an_end(tmp_path):
     (tmp_path / METRICS_FILE).write_text("")
     with pytest.raises(ConfigError, match="no curves with an end"):
         read_curves(tmp_path)
+
+
+def test_what_settings_are_worth(tmp_path, capsys):
+    """By hand: two batch sizes, which have seen as many samples at 20 and 10 steps."""
+    points, names = [0, 10, 20], ["batch_size", "learning_rate"]
+    rows = [(1, 2e-4, [9, 5, 4]), (1, 5e-3, [9, 6, 3]), (2, 2e-2, [9, 4.5, 1])]
+    found = [{"settings": [b, r], "losses": losses} for b, r, losses in rows]
+    path = tmp_path / "curves.json"
+    recorded = {"points": points, "settings": names, "configurations": found}
+    path.write_text(json.dumps(recorded))
+    spread = {row["configuration"]: row["over_best"] for row in spread_rows(path)}
+    assert list(spread.values()) == [8, 3, 3, 2, 0]
+    rate, batch = setting_rows(path)[::-1]
+    assert (rate["best_value"], rate["spread"]) == ("1e-2", 3)
+    assert (batch["best_value"], batch["spread"]) == (2, 2)
+    assert [tuple(row.values()) for row in batch_rows(path)] == [
+        (1, 2, 3, 3),
+        (2, 1, 1, 4.5),
+    ]
+    subjects.run("curves", [str(CURVES), "--quality"])
+    assert "best_value" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no settings beside"):
+        spread_rows(tmp_path)
