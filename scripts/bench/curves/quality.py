@@ -27,8 +27,8 @@ def _read(path: pathlib.Path) -> tuple[list[int], list[dict[str, Any]]]:
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} has no settings beside its curves ({error}). Give a recorded file, "
-            "such as tests/scripts/bench/curves/curves_smollm2.json."
+            f"{path} has no settings beside its curves ({error}). Give a recorded "
+            "file, such as tests/scripts/bench/curves/curves_smollm2.json."
         ) from error
     whole = [row for row in rows if len(row["losses"]) == len(points)]
     return points, [row for row in whole if all(map(math.isfinite, row["losses"]))]
