@@ -1,11 +1,12 @@
-"""Sums over the devices that share the features of a layer (tensor parallelism).
+"""Exchanges of the devices that share the features of a layer (tensor parallelism).
 
-Each device has a part of the heads and of the MLP's features. `copy_in` comes before
-the linears whose outputs are divided, and `sum_out` after those whose inputs are. Each
-is the transpose of the other, so a half layer has one all-reduce in each pass. They are
-f and g of Megatron-LM (arXiv 1909.08053, section 3). The transpose of `jax.lax.psum`
-would add the gradient once more for each device, where `jax.shard_map` does not check
-which values vary.
+Each device has a part of the heads and of the MLP's features. Between the halves of a
+layer, it has a part of the rows: `gather_rows` comes before the linears whose outputs
+are divided, and `scatter_rows` after those whose inputs are. Each is the transpose of
+the other, so a half layer has an all-gather and a reduce-scatter in each pass. They are
+g and its conjugate of Megatron-LM (arXiv 2205.05198, section 4.2.2), and move as much
+as an all-reduce. The transpose of `jax.lax.psum` would add the gradient once more for
+each device, where `jax.shard_map` does not check which values vary.
 
 All functions run inside `jax.shard_map`, which must be manual over the axis `tensor`,
 unless the number of devices is 1.
@@ -18,22 +19,56 @@ from jaxtyping import Array, Bool, Int, Shaped
 from jaxlora.sharding.rules import TENSOR
 
 
-def copy_in(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
-    """Returns x, which is the same on all devices; its gradient is summed over them."""
-    return x if num_devices == 1 else _copy_in(x)
+def gather_rows(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
+    """Joins the rows of all devices; what each device adds to a gradient is summed."""
+    return x if num_devices == 1 else _gather_rows(x)
+
+
+def scatter_rows(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
+    """Sums x over the devices; each gets its own part of the rows."""
+    return x if num_devices == 1 else _scatter_rows(x)
+
+
+def whole_rows(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
+    """Joins the rows of all devices, which then compute the same gradient of them."""
+    return x if num_devices == 1 else _whole_rows(x)
+
+
+def _scattered(x):
+    return jax.lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True)
+
+
+@jax.custom_vjp
+def _gather_rows(x):
+    return gathered(x, axis=0)
+
+
+_gather_rows.defvjp(lambda x: (_gather_rows(x), None), lambda _, dy: (_scattered(dy),))
+
+
+@jax.custom_vjp
+def _scatter_rows(x):
+    return _scattered(x)
+
+
+_scatter_rows.defvjp(
+    lambda x: (_scatter_rows(x), None), lambda _, dy: (gathered(dy, axis=0),)
+)
+
+
+@jax.custom_vjp
+def _whole_rows(x):
+    return gathered(x, axis=0)
+
+
+_whole_rows.defvjp(
+    lambda x: (_whole_rows(x), None), lambda _, dy: (own_part(dy, axis=0),)
+)
 
 
 def sum_out[T](x: T, num_devices: int) -> T:
     """Returns the sum of arrays over the devices; a term's gradient is that of it."""
     return x if num_devices == 1 else _sum_out(x)
-
-
-@jax.custom_vjp
-def _copy_in(x):
-    return x
-
-
-_copy_in.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.psum(dx, TENSOR),))
 
 
 @jax.custom_vjp

@@ -86,6 +86,14 @@ class StageSharding:
         return PartitionSpec(LANES)
 
     @property
+    def hidden(self) -> PartitionSpec:
+        """Hidden states of each microbatch, of which devices have a part of the rows.
+
+        Along `tensor`, they have all rows only inside the halves of a layer.
+        """
+        return self.rows if self.num_tensor == 1 else self.by_device
+
+    @property
     def by_device(self) -> PartitionSpec:
         """Data of each device, such as the residuals of a forward pass."""
         return PartitionSpec((*LANES, TENSOR))

@@ -31,6 +31,7 @@ from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
 from jaxlora.programs.program import kept_value
 from jaxlora.scheduler import Limits
+from jaxlora.sharding.rules import TENSOR
 
 _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
 _MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
@@ -74,7 +75,9 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
             of it that each device runs.
         use: How the devices are used.
     """
-    hidden, by_layer = _hidden_bytes(spec), found.kept_by_layer
+    # Between the halves of layers, devices that share them have parts of the rows.
+    hidden = _hidden_bytes(spec) / use.num_tensor
+    by_layer = found.kept_by_layer
     part = spec.part(use.num_tensor)
     if not spec.has_head:
         by_layer += found.reshaped_by_layer
@@ -97,6 +100,14 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
     )
 
 
+def part_bytes(
+    spec: DecoderSpec, tensor: int, block_tokens: int, num_tokens: int | None
+) -> StepBytes:
+    """Returns `step_bytes` of the part of a decoder that each of the devices runs."""
+    part = spec.divided(tensor=tensor).part(tensor)
+    return step_bytes(part, block_tokens, num_tokens)
+
+
 def step_bytes(
     spec: DecoderSpec, block_tokens: int, num_tokens: int | None
 ) -> StepBytes:
@@ -110,7 +121,7 @@ def step_bytes(
     one capacity to the next: its sequences are divisors of the capacity.
 
     Args:
-        spec: The whole decoder.
+        spec: The whole decoder, or the part of it that a device runs.
         block_tokens: Tokens of a block.
         num_tokens: Tokens of a microbatch; None: without attention's transient memory,
             which is a lower bound for every capacity.
@@ -257,7 +268,8 @@ def _kept_bytes(
         return jax.vjp(total, params)[1]
 
     with shapes_only():
-        traced = jax.make_jaxpr(backward)(
+        axes = [(TENSOR, spec.options.tensor)]
+        traced = jax.make_jaxpr(backward, axis_env=axes)(
             spec.base_shapes(),
             spec.adapter_shapes(),
             settings_shapes(spec),

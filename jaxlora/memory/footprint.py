@@ -178,7 +178,7 @@ def stage_measured(
     if last is None:
         return None
     itemsize = spec.options.dtype.itemsize
-    hidden = limits.capacity * spec.config.hidden_size * itemsize
+    hidden = limits.capacity * spec.config.hidden_size * itemsize // use.num_tensor
     step_bytes = last
     if programs.forward is not None:
         forward = _own_bytes(programs.forward)

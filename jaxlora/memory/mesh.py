@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
 from jaxlora.costs.stages import stage_specs
-from jaxlora.memory.estimate import StepBytes, stage_estimated, step_bytes
+from jaxlora.memory.estimate import StepBytes, part_bytes, stage_estimated
 from jaxlora.memory.footprint import (
     Footprint,
     StagePrograms,
@@ -223,8 +223,8 @@ def estimated_footprint(
         num_tokens: Tokens of a microbatch; None: a lower bound for every capacity, see
             `step_bytes`.
     """
-    part = stages.spec.part(stages.sizes.tensor)
-    return stages_footprint(stages, step_bytes(part, block_tokens, num_tokens))
+    found = part_bytes(stages.spec, stages.sizes.tensor, block_tokens, num_tokens)
+    return stages_footprint(stages, found)
 
 
 def stages_footprint(stages: MeshStages, found: StepBytes) -> MeshFootprint:

@@ -24,7 +24,7 @@ from jaxlora.modules.routing import Routing
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding import layerwise
-from jaxlora.sharding.tensor import own_indices, sum_out
+from jaxlora.sharding.tensor import own_indices, scatter_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,8 @@ class DecoderOptions:
         tensor: Number of devices among which the decoder is divided; this one is the
             part of a device then, see `jaxlora.models.tensor_parallel`. If it is more
             than 1, the decoder must run inside `jax.shard_map` that is manual over an
-            axis `tensor` of that size.
+            axis `tensor` of that size. Hidden states between the halves of its layers
+            have a part of the rows then.
         objectives: Objectives of the jobs that it can train.
     """
 
@@ -169,7 +170,7 @@ class Decoder(nnx.Module):
 
     def embed(
         self, token_ids: Int[Array, " T"], block_adapter: Int[Array, " NB"]
-    ) -> Float[Array, "T D"]:
+    ) -> Float[Array, "U D"]:
         """Hidden states before the first layer; only on the first stage.
 
         Args:
@@ -187,7 +188,7 @@ class Decoder(nnx.Module):
             layerwise.check_axis(self.options.fsdp)
             h = layerwise.look_up(table, ids)
         if is_own is not None:
-            h = sum_out(jnp.where(is_own[:, None], h, 0), tensor)
+            h = scatter_rows(jnp.where(is_own[:, None], h, 0), tensor)
         if self.token_rows is not None:
             h = self.token_rows.looked_up(h, token_ids, block_adapter)
         if self.config.family.scales_embedding:
@@ -197,11 +198,11 @@ class Decoder(nnx.Module):
 
     def run_layers(
         self,
-        h: Float[Array, "T D"],
+        h: Float[Array, "U D"],
         positions: Int[Array, " T"],
         segment_ids: Int[Array, " T"],
         routing: Routing,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    ) -> tuple[Float[Array, "U D"], Float[Array, "U D"]]:
         """Hidden states after the last layer of this stage, and before it.
 
         Args:
@@ -231,7 +232,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, " T"],
         segment_ids: Int[Array, " T"],
         routing: Routing,
-    ) -> Float[Array, "T D"]:
+    ) -> Float[Array, "U D"]:
         """Hidden states after the final norm; the head turns them into logits.
 
         Args:
@@ -249,7 +250,7 @@ class Decoder(nnx.Module):
         for linear in self._linears():
             linear.keep_norms(self.options.dtype)
 
-    def final_norm(self, h: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def final_norm(self, h: Float[Array, "U D"]) -> Float[Array, "U D"]:
         """Normalized hidden states, as the head takes them; only on the last stage."""
         assert self.norm is not None
         return self.norm(h)

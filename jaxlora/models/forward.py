@@ -21,7 +21,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import SoftLabels, target_nll
 from jaxlora.modules.routing import Routing
-from jaxlora.sharding.tensor import copy_in
+from jaxlora.sharding.tensor import gather_rows, whole_rows
 
 Base = dict[str, Array]
 
@@ -101,14 +101,14 @@ def label_nll(
     decoder: Decoder,
     batch: PackedBatch,
     hidden: Float[Array, "T D"],
-    before: Float[Array, "T D"],
+    before: Float[Array, "U D"],
 ) -> Float[Array, " T"]:
     """Negative log likelihood of the labels, in nats; 0 in rows that are no targets.
 
     Args:
         decoder: The decoder, or its last stage.
         batch: The microbatch; the objectives of the decoder say which rows are targets.
-        hidden: Hidden states after the final norm.
+        hidden: Hidden states after the final norm, all rows.
         before: Hidden states before the last layer, see `Decoder.stored_head`.
     """
     is_target = functools.reduce(
@@ -121,7 +121,7 @@ def label_nll(
     head, transposed = decoder.stored_head(before)
     tensor = decoder.options.tensor
     return target_nll(
-        copy_in(hidden, tensor),
+        hidden,
         head,
         _labels(decoder, batch),
         is_target,
@@ -156,7 +156,7 @@ def _loss_inputs(
     decoder: Decoder,
     batch: PackedBatch,
     keys: SlotKeys | None,
-    hidden: Float[Array, "T D"],
+    hidden: Float[Array, "U D"],
 ) -> dict[str, RowInputs]:
     """Inputs of the run's objectives, with the baselines and scores of rows."""
     names, block = decoder.options.objectives, batch.block_adapter
@@ -171,7 +171,8 @@ def _loss_inputs(
     for name in names:
         if (is_scored := OBJECTIVES[name].is_scored) is not None:
             assert decoder.score is not None, "an objective needs it"
-            wanted = jnp.where(is_scored(inputs[name])[:, None], hidden, 0)
+            whole = whole_rows(hidden, decoder.options.tensor)
+            wanted = jnp.where(is_scored(inputs[name])[:, None], whole, 0)
             score = decoder.score(wanted, block)
             inputs[name] = inputs[name] | {"score": score}
     return inputs
@@ -196,9 +197,10 @@ def losses(
         before: Hidden states before the last layer, see `Decoder.stored_head`.
         keys: Has the baselines of the slots, if an objective of the run has one.
     """
-    hidden = decoder.final_norm(h)
+    normed, tensor = decoder.final_norm(h), decoder.options.tensor
+    hidden = gather_rows(normed, tensor)
     nll = label_nll(decoder, batch, hidden, before)
-    loss_inputs = _loss_inputs(decoder, batch, keys, hidden)
+    loss_inputs = _loss_inputs(decoder, batch, keys, normed)
     loss_T = functools.reduce(
         jnp.add,
         [

@@ -18,7 +18,7 @@ from jaxlora.modules.producers import normed_input
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.scoring import ATTENTION_RESULTS
 from jaxlora.pallas_kernels import LINEAR_RESULTS
-from jaxlora.sharding.tensor import copy_in, sum_out
+from jaxlora.sharding.tensor import gather_rows, scatter_rows
 
 # The part of each layer that the backward pass recomputes instead of keeping it, from
 # the weakest on.
@@ -32,7 +32,8 @@ _keep_results = jax.checkpoint_policies.save_only_these_names(
 class DecoderLayer(nnx.Module):
     """`h += attention(norm(h)); h += mlp(norm(h))`.
 
-    Some families normalize the outputs of attention and MLP before they are added.
+    Some families normalize the outputs of attention and MLP before they are added. If
+    devices share the layer, h has the rows of one of them.
     """
 
     def __init__(
@@ -85,17 +86,17 @@ class DecoderLayer(nnx.Module):
         linears: Sequence[MultiLoraLinear],
         routing: Routing,
     ) -> LinearInput:
-        """Returns normalized rows on all devices that share the layer."""
+        """Returns all normalized rows on each device that shares the layer."""
         if self.tensor == 1:
             return normed_input(norm, h, linears, routing)
-        return LinearInput.of(copy_in(norm(h), self.tensor))
+        return LinearInput.of(gather_rows(norm(h), self.tensor))
 
-    def _sum(self, y: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Adds the outputs of all devices that share the layer."""
+    def _sum(self, y: Float[Array, "T D"]) -> Float[Array, "U D"]:
+        """Adds the outputs of all devices that share the layer, in the own rows."""
         if self.tensor == 1:
             return y
         # A policy that saves the results of linears sums nothing again.
-        return checkpoint_name(sum_out(y, self.tensor), LINEAR_RESULTS)
+        return checkpoint_name(scatter_rows(y, self.tensor), LINEAR_RESULTS)
 
     def __call__(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing

@@ -140,4 +140,4 @@ class InFlight:
     def _send(self, rows: jax.Array, stage: int) -> jax.Array:
         """Starts the copy of rows to another stage, device by device."""
         placement = self._stages[stage].placement
-        return jax.device_put(rows, placement.sharding(placement.rows))
+        return jax.device_put(rows, placement.sharding(placement.hidden))

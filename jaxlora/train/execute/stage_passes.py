@@ -84,7 +84,7 @@ class StagePasses:
         spec = dataclasses.replace(spec, slots=slots)
         self._placement, self._whole = placement, spec.config
         self._spec = spec.part(spec.options.tensor)
-        # The backward functions of traced forward passes, by rows on a device.
+        # The backward functions of traced forward passes, by rows of hidden states.
         self._pullbacks: dict[int, Pullback] = {}
         self._by_path = functools.partial(to_paths, spec.stacks, axis=1)
 
@@ -144,7 +144,7 @@ class StagePasses:
             out, pullback = jax.vjp(run, tables, h)
         assert not isinstance(out, JobLosses)
         pullback, kept = split(pullback, (base, tables))
-        self._pullbacks[len(batch.token_ids)] = pullback
+        self._pullbacks[len(out)] = pullback
         # JAX keeps constants among the residuals as arrays of NumPy.
         return out, jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
 

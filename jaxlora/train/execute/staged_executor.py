@@ -344,7 +344,8 @@ class StagedExecutor:
         for number, stage in enumerate(self._layout.stages):
             table, placement = self.slots.tables[number], stage.placement
             args = self._bases[number], weights[number], table.settings
-            h = tuple(jax.device_put(x, placement.sharding(placement.rows)) for x in h)
+            where = placement.sharding(placement.hidden)
+            h = tuple(jax.device_put(x, where) for x in h)
             keys = SlotKeys(baseline=baseline if stage.spec.has_head else None)
             h = (stage.steps.evaluate(*args, uploaded[number], keys, *h),)
         return h[0]

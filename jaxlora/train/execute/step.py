@@ -126,12 +126,12 @@ class CompiledSteps:
         base, slots, state = spec.base_specs(), p.by_slot, self.state_specs
         params, pending = state.params, state.pending
         inputs = p.by_linear_and_slot, p.rows  # settings and batch
-        h = () if spec.has_embedding else (p.rows,)
+        h = () if spec.has_embedding else (p.hidden,)
         self.accumulate = self._program(
             "training step",
             passes.accumulate,
             (base, params, pending, *inputs, slots, *h),
-            (pending, p.partial, p.rows),
+            (pending, p.partial, p.hidden),
             varies=(4,),
             donate_argnums=2,
             compiler_options=training,
@@ -140,15 +140,15 @@ class CompiledSteps:
             "forward pass",
             passes.forward,
             (base, params, *inputs, slots, *h),
-            (p.rows, p.by_device),
+            (p.hidden, p.by_device),
             varies=(3,),
             compiler_options=training,
         )
         self.backward = self._program(
             "backward pass",
             passes.backward,
-            (base, params, p.by_device, pending, p.rows),
-            (pending, p.rows),
+            (base, params, p.by_device, pending, p.hidden),
+            (pending, p.hidden),
             varies=(4,),
             donate_argnums=3,
             compiler_options=training,
@@ -157,7 +157,7 @@ class CompiledSteps:
             "evaluation",
             passes.evaluate,
             (base, params, *inputs, slots, *h),
-            p.partial if spec.has_head else p.rows,
+            p.partial if spec.has_head else p.hidden,
             varies=(3,),
             compiler_options=evaluation_options(spec),
         )
@@ -319,7 +319,7 @@ class CompiledSteps:
         return jax.ShapeDtypeStruct(
             (num_rows, self._spec.config.hidden_size),
             self._spec.options.dtype,
-            sharding=self._placement.sharding(self._placement.rows),
+            sharding=self._placement.sharding(self._placement.hidden),
         )
 
     @property

@@ -171,6 +171,12 @@ def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> Non
         check_division(model.config, model.dtype, sizes, model.base_format)
     except ValueError as error:
         raise ConfigError(f"mesh: {error}") from error
+    if config.block_tokens % sizes.tensor:
+        raise ConfigError(
+            f"mesh: tensor={sizes.tensor} does not divide block_tokens="
+            f"{config.block_tokens}, and its devices divide the rows of microbatches. "
+            f"Set block_tokens to a multiple of {sizes.tensor}, or another mesh."
+        )
 
 
 # Settings of jobs whose tensors are not divided along `tensor`.

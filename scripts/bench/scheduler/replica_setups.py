@@ -118,6 +118,19 @@ SETUPS = (
     ),
 )
 
+# The jobs on GPUs of today, of which each machine has eight.
+SCALING = Setup(
+    name="Llama-3.1-8B",
+    config=config_json("llama-3.1-8b"),
+    gpus="h100x8",
+    link_bytes=337e9,
+    network_gbits=3200.0,
+    jobs=JOBS,
+    saved="",
+    fused="",
+    deployment="",
+)
+
 
 def draw_jobs(
     jobs: Sequence[tuple[float, float, int]], num_steps: int, seed: int = 0

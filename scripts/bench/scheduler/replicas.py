@@ -37,6 +37,7 @@ from jaxlora.bench.scheduler.replica_setups import (
     COSTS,
     JOBS,
     LONGEST,
+    SCALING,
     SETUPS,
     STEPS,
     Setup,
@@ -301,7 +302,55 @@ def plan_rows(quick: bool) -> Iterator[dict[str, Any]]:
         }
 
 
-_SHOWN = ("gpu_seconds", "saved", "deployments", "parts", "idle", "bounds")
+def scaling_rows(quick: bool) -> Iterator[dict[str, Any]]:
+    """Yields the rate of a GPU among many over that of one, and what bounds it.
+
+    The rate of one GPU is that of full microbatches, without steps of optimizers.
+    """
+    sizes = itertools.product((8, 64, 512), (1, 8))
+    for num_gpus, factor in itertools.islice(sizes, 1 if quick else None):
+        setup = dataclasses.replace(
+            SCALING,
+            gpus=f"h100x{num_gpus}",
+            jobs=tuple((*job[:2], factor * job[2]) for job in SCALING.jobs),
+        )
+        kinds = make_kinds(setup, COSTS[0])
+        steps = together(draw_jobs(setup.jobs, 4 if quick else 20))
+        (one,) = (kind for kind in kinds if kind.num_gpus == 1)
+        lengths = np.concatenate(steps).astype(float)
+        alone = one.cost(lengths.sum(), (lengths**2).sum()) - one.cost.base
+        alone /= len(steps)
+        planned = {
+            name: plan_deployment(allowed, num_gpus, steps, LONGEST)
+            for name, allowed in {
+                "rate": kinds,
+                "without_stages": [kind for kind in kinds if kind.stage == 1],
+                "without_tensor": [kind for kind in kinds if kind.tensor == 1],
+            }.items()
+            if any(kind.longest >= LONGEST for kind in allowed)
+        }
+        best = planned["rate"]
+        longest = [min(kind.seconds(step.max()) for kind in kinds) for step in steps]
+        rates = {
+            name: round(alone / num_gpus / own.seconds, 2)
+            for name, own in planned.items()
+        }
+        yield {
+            "table": "scaling",
+            "gpus": num_gpus,
+            "samples": len(steps[0]),
+            "tokens": round(lengths.sum() / len(steps)),
+            "step_s": round(best.seconds, 3),
+            **dict.fromkeys(("rate", "without_stages", "without_tensor")),
+            **rates,
+            "longest_sample": _percent(float(np.mean(longest)) / best.seconds),
+            "gradients": _percent(one.cost.base / best.seconds),
+            "idle": _percent(best.idle),
+            "this_planner": short(best.deployment),
+        }
+
+
+_SHOWN = ("gpu_seconds", "saved", "deployments", "parts", "idle", "bounds", "scaling")
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -318,6 +367,14 @@ def add_options(out: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_output_dir(out)
     out.add_argument("--quick", action="store_true", help="few and small cases")
+    parts = ("plans", "setups", "scaling")
+    out.add_argument(
+        "--parts",
+        nargs="+",
+        choices=parts,
+        default=parts,
+        help="plans over their bounds, LobRA's tables, and the rate of many GPUs",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -327,6 +384,7 @@ def run(args: argparse.Namespace) -> None:
         "versions": versions(("jax", "numpy", "scipy", "pulp", "highspy"))
     }
     rows = Rows(args.output_dir, "replicas", tables)
-    for row in itertools.chain(plan_rows(args.quick), setup_rows(args.quick)):
+    made = {"scaling": scaling_rows, "plans": plan_rows, "setups": setup_rows}
+    for row in itertools.chain(*(made[name](args.quick) for name in args.parts)):
         rows.add(row | end)
     print(rows.tables())

@@ -17,7 +17,12 @@ from jaxlora.memory import estimate as memory_estimate
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import fit, resolve_auto
 from jaxlora.memory.device_memory import DeviceMemory, device_memory
-from jaxlora.memory.estimate import StepBytes, stage_estimated, step_bytes
+from jaxlora.memory.estimate import (
+    StepBytes,
+    part_bytes,
+    stage_estimated,
+    step_bytes,
+)
 from jaxlora.memory.footprint import (
     GAPS,
     StagePrograms,
@@ -223,6 +228,20 @@ def test_devices_that_share_microbatches_hold_parts(tensor):
     assert part.adapter_bytes == each * features
     assert part.bytes_per_token < whole.bytes_per_token
     assert part.transient_bytes_per_token < whole.transient_bytes_per_token
+
+
+@pytest.mark.parametrize("remat, whole", [("layer", 0), ("none", 2)])
+def test_devices_that_share_microbatches_keep_parts_of_the_rows(remat, whole):
+    """The inputs of both norms; and all normalized rows, which linears take."""
+    found = [part_bytes(SPEC.with_remat(remat), n, 16, None) for n in (2, 4)]
+    two, four = (one.kept_by_layer for one in found)
+    hidden = 64 * 4
+    divided = 1 if remat == "layer" else 2
+    if remat == "none":  # q, the output of attention, and three arrays of the MLP
+        divided += (64 + 64 + 3 * 256) / 64
+    # The four devices have one of two key-value heads each, as the two have.
+    assert two - four == pytest.approx(divided * hidden / 4, rel=0.1)
+    assert four >= hidden * (whole + divided / 4)
 
 
 @pytest.mark.parametrize("data", [2, 8, 64])

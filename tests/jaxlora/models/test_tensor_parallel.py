@@ -17,15 +17,17 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
-from jaxlora.models.forward import SlotKeys
+from jaxlora.models.forward import SlotKeys, job_losses
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.stacks import to_paths
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps
+from jaxlora.train.plan.auto_mesh.predict import EXCHANGED_AGAIN, EXCHANGES
 from tests import tiny
 from tests.oracle import relative_error
 from tests.pallas_kernels.problems import QUICK_TO_COMPILE
@@ -248,22 +250,50 @@ def num_reductions(layers: int, adapted) -> Counter:
 @pytest.mark.parametrize(
     "adapted", [ALL, pytest.param(("q",), marks=pytest.mark.grid)], ids=["all", "one"]
 )
-def test_a_layer_has_two_reductions_in_each_pass(adapted):
-    """Adapters add none. The other ones are those of the embedding and of the loss."""
+def test_a_layer_gathers_and_scatters_twice_in_each_pass(adapted):
+    """Adapters exchange nothing. Others are those of the embedding and of the loss."""
     more = num_reductions(3, adapted) - num_reductions(2, adapted)
-    assert more == {"all-reduce": 4}
-    assert num_reductions(3, adapted).keys() == {"all-reduce"}
+    assert more == {"all-gather": 4, "reduce-scatter": 4}
 
 
-def test_hidden_states_are_reduced_in_the_dtype_of_activations():
+def num_traced(layers: int, remat) -> int:
+    """Gathers and scatters of a layer in both passes, before XLA compiles them."""
+    spec = make_spec(layers, remat=remat).divided(tensor=2).part(2)
+
+    def loss(tables, base, *inputs):
+        by_path = to_paths(spec.stacks, tables, axis=1)
+        return job_losses(spec, base, by_path, *inputs).loss.sum()
+
+    traced = jax.make_jaxpr(jax.grad(loss), axis_env=[("tensor", 2)])(
+        spec.adapter_shapes(), spec.base_shapes(), settings(spec), batch(), KEYS
+    )
+    return len(re.findall(r"(?:all_gather|reduce_scatter)\[", str(traced)))
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param(remat, marks=[pytest.mark.grid] * (remat != "layer"))
+        for remat in EXCHANGED_AGAIN
+    ],
+)
+def test_layers_that_are_recomputed_exchange_again(remat):
+    """As the prediction of time counts it."""
+    more = num_traced(3, remat) - num_traced(2, remat)
+    assert more == 2 * EXCHANGES + EXCHANGED_AGAIN[remat]
+
+
+def test_hidden_states_are_exchanged_in_the_dtype_of_activations():
     text = lowered(3, ALL).as_text()
-    found = re.findall(r"all_reduce.*?\(tensor<([\dx]+)x(\w+)>\) ->", text, re.DOTALL)
-    types = Counter(found)
-    hidden = f"{TOKENS}x32"
-    assert types[hidden, "bf16"] >= 12
-    assert (hidden, "f32") not in types
-    sizes = {np.prod([int(n) for n in shape.split("x")]) for shape, _ in found}
-    assert sizes <= {TOKENS * 32, 2 * TOKENS, TOKENS}
+    found = {
+        kind: re.findall(rf"{kind}.*?\(tensor<([\dx]+)x(\w+)>\) ->", text, re.DOTALL)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+    # The first layer's input is not trained; the loss gathers, and the embedding adds.
+    own, whole = f"{TOKENS // 2}x32", f"{TOKENS}x32"
+    assert Counter(found["all_gather"]) == {(own, "bf16"): 13}
+    assert Counter(found["reduce_scatter"]) == {(whole, "bf16"): 13}
+    assert {shape for shape, _ in found["all_reduce"]} <= {f"{TOKENS}", f"2x{TOKENS}"}
 
 
 # ---- what is divided -----------------------------------------------------------------

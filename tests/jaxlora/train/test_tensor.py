@@ -125,3 +125,10 @@ def test_a_mesh_that_does_not_divide_the_model(meshes, mesh_jobs):
     match = "mesh: tensor=3 does not divide num_attention_heads=4"
     with pytest.raises(ConfigError, match=match):
         Trainer(meshes.config("tensor=3", mesh_jobs))
+
+
+def test_blocks_whose_rows_cannot_be_divided(meshes, mesh_jobs):
+    blocks = {"block_tokens": 25, "microbatch_tokens": 125}
+    match = "tensor=2 does not divide block_tokens=25"
+    with pytest.raises(ConfigError, match=match):
+        Trainer(meshes.config("tensor=2", mesh_jobs, **blocks))

@@ -167,7 +167,7 @@ def _shared_meshes(
         return []
     found = []
     for tensor in range(2, machine.num_devices // machine.num_hosts + 1):
-        if num_devices % tensor or not is_divided(spec, tensor):
+        if num_devices % tensor or not is_divided(spec, tensor, config.block_tokens):
             continue
         apart = dataclasses.replace(machine, num_devices=machine.num_devices // tensor)
         meshes = _meshes(config, spec, num_devices // tensor, apart)
@@ -175,9 +175,17 @@ def _shared_meshes(
     return found
 
 
-def is_divided(spec: DecoderSpec, tensor: int) -> bool:
-    """Whether `tensor` devices can share each layer of a decoder with its slots."""
+def is_divided(spec: DecoderSpec, tensor: int, block_tokens: int) -> bool:
+    """Whether `tensor` devices can share each layer of a decoder with its slots.
+
+    Args:
+        spec: The decoder.
+        tensor: Number of devices.
+        block_tokens: Tokens of a block, whose rows are divided.
+    """
     slots = spec.slots
+    if block_tokens % tensor:
+        return False
     if slots and (slots.has_vera or slots.trains_bias or slots.num_token_rows):
         return tensor == 1
     try:

@@ -13,6 +13,7 @@ from jaxlora.costs.links import Links
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.memory.footprint import num_bytes
 from jaxlora.memory.mesh import MeshStages
+from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import (
     AffineCost,
@@ -28,6 +29,11 @@ from jaxlora.scheduler.lanes import ticks_of
 # 8 layers of Llama-3.1-8B in 4 shards took 1.065 times as long as whole ones on H200s;
 # half of the gathers' 13 ms would be 1.07.
 _EXPOSED_SHARE = 0.5
+# Gathers and scatters of a layer's hidden states along `tensor` in each pass: before
+# and after attention, and before and after the MLP. Those before are gathered again
+# where inputs of linears are recomputed, and `layer` runs attention again.
+EXCHANGES = 4
+EXCHANGED_AGAIN: dict[Remat, int] = {"none": 0, "elementwise": 2, "mlp": 1, "layer": 3}
 
 # Bytes of memory traffic for each element of the slots' tables, whatever the samples
 # are. In a microbatch, A and B are read in float32, written in bfloat16 and read by
@@ -200,7 +206,7 @@ def shape_seconds(
     costs = []
     for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
         gather = links.seconds(_gathered_bytes(spec, fsdp, tensor), fsdp)
-        received = _reduced_bytes(spec, tensor)
+        received = _exchanged_bytes(spec, tensor)
         tables = table_seconds(stages, spec, rates)
         forward, backward = (
             cost(seconds, gather, links.seconds(num_bytes, tensor))
@@ -236,21 +242,21 @@ def _gathered_bytes(spec: DecoderSpec, fsdp: int, tensor: int) -> float:
     return num_bytes(spec.part(tensor).base_shapes()) * (fsdp - 1) / fsdp
 
 
-def _reduced_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
-    """Bytes per token that a device receives in the sums of a stage's passes.
+def _exchanged_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
+    """Bytes per token that a device receives along `tensor` in a stage's passes.
 
-    A layer has two sums of hidden states in each pass, the embedding has one, and so
-    has the gradient of the loss. Their time is not hidden: what follows needs them.
+    The embedding scatters its rows, and the loss gathers them. The time of exchanges is
+    not hidden: what follows needs them.
 
     Returns:
         Those of the forward pass, and of the backward pass.
     """
     hidden = spec.config.hidden_size * spec.options.dtype.itemsize
-    each = 2 * hidden * (tensor - 1) / tensor
-    in_layers = 2 * len(spec.layer_numbers)
+    each, layers = hidden * (tensor - 1) / tensor, len(spec.layer_numbers)
+    again = EXCHANGED_AGAIN[spec.options.remat]
     return (
-        each * (in_layers + spec.has_embedding),
-        each * (in_layers + spec.has_head),
+        each * (EXCHANGES * layers + spec.has_embedding + spec.has_head),
+        each * ((EXCHANGES + again) * layers + spec.has_head),
     )
 
 
@@ -275,7 +281,7 @@ def adapter_share(stages: MeshStages, batch_tokens: float) -> float:
     """
     tensor = stages.sizes.tensor
     added = sum(_whole_slot_bytes(spec, tensor) for spec in stages.specs)
-    each = sum(sum(_reduced_bytes(spec, tensor)) for spec in stages.specs)
+    each = sum(sum(_exchanged_bytes(spec, tensor)) for spec in stages.specs)
     return 2 * (tensor - 1) / tensor * added / (batch_tokens * each)
 
 

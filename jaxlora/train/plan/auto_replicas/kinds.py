@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxlora.costs.device_speed import DeviceSpeed
 from jaxlora.costs.stages import DecoderSeconds, decoder_seconds, stage_specs
-from jaxlora.memory.estimate import StepBytes, step_bytes
+from jaxlora.memory.estimate import StepBytes, part_bytes
 from jaxlora.memory.footprint import num_bytes
 from jaxlora.memory.mesh import MeshStages, stages_footprint
 from jaxlora.models.spec import DecoderSpec
@@ -16,6 +16,8 @@ from jaxlora.scheduler.replicas import ReplicaKind
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.choose import is_divided
 from jaxlora.train.plan.auto_mesh.predict import (
+    EXCHANGED_AGAIN,
+    EXCHANGES,
     Rates,
     exchange_seconds,
     step_seconds,
@@ -24,10 +26,6 @@ from jaxlora.train.plan.auto_mesh.predict import (
 # Degrees that are weighed: LobRA's deployments have up to six stages and 16 GPUs.
 _TENSOR, _STAGE = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8)
 _MAX_GPUS = 16
-# All-reduces of a layer's hidden states in both passes: after attention and after the
-# MLP, of the states and of their gradients. If a layer is run again, so are its two.
-# They are not hidden: XLA overlaps one of seven.
-_ALL_REDUCES, _ALL_REDUCES_AGAIN = 4, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,11 @@ class ReplicaModel:
     def _degrees(self) -> Iterator[tuple[int, int]]:
         """Yields numbers of GPUs that share a layer, and of pipeline stages."""
         layers, most = self.spec.config.num_layers, min(self.num_gpus, _MAX_GPUS)
-        tensors = [n for n in _TENSOR if n <= most and is_divided(self.spec, n)]
+        tensors = [
+            n
+            for n in _TENSOR
+            if n <= most and is_divided(self.spec, n, self.block_tokens)
+        ]
         for tensor, stage in itertools.product(tensors, _STAGE):
             if stage <= layers and tensor * stage <= most:
                 yield tensor, stage
@@ -108,8 +110,8 @@ class ReplicaModel:
         give those of more. Tracing a decoder takes seconds.
         """
         if tensor <= 2:
-            part = self.spec.part(tensor)
-            return step_bytes(part, self.block_tokens, self.capacity)
+            sizes = self.block_tokens, self.capacity
+            return part_bytes(self.spec, tensor, *sizes)
         one, two = (dataclasses.asdict(self._step_bytes(n)) for n in (1, 2))
         whole = {name: 2 * two[name] - one[name] for name in one}
         return StepBytes(
@@ -129,10 +131,10 @@ class ReplicaModel:
         share, num_layers = self._slowest(stages)
         weights, launches = self._microbatch_seconds()
         each = self._sample_seconds() * (share / tensor)
-        again = _ALL_REDUCES_AGAIN * (self.spec.options.remat == "layer")
-        reduced = num_layers * (_ALL_REDUCES + again) * self._reduced_seconds(tensor)
+        exchanges = 2 * EXCHANGES + EXCHANGED_AGAIN[self.spec.options.remat]
+        exchanged = num_layers * exchanges * self._exchange_of_token(tensor)
         once = share * (weights / tensor + launches)
-        per_token = each.per_token + reduced + once / capacity
+        per_token = each.per_token + exchanged + once / capacity
         ramp = (stages.sizes.stage - 1) * capacity * per_token
         return AffineCost(
             base=ramp + self._exchange_seconds(),
@@ -176,10 +178,10 @@ class ReplicaModel:
             return min(weights, base), max(0.0, base - weights)
         return weights, self._speed.layer_seconds * self.spec.config.num_layers
 
-    def _reduced_seconds(self, tensor: int) -> float:
-        """Returns the seconds in which a token's hidden state is summed over GPUs."""
+    def _exchange_of_token(self, tensor: int) -> float:
+        """Returns the seconds in which a token's hidden state is gathered by GPUs."""
         itemsize = self.spec.options.dtype.itemsize
-        moved = 2 * (tensor - 1) / tensor * self.spec.config.hidden_size * itemsize
+        moved = (tensor - 1) / tensor * self.spec.config.hidden_size * itemsize
         return self.rates.links.seconds(moved, tensor)
 
     def _exchange_seconds(self) -> float:

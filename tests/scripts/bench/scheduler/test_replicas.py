@@ -9,7 +9,7 @@ from jaxlora.bench import subjects
 from jaxlora.bench.scheduler import replica_setups, replicas
 from jaxlora.bench.shapes import config_json
 
-TABLES = ("gpu_seconds", "saved", "deployments", "parts", "idle", "bounds")
+TABLES = ("gpu_seconds", "saved", "deployments", "parts", "idle", "bounds", "scaling")
 
 
 def test_rows_and_tables(monkeypatch, tmp_path, capsys):
@@ -18,6 +18,8 @@ def test_rows_and_tables(monkeypatch, tmp_path, capsys):
     )
     monkeypatch.setattr(replicas, "SETUPS", (small,))
     monkeypatch.setattr(replicas, "JOBS", replicas.JOBS[::6])
+    scaling = dataclasses.replace(replicas.SCALING, config=small.config)
+    monkeypatch.setattr(replicas, "SCALING", scaling)
     monkeypatch.setattr(replicas.lobra, "_MAX_SOLVED", 1)
     subjects.run("replicas", ["--quick", "--output-dir", str(tmp_path)])
     tables = (tmp_path / "replicas.md").read_text()
@@ -29,6 +31,7 @@ def test_rows_and_tables(monkeypatch, tmp_path, capsys):
     lines = (tmp_path / "replicas.jsonl").read_text().splitlines()
     rows = {row["table"]: row for row in map(json.loads, lines)}
     assert set(rows) == set(TABLES)
+    assert rows["scaling"]["gpus"] == 8 and 0 < rows["scaling"]["rate"] <= 1
     seconds = rows["gpu_seconds"]
     # Packed samples on the best replicas take less than padded ones, however sent.
     assert seconds["this_planner"] <= seconds["packed_alike"] * 1.001
