@@ -106,16 +106,16 @@ class ReplicaLists:
             for own, most in largest
             for tokens in self._first_sizes(most)
         )
-        alike = self._fastest(
+        best = alike = self._fastest(
             (_with_list(own, [tokens] * self._num), most)
             for own, most in largest
             for tokens in self._first_sizes(most)
         )
-        chosen = alike.config.remat
-        own, most = next(pair for pair in largest if pair[0].remat == chosen)
-        lists = [_with_list(own, sizes) for sizes in self._lists(most)]
-        unlike = self._fastest((one, most) for one in lists)
-        best = min(alike, unlike, key=lambda one: one.seconds)
+        remat = alike.config.remat
+        own, most = next(pair for pair in largest if pair[0].remat == remat)
+        if lists := [_with_list(own, sizes) for sizes in self._lists(most)]:
+            unlike = self._fastest((one, most) for one in lists)
+            best = min(alike, unlike, key=lambda one: one.seconds)
         if _GAIN * best.seconds > on_mesh.seconds:
             return mesh, self._reason(on_mesh, best)
         return best.config, self._reason(best, on_mesh)

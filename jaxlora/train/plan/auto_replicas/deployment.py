@@ -118,7 +118,10 @@ def larger_replicas(
     if not plan.rates.are_known or machine.num_devices == 1:
         return None
     demand = _Demand.of(plan, jobs, machine, plan.spec.options.remat)
-    own = demand.planned([kind for kind in demand.kinds if kind.num_gpus == 1])
+    single = [kind for kind in demand.kinds if kind.num_gpus == 1]
+    if not any(kind.longest >= demand.longest for kind in single):
+        return None  # by a rougher estimate than that of the run
+    own = demand.planned(single)
     best = demand.planned(demand.kinds)
     saved = 1 - best.seconds / own.seconds
     if saved < _GAIN or all(kind.num_gpus == 1 for kind in best.deployment.kinds):
