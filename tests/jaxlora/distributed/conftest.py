@@ -131,7 +131,8 @@ def results(run_file: pathlib.Path):
 def make_run(tmp_path_factory) -> Callable[..., pathlib.Path]:
     """Writes run files of the same run for other output folders."""
     folder = tmp_path_factory.mktemp("hosts")
-    model = tiny.write_model(folder / "model")
+    one_layer = tiny.CONFIG | {"num_hidden_layers": 1}
+    model = tiny.write_model(folder / "model", config=one_layer)
     data = [tiny.write_records(folder / f"{i}.jsonl", 16, i) for i in range(2)]
     count = iter(range(1000))
 
@@ -145,7 +146,7 @@ def make_run(tmp_path_factory) -> Callable[..., pathlib.Path]:
                 "batch_size": 3 + i,
                 "rank": 2 + i,
                 "dropout": 0.1,
-                "steps": 9 + i,
+                "steps": 7 + i,
                 "learning_rate": 0.01,
                 "max_length": 96,
                 "eval_fraction": 0.2,

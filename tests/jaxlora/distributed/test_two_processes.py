@@ -12,6 +12,7 @@ from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.message import ControlRequest
+from tests import tiny
 from tests.jaxlora.distributed.conftest import (
     folder_of,
     results,
@@ -26,7 +27,9 @@ def test_two_processes_train_like_one_also_when_killed_and_interrupted(
 ):
     """Process 1 is killed, and after a resume it alone gets a signal to stop.
 
-    The bits are those of one process, which nothing stopped.
+    One process ends the run, on the same mesh: where both have stopped, and with the
+    bits of a run that nothing stopped. `test_requests_reach_both_processes` ends one in
+    both.
     """
     run_file = make_run()
     killed = (6, signal.SIGKILL)
@@ -41,8 +44,7 @@ def test_two_processes_train_like_one_also_when_killed_and_interrupted(
     assert [one.status for one in both] == [130, 130], both
     assert "a checkpoint was written" in both[0].stdout
 
-    both = train_in_two([run_file, run_file], "--resume")
-    assert [one.status for one in both] == [0, 0], both
+    assert main(["train", str(run_file), "--resume"]) == 0
     assert results(run_file) == in_one_process
 
 
@@ -126,8 +128,9 @@ def test_processes_with_different_run_files_refuse_to_train(
     assert not folder_of(run_file).exists()
 
 
-def test_a_pipeline_over_processes_is_refused(make_run, settings_of_another):
-    run_file = make_run(mesh="stage=2,fsdp=2")
+def test_a_pipeline_over_processes_is_refused(make_run, settings_of_another, tmp_path):
+    model = tiny.write_model(tmp_path / "two_layers")
+    run_file = make_run(model=str(model), mesh="stage=2,fsdp=2")
     with pytest.raises(ConfigError, match="Pipelines run in one process only"):
         Trainer(load_run(run_file))
     assert not folder_of(run_file).exists()
