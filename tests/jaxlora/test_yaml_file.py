@@ -102,7 +102,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.dictionaries(st.text(), values))
 def test_what_is_written_is_read(value):
     assert parse(yaml.safe_dump(value, default_style='"')) == value

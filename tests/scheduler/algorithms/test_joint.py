@@ -28,8 +28,8 @@ COST = CostModel.uniform(4, forward=FORWARD, backward=BACKWARD)
 PIPELINE = Pipeline.one_f_one_b(4)
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
-@hypothesis.given(samples=job_mixes(), pipeline=pipelines(), data=st.data())
+@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.given(samples=job_mixes(max_batches=3), pipeline=pipelines(), data=st.data())
 def test_keeps_every_rule(samples, pipeline, data):
     cost = data.draw(costs(pipeline.num_stages))
     schedule = joint.pack(samples, LIMITS, pipeline, cost)
@@ -42,8 +42,8 @@ def test_keeps_every_rule(samples, pipeline, data):
     assert bound.microbatches <= len(schedule.microbatches)
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
-@hypothesis.given(samples=job_mixes(max_batches=12), pipeline=pipelines())
+@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.given(samples=job_mixes(max_batches=8), pipeline=pipelines())
 def test_keeps_every_rule_across_windows(samples, pipeline):
     """The windows are so small that most batches extend over several of them."""
     cost = CostModel.uniform(pipeline.num_stages, forward=FORWARD, backward=BACKWARD)
