@@ -13,10 +13,11 @@ pytestmark = pytest.mark.needs_devices(8)
     ("mesh", "settings"),
     [
         pytest.param("fsdp=2", {}, marks=pytest.mark.grid),
-        ("data=2", {}),
+        pytest.param("data=2", {}, marks=pytest.mark.grid),
+        pytest.param("stage=2,fsdp=2", {}, marks=pytest.mark.grid),
         ("stage=2", {}),
         (
-            "stage=2,fsdp=2",
+            "data=2,stage=2",
             {
                 **{"pipeline_microbatches": 3, "remat": "mlp"},
                 **{"microbatch_shapes": [96], "shape_compile_seconds": 0.5},

@@ -115,6 +115,8 @@ def killed(run_file, *arguments, program: str = KILL) -> None:
     env = os.environ | {
         "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", ""),
         "JAX_NUM_CPU_DEVICES": str(jax.config.jax_num_cpu_devices),
+        # No test patches the code of these processes: one traces, the others load.
+        "JAXLORA_KEEP_PROGRAMS": "1",
     }
     ended = subprocess.run(
         [sys.executable, "-c", program, run_file, *arguments],
@@ -292,7 +294,7 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
         assert (got.modules[name].b == weights.b).all()
 
 
-def test_refuses_what_is_not_its_own(make_run, tmp_path):
+def test_refuses_what_is_not_its_own(make_run, tmp_path, compiled_when_called):
     run_file = make_run("own", checkpoint_every=2, window_steps=2)
     config = load_run(run_file)
 
