@@ -97,7 +97,7 @@ def test_neighbours_and_layout_do_not_matter(train, jobs, preference_jobs, toget
     Each job alone would need programs of its own, and `test_contracts.py` trains jobs
     alone.
     """
-    for names in (("simpo", "dpo"), ("orpo", "kto", "reward")):
+    for names in (("simpo", "dpo"), ("kto", "orpo", "reward")):
         half = [preference_jobs[name] for name in names]
         half += [jobs[3]] if "dpo" in names else []
         small = train(half, microbatch_tokens=192, max_concurrent_jobs=7)
@@ -267,7 +267,7 @@ def test_a_reward_model_is_exported_and_imported(train, preference_jobs, togethe
         name="again", init_from=str(folder), learning_rate=0.0, steps=1
     )
     # The programs are those of a half of the jobs above.
-    beside = [preference_jobs[name].replace(steps=1) for name in ("orpo", "kto")]
+    beside = [preference_jobs[name].replace(steps=1) for name in ("kto", "orpo")]
     again = train([job, *beside], microbatch_tokens=192, max_concurrent_jobs=7)
     last = together.evals["reward"][-1]
     assert again.evals["again"] == pytest.approx([last, last], rel=1e-5)
