@@ -29,7 +29,9 @@ PIPELINE = Pipeline.one_f_one_b(4)
 
 
 @hypothesis.settings(max_examples=8, deadline=None)
-@hypothesis.given(samples=job_mixes(max_batches=3), pipeline=pipelines(), data=st.data())
+@hypothesis.given(
+    samples=job_mixes(max_batches=3), pipeline=pipelines(), data=st.data()
+)
 def test_keeps_every_rule(samples, pipeline, data):
     cost = data.draw(costs(pipeline.num_stages))
     schedule = joint.pack(samples, LIMITS, pipeline, cost)
