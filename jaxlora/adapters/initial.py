@@ -80,6 +80,7 @@ def kept_start(
     a, b = (np.asarray(x) for x in everywhere(found))
     if init != "olora":
         a, b = a * np.float32(scaling**-0.5), b * np.float32(scaling**-0.5)
+    a, b = _padded(a, b, rank)
     return {LORA_A.name: np.hstack([a, a]), LORA_B.name: np.vstack([b, -b])}
 
 
@@ -104,7 +105,14 @@ def loftq_start(
     quantized = np.asarray(everywhere(_dense(kernel)))
     found = _nearest_part(weight.T - quantized, rank)
     a, b = (np.asarray(x) * np.float32(scaling**-0.5) for x in found)
+    a, b = _padded(a, b, rank)
     return {LORA_A.name: a, LORA_B.name: b}
+
+
+def _padded(a: np.ndarray, b: np.ndarray, rank: int) -> Pair:
+    """Adds the ranks beyond those of the weight, which are of no use and stay zero."""
+    more = rank - a.shape[1]
+    return np.pad(a, ((0, 0), (0, more))), np.pad(b, ((0, more), (0, 0)))
 
 
 @jax.jit

@@ -74,6 +74,16 @@ def test_olora_takes_a_part_of_the_qr_decomposition():
     assert relative_error(b @ b.T, np.eye(RANK)) < 1e-5
 
 
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_2", "olora"])
+def test_a_rank_above_that_of_the_weight_keeps_all_of_it(start):
+    """As one rank may be given for linears of different sizes."""
+    found = weights(start, rank=K + 3, lora_alpha=2 * (K + 3))
+    a, b = found.a[:, : K + 3], found.b[: K + 3]
+    if start != "olora":
+        assert relative_error(2 * a @ b, W) < 1e-4
+    assert np.abs(found.a @ found.b).max() < 1e-4
+
+
 def test_a_kept_start_has_the_scaling_of_its_rank():
     found = weights("pissa", use_rslora=True, lora_alpha=4)
     assert found.lora_alpha == pytest.approx(4 * 2**0.5)

@@ -115,6 +115,21 @@ def test_a_run_trains_it_beside_a_plain_job(folder, tmp_path):
 
 
 @pytest.mark.grid
+def test_at_the_largest_rank_it_starts_as_the_base_that_is_not_quantized(folder):
+    """Where all of the error fits into A B, and all linears are adapted."""
+    every = {"target_modules": "all-linear", "steps": 1, "rank": 64}
+    runs = {
+        "nf4": job(folder, **every),
+        None: job(folder, init_lora_weights=True, **every),
+    }
+    losses = []
+    for base, one in runs.items():
+        config = run_config(folder, [one], f"whole-{base}", quantize_base=base)
+        losses.append(Trainer(config).train().jobs[0].progress.first_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.grid
 @pytest.mark.needs_devices(2)
 def test_a_mesh_starts_it_alike(folder):
     """Of weights that are divided among devices."""
