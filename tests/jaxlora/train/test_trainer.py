@@ -16,7 +16,7 @@ from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.log import read_events
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan import prepared_job
+from jaxlora.train.plan import chosen_modules
 from jaxlora.train.plan.prepared_job import prepare_job
 from tests import tiny
 from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
@@ -133,10 +133,10 @@ def test_starts_from_an_adapter(train, jobs, model, monkeypatch):
     again = LoraJob(
         name="again", data=jobs[0].data, init_from=str(folder), steps=1, max_length=96
     )
-    read, import_peft = [], prepared_job.import_peft
+    read, import_peft = [], chosen_modules.import_peft
     with monkeypatch.context() as patch:
         patch.setattr(
-            prepared_job,
+            chosen_modules,
             "import_peft",
             lambda folder, *args, **settings: (
                 read.append(folder) or import_peft(folder, *args, **settings)
