@@ -149,12 +149,16 @@ def together(jobs: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
     return [np.concatenate(step) for step in zip(*jobs, strict=True)]
 
 
-def make_kinds(setup: Setup, costs: str) -> tuple[ReplicaKind, ...]:
-    """Returns the kinds of replicas of a model on the paper's GPUs."""
+def make_kinds(
+    setup: Setup, costs: str, num_gpus: int | None = None
+) -> tuple[ReplicaKind, ...]:
+    """Returns the kinds of replicas of a model on its GPUs, or on as many as given."""
     config = model_config(setup.config)
     layers = range(config.num_layers)
     adapted = sorted(f"layers.{i}.{n}" for i in layers for n in config.linears())
     machine = parse_machine(setup.gpus)
+    if num_gpus is not None:
+        machine = dataclasses.replace(machine, count=num_gpus)
     options = DecoderOptions(
         dtype=jnp.dtype(jnp.bfloat16),
         implementation="triton",

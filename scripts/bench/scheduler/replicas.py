@@ -311,38 +311,28 @@ def scaling_rows(quick: bool) -> Iterator[dict[str, Any]]:
     for num_gpus, factor in itertools.islice(sizes, 1 if quick else None):
         setup = dataclasses.replace(
             SCALING,
-            gpus=f"h100x{num_gpus}",
             jobs=tuple((*job[:2], factor * job[2]) for job in SCALING.jobs),
         )
-        kinds = make_kinds(setup, COSTS[0])
+        kinds = make_kinds(setup, COSTS[0], num_gpus)
         steps = together(draw_jobs(setup.jobs, 4 if quick else 20))
         (one,) = (kind for kind in kinds if kind.num_gpus == 1)
         lengths = np.concatenate(steps).astype(float)
         alone = one.cost(lengths.sum(), (lengths**2).sum()) - one.cost.base
         alone /= len(steps)
-        planned = {
-            name: plan_deployment(allowed, num_gpus, steps, LONGEST)
-            for name, allowed in {
-                "rate": kinds,
-                "without_stages": [kind for kind in kinds if kind.stage == 1],
-                "without_tensor": [kind for kind in kinds if kind.tensor == 1],
-            }.items()
-            if any(kind.longest >= LONGEST for kind in allowed)
-        }
-        best = planned["rate"]
+        unstaged = [kind for kind in kinds if kind.stage == 1]
+        best, other = (
+            plan_deployment(allowed, num_gpus, steps, LONGEST)
+            for allowed in (kinds, unstaged)
+        )
         longest = [min(kind.seconds(step.max()) for kind in kinds) for step in steps]
-        rates = {
-            name: round(alone / num_gpus / own.seconds, 2)
-            for name, own in planned.items()
-        }
         yield {
             "table": "scaling",
             "gpus": num_gpus,
             "samples": len(steps[0]),
             "tokens": round(lengths.sum() / len(steps)),
             "step_s": round(best.seconds, 3),
-            **dict.fromkeys(("rate", "without_stages", "without_tensor")),
-            **rates,
+            "rate": round(alone / num_gpus / best.seconds, 2),
+            "without_stages": round(alone / num_gpus / other.seconds, 2),
             "longest_sample": _percent(float(np.mean(longest)) / best.seconds),
             "gradients": _percent(one.cost.base / best.seconds),
             "idle": _percent(best.idle),
