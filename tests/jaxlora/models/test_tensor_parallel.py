@@ -286,14 +286,16 @@ def test_layers_that_are_recomputed_exchange_again(remat):
 def test_hidden_states_are_exchanged_in_the_dtype_of_activations():
     text = lowered(3, ALL).as_text()
     found = {
-        kind: re.findall(rf"{kind}.*?\(tensor<([\dx]+)x(\w+)>\) ->", text, re.DOTALL)
+        kind: re.findall(
+            rf"stablehlo\.{kind}\".*?\(tensor<([\dx]+)x(\w+)>\) ->", text, re.DOTALL
+        )
         for kind in ("all_gather", "reduce_scatter", "all_reduce")
     }
     # The first layer's input is not trained; the loss gathers, and the embedding adds.
     own, whole = f"{TOKENS // 2}x32", f"{TOKENS}x32"
     assert Counter(found["all_gather"]) == {(own, "bf16"): 13}
     assert Counter(found["reduce_scatter"]) == {(whole, "bf16"): 13}
-    assert {shape for shape, _ in found["all_reduce"]} <= {f"{TOKENS}", f"2x{TOKENS}"}
+    assert {shape for shape, _ in found["all_reduce"]} <= {f"{TOKENS}", f"{TOKENS}x2"}
 
 
 # ---- what is divided -----------------------------------------------------------------
