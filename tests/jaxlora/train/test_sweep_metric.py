@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -110,8 +111,12 @@ def test_ranking_exits_and_weights_follow_the_metric(whole):
     assert f"{__name__}:share_of_places" in report.csv().splitlines()[0]
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="GPUs round by batch size")
 def test_groups_decide_by_the_metric_and_merge_the_best(make, whole, monkeypatch):
-    """Each of two groups answers for its own configurations."""
+    """Each of two groups answers for its own configurations.
+
+    On a GPU, answers to fewer prompts at a time may differ in a token.
+    """
     use_threads(monkeypatch)
     config, alone = whole
     grouped = make()
