@@ -15,12 +15,16 @@ from jaxlora import __version__
 from jaxlora.cli.commands import COMMANDS
 from jaxlora.cli.options import take_overrides
 from jaxlora.common import console
+from jaxlora.common.background import end_process
 from jaxlora.errors import JaxloraError
 from jaxlora.printable import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
+
+    Args:
+        argv: Its arguments; None: those of this process, which is only for the command.
 
     Returns:
         The exit status: 0, 1 after an error, or 130 after Ctrl-C.
@@ -33,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest := take_overrides(arguments, rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     with _logging(arguments.verbose):
-        return _run(arguments)
+        status = _run(arguments)
+    if argv is None:
+        end_process(status)
+    return status
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
 from jaxlora.config.generation_settings import BASE, GenerationSettings
 from jaxlora.data.records.messages import Message
@@ -35,7 +36,6 @@ from jaxlora.generate.prompt import (
 from jaxlora.generate.write import prompt_text
 from jaxlora.hf.load import FrozenModel, OpenedModel, open_model
 from jaxlora.hf.names import linear_shapes
-from jaxlora.programs.program import in_background
 
 _STREAM_STEPS = 4  # tokens between two pieces of text that are streamed
 

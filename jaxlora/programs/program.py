@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import jax
 from jax._src import config as jax_config
 
+from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
 from jaxlora.distributed import processes
 from jaxlora.pallas_kernels import compile_program, lower_program, prepare_to_load
@@ -318,20 +319,6 @@ def finish(prepared: Sequence[Prepared]) -> None:
                 waited,
                 each,
             )
-
-
-def in_background[T](run: Callable[[], T]) -> Future:
-    """Runs a function in a thread that does not keep the process from ending."""
-    future: Future = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="jaxlora-program", daemon=True).start()
-    return future
 
 
 @contextlib.contextmanager

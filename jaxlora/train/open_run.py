@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import jax
 
 from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.common.background import in_background
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.distributed import agreement, processes
@@ -17,7 +18,6 @@ from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.models.forward import Base
-from jaxlora.programs.program import in_background
 from jaxlora.run.folder import as_begun, check_writable
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use

@@ -13,6 +13,7 @@ from jaxlora.adapters.exchange import exchange_rounds, read_part
 from jaxlora.adapters.slot_state import row_shapes
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.common.background import in_background
 from jaxlora.distributed import processes
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import baseline_shape
@@ -21,7 +22,6 @@ from jaxlora.programs.program import (
     Prepared,
     announce,
     finish,
-    in_background,
     shapes_of,
 )
 from jaxlora.scheduler import Limits
