@@ -287,7 +287,6 @@ OF_DATA = OtherNames(
         "interleave_probs": "Set probabilities: a list with one for each data set.",
         "buffer_size": "Set `streaming: true` and shuffle_buffer, the samples within "
         "which samples are shuffled.",
-        "weight": "Set `mix: interleave` and probabilities beside datasets.",
         "weights": "Set `mix: interleave` and probabilities beside datasets.",
         "type": "Set kind if the fields of the records do not tell what they are.",
         "name": "Set subset for the configuration of a dataset on the hub.",

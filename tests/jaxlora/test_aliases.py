@@ -21,6 +21,8 @@ VALUES = {
     "use_rslora": True,
     "use_dora": True,
     "init_lora_weights": "gaussian",
+    "loftq_config": {"loftq_bits": 8},
+    "eva_config": {"rho": 3.0},
     "layers_pattern": "blocks",
     "layers_to_transform": (0, 2),
     "lora_plus_ratio": 16.0,
@@ -57,6 +59,9 @@ def make(kind: type, **settings):
             del required["eval_every"]
         if any("layers_pattern" in name for name in settings):
             required["layers_to_transform"] = (0,)
+        for start in ("loftq", "eva"):
+            if any(f"{start}_config" in name for name in settings):
+                required["init_lora_weights"] = start
     else:
         required = {"path": "p"}
     return kind(**required | settings)
