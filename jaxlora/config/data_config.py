@@ -270,6 +270,17 @@ class DataConfig(StrictModel):
             )
         return path
 
+    @pydantic.field_validator("weight", mode="before")
+    @classmethod
+    def _weight_is_a_field(cls, weight: object) -> object:
+        if isinstance(weight, int | float):
+            raise ValueError(
+                "expected the field of the records that has their weights. A share of "
+                "a data set is set by `mix: interleave` and probabilities beside "
+                "datasets."
+            )
+        return weight
+
 
 DataConfig.nested = {"datasets": DataConfig}
 

@@ -26,6 +26,12 @@ A_LIST = "expected a list: in brackets, or with '- ' before each item"
             "in datasets, in place of path.",
         ),
         (
+            {"data": {"path": "a", "weight": 0.5}},
+            "data.weight: expected the field of the records that has their weights. A "
+            "share of a data set is set by `mix: interleave` and probabilities beside "
+            "datasets.",
+        ),
+        (
             {"data": {"path": "a", "text": ["b"]}},
             "data.text: expected one text, not a list",
         ),
