@@ -28,8 +28,8 @@ A_LIST = "expected a list: in brackets, or with '- ' before each item"
         (
             {"data": {"path": "a", "weight": 0.5}},
             "data.weight: expected the field of the records that has their weights. A "
-            "share of a data set is set by `mix: interleave` and probabilities beside "
-            "datasets.",
+            "share of a data set is set by mix: interleave and probabilities beside "
+            "datasets. (given: 0.5)",
         ),
         (
             {"data": {"path": "a", "text": ["b"]}},
