@@ -10,7 +10,7 @@ from jaxlora.costs.device_speed import find_speed
 from jaxlora.memory import estimate, mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.estimate import StepBytes
+from jaxlora.memory.estimate import StepBytes, step_bytes
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.options import (
     Option,
@@ -69,9 +69,9 @@ STEP_BYTES = {
 
 
 @pytest.fixture(autouse=True)
-def step_bytes(monkeypatch):
+def _made_up(monkeypatch):
     monkeypatch.setattr(
-        mesh, "step_bytes", lambda spec, *_: STEP_BYTES[spec.options.remat]
+        estimate, "step_bytes", lambda spec, *_: STEP_BYTES[spec.options.remat]
     )
 
 
@@ -161,7 +161,7 @@ def test_a_capacity_has_the_scratch_of_its_own_classes_of_length(monkeypatch):
         transient=28672,
         alone=28672,
     )
-    monkeypatch.setattr(mesh, "step_bytes", estimate.step_bytes)  # not the fixture
+    monkeypatch.setattr(estimate, "step_bytes", step_bytes)  # not the fixture
     monkeypatch.setattr(estimate, "_step_bytes", lambda *_: traced)
     monkeypatch.setattr(estimate, "_attention_bytes", attention_on_h200)
     stages = MeshStages.of(CONFIG, spec)
