@@ -110,6 +110,18 @@ def _mixed_sets_end(data: Any) -> tuple[str, str] | None:
     return None
 
 
+# What the records of a data set are.
+RecordKind = Literal[
+    "prompt_completion",
+    "messages",
+    "text",
+    "alpaca",
+    "preference",
+    "unpaired",
+    "distill",
+]
+
+
 class DataConfig(StrictModel):
     """The location of a job's records, and how a record becomes tokens.
 
@@ -197,16 +209,7 @@ class DataConfig(StrictModel):
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
-    kind: Literal[
-        "auto",
-        "prompt_completion",
-        "messages",
-        "text",
-        "alpaca",
-        "preference",
-        "unpaired",
-        "distill",
-    ] = "auto"
+    kind: Literal["auto", RecordKind] = "auto"
     prompt: str = "prompt"
     completion: str = "completion"
     messages: str = "messages"

@@ -2,26 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
 
 from jaxlora.config import DataConfig
+from jaxlora.config.data_config import RecordKind
 from jaxlora.data.records.preference import describe_preference
 from jaxlora.data.records.read import Record
 from jaxlora.data.rendering.fields import is_template
 from jaxlora.errors import DataError
 
-Kind = Literal[
-    "prompt_completion",
-    "messages",
-    "text",
-    "alpaca",
-    "preference",
-    "unpaired",
-    "distill",
-]
-
 # The settings that name the fields of each kind.
-_SETTINGS: Mapping[Kind, tuple[str, ...]] = {
+_SETTINGS: Mapping[RecordKind, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "messages": ("messages",),
     "text": ("text",),
@@ -39,7 +29,7 @@ _KTO_TAG = "kto_tag"
 # Samples of a record: a chosen and a rejected completion.
 SAMPLES_PER_RECORD: Mapping[str, int] = {"preference": 2}
 # Kinds that only some objectives learn from.
-SPECIAL_KINDS: frozenset[Kind] = frozenset(("preference", "unpaired", "distill"))
+SPECIAL_KINDS: frozenset[RecordKind] = frozenset(("preference", "unpaired", "distill"))
 ALPACA = ("instruction", "input", "output")
 
 
@@ -58,7 +48,7 @@ class Reading:
             the fields.
     """
 
-    kind: Kind
+    kind: RecordKind
     fields: tuple[str, ...]
     has_messages: bool = False
     has_prompt: bool = True
@@ -232,7 +222,9 @@ def _check_settings(data: DataConfig, reading: Reading, found: str) -> None:
         )
 
 
-def _settings_of_other_kinds(data: DataConfig, kind: Kind) -> list[tuple[Kind, str]]:
+def _settings_of_other_kinds(
+    data: DataConfig, kind: RecordKind
+) -> list[tuple[RecordKind, str]]:
     """Returns the field settings that the user changed and that `kind` does not use."""
     return [
         (other, key)
