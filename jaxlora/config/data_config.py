@@ -110,7 +110,7 @@ def _mixed_sets_end(data: Any) -> tuple[str, str] | None:
     return None
 
 
-# What the records of a data set are.
+# The kinds of records that a data set may have.
 RecordKind = Literal[
     "prompt_completion",
     "messages",

@@ -133,7 +133,7 @@ def label_nll(
 
 
 def _labels(decoder: Decoder, batch: PackedBatch) -> Int[Array, " T"] | SoftLabels:
-    """What rows predict: their next tokens, or what an objective says of its rows."""
+    """Returns the targets of the rows: next tokens, or those of a row's objective."""
     labels: Array | SoftLabels = batch.labels
     for name in decoder.options.objectives:
         objective, inputs = OBJECTIVES[name], batch.loss_inputs[name]

@@ -36,7 +36,7 @@ class HeadRows(NamedTuple):
 
 
 class SoftLabels(NamedTuple):
-    """What rows should predict, if that may be a distribution over several tokens.
+    """Targets of rows that may be distributions over several tokens.
 
     The loss of a row is the sum over these of `share (-log softmax(scale logits))`.
 

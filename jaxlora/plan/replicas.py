@@ -78,7 +78,7 @@ def _notes(replicas: PlannedReplicas) -> Iterator[str]:
     if any(kind.tensor > 1 for kind in replicas.planned.deployment.kinds):
         yield (
             "Replicas with tensor parallelism have not been measured: their time is "
-            "that of one GPU, divided, with the all-reduces of each layer."
+            "that of one GPU, divided, with the exchanges of each layer."
         )
 
 

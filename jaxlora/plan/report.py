@@ -230,7 +230,7 @@ def _notes(planned: RunForecast) -> Iterator[str]:
             "data sheet, and the time may be off by 40 % either way."
         )
     if planned.plan.lanes.replicas:
-        yield "Replicas of different sizes have not been measured on GPUs."
+        yield "Times of replicas of different sizes have not been compared with GPUs."
     if planned.config.num_devices > 2:
         yield "More than two GPUs have not been measured."
     if machine.num_hosts > 1:

@@ -134,7 +134,7 @@ def _configuration(plan: RunPlan, job: PreparedJob) -> Configuration:
     tokens = job.batch_tokens + _evaluated_tokens(plan, job) / max(1, job.num_steps)
     return Configuration(
         name=job.name,
-        # What may join later needs slots of `slot_rank`.
+        # Configurations that may join later need slots of `slot_rank`.
         rank=max(plan.config.slot_rank or 1, *job.ranks.values()),
         batch_size=batch_size,
         num_steps=job.num_steps,

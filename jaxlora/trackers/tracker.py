@@ -1,4 +1,4 @@
-"""What experiment trackers share: names and values of metrics, and their base class.
+"""The base class of experiment trackers, and the names and values of metrics.
 
 Names are those of the Hugging Face trainers, so that curves of both overlay. A job has
 the same names in every tracker, and each job is a run of its own there.

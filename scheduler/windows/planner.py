@@ -65,7 +65,7 @@ class JobBatches:
 
     @property
     def first_urgency(self) -> float:
-        """What is added to the job's urgency in any case."""
+        """The part of the job's urgency that it has in any case."""
         return 2.0 if self.is_critical else 0.0
 
 

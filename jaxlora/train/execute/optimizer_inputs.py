@@ -33,7 +33,7 @@ def optimizer_inputs(
         steps: Numbers of the steps, by slot; rows of the other slots are not used.
         slots: The slots.
     """
-    # What is the same at every step is made once, as this is the host's time of a tick.
+    # Inputs that stay the same are made once, as this is the host's time of a tick.
     settings = tuple((slot, _Identical(job.settings)) for slot, job in jobs.items())
     fixed = _fixed_inputs(settings, slots)
     rates = {slot: jobs[slot].learning_rate(step) for slot, step in steps.items()}

@@ -131,7 +131,7 @@ def larger_replicas(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Demand:
-    """What replicas are deployed for.
+    """The samples that replicas are deployed for, and the kinds of replicas.
 
     Attributes:
         kinds: The kinds of replicas that hold the model.
