@@ -26,6 +26,20 @@ _check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 # Sizes that jaxtyping has bound to names hold for one call.
 _call = jaxtyping.jaxtyped("context")
 _PYC = ".checked1.pyc"  # another number where code is changed in another way
+# A run of a tiny model calls some functions ten thousand times. To check each call would
+# take a sixth of the time of all tests.
+CALLS_PER_TEST = 20
+
+
+class _Test:
+    """The test that runs: each of them checks its own first calls of a function."""
+
+    number = 0
+
+
+def begin_test() -> None:
+    """The first calls of all functions are checked again."""
+    _Test.number += 1
 
 
 def check_imports(package: str, unchecked: Sequence[str], checked: Sequence[str]):
@@ -53,15 +67,18 @@ def checked(thing: Any) -> Any:
 def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
     checker: Callable[..., Any] | None = None
     is_generator = inspect.isgeneratorfunction(function)
+    test, calls_left = -1, 0
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        nonlocal checker
-        if jaxtyping.config.jaxtyping_disable:
+        nonlocal checker, test, calls_left
+        if test != _Test.number:
+            test, calls_left = _Test.number, CALLS_PER_TEST
+        if not calls_left or jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
+        calls_left -= 1
         if checker is None:
-            function.__annotations__ = _resolved(function)
-            checker = _check(function)
+            checker = _checker(function)
         if is_generator:
             return _OwnSizes(checker(*args, **kwargs))
         with _call:
@@ -69,6 +86,44 @@ def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call._is_checked = True
     return call
+
+
+# A stand-in of each function within a function, and its checker, by the code's identity.
+_checkers: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def _checker(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls another one and checks its arguments and result.
+
+    beartype takes milliseconds to make one, and functions within functions are new in
+    each call of the outer one: all of the same code are checked by copies of one.
+    """
+    if "<locals>" not in function.__qualname__:
+        function.__annotations__ = _resolved(function)
+        return _check(function)
+    code = function.__code__
+    if id(code) not in _checkers:
+        # It must not keep alive what the function closes over.
+        cells = tuple(types.CellType() for _ in code.co_freevars)
+        stand_in = types.FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        stand_in.__kwdefaults__ = function.__kwdefaults__
+        stand_in.__qualname__ = function.__qualname__
+        stand_in.__module__ = function.__module__
+        stand_in.__annotations__ = _resolved(function)
+        _checkers[id(code)] = stand_in, _check(stand_in)
+    stand_in, made = _checkers[id(code)]
+    if made is stand_in:  # its annotations allow everything
+        return function
+    # beartype's function gets the one that it calls as the default of an argument.
+    given = made.__kwdefaults__
+    assert stand_in in given.values()
+    copy = types.FunctionType(made.__code__, made.__globals__, made.__name__)
+    copy.__kwdefaults__ = {
+        name: function if value is stand_in else value for name, value in given.items()
+    }
+    return copy
 
 
 class _OwnSizes:

@@ -12,7 +12,7 @@ os.environ.setdefault("NPROC", "32")
 import jax
 import pytest
 
-from tests.checks import check_imports
+from tests.checks import begin_test, check_imports
 from tests.program_cache import compiled_programs
 
 # Runs of the same shapes compile once, in all processes of a session and in later
@@ -80,6 +80,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests that need more devices than there are, as on one GPU."""
+    begin_test()
     for mark in item.iter_markers("needs_devices"):
         (wanted,) = mark.args
         if jax.device_count() < wanted:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxlora.adapters.optimizer import measure
 from jaxlora.scheduler import Limits
 from jaxlora.train.plan.auto_mesh.candidates import Demand
-from tests.checks import checked
+from tests.checks import CALLS_PER_TEST, begin_test, checked
 
 
 @checked
@@ -49,6 +49,40 @@ def test_functions_within_a_function_have_sizes_of_their_own():
         return x
 
     outer(jnp.ones(9))
+
+
+def test_a_function_within_a_function_is_checked_in_each_call_of_the_outer_one():
+    def outer(added: float):
+        @checked
+        def inner(x: Float[Array, " T"], *, scale: float = 2.0) -> Float[Array, " T"]:
+            return x * scale + added if added < 3 else jnp.ones(7)
+
+        return inner
+
+    for added in (1, 2):
+        inner = outer(added)
+        assert inner(jnp.ones(2)).tolist() == [2 + added] * 2
+        assert inner(jnp.ones(4), scale=3.0).tolist() == [3 + added] * 4
+        with pytest.raises(BeartypeCallHintViolation):
+            inner(jnp.ones((2, 2)))
+        with pytest.raises(BeartypeCallHintViolation):
+            inner(jnp.ones(2), scale="a")
+    with pytest.raises(BeartypeCallHintViolation):
+        outer(3)(jnp.ones(2))
+
+
+def test_the_first_calls_of_each_test_are_checked():
+    @checked
+    def count(number: int) -> int:
+        return number
+
+    for _ in range(2):
+        with pytest.raises(BeartypeCallHintViolation):
+            count("a")
+        for _ in range(CALLS_PER_TEST - 1):
+            count(1)
+        assert count("a") == "a"  # the calls after them run unchecked
+        begin_test()
 
 
 def test_generators_have_sizes_of_their_own():
