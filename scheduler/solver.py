@@ -5,13 +5,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import highspy
 import pulp
 
 _TOLERANCE = 1e-6  # of objectives, which are integers
 
 
 class SolverError(RuntimeError):
-    """The solver is missing, failed, or gave an answer that cannot be right."""
+    """The solver failed, or gave an answer that cannot be right."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +38,9 @@ def solve(problem: pulp.LpProblem, *, time_limit: float, seed: int) -> Answer:
         seed: Seed of the solver.
 
     Raises:
-        SolverError: HiGHS is not installed, or stopped for a reason other than a proof
-            or a limit.
+        SolverError: HiGHS stopped for a reason other than a proof or a limit.
     """
-    stats = run(problem, seed=seed, timeLimit=time_limit)
+    stats = run(problem, seed=seed, time_limit=time_limit)
     status = pulp.LpSolveStatus
     if stats.status not in (status.Optimal, status.TimeLimit, status.GapLimit):
         raise SolverError(f"HiGHS stopped with {stats.status.name!r}.")
@@ -59,38 +59,42 @@ def run(problem: pulp.LpProblem, *, seed: int, **limits: float):
         problem: The program. Its variables hold the start, if any, and afterwards the
             solution.
         seed: Seed of the solver.
-        **limits: Options of `pulp.HiGHS`, such as `timeLimit`, or of HiGHS itself, such
-            as `mip_max_nodes`.
+        **limits: Options of HiGHS, such as `time_limit` in seconds.
 
     Raises:
-        SolverError: HiGHS is not installed, or fails.
+        SolverError: HiGHS fails.
     """
     stats = _run(problem, seed, limits)
     if stats.status in (pulp.LpSolveStatus.NotSolved, pulp.LpSolveStatus.Undefined):
         # HiGHS keeps the number of threads of the first model in a process. It refuses
         # models with another number until its thread pool is closed.
-        _close_threads()
+        highspy.Highs.resetGlobalScheduler(True)
         stats = _run(problem, seed, limits)
     return stats
 
 
 def _run(problem: pulp.LpProblem, seed: int, limits: Mapping[str, Any]):
-    solver = pulp.HiGHS(
-        msg=False,
-        threads=1,
-        warmStart=any(v.varValue is not None for v in problem.variables()),
-        random_seed=seed,
-        **limits,
-    )
-    if not solver.available():
-        raise SolverError('HiGHS is not installed: pip install "pulp[highs]".')
+    is_warm = any(v.varValue is not None for v in problem.variables())
     try:
-        return problem.solve(solver)
+        return problem.solve(_Solver(warmStart=is_warm, random_seed=seed, **limits))
     except pulp.PulpError as error:
         raise SolverError(f"HiGHS failed: {error}") from error
 
 
-def _close_threads() -> None:
-    import highspy
+class _Solver(pulp.HiGHS):
+    """PuLP's interface to HiGHS on one thread, which prints nothing."""
 
-    highspy.Highs.resetGlobalScheduler(True)
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        lp.solverModel = _QuietHighs()
+        options = {"threads": 1} | self.optionsDict
+        options.pop("warmStart", None)  # PuLP's own
+        for name, value in options.items():
+            lp.solverModel.setOptionValue(name, value)
+
+
+class _QuietHighs(highspy.Highs):
+    """HiGHS whose output is off before its callbacks, which print its license."""
+
+    def enableCallbacks(self) -> None:
+        self.silent()
+        super().enableCallbacks()

@@ -81,7 +81,7 @@ def plan_deployment(
     Raises:
         ValueError: There are no samples, or the longest fits into no replica that the
             GPUs suffice for.
-        SolverError: HiGHS is missing or fails.
+        SolverError: HiGHS fails.
 
     References:
         LobRA, https://doi.org/10.14778/3742728.3742752, section 4.2.

@@ -153,7 +153,7 @@ def dispatch_step(
     for i, (kind, _) in kinds:
         terms = (float(seconds[k] / unit) * d for k, d in given.items() if k[0] == i)
         program += pulp.lpSum(terms) + kind.cost.base / unit <= last
-    stats = solver.run(program, seed=0, timeLimit=_SECONDS, mip_rel_gap=_GAP)
+    stats = solver.run(program, seed=0, time_limit=_SECONDS, mip_rel_gap=_GAP)
     if not stats.has_solution:
         raise solver.SolverError(f"HiGHS stopped with {stats.status.name!r}.")
     out = np.zeros(len(kinds))
