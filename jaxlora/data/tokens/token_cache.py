@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -301,7 +301,7 @@ def _parse(content: np.ndarray) -> EncodedRecords:
         raise ValueError("its size is wrong")
     if any(arrays[name].view(np.uint8).max(initial=0) > 1 for name in _FLAGS):
         raise ValueError("its flags are wrong")
-    _check_arrays(**arrays)
+    _check_arrays(arrays)
     return EncodedRecords(first_bad=header.first_bad, notes=header.notes, **arrays)
 
 
@@ -315,43 +315,60 @@ def _parse_header(text: bytes) -> _Header:
     return header
 
 
-def _check_arrays(
-    tokens: np.ndarray,
-    offsets: np.ndarray,
-    lengths: np.ndarray,
-    num_targets: np.ndarray,
-    values: np.ndarray,
-    run_offsets: np.ndarray,
-    run_ends: np.ndarray,
-    run_weights: np.ndarray,
-    top_counts: np.ndarray,
-    top_ids: np.ndarray,
-    top_logprobs: np.ndarray,
-    is_whole: np.ndarray,
-    is_bad: np.ndarray,
-) -> None:
+def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
     """Checks that arrays have the sizes and bounds of the same records.
+
+    Args:
+        arrays: The arrays by name; see `EncodedRecords`.
 
     Raises:
         ValueError: They do not.
     """
+    offsets, lengths, num_targets = (
+        arrays[name] for name in ("offsets", "lengths", "num_targets")
+    )
     num = len(lengths)
-    by_record = num_targets, values, is_whole, is_bad
+    by_record = (arrays[name] for name in ("num_targets", "values", *_FLAGS))
     others = len(offsets) - 1, *map(len, by_record)
     if num == 0 or set(others) != {num}:
         raise ValueError("its arrays have different sizes")
     stored = np.diff(offsets)
-    if offsets[0] or offsets[-1] != len(tokens) or (stored < 0).any():
+    if offsets[0] or offsets[-1] != len(arrays["tokens"]) or (stored < 0).any():
         raise ValueError("its offsets are wrong")
-    if (lengths < stored).any() or (stored[is_bad] > 0).any():
+    if (lengths < stored).any() or (stored[arrays["is_bad"]] > 0).any():
         raise ValueError("its lengths are wrong")
     if (num_targets < 0).any() or (num_targets > stored).any():
         raise ValueError("its numbers of targets are wrong")
-    if not len(run_offsets):
-        run_offsets = np.zeros(num + 1, np.int64)
-    num_runs, has_runs = np.diff(run_offsets), np.diff(run_offsets) > 0
-    if len(run_offsets) != num + 1 or len(run_ends) != len(run_weights):
+    _check_runs(arrays["run_offsets"], arrays["run_ends"], stored)
+    if len(arrays["run_ends"]) != len(arrays["run_weights"]):
         raise ValueError("its arrays have different sizes")
+    top_counts, top_ids = arrays["top_counts"], arrays["top_ids"]
+    if len(top_counts) not in (0, num) or len(top_ids) != len(arrays["top_logprobs"]):
+        raise ValueError("its arrays have different sizes")
+    num_top = int((num_targets * top_counts).sum()) if len(top_counts) else 0
+    if (top_counts < 0).any() or num_top != len(top_ids):
+        raise ValueError("its log-probabilities are wrong")
+
+
+def _check_runs(
+    run_offsets: np.ndarray, run_ends: np.ndarray, stored: np.ndarray
+) -> None:
+    """Checks the runs of tokens of the same weight.
+
+    Args:
+        run_offsets: As in `EncodedRecords`.
+        run_ends: As in `EncodedRecords`.
+        stored: Number of stored tokens of each record.
+
+    Raises:
+        ValueError: They do not cover the tokens of their records.
+    """
+    if not len(run_offsets):
+        run_offsets = np.zeros(len(stored) + 1, np.int64)
+    if len(run_offsets) != len(stored) + 1:
+        raise ValueError("its arrays have different sizes")
+    num_runs = np.diff(run_offsets)
+    has_runs = num_runs > 0
     if run_offsets[0] or run_offsets[-1] != len(run_ends) or (num_runs < 0).any():
         raise ValueError("its weights are wrong")
     sizes = np.diff(run_ends, prepend=0)
@@ -359,8 +376,3 @@ def _check_arrays(
     last = run_ends[run_offsets[1:][has_runs] - 1]
     if (sizes <= 0).any() or (last != stored[has_runs]).any():
         raise ValueError("its weights are wrong")
-    if len(top_counts) not in (0, num) or len(top_ids) != len(top_logprobs):
-        raise ValueError("its arrays have different sizes")
-    num_top = int((num_targets * top_counts).sum()) if len(top_counts) else 0
-    if (top_counts < 0).any() or num_top != len(top_ids):
-        raise ValueError("its log-probabilities are wrong")
