@@ -25,19 +25,18 @@ from jaxlora.run.folder import (
     as_begun,
     check_folder,
     check_writable,
-    read_run_record,
 )
 from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.shapes import ONE_SHAPE
-from jaxlora.train.saved.continue_job import check_continues
-from jaxlora.train.saved.describe_run import check_resumes, run_identity
+from jaxlora.train.saved.describe_run import check_not_cut, check_saved_states
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +149,6 @@ def plan_run(
     share = GATHERING_SHARE if config.may_gather else SHARE
     with planned_for(machine.planned(share)):
         run = prepare_run(config, None, datetime.datetime.now().isoformat())
-        check_fits(run.plan)
         return _forecast(run.plan, run.jobs, steps, machine)
 
 
@@ -164,16 +162,20 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
         if not (has_groups and (output_dir / SWEEP_LEDGER).exists()):
             check_folder(output_dir, resume=begun.has_begun)
 
+    def check_saved(model: PlannedModel, jobs: Sequence[PreparedJob]) -> None:
+        check_saved_states(begun.config, model, jobs)
+        check_not_cut(output_dir, jobs)
+
     begun = as_begun(config)
     log_notes(begun.notes)
     run = prepare_run(
         begun.config,
         None,
         begun.started,
+        on_read=check_saved,
         report_to=lambda: check_installed(config.report_to),
         output_dir=check_output_dir,
     )
-    _check_saved_states(run.plan, run.jobs)
     return _forecast(run.plan, run.jobs, steps, None)
 
 
@@ -183,7 +185,12 @@ def _forecast(
     steps: int | None,
     machine: GpuMachine | None,
 ) -> RunForecast:
-    """Plans the microbatches of a run, and predicts what it needs."""
+    """Plans the microbatches of a run, and predicts what it needs.
+
+    Raises:
+        DoesNotFitError: It is estimated not to fit into the GPUs of another machine.
+    """
+    memory = _memory_need(plan, must_fit=machine is not None)
     jobs = [job.foreseen for job in jobs]
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
@@ -198,7 +205,7 @@ def _forecast(
         plan=plan,
         machine=machine,
         jobs=tuple(jobs),
-        memory=memory_need(plan),
+        memory=memory,
         time=_time(plan, jobs, schedule),
         samples=samples,
         num_microbatches=sum(map(bool, schedule.microbatches)),
@@ -268,35 +275,17 @@ def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
     return seconds
 
 
-def _check_saved_states(plan: RunPlan, jobs: Sequence[PreparedJob]) -> None:
-    """Checks the checkpoints that the run, or a job of it, would continue from."""
-    folder = pathlib.Path(plan.config.output_dir)
-    if read_run_record(folder) is not None:
-        check_resumes(folder, run_identity(plan, "", jobs), jobs)
-        return
-    for job in jobs:
-        if job.settings.continue_from is not None:
-            own = run_identity(plan, "", [job])
-            check_continues(job.settings, job.num_steps, own)
+def _memory_need(plan: RunPlan, *, must_fit: bool) -> MemoryNeed:
+    """Estimates the memory of a run.
 
-
-def memory_need(plan: RunPlan) -> MemoryNeed:
-    """Estimates the memory of a run."""
+    Raises:
+        DoesNotFitError: `must_fit` is true, and it does not.
+    """
     tokens = plan.config.limits.capacity
     found = estimated_footprint(plan.stages, plan.config.block_tokens, tokens)
     available = this_machine().memory_of(plan.stages.sizes.num_devices)
-    return MemoryNeed.of(plan.stages, found, tokens, available)
-
-
-def check_fits(plan: RunPlan) -> None:
-    """Refuses a run that is estimated not to fit.
-
-    Raises:
-        DoesNotFitError: It does not.
-    """
-    need = memory_need(plan)
-    if need.fits:
-        return
-    assert need.available is not None
-    found = estimated_footprint(plan.stages, plan.config.block_tokens, need.tokens)
-    raise refusal(plan.config, plan.stages, plan.bounds, found, need.available)
+    need = MemoryNeed.of(plan.stages, found, tokens, available)
+    if must_fit and not need.fits:
+        assert available is not None
+        raise refusal(plan.config, plan.stages, plan.bounds, found, available)
+    return need

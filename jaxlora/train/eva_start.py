@@ -50,7 +50,10 @@ def check_tokens(prepared: PreparedJob) -> None:
         ConfigError: It has too few.
     """
     most = max(module.rank for module in prepared.modules.values())
-    largest = max(int(rows.is_included.sum()) for rows in _batches(prepared))
+    largest = max(
+        sum(_num_included(prepared, sample) for sample in part)
+        for part in _batches(prepared)
+    )
     if largest < most:
         raise ConfigError(
             f"job {prepared.name!r} has init_lora_weights=eva, which needs {most} "
@@ -63,7 +66,8 @@ def check_tokens(prepared: PreparedJob) -> None:
 def eva_start(prepared: PreparedJob, model: FrozenModel) -> dict[str, np.ndarray]:
     """Returns the first A of each linear of a job, K R, by module name."""
     most = max(module.rank for module in prepared.modules.values())
-    batches = [b for b in _batches(prepared) if b.is_included.sum() >= most]
+    batches = _packed(prepared, _batches(prepared))
+    batches = [b for b in batches if b.is_included.sum() >= most]
     found, groups = _components(prepared, model, batches)
     job, shapes = prepared.settings, linear_shapes(model.config)
     budget = sum(m.rank for m in resolve_targets(job, tuple(shapes)).values())
@@ -85,8 +89,14 @@ def _settings(prepared: PreparedJob) -> dict[str, float | bool]:
     return settings
 
 
-def _batches(prepared: PreparedJob) -> list[_Rows]:
-    """The first samples of the job, in its order, in batches of one shape."""
+def _num_included(prepared: PreparedJob, sample: TokenizedSample) -> int:
+    """Returns how many tokens of a sample the components are found from."""
+    uses_mask = _settings(prepared)["use_label_mask"]
+    return int(sample.is_target.sum()) if uses_mask else len(sample.token_ids)
+
+
+def _batches(prepared: PreparedJob) -> list[list[TokenizedSample]]:
+    """The first samples of the job, in its order, in batches."""
     parts: list[list[TokenizedSample]] = [[]]
     size, num_steps = 0, prepared.order.batches_per_epoch
     settings = prepared.settings.replace(steps=num_steps)
@@ -97,17 +107,18 @@ def _batches(prepared: PreparedJob) -> list[_Rows]:
             length = len(sample.token_ids)
             if parts[-1] and size + length > BATCH_TOKENS:
                 if len(parts) == MOST_BATCHES:
-                    return _packed(prepared, parts)
+                    return parts
                 parts.append([])
                 size = 0
             parts[-1].append(sample)
             size += length
-    return _packed(prepared, parts)
+    return parts
 
 
 def _packed(
     prepared: PreparedJob, parts: Sequence[Sequence[TokenizedSample]]
 ) -> list[_Rows]:
+    """Puts batches into rows of one shape."""
     sizes = [sum(len(sample.token_ids) for sample in part) for part in parts]
     num_rows = -(-max(sizes) // _ROW_MULTIPLE) * _ROW_MULTIPLE
     uses_mask = _settings(prepared)["use_label_mask"]

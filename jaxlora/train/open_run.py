@@ -13,6 +13,7 @@ from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.background import in_background
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
+from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
@@ -30,13 +31,14 @@ from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
-from jaxlora.train.plan.prepared_job import (
-    DataReader,
-    PreparedJob,
-)
+from jaxlora.train.plan.prepared_job import DataReader, PreparedJob
 from jaxlora.train.plan.quantized_base import with_derived
 from jaxlora.train.plan.run_plan import RunPlan
-from jaxlora.train.saved.describe_run import check_settings_resume, run_identity
+from jaxlora.train.saved.describe_run import (
+    check_saved_states,
+    check_settings_resume,
+    run_identity,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,12 +128,17 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     log_notes([*config.notes, *begun.notes])
     config = begun.config
     processes.from_first(lambda: check_settings_resume(config))
+
+    def check_saved(model: PlannedModel, jobs: Sequence[PreparedJob]) -> None:
+        processes.from_first(lambda: check_saved_states(config, model, jobs))
+
     base = _Loading(config, model)
     prepared = prepare_run(
         config,
         model,
         begun.started,
         held_bytes=0 if model is None else device_bytes(model.params),
+        on_read=check_saved,
         on_accepted=base.start_early,
         report_to=lambda: check_installed(config.report_to),
         output_dir=lambda: processes.from_first(lambda: check_writable(folder)),
@@ -150,12 +157,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     model = _as_planned(plan, base.result())
     jobs = [start_job(job, model) for job in prepared.jobs]
     agreement.check_inputs(model.fingerprint, prepared.jobs)
-    sampler, meter = None, None
-    decoder, tokenizer = SlotDecoder(layout, model.params), prepared.reader.tokenizer
-    if config.samples is not None:
-        sampler = Sampler(config.samples, model, tokenizer, decoder)
-    if config.sweep is not None and not config.sweep.metric.is_loss:
-        meter = AnswerMeter(config.sweep.metric, model, tokenizer, decoder)
+    sampler, meter = _text_makers(plan, layout, model, prepared.reader.tokenizer)
     return OpenedRun(
         plan=plan,
         model=model,
@@ -170,6 +172,19 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         sampler=sampler,
         meter=meter,
     )
+
+
+def _text_makers(
+    plan: RunPlan, layout: Layout, model: FrozenModel, tokenizer: Tokenizer
+) -> tuple[Sampler | None, AnswerMeter | None]:
+    """Returns what generates texts at evaluations, as far as the run asks for any."""
+    decoder, sampler, meter = SlotDecoder(layout, model.params), None, None
+    samples, sweep = plan.config.samples, plan.config.sweep
+    if samples is not None:
+        sampler = Sampler(samples, model, tokenizer, decoder)
+    if sweep is not None and not sweep.metric.is_loss:
+        meter = AnswerMeter(sweep.metric, model, tokenizer, decoder)
+    return sampler, meter
 
 
 def _check_generates_here(config: RunConfig) -> None:

@@ -38,7 +38,7 @@ from jaxlora.train.report.summary import (
     write_report,
 )
 from jaxlora.train.saved.continue_job import continue_job
-from jaxlora.train.saved.describe_run import check_resumes
+from jaxlora.train.saved.describe_run import check_not_cut, check_resumes
 from jaxlora.train.saved.job_states import restore_jobs
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.references import read_references
@@ -257,11 +257,12 @@ class Trainer:
     def _check_resumes(self, drop_state: bool) -> None:
         identity = self._opened.identity(self.jobs)
         prepared = [job.prepared for job in self.jobs]
-        processes.from_first(
-            lambda: check_resumes(
-                self.output_dir, identity, prepared, drop_state=drop_state
-            )
-        )
+
+        def check() -> None:
+            check_resumes(self.output_dir, identity, prepared)
+            check_not_cut(self.output_dir, prepared, drop_state=drop_state)
+
+        processes.from_first(check)
 
     def _restore(self, store: RunStore) -> ReadCheckpoint | None:
         """Restores jobs and requests; returns the checkpoint that has them, if any."""

@@ -5,7 +5,7 @@ The trainer and `jaxlora plan` enter here, so that they refuse the same runs.
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.adapters.optimizers.table import find_optimizer
 from jaxlora.common.note import log_notes
@@ -157,6 +157,7 @@ def prepare_run(
     started: str,
     *,
     held_bytes: int = 0,
+    on_read: Callable[[PlannedModel, Sequence[PreparedJob]], None] = lambda *_: None,
     on_accepted: Callable[[], None] = lambda: None,
     **checks: Callable[[], object],
 ) -> PreparedRun:
@@ -167,6 +168,7 @@ def prepare_run(
         model: The base model, if it is loaded already.
         started: Time at which the run began, in ISO format.
         held_bytes: Memory that the run holds already on the first device.
+        on_read: Is called when the data are read, and may refuse the run.
         on_accepted: See `resolve`.
         **checks: Further checks; see `check_inputs`.
 
@@ -179,6 +181,7 @@ def prepare_run(
     reader = data_reader(config, inputs.tokenizer)
     jobs = prepare_jobs(config.jobs, inputs.modules, inputs.model.config, reader)
     log_notes(note for job in jobs for note in job.notes)
+    on_read(inputs.model, jobs)
     plan = resolve(config, inputs.model, jobs, this_machine(held_bytes), on_accepted)
     log_notes(plan.notes)
     return PreparedRun(plan=plan, jobs=jobs, reader=reader)

@@ -70,7 +70,8 @@ class Checkpoints:
         logging.getLogger("absl").addFilter(_is_not_raised_as_well)
         if is_writer and os.path.lexists(self._folder):
             with self._explaining():
-                _check_folders(self._folder)
+                for path in unfinished_checkpoints(self._folder):
+                    shutil.rmtree(path)
 
     @functools.cached_property
     def _manager(self) -> Any:
@@ -181,8 +182,8 @@ class Checkpoints:
             ) from error
 
 
-def _check_folders(folder: pathlib.Path) -> None:
-    """Removes checkpoints that a kill left incomplete, and refuses what is none.
+def unfinished_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the checkpoints that a kill left incomplete; lists folders only.
 
     Raises:
         CheckpointError: A folder has the name of a checkpoint, complete or not, and
@@ -199,8 +200,7 @@ def _check_folders(folder: pathlib.Path) -> None:
         raise CheckpointError(
             f"{found[0]} has the name of a checkpoint, and holds none. Move it away."
         )
-    for path in left:
-        shutil.rmtree(path)
+    return left
 
 
 def _is_not_raised_as_well(record: logging.LogRecord) -> bool:

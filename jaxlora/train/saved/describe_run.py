@@ -6,14 +6,11 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
-from jaxlora.models.base_format import BaseFormat
 from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
@@ -21,8 +18,11 @@ from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.run_plan import RunPlan
+from jaxlora.train.saved.checkpoint import unfinished_checkpoints
+from jaxlora.train.saved.continue_job import check_continues
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,7 @@ def run_identity(plan: RunPlan, base: str, jobs: Sequence[PreparedJob]) -> RunId
     return RunIdentity(
         base=base,
         settings={
-            "dtype": jnp.dtype(spec.options.dtype).name,
-            **_base_settings(spec.options.base_format),
+            **_base_settings(plan.model),
             **({"replicas": list(tokens)} if (tokens := config.replica_tokens) else {}),
             "microbatch_tokens": config.microbatch_tokens,
             "microbatch_shapes": list(plan.shapes.tokens),
@@ -54,20 +53,25 @@ def run_identity(plan: RunPlan, base: str, jobs: Sequence[PreparedJob]) -> RunId
             "max_concurrent_jobs": spec.slots.num_slots,
             "slot_rank": spec.slots.rank,
         },
-        jobs={
-            job.name: job.settings.model_dump(mode="json") | job.fingerprints
-            for job in jobs
-        },
+        jobs=_described(jobs),
     )
 
 
-def _base_settings(base: BaseFormat | None) -> dict[str, Any]:
-    """Settings of a quantized base that change its products; none if it is not."""
-    if base is None:
-        return {}
-    own: dict[str, Any] = {"quantize_base": base.name, "keep_bf16": list(base.kept)}
-    settings = base.options.result_settings()
-    return own | ({"quantize_base_args": settings} if settings else {})
+def _described(jobs: Sequence[PreparedJob]) -> dict[str, dict[str, Any]]:
+    return {
+        job.name: job.settings.model_dump(mode="json") | job.fingerprints
+        for job in jobs
+    }
+
+
+def _base_settings(model: PlannedModel) -> dict[str, Any]:
+    """Settings of the base that change its products."""
+    out: dict[str, Any] = {"dtype": model.dtype.name}
+    if (base := model.base_format) is not None:
+        out |= {"quantize_base": base.name, "keep_bf16": list(base.kept)}
+        if settings := base.options.result_settings():
+            out["quantize_base_args"] = settings
+    return out
 
 
 def resolved_settings(plan: RunPlan, jobs: Sequence[JobState]) -> dict[str, Any]:
@@ -142,18 +146,123 @@ def _check_not_extended(
             )
 
 
-def _check_not_cut(
-    progress: Mapping[str, JobProgress],
-    jobs: Sequence[PreparedJob],
-    *,
-    drop_state: bool,
+def _saved_adapter(job: JobState) -> SavedAdapter:
+    vera, rows = job.like.vera, job.like.token_rows
+    return SavedAdapter(
+        modules={
+            name: (weights.rank, weights.lora_alpha)
+            for name, weights in job.like.modules.items()
+        },
+        use_rslora=job.like.use_rslora,
+        dropout=job.like.dropout,
+        keep_best=job.settings.keep_best,
+        has_score=job.like.score is not None,
+        token_ids=[] if rows is None else list(rows.ids),
+        vera=None if vera is None else dataclasses.astuple(vera),
+        loftq_bits=job.like.loftq_bits,
+        has_spare_ranks=job.like.has_spare_ranks,
+    )
+
+
+def check_settings_resume(config: RunConfig) -> None:
+    """Refuses a folder of another run by its settings, before any data are read.
+
+    Args:
+        config: The run, with the jobs that have joined it.
+
+    Raises:
+        CheckpointError: The run in `output_dir`, if one has begun, cannot become this
+            one; or a file is damaged, or has the name of a checkpoint.
+    """
+    folder = pathlib.Path(config.output_dir)
+    if (record := read_run_record(folder)) is None:
+        return
+    then, path, where = record.identity, folder / RUN_FILE, RUN_FILE
+    if (checkpoints := folder / CHECKPOINTS).is_dir():
+        unfinished_checkpoints(checkpoints)
+    if newest_checkpoint(checkpoints) is not None:
+        found = read_newest(checkpoints)
+        then, where = found.run.identity, "the checkpoint"
+        path = checkpoints / str(found.number)
+    # Values that are not known yet count as unchanged.
+    jobs = {job.name: job.model_dump(mode="json") for job in config.jobs}
+    jobs = {name: then.jobs.get(name, {}) | job for name, job in jobs.items()}
+    now = RunIdentity(base="", settings=then.settings, jobs=jobs)
+    check_same_run(now, then, path, where)
+
+
+def check_saved_states(
+    config: RunConfig, model: PlannedModel, jobs: Sequence[PreparedJob]
 ) -> None:
-    """Refuses settings by which jobs that go on would end at once.
+    """Refuses states that the run, or a job of it, cannot continue from.
+
+    It comes after the data are read, and before the base is. All that would refuse the
+    run but the fingerprint of the base is known then.
+
+    Args:
+        config: The run.
+        model: Its base model.
+        jobs: Its jobs.
+
+    Raises:
+        CheckpointError: See `check_resumes` and `continue_job`.
+    """
+    folder = pathlib.Path(config.output_dir)
+    if read_run_record(folder) is not None:
+        check_resumes(folder, _planned_identity(model, jobs), jobs)
+        return
+    for job in jobs:
+        if job.settings.continue_from is not None:
+            identity = _planned_identity(model, [job])
+            check_continues(job.settings, job.num_steps, identity)
+
+
+def _planned_identity(model: PlannedModel, jobs: Sequence[PreparedJob]) -> RunIdentity:
+    """Returns what must not change in a resumed run, but for the base itself."""
+    return RunIdentity(base="", settings=_base_settings(model), jobs=_described(jobs))
+
+
+def check_resumes(
+    folder: pathlib.Path, identity: RunIdentity, jobs: Sequence[PreparedJob]
+) -> None:
+    """Refuses to resume what the run in a folder cannot become; reads no tables.
+
+    Args:
+        folder: Folder of a run that has begun.
+        identity: Identity of the run to resume.
+        jobs: Its jobs.
+
+    Raises:
+        CheckpointError: The identities differ, a job that has finished has more steps
+            now, or a file is damaged.
+    """
+    checkpoints = folder / CHECKPOINTS
+    if newest_checkpoint(checkpoints) is not None:
+        found = read_newest(checkpoints)
+        path = checkpoints / str(found.number)
+        check_same_run(identity, found.run.identity, path, "the checkpoint")
+        _check_not_extended(found.run.progress, jobs)
+    elif (record := read_run_record(folder)) is not None:
+        check_same_run(identity, record.identity, folder / RUN_FILE, RUN_FILE)
+
+
+def check_not_cut(
+    folder: pathlib.Path, jobs: Sequence[PreparedJob], *, drop_state: bool = False
+) -> None:
+    """Refuses settings by which jobs of a resumed run would end at once.
+
+    Args:
+        folder: Folder of the run.
+        jobs: Its jobs.
+        drop_state: Whether jobs may end at once, as they have done more steps than are
+            wanted now, or as early stopping has less patience.
 
     Raises:
         CheckpointError: There is such a job, and `drop_state` is false.
     """
-    cut = {}
+    if newest_checkpoint(folder / CHECKPOINTS) is None:
+        return
+    progress, cut = read_newest(folder / CHECKPOINTS).run.progress, {}
     for job in jobs:
         done = progress.get(job.name, JobProgress())
         if not done.is_over and (reason := _cut_reason(job, done)):
@@ -188,77 +297,3 @@ def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
             f"early_stopping is {patience} now"
         )
     return None
-
-
-def _saved_adapter(job: JobState) -> SavedAdapter:
-    vera, rows = job.like.vera, job.like.token_rows
-    return SavedAdapter(
-        modules={
-            name: (weights.rank, weights.lora_alpha)
-            for name, weights in job.like.modules.items()
-        },
-        use_rslora=job.like.use_rslora,
-        dropout=job.like.dropout,
-        keep_best=job.settings.keep_best,
-        has_score=job.like.score is not None,
-        token_ids=[] if rows is None else list(rows.ids),
-        vera=None if vera is None else dataclasses.astuple(vera),
-        loftq_bits=job.like.loftq_bits,
-        has_spare_ranks=job.like.has_spare_ranks,
-    )
-
-
-def check_settings_resume(config: RunConfig) -> None:
-    """Refuses a folder of another run by its settings, before any data are read.
-
-    Args:
-        config: The run, with the jobs that have joined it.
-
-    Raises:
-        CheckpointError: The run in `output_dir`, if one has begun, cannot become this
-            one; or a file is damaged.
-    """
-    folder = pathlib.Path(config.output_dir)
-    if (record := read_run_record(folder)) is None:
-        return
-    then, path, where = record.identity, folder / RUN_FILE, RUN_FILE
-    if newest_checkpoint(folder / CHECKPOINTS) is not None:
-        found = read_newest(folder / CHECKPOINTS)
-        then, where = found.run.identity, "the checkpoint"
-        path = folder / CHECKPOINTS / str(found.number)
-    # Values that are not known yet count as unchanged.
-    jobs = {job.name: job.model_dump(mode="json") for job in config.jobs}
-    jobs = {name: then.jobs.get(name, {}) | job for name, job in jobs.items()}
-    now = RunIdentity(base="", settings=then.settings, jobs=jobs)
-    check_same_run(now, then, path, where)
-
-
-def check_resumes(
-    folder: pathlib.Path,
-    identity: RunIdentity,
-    jobs: Sequence[PreparedJob],
-    *,
-    drop_state: bool = False,
-) -> None:
-    """Refuses to resume what the run in a folder cannot become; reads no tables.
-
-    Args:
-        folder: Folder of a run that has begun.
-        identity: Identity of the run to resume.
-        jobs: Its jobs.
-        drop_state: Whether jobs may end at once, as they have done more steps than are
-            wanted now, or as early stopping has less patience.
-
-    Raises:
-        CheckpointError: The identities differ, a job that has finished has more steps
-            now, a job would end at once, or a file is damaged.
-    """
-    checkpoints = folder / CHECKPOINTS
-    if newest_checkpoint(checkpoints) is not None:
-        found = read_newest(checkpoints)
-        path = checkpoints / str(found.number)
-        check_same_run(identity, found.run.identity, path, "the checkpoint")
-        _check_not_extended(found.run.progress, jobs)
-        _check_not_cut(found.run.progress, jobs, drop_state=drop_state)
-    elif (record := read_run_record(folder)) is not None:
-        check_same_run(identity, record.identity, folder / RUN_FILE, RUN_FILE)

@@ -13,12 +13,13 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.hf.names import linear_shapes
+from jaxlora.train import open_run
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.open_run import OpenedRun
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.saved.checkpoint import Checkpoints
-from jaxlora.train.saved.describe_run import check_resumes
+from jaxlora.train.saved.describe_run import check_not_cut
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import InterruptAt
@@ -105,7 +106,7 @@ def saved_step(config: RunConfig) -> int:
     return progress.step
 
 
-def test_more_steps_on_resume(config, model, tmp_path):
+def test_more_steps_on_resume(config, model, tmp_path, monkeypatch):
     """At a constant rate, the job ends as one that had these steps from the start."""
     job = config.jobs[0].model_copy(update={"lr_schedule": "constant", "steps": 6})
     longer = job.model_copy(update={"steps": 9})
@@ -116,8 +117,9 @@ def test_more_steps_on_resume(config, model, tmp_path):
     Trainer(changed(config, jobs=(longer,)), model).train(resume=True)
     assert adapters(config) == adapters(whole)
     longest = longer.model_copy(update={"steps": 10})
+    monkeypatch.setattr(open_run, "load_model", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(CheckpointError, match="has finished its 9 steps, and 10 are"):
-        Trainer(changed(config, jobs=(longest,)), model).train(resume=True)
+        Trainer(changed(config, jobs=(longest,)))
 
 
 def test_fewer_steps_than_are_done_need_a_word(
@@ -177,12 +179,11 @@ def test_less_patience_needs_a_word_too(tmp_path):
         def __init__(self, settings: LoraJob):
             object.__setattr__(self, "settings", settings)
 
-    identity = made_run.identity(jobs)
     with pytest.raises(CheckpointError, match="has had 2 evaluations without a gain, "):
-        check_resumes(tmp_path, identity, [Job(job)])
-    check_resumes(tmp_path, identity, [Job(job)], drop_state=True)
+        check_not_cut(tmp_path, [Job(job)])
+    check_not_cut(tmp_path, [Job(job)], drop_state=True)
     patient = job.model_copy(update={"early_stopping": 3})
-    check_resumes(tmp_path, identity, [Job(patient)])
+    check_not_cut(tmp_path, [Job(patient)])
 
 
 def test_a_refused_resume_leaves_the_folder(config, model):
@@ -274,7 +275,8 @@ def test_a_stop_that_was_asked_for_is_kept(config, model):
     assert progress[config.jobs[1].name].status == "finished"
 
 
-def test_other_held_out_data_is_refused(config, model, tmp_path):
+def test_other_held_out_data_is_refused(config, model, tmp_path, monkeypatch):
+    """Before the base is read."""
     job = config.jobs[0]
     held_out = tmp_path / "eval.jsonl"
     lines = pathlib.Path(job.data.path).read_text().splitlines()
@@ -284,8 +286,9 @@ def test_other_held_out_data_is_refused(config, model, tmp_path):
     config = changed(config, jobs=(job,))
     Trainer(config, model).train(callbacks=[InterruptAt(1)])
     held_out.write_text("\n".join(lines[3:6]))
+    monkeypatch.setattr(open_run, "load_model", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(CheckpointError, match="eval_data_fingerprint is"):
-        Trainer(config, model).train(resume=True)
+        Trainer(config)
 
 
 def test_a_folder_with_checkpoints_is_not_begun_anew(config, model):
@@ -293,6 +296,22 @@ def test_a_folder_with_checkpoints_is_not_begun_anew(config, model):
     (pathlib.Path(config.output_dir) / "metrics.jsonl").unlink()
     with pytest.raises(CheckpointError, match="already holds a run"):
         Trainer(config, model).train()
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_refused_by_a_listing(tmp_path):
+    """Neither the data nor the base are looked for; both are missing."""
+    run = made_run.write_run(tmp_path / "run")
+    (run / "checkpoints" / "9").mkdir()
+    (run / "checkpoints" / "9" / "notes.txt").write_text("mine")
+    data = {
+        "data": {"path": str(tmp_path / "none.jsonl")},
+        "target_modules": ["q_proj"],
+    }
+    jobs = [LoraJob(name=name, **data) for name in made_run.JOBS]
+    config = RunConfig(model=str(tmp_path / "none"), output_dir=str(run), jobs=jobs)
+    with pytest.raises(CheckpointError, match="9 has the name of a checkpoint, and"):
+        Trainer(config)
+    assert (run / "checkpoints" / "9" / "notes.txt").exists()
 
 
 def test_a_run_that_has_ended_was_not_interrupted(config, model):
