@@ -172,7 +172,8 @@ def _family(report: SweepReport) -> str:
 
     def branch(name: str) -> str:
         origin = trials[name].settings.clone_of
-        where = "" if origin is None else f" from step {origin.step}"
+        step = None if origin is None else origin.step
+        where = "" if step is None else f" from step {step}"
         value = trials[name].value(report.metric)
         shown = "-" if value is None else f"{value:.4f}"
         inner = "".join(map(branch, family.get(name, ())))

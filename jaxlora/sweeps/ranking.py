@@ -54,7 +54,9 @@ class Trial:
     def parent(self) -> str:
         """Names the job and step that it is a copy of; empty if it started anew."""
         origin = self.settings.clone_of
-        return "" if origin is None else f"{origin.job} at {origin.step}"
+        if origin is None or origin.step is None:
+            return "" if origin is None else origin.job
+        return f"{origin.job} at {origin.step}"
 
     @property
     def ending(self) -> str:

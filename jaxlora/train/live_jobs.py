@@ -8,7 +8,7 @@ from typing import Any
 from jaxlora.config import LoraJob
 from jaxlora.distributed import agreement
 from jaxlora.errors import ConfigError
-from jaxlora.train.cloning import fix_start, settings_of_copy
+from jaxlora.train.cloning import fix_start, refusal, settings_of_copy
 from jaxlora.train.job_state import JobState
 from jaxlora.train.requests import Requests
 
@@ -54,6 +54,8 @@ class LiveJobs:
         self.reserve(settings)
         try:
             job = self.open(settings)
+            if reason := refusal(job, self.jobs):
+                raise ConfigError(reason)
         except BaseException:
             self.release(settings.name)
             raise

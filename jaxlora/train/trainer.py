@@ -314,7 +314,8 @@ class Trainer:
             CheckpointError: The other run has no such state, or another job's.
         """
         (job,) = (job for job in self.jobs if job.name == name)
-        settings = job.settings.replace(continue_from=str(folder))
+        # Not `replace`, whose rules refuse it for a copy: that has started long ago.
+        settings = job.settings.model_copy(update={"continue_from": str(folder)})
         job.prepared = dataclasses.replace(job.prepared, settings=settings)
         self._continue([job])
         return job.progress

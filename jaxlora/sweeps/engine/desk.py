@@ -68,14 +68,13 @@ class Desk:
     def _answer(self, driver: Driver, name: str) -> Answer:
         try:
             request = self._mailbox.read(name)
-            _do(driver, request)
+            text = _do(driver, request)
         except FileNotFoundError:
             return Answer(is_accepted=False, text="it was withdrawn.")
         except JaxloraError as error:
             logger.warning("a request was refused: %s", error)
             return Answer(is_accepted=False, text=str(error))
         logger.info("request: %s %s", request.action, request.job)
-        text = f"job {request.job!r} {_DONE[request.action]}."
         return Answer(is_accepted=True, text=text)
 
     # ---- status --------------------------------------------------------------------
@@ -103,7 +102,8 @@ class Desk:
                 self._warned.add(number)
 
 
-def _do(driver: Driver, request: ControlRequest) -> None:
+def _do(driver: Driver, request: ControlRequest) -> str:
+    """Does what a request asks for; returns what follows."""
     match request.action:
         case "stop":
             driver.stop(request.job, request.reason or "stopped by request")
@@ -114,11 +114,9 @@ def _do(driver: Driver, request: ControlRequest) -> None:
         case "add":
             driver.add(_job(request))
         case "clone":
-            raise ConfigError(
-                "clone copies a state within one process, and this sweep has "
-                "groups of devices. Add a job with jaxlora add, or sweep without "
-                "sweep.groups."
-            )
+            copy = driver.clone(request.job, request.settings or {})
+            return f"job {copy!r} is a copy of {request.job!r} after its next batch."
+    return f"job {request.job!r} {_DONE[request.action]}."
 
 
 def _job(request: ControlRequest) -> LoraJob:

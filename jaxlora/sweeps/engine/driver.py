@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
+from jaxlora.run.clone_settings import clone_settings
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.fleet import ROUND_SECONDS, Fleet
@@ -126,6 +127,8 @@ class Driver:
 
     def _assign(self) -> None:
         """Gives configurations to groups that have free slots, in the queue's order."""
+        for found, number in self.state.copies():
+            self._give(found, number)
         free = free_slots(self.state, self.groups)
         while any(count > 0 for count in free.values()):
             if not (self.state.queue() or self._suggest()):
@@ -198,6 +201,8 @@ class Driver:
                     new = [job for job in jobs if known[job["name"]].facts is None]
                     if new:
                         self._journal.record("facts", jobs=new)
+                    copies = [j["name"] for j in jobs if j.get("clone_step")]
+                    self._journal.send(number, *(m.Noted(name=n) for n in copies))
                 case m.Refused(name=name, reason=reason):
                     progress = JobProgress(status="failed", reason=reason)
                     self._end(number, name, dataclasses.asdict(progress), None)
@@ -323,6 +328,33 @@ class Driver:
             raise ConfigError(f"a job named {job.name!r} is in this run already.")
         settings = job.model_dump(mode="json")
         self._journal.record("job", settings=settings, place=place)
+
+    def clone(self, name: str, settings: Mapping[str, Any]) -> str:
+        """Adds a copy of a configuration, which starts in its group.
+
+        Args:
+            name: The configuration.
+            settings: Settings that differ, and the copy's name if it is given.
+
+        Returns:
+            The name of the copy.
+
+        Raises:
+            ConfigError: The configuration is in no group or has not begun itself, a
+                setting cannot change, or the name is taken.
+        """
+        found = self._open(name)
+        if found.group is None or found.is_moving or found.awaits_origin:
+            raise ConfigError(
+                f"job {name!r} has no state in a group now: it waits for a slot, or to "
+                "start as a copy itself. Ask again when it trains."
+            )
+        changes = dict(settings)
+        new_name = changes.pop("name", None)
+        job = LoraJob.model_validate(found.settings)
+        copy = clone_settings(job, changes, new_name)
+        self.add(copy)
+        return copy.name
 
     def stop(self, name: str, reason: str) -> None:
         """Ends a configuration, after its current global batch."""

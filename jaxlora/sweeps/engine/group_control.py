@@ -14,12 +14,13 @@ from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import JaxloraError
 from jaxlora.run import events
 from jaxlora.run.callback import Callback
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
+from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.sweeps.decisions import compared_steps
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.devices import host_resources
+from jaxlora.sweeps.engine.group_ends import GroupEnds
 from jaxlora.sweeps.engine.link import Link
 from jaxlora.sweeps.rules import Stop
 from jaxlora.train.job_state import JobState
@@ -57,6 +58,7 @@ class GroupControl(Callback):
         self._inbox: list[m.ToWorker] = []
         self._verdicts: dict[str, m.Verdict] = {}
         self._num_judged, self._is_finishing, self._is_over = 0, False, False
+        self._noted: set[str] = set()  # copies that may start
         # The thread that trains keeps these:
         self._jobs: dict[str, JobState] = {}
         self._gives: dict[str, m.Give] = {}
@@ -67,11 +69,9 @@ class GroupControl(Callback):
         self._moving: set[str] = set()
         self._saves: set[str] = set()  # of those, a checkpoint was asked for
         self._dropped: set[str] = set()
-        self._continued: dict[str, pathlib.Path] = {}  # from which folder
-        self._came_with: dict[str, int | None] = {}  # the step of their best weights
         self._unsaved: set[str] = set()  # no checkpoint here has them yet
-        self._exported: dict[str, int] = {}  # steps of the adapter on the disk
-        self._ending: dict[str, JobProgress] = {}
+        self._copies: set[str] = set()  # they start from other jobs, and have not yet
+        self._ends = GroupEnds(link)
         self._num_asked, self._undecided = 0, set[str]()
         self._reviewed = 0
         self._progress: dict[str, dict[str, Any]] = {}
@@ -93,6 +93,8 @@ class GroupControl(Callback):
                     self._verdicts[name] = message
                 case m.Judged(number=number):
                     self._num_judged = number
+                case m.Noted(name=name):
+                    self._noted.add(name)
                 case m.Finish():
                     self._is_finishing = True
                 case m.Give() | m.Ask() | m.Release() | m.Drop():
@@ -172,11 +174,14 @@ class GroupControl(Callback):
         return job.num_steps
 
     def wants_checkpoint(self) -> bool:
-        """Whether jobs are ready to move to another group."""
+        """Whether jobs are ready to move to another group, or copies have started."""
+        begun = {name for name in self._copies if self._jobs[name].has_begun}
+        self._copies -= begun
+        self._unsaved |= begun
         jobs = [job for name, job in self._jobs.items() if name in self._moving]
         new = {job.name for job in jobs if job.parked is not None} - self._saves
         self._saves |= new
-        return bool(new)
+        return bool(new or begun)
 
     def wait(self, is_asked_to_end: Callable[[], bool]) -> bool:
         """Waits for the driver, and tells it that this process is alive."""
@@ -200,7 +205,7 @@ class GroupControl(Callback):
         """Does what the driver has asked for since the last call."""
         for job in jobs[len(self._jobs) :]:
             self._jobs[job.name] = job
-            self._came_with[job.name] = job.progress.best_step
+            self._ends.begin(job.name, job.progress.best_step)
             self._adding.pop(job.name, None)
         with self._changed:
             self._reviewed = self.version
@@ -219,7 +224,7 @@ class GroupControl(Callback):
             if name in self._jobs:
                 del self._gives[name]
                 self._take(give)
-            elif name not in self._adding:
+            elif name not in self._adding and not self._is_early(give):
                 self._adding[name] = self._opener.submit(self._add, give)
         for name, future in list(self._adding.items()):
             if future.done() and not future.result():
@@ -230,6 +235,11 @@ class GroupControl(Callback):
                 self._ask(ask)
             elif ask.name in self._gives.keys() | self._adding.keys():
                 self._asks.append(ask)  # its data is being read
+
+    def _is_early(self, give: m.Give) -> bool:
+        """Whether a copy comes before the data of the other job have been read."""
+        origin = (give.settings or {}).get("clone_of")
+        return origin is not None and origin["job"] in self._gives
 
     def _release(self, name: str) -> None:
         """Lets a job leave for another group: at once if there is nothing to save."""
@@ -262,15 +272,22 @@ class GroupControl(Callback):
         name, job = give.name, self._jobs[give.name]
         if name in self._moving | self._dropped:  # it comes back from another group
             job.progress, job.parked = JobProgress(), None
-            self._came_with[name] = None
+            self._ends.begin(name, None)
             self._trainer.resume_job(name)  # it may have been paused when it left
             for names in (self._moving, self._saves, self._dropped):
                 names.discard(name)
         for source in map(pathlib.Path, give.sources):
             if self._finds(name, source):
                 break
-        if name in self._ending:
+        if name in self._ends:
             return
+        if job.awaits_parent:
+            origin = job.settings.clone_of
+            if origin is None or origin.job not in self._given:
+                reason = f"{origin and origin.job} has ended, and its copy has no state"
+                self._link.send(m.Refused(name=name, reason=reason))
+                return
+            self._copies.add(name)
         self._given.add(name)
         progress = job.progress
         if progress.step and progress.last_eval_step == progress.step:
@@ -284,15 +301,13 @@ class GroupControl(Callback):
         if name in found.tensors:
             progress = self._trainer.continue_job_from(name, source)
             logger.info("%s: goes on from step %d of %s", name, progress.step, source)
-            self._continued[name] = source
-            self._came_with[name] = progress.best_step
+            self._ends.begin(name, progress.best_step, source)
             self._unsaved.add(name)
             return True
         progress = found.run.progress.get(name, JobProgress())
         if not progress.is_over or progress.stopped_by == MOVED:
             return False
-        self._ending[name] = progress
-        self._send_end(name, source / ADAPTERS / name)
+        self._ends.find(name, progress, source)
         return True
 
     # ---- events --------------------------------------------------------------------
@@ -313,9 +328,13 @@ class GroupControl(Callback):
 
     def on_job_add(self, event: events.JobAddEvent) -> None:
         """A job that the driver gave has joined."""
-        job = self._trainer.jobs[-1]
+        name = event.info.settings.name
+        (job,) = (job for job in self._trainer.jobs if job.name == name)
         self._link.send(m.Ready(jobs=[_facts(job)]))
         with self._changed:
+            if job.settings.clone_of is not None:
+                # The step at which a copy starts is in the ledger before it does.
+                self._changed.wait_for(lambda: name in self._noted or self._is_over)
             self.version += 1  # it can be given now
 
     def on_window(self, event: events.WindowEvent) -> None:
@@ -324,41 +343,14 @@ class GroupControl(Callback):
 
     def on_job_end(self, event: events.JobEndEvent) -> None:
         """Reports the end when the adapter is on the disk."""
-        if event.progress.stopped_by == MOVED:
-            return
-        self._ending[event.job] = event.progress
-        self._report_end(event.job)
+        if event.progress.stopped_by != MOVED:
+            job = self._jobs[event.job]
+            self._ends.note_end(job, event.progress, self._trainer.output_dir)
 
     def on_export(self, event: events.ExportEvent) -> None:
         """Takes note of an adapter on the disk."""
-        self._exported[event.job] = event.step
-        if event.job in self._ending:
-            self._report_end(event.job)
-
-    def _report_end(self, name: str) -> None:
-        progress, job = self._ending[name], self._jobs[name]
-        step: int | None = progress.step
-        if job.settings.keep_best:
-            step = progress.best_step
-        elif progress.status == "failed" or not (
-            progress.step or progress.first_eval is not None
-        ):
-            step = None
-        folder = self._trainer.output_dir / ADAPTERS / name
-        if step is None:
-            self._send_end(name, None)
-        elif self._exported.get(name, -1) >= step:
-            self._send_end(name, folder)
-        elif job.settings.keep_best and step == self._came_with[name]:
-            # Nothing is written here, but a copy of those weights may be.
-            origin = self._continued.get(name)
-            is_here = origin is None or folder.is_dir()
-            self._send_end(name, folder if is_here else origin / ADAPTERS / name)
-
-    def _send_end(self, name: str, folder: pathlib.Path | None) -> None:
-        progress = dataclasses.asdict(self._ending[name])
-        text = None if folder is None else str(folder.absolute())
-        self._link.send(m.Ended(name=name, progress=progress, folder=text))
+        job = self._jobs[event.job]
+        self._ends.note_export(job, event.step, self._trainer.output_dir)
 
     def on_checkpoint(self, event: events.CheckpointEvent) -> None:
         """Reports which states are safe here."""
@@ -385,6 +377,7 @@ class GroupControl(Callback):
 
 
 def _facts(job: JobState) -> dict[str, Any]:
+    origin = job.settings.clone_of
     return dataclasses.asdict(
         m.JobFacts(
             name=job.name,
@@ -393,5 +386,6 @@ def _facts(job: JobState) -> dict[str, Any]:
             num_modules=len(job.like.modules),
             batch_tokens=job.batch_tokens,
             is_evaluated=job.prepared.eval_data is not None,
+            clone_step=None if origin is None else origin.step,
         )
     )

@@ -68,6 +68,17 @@ class Judged:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Noted:
+    """The ledger has the step at which a copy starts, so it may start.
+
+    Attributes:
+        name: The copy.
+    """
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
     """A user's request.
 
@@ -123,6 +134,8 @@ class JobFacts:
         num_modules: Number of modules that it adapts.
         batch_tokens: Mean number of tokens of a global batch.
         is_evaluated: Whether it has held-out samples.
+        clone_step: Optimizer steps of the configuration that it is a copy of, when it
+            starts; None: it is no copy.
     """
 
     name: str
@@ -131,6 +144,7 @@ class JobFacts:
     num_modules: int = 1
     batch_tokens: float = 1.0
     is_evaluated: bool = True
+    clone_step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +247,7 @@ class Failed:
     is_final: bool
 
 
-ToWorker = Begin | Give | Verdict | Judged | Ask | Release | Drop | Finish
+ToWorker = Begin | Give | Verdict | Judged | Noted | Ask | Release | Drop | Finish
 FromWorker = Ready | Refused | Evaluated | Alive | Progress | Ended | Saved | Failed
 Message = ToWorker | FromWorker
 _KINDS = {kind.__name__: kind for kind in get_args(Message)}

@@ -136,4 +136,4 @@ def moves(state: SweepState, groups: Sequence[Group]) -> Iterator[Configuration]
 def _may_move(state: SweepState, found: Configuration) -> bool:
     is_idle = found.progress.status in ("waiting", "paused")
     is_free = found.held is None and found.stop is None and not found.is_moving
-    return is_idle and is_free and not state.waits(found)
+    return is_idle and is_free and not state.waits(found) and state.may_leave(found)

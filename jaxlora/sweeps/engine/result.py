@@ -79,6 +79,7 @@ def _result(found: Configuration, trial: Trial) -> JobResult:
         num_steps=trial.num_steps,
         progress=found.progress,
         folder=trial.folder,
+        clone_of=trial.settings.clone_of,
     )
 
 

@@ -30,6 +30,7 @@ class Configuration:
         stop: Why the user wants it to end; None if it goes on.
         is_moving: Whether its group is to release it.
         left: The group that has released it last; None if none has.
+        is_saved: Whether a checkpoint has its state.
         is_closed: Whether it has ended, and its files are on the disk.
         folder: Its PEFT folder, in the sweep's folder; None if there is none.
     """
@@ -46,6 +47,7 @@ class Configuration:
     stop: str | None = None
     is_moving: bool = False
     left: int | None = None
+    is_saved: bool = False
     is_closed: bool = False
     folder: str | None = None
 
@@ -58,6 +60,23 @@ class Configuration:
     def priority(self) -> int:
         """Priority of the configuration; higher ones train first."""
         return self.settings.get("priority", 0)
+
+    @property
+    def origin(self) -> str | None:
+        """Names the configuration that it is a copy of; None if it starts anew."""
+        found = self.settings.get("clone_of")
+        return None if found is None else found["job"]
+
+    @property
+    def first_step(self) -> int | None:
+        """Steps of the other configuration when a copy starts; None if not known."""
+        found = self.settings.get("clone_of")
+        return None if found is None else found["step"]
+
+    @property
+    def awaits_origin(self) -> bool:
+        """Whether it is a copy whose state is only in the group that it starts in."""
+        return self.origin is not None and not self.is_saved and not self.is_closed
 
 
 class SweepState(Mapping[str, Standing]):
@@ -96,6 +115,7 @@ class SweepState(Mapping[str, Standing]):
         self.num_drivers = 0
         self._queue: list[Configuration] | None = None
         self._held_by: dict[int, dict[str, Configuration]] = {}
+        self._copies: list[Configuration] = []
         for job in jobs:
             self._add(job, is_late=False)
 
@@ -111,6 +131,8 @@ class SweepState(Mapping[str, Standing]):
         self.configurations[name] = Configuration(
             name=name, number=number, settings=settings, is_late=is_late
         )
+        if self.configurations[name].origin is not None:
+            self._copies.append(self.configurations[name])
         self._queue = None
 
     def _on_sweep(
@@ -139,7 +161,11 @@ class SweepState(Mapping[str, Standing]):
 
     def _on_facts(self, jobs: Sequence[Mapping[str, Any]]) -> None:
         for job in jobs:
-            self.configurations[job["name"]].facts = JobFacts(**job)
+            found, facts = self.configurations[job["name"]], JobFacts(**job)
+            found.facts = facts
+            if facts.clone_step is not None:
+                start = {"job": found.origin, "step": facts.clone_step}
+                found.settings = {**found.settings, "clone_of": start}
 
     def _on_start(self, group: int, folder: str) -> None:
         self.folders[group] = folder
@@ -150,6 +176,8 @@ class SweepState(Mapping[str, Standing]):
         self._queue = None
         for found in self._held_by.pop(group, {}).values():
             found.group, found.is_moving = None, False
+            if found.origin is not None and found.first_step is None:
+                found.sources = []  # the copy will start at another step
 
     def _on_given(self, name: str, group: int) -> None:
         found, folder = self.configurations[name], self.folders[group]
@@ -169,7 +197,8 @@ class SweepState(Mapping[str, Standing]):
         self._queue = None
 
     def _on_saved(self, name: str, folder: str) -> None:
-        self.configurations[name].sources = [folder]
+        found = self.configurations[name]
+        found.sources, found.is_saved = [folder], True
 
     def _on_eval(
         self,
@@ -196,6 +225,8 @@ class SweepState(Mapping[str, Standing]):
         found.progress, found.folder = JobProgress(**progress), folder
         found.is_closed, found.sources = True, []
         self._leave(found)
+        if self._copies:
+            self._queue = None  # those of this one may be free now
 
     def _on_held(self, name: str, reason: str | None) -> None:
         self.configurations[name].held = reason
@@ -246,7 +277,7 @@ class SweepState(Mapping[str, Standing]):
         return Standing(
             num_steps=1 if found.facts is None else found.facts.num_steps,
             # Not `progress.step`, which may come before the evaluation at that step.
-            step=points[-1][0] if points else 0,
+            step=points[-1][0] if points else self._first_step(found),
             is_over=found.is_closed,
             is_held=found.held is not None,
             has_failed=found.is_closed and found.progress.status == "failed",
@@ -258,6 +289,12 @@ class SweepState(Mapping[str, Standing]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def _first_step(self, found: Configuration) -> int:
+        """Returns the step before which no rung waits for a configuration."""
+        if found.origin is None:
+            return 0
+        return found.first_step or self[found.origin].step
 
     # ---- which group may train what ------------------------------------------------
 
@@ -278,6 +315,7 @@ class SweepState(Mapping[str, Standing]):
                 if found.group is None
                 and not found.is_closed
                 and self._may_train(found)
+                and not self._follows(found)
             ]
             self._queue.sort(key=lambda found: (-found.priority, found.number))
         return self._queue
@@ -286,6 +324,27 @@ class SweepState(Mapping[str, Standing]):
         if found.stop is not None:
             return True  # it is given to be evaluated and exported
         return found.held is None and not self.waits(found)
+
+    def copies(self) -> list[tuple[Configuration, int]]:
+        """Returns copies to give, each with the group that it starts in."""
+        waiting = [c for c in self._copies if c.group is None and self._follows(c)]
+        groups = {c.name: self.configurations[c.origin or ""].group for c in waiting}
+        return [
+            (found, group)
+            for found in waiting
+            if (group := groups[found.name]) is not None and found.held is None
+        ]
+
+    def _follows(self, found: Configuration) -> bool:
+        """Whether a copy can only start in the group of the one that it copies."""
+        if found.origin is None or not found.awaits_origin or found.stop is not None:
+            return False
+        return not self.configurations[found.origin].is_closed
+
+    def may_leave(self, found: Configuration) -> bool:
+        """Whether no copy needs a configuration in its group, and it is none itself."""
+        copied = {c.origin for c in self._copies if c.awaits_origin}
+        return found.name not in copied and not found.awaits_origin
 
     def of_group(self, group: int) -> list[Configuration]:
         """Returns the configurations that a group has, in their order."""
@@ -303,7 +362,18 @@ class SweepState(Mapping[str, Standing]):
 
     def is_over(self) -> bool:
         """Whether nothing is left to train, but what the user has paused."""
-        return all(c.held is not None and c.stop is None for c in self.open())
+        return all(map(self._rests, self.open()))
+
+    def _rests(self, found: Configuration) -> bool:
+        """Whether a configuration, or the one that it copies, waits for the user."""
+        if found.stop is not None:
+            return False
+        if found.held is not None:
+            return True
+        if found.origin is None or not self._follows(found):
+            return False
+        origin = self.configurations[found.origin]
+        return origin.group is None and self._rests(origin)
 
     def unused_folders(self, folders: Iterable[str]) -> list[str]:
         """Returns those of the folders whose checkpoints nobody needs any more."""

@@ -263,7 +263,7 @@ def test_requests(make, tmp_path):
     accepted = [answer.is_accepted for answer in found]
     assert accepted == [True, True, False, False, True, False, True, False]
     assert "there is no job 'nobody'" in found[2].text
-    assert "sweep without sweep.groups" in found[3].text
+    assert "no state in a group now" in found[3].text
     assert "is in this run already" in found[5].text
     assert "data" in found[7].text
     ends = statuses(driver)
@@ -280,6 +280,69 @@ def test_requests(make, tmp_path):
     assert send(tmp_path, "resume", "c1").is_accepted
     second.run(each_round=Desk(tmp_path))
     assert statuses(second)["c1"] == "finished"
+
+
+def copy_of(driver, of: str, **changes) -> str:
+    """Copies a configuration that trains; the settings of a test are too few."""
+    found = driver.state.configurations[of]
+    found.settings = {"data": {"path": "x"}, "eval_fraction": 0.1, **found.settings}
+    return driver.clone(of, {"learning_rate": 1e-3, **changes})
+
+
+def test_a_copy_starts_in_the_group_of_its_configuration(make):
+    driver = make(jobs=2)
+    driver._fleet.start_due()
+    driver._assign()
+    group = driver.state.configurations["c1"].group
+    assert copy_of(driver, "c1", name="copy") == "copy"
+    with pytest.raises(ConfigError, match=r"copy.*to start as a copy itself"):
+        driver.clone("copy", {"learning_rate": 3e-3})
+    with pytest.raises(ConfigError, match="rank: cannot change in a copy"):
+        copy_of(driver, "c0", rank=4)
+    driver._assign()
+    copy = driver.state.configurations["copy"]
+    assert copy.group == group  # although it has no free slot
+    both = copy, driver.state.configurations["c1"]
+    assert not any(map(driver.state.may_leave, both))
+    driver._journal.flush()
+    facts = {"name": "copy", "num_steps": STEPS, "clone_step": 3}
+    driver._take([(group, m.Ready(jobs=[facts]))])
+    assert copy.settings["clone_of"] == {"job": "c1", "step": 3}
+    assert driver.state["copy"].step == 3  # no rung before it waits for the copy
+    assert driver._journal._outbox[group] == [m.Noted(name="copy")]
+    driver._take([(group, m.Saved(name="copy", is_released=False))])
+    assert driver.state.may_leave(copy)
+
+
+def test_a_copy_whose_start_is_not_known_starts_again(make):
+    """Its worker is lost before the step is in the ledger, or a checkpoint has it."""
+    driver = make(jobs=2)
+    driver._fleet.start_due()
+    driver._assign()
+    copy_of(driver, "c1", name="copy")
+    driver._assign()
+    copy, parent = (driver.state.configurations[n] for n in ("copy", "c1"))
+    driver._take([(copy.group, Lost(reason="it died"))])
+    assert copy.sources == [] and parent.sources and copy not in driver.state.queue()
+    driver.pause("c1", "enough")
+    driver.stop("c0", "enough")
+    driver._end(
+        driver.state.configurations["c0"].group,
+        "c0",
+        {"status": "stopped", "reason": ""},
+        None,
+    )
+    assert driver.state.is_over()  # both wait for the user
+    driver.resume("c1")
+    assert not driver.state.is_over() and not driver.state.copies()
+    driver._fleet.start_due()
+    driver._assign()
+    driver._assign()
+    assert copy.group == parent.group is not None
+    # Where the other one has ended, a worker looks whether a checkpoint has the copy.
+    driver._end(parent.group, "c1", {"status": "finished", "reason": ""}, None)
+    driver._take([(copy.group, Lost(reason="it died"))])
+    assert driver.state.queue() == [copy]
 
 
 def search_run() -> RunConfig:

@@ -130,6 +130,43 @@ def test_a_configuration_that_is_being_read_may_be_released(control):
     assert control.waiting_reason(control.trainer.jobs[-1]) is not None
 
 
+def copy_settings(name: str, origin: str) -> dict:
+    return settings(name) | {"clone_of": {"job": origin, "step": 2}}
+
+
+def test_a_copy_comes_after_its_job_and_is_saved_at_once(control):
+    receive(
+        control,
+        m.Give(name="late", settings=settings("late")),
+        m.Give(name="copy", settings=copy_settings("copy", "late")),
+    )
+    assert control._adding.keys() == {"late"}  # the data of the copy are read later
+    control._opener.submit(str).result()
+    jobs = control.trainer.jobs
+    jobs.append(Job("late"))
+    receive(control)
+    control._opener.shutdown()
+    jobs.append(Job("copy"))
+    jobs[-1].prepared.settings = LoraJob.model_validate(copy_settings("copy", "late"))
+    receive(control)
+    assert control.waiting_reason(jobs[-1]) is None and not control.wants_checkpoint()
+    jobs[-1].parked = object()  # the state of the other job
+    assert control.wants_checkpoint() and not control.wants_checkpoint()
+    assert control._unsaved == {"copy"}
+
+
+def test_a_copy_without_a_state_is_refused_where_its_job_is_not(control):
+    receive(control, m.Give(name="copy", settings=copy_settings("copy", "c0")))
+    control._opener.shutdown()
+    control.trainer.jobs.append(Job("copy"))
+    job = control.trainer.jobs[-1]
+    job.prepared.settings = LoraJob.model_validate(copy_settings("copy", "c0"))
+    receive(control)
+    reason = "c0 has ended, and its copy has no state"
+    assert control._link.messages[-1] == m.Refused(name="copy", reason=reason)
+    assert control.waiting_reason(job) is not None
+
+
 def test_a_damaged_checkpoint_ends_the_sweep(control, monkeypatch, tmp_path):
     """Otherwise, one worker after the other would fail at it."""
     place = tmp_path / "checkpoints" / "3" / "run"
@@ -154,13 +191,13 @@ def test_an_end_is_reported_when_the_best_weights_are_there(control):
     for one in (job, other):
         one.prepared.settings = one.settings.replace(keep_best=True)
     job.update(status="finished", step=4, best_step=4)
-    control._continued["c0"], control._came_with["c0"] = pathlib.Path("there"), 2
+    control._ends.begin("c0", 2, pathlib.Path("there"))
     control.on_job_end(end_of(job))
     assert not sent
     control.on_export(ExportEvent(round=1, job="c0", step=4, folder=pathlib.Path()))
     assert sent.pop().folder == str(pathlib.Path("here/adapters/c0").absolute())
     other.update(status="finished", step=4, best_step=2)
-    control._continued["c1"], control._came_with["c1"] = pathlib.Path("there"), 2
+    control._ends.begin("c1", 2, pathlib.Path("there"))
     control.on_job_end(end_of(other))
     assert sent.pop().folder == str(pathlib.Path("there/adapters/c1").absolute())
 

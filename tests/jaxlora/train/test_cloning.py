@@ -6,8 +6,8 @@ from jaxlora import LoraJob, RunConfig
 from jaxlora.cli.main import main
 from jaxlora.config.clone import CHANGEABLE, CloneOf
 from jaxlora.errors import ConfigError
+from jaxlora.run.clone_settings import clone_settings
 from jaxlora.run.identity import FIXED_IN_JOB
-from jaxlora.train.cloning import clone_settings
 
 PARENT = LoraJob(name="a", data={"path": "a.jsonl"}, eval_fraction=0.2, rank=4)
 

@@ -14,8 +14,10 @@ from jaxlora import LoraJob, RunConfig, Sweep, Trainer
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.folder import SWEEP_LEDGER
+from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import read_owner
+from jaxlora.run.message import ControlRequest
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.devices import divide
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
@@ -165,6 +167,46 @@ def test_a_sweep_that_was_killed_goes_on(make, model, workers, monkeypatch):
     assert set(steps) == {(job.name, s) for job in config.jobs for s in range(1, 9)}
     # Each of four slots repeats at most what it did since its checkpoint.
     assert len(steps) - len(set(steps)) <= 4 * (config.checkpoint_every + 1)
+
+
+def test_a_copy_goes_on_from_the_state_of_another(make, model, workers, monkeypatch):
+    """Also after the worker that has both is killed; the report shows the family."""
+    config = make(parameters={"learning_rate": RATES[:2]}, early_exit="none")
+    longer = [job.replace(steps=40) for job in config.jobs]
+    config = config.replace(jobs=tuple(longer))
+    folder, name = pathlib.Path(config.output_dir), config.jobs[0].name
+    asked: list = []
+
+    class Asks(run._StopRequest):
+        def is_requested(self):
+            steps = [event["job"] for event in metrics(config, "step")]
+            if not asked and name in steps:
+                values = {"learning_rate": 1e-3, "name": "copy"}
+                request = ControlRequest(action="clone", job=name, settings=values)
+                asked.append(Mailbox(folder).post(request))
+            if len(asked) == 1 and "copy" in steps:
+                (driven,) = workers
+                asked.append(None)
+                driven.kill(0 if driven.drivers[0].control._jobs.get("copy") else 1)
+            return False
+
+    monkeypatch.setattr(run, "_StopRequest", Asks)
+    result = run.run_groups(config)
+    assert Mailbox(folder).take_answer(asked[0]).is_accepted
+    assert len(list((folder / "groups").iterdir())) == 3  # one was started again
+    found = {job.name: job for job in result.jobs}
+    assert found["copy"].progress.status == "finished"
+    start = found["copy"].clone_of
+    assert start.job == name and 1 <= start.step < 40
+    assert f"copy from step {start.step}" in (folder / "sweep.html").read_text()
+    copy = config.jobs[0].replace(name="copy", learning_rate=1e-3, clone_of=start)
+    one = config.replace(
+        jobs=(config.jobs[0], copy), sweep=None, output_dir=str(folder / "one")
+    )
+    for job in Trainer(one, model).train().jobs:
+        expected = (job.folder / "adapter_model.safetensors").read_bytes()
+        there = found[job.name].folder / "adapter_model.safetensors"
+        assert there.read_bytes() == expected
 
 
 def test_settings_of_groups_are_checked(make):
