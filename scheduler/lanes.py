@@ -19,10 +19,12 @@ class Replica:
     Attributes:
         capacity: Tokens of its microbatches, a multiple of the block.
         work: Time that one of them takes, in tokens of equal cost.
+        num_devices: Devices that share its microbatches.
     """
 
     capacity: int
     work: int
+    num_devices: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +63,8 @@ class Lanes:
         replicas: Replicas with microbatches of different sizes, from the largest to the
             smallest; empty if all lanes have the same size. `data` and `fsdp` are then
             1. A tick takes as long as a microbatch of the first replica, and the others
-            run one or more of theirs meanwhile, one after the other: each of these
-            microbatches is a lane.
+            run theirs meanwhile, one after the other: each of these microbatches is a
+            lane. A replica whose microbatch takes longer has none in some ticks.
     """
 
     data: int = 1

@@ -17,9 +17,12 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.adapters.division import WHOLE, Axes
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.sharding.rules import TENSOR
+from jaxlora.sharding.tensor import counted_once, gathered, own_part
 
 
 def exchange_rounds(
@@ -111,22 +114,37 @@ def _sum(flat: Float[Array, " N"], axes: Sequence[str]) -> Float[Array, " N"]:
 
 
 # ---- replicas ------------------------------------------------------------------------
+#
+# Replicas may divide tables along `tensor`, each among its own number of devices. What
+# they send is whole, as one array, because many are slow to send. These functions run
+# on each device of a replica; those with a mesh have a first axis of gradients, of
+# size 1.
 
 
 def read_part(
-    pending: Pending, slot: Int[Array, ""]
+    pending: Pending,
+    slot: Int[Array, ""],
+    *,
+    whole_axes: Sequence[str] = (),
+    divided: Axes = WHOLE.weights,
 ) -> tuple[Float[Array, " N"], Bool[Array, ""]]:
-    """Returns a replica's gradients of a slot as one array, as many are slow to send.
+    """Returns a replica's gradients of a slot as one array.
 
     Args:
         pending: Gradients of all slots.
         slot: Number of the slot, int32.
+        whole_axes: Axes of the mesh over which tables are summed that are not divided.
+        divided: Axis of the features, of tables that are divided over them.
 
     Returns:
         The gradients, and whether they are finite.
     """
-    flat, _ = ravel_pytree({k: x[slot] for k, x in pending.gradients.items()})
-    return flat, pending.is_finite[slot]
+    rows = jax.tree.map(lambda x: _slot_row(x, slot, pending), pending)
+    each = rows.gradients
+    own = {n: gathered(each[n], axis - 1) for n, axis in divided.items()}
+    whole = {n: x for n, x in each.items() if n not in divided}
+    flat, _ = ravel_pytree(own | _sums(whole, whole_axes))
+    return flat, rows.is_finite
 
 
 def add_part(
@@ -134,25 +152,41 @@ def add_part(
     slot: Int[Array, ""],
     flat: Float[Array, " N"],
     is_finite: Bool[Array, ""],
+    *,
+    num_tensor: int = 1,
+    divided: Axes = WHOLE.weights,
 ) -> Pending:
     """Adds another replica's gradients of a slot to the pending ones, in float32.
+
+    A device adds its part of a divided table. The devices have terms of the others, so
+    the first one adds those.
 
     Args:
         pending: Gradients of all slots.
         slot: Number of the slot, int32.
         flat: What `read_part` has returned on the other replica.
         is_finite: Likewise.
+        num_tensor: Number of devices of the replica.
+        divided: See `read_part`.
     """
-    rows = {k: x[slot] for k, x in pending.gradients.items()}
-    own, to_rows = ravel_pytree(rows)
+    rows = jax.tree.map(lambda x: _slot_row(x, slot, pending), pending)
+    parts = _own_rows(flat, rows.gradients, divided)
+    for name in parts.keys() - divided.keys():
+        parts[name] = counted_once(parts[name], num_tensor)
     new = Pending(
-        gradients=to_rows(own + flat), is_finite=pending.is_finite[slot] & is_finite
+        gradients={n: x + parts[n] for n, x in rows.gradients.items()},
+        is_finite=rows.is_finite & is_finite,
     )
-    return jax.tree.map(lambda x, row: _with_row(x, slot, row), pending, new)
+    return _with_rows(pending, slot, new)
 
 
 def write_weights(
-    params: Tables, pending: Pending, slot: Int[Array, ""], flat: Float[Array, " N"]
+    params: Tables,
+    pending: Pending,
+    slot: Int[Array, ""],
+    flat: Float[Array, " N"],
+    *,
+    divided: Axes = WHOLE.weights,
 ) -> tuple[Tables, Pending]:
     """Replaces the weights of a slot on a replica, and discards its gradients.
 
@@ -161,20 +195,48 @@ def write_weights(
         pending: Gradients of all slots.
         slot: Number of the slot, int32.
         flat: What `read_slot_rows` has returned on the replica that has stepped.
+        divided: See `read_part`.
     """
-    rows, first = {}, 0
-    for name in sorted(params):
-        shape = params[name].shape[1:]
-        size = math.prod(shape)
-        rows[name] = flat[first : first + size].reshape(shape)
-        first += size
+    old = {name: x[slot] for name, x in params.items()}
+    rows = _own_rows(flat, old, divided)
     none = Pending(
-        gradients={k: jnp.zeros(x.shape[1:]) for k, x in pending.gradients.items()},
+        gradients={n: jnp.zeros_like(x) for n, x in old.items()},
         is_finite=jnp.ones((), jnp.bool_),
     )
-    write = lambda x, row: _with_row(x, slot, row)
-    return jax.tree.map(write, params, rows), jax.tree.map(write, pending, none)
+    write = lambda x, row: jax.lax.dynamic_update_index_in_dim(x, row, slot, axis=0)
+    return jax.tree.map(write, params, rows), _with_rows(pending, slot, none)
 
 
-def _with_row(table: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(table, row, slot, axis=0)
+def _own_rows(flat: Float[Array, " N"], like: Tables, divided: Axes) -> Tables:
+    """Cuts an array into whole tables of a slot; returns this device's parts of them.
+
+    Args:
+        flat: The tables, in the order of their names.
+        like: This device's parts of the tables.
+        divided: See `read_part`.
+    """
+    rows, first = {}, 0
+    for name in sorted(like):
+        shape, axis = list(like[name].shape), None
+        if name in divided:
+            axis = divided[name] - 1
+            shape[axis] *= jax.lax.axis_size(TENSOR)
+        size = math.prod(shape)
+        row = flat[first : first + size].reshape(shape)
+        rows[name] = row if axis is None else own_part(row, axis)
+        first += size
+    return rows
+
+
+def _slot_row(x: jax.Array, slot: jax.Array, pending: Pending) -> jax.Array:
+    return x[slot] if pending.is_finite.ndim == 1 else x[0, slot]
+
+
+def _with_rows(pending: Pending, slot: jax.Array, rows: Pending) -> Pending:
+    axis = pending.is_finite.ndim - 1
+
+    def written(table: jax.Array, row: jax.Array) -> jax.Array:
+        row = row if axis == 0 else row[None]
+        return jax.lax.dynamic_update_index_in_dim(table, row, slot, axis)
+
+    return jax.tree.map(written, pending, rows)

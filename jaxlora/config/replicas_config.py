@@ -1,5 +1,6 @@
-"""The replicas of a run whose microbatches differ in size."""
+"""The replicas of a run that differ in their devices or microbatches."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -7,30 +8,43 @@ from typing import Any
 import pydantic
 
 from jaxlora.config.strict import PositiveInt, Rule, StrictModel
+from jaxlora.sharding.mesh_sizes import MeshSizes
 
 
-def _replicas_are_one_device(replica: Any) -> tuple[str, str] | None:
-    for axis in ("tensor", "stage"):
-        if (size := getattr(replica, axis)) > 1:
-            return axis, (
-                f"{axis}={size}: a replica is one device so far. Leave {axis} out, or "
-                "leave replicas out and divide the model by mesh."
-            )
-    return None
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True, slots=True)
+class ReplicaShape:
+    """One replica.
+
+    Attributes:
+        tokens: Tokens of its microbatches, padding included.
+        tensor: Devices that share each layer.
+    """
+
+    tokens: int
+    tensor: int = 1
+
+
+def _replicas_have_no_stages(replica: Any) -> tuple[str, str] | None:
+    if replica.stage == 1:
+        return None
+    return "stage", (
+        f"stage={replica.stage}: a replica has no pipeline stages so far. Leave stage "
+        "out, or leave replicas out and divide the model by mesh."
+    )
 
 
 class ReplicaConfig(StrictModel):
     """Some replicas of a run that are alike: each has the base and all adapters.
 
     Attributes:
-        tensor: Devices that share each layer of a replica; only 1 so far.
+        tensor: Devices that share each layer of a replica.
         stage: Pipeline stages of a replica; only 1 so far.
         count: Number of such replicas.
         microbatch_tokens: Tokens of their microbatches, padding included. Longer
             samples run on other replicas.
     """
 
-    rules = (_replicas_are_one_device,)
+    rules = (_replicas_have_no_stages,)
 
     tensor: PositiveInt = 1
     stage: PositiveInt = 1
@@ -38,11 +52,11 @@ class ReplicaConfig(StrictModel):
     microbatch_tokens: PositiveInt
 
 
-def listed(tokens: Sequence[int]) -> list[dict[str, int]]:
-    """Returns the settings of replicas with microbatches of these tokens."""
+def listed(replicas: Sequence[ReplicaShape]) -> list[dict[str, int]]:
+    """Returns the settings of replicas, those with the largest microbatches first."""
     return [
-        {"microbatch_tokens": size, "count": count}
-        for size, count in sorted(Counter(tokens).items(), reverse=True)
+        {"microbatch_tokens": one.tokens, "tensor": one.tensor, "count": count}
+        for one, count in sorted(Counter(replicas).items(), reverse=True)
     ]
 
 
@@ -70,20 +84,24 @@ def check_listed(replicas: object) -> object:
 
 
 def _replicas_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
-    for tokens in run.replica_tokens:
-        if tokens % run.block_tokens:
+    for one in run.replica_shapes:
+        if one.tokens % run.block_tokens:
             return "replicas", (
-                f"microbatch_tokens={tokens} of a replica is not a multiple of "
+                f"microbatch_tokens={one.tokens} of a replica is not a multiple of "
                 f"block_tokens={run.block_tokens}."
+            )
+        if run.block_tokens % one.tensor:
+            return "replicas", (
+                f"tensor={one.tensor} of a replica does not divide block_tokens="
+                f"{run.block_tokens}, and its devices divide the rows of microbatches. "
+                f"Set block_tokens to a multiple of {one.tensor}."
             )
     return None
 
 
 def _replicas_have_their_own_tokens(run: Any) -> tuple[str, str] | None:
-    if run.replicas is not None and run.microbatch_tokens not in (
-        "auto",
-        *run.replica_tokens[:1],
-    ):
+    first = (one.tokens for one in run.replica_shapes[:1])
+    if run.replicas is not None and run.microbatch_tokens not in ("auto", *first):
         return "microbatch_tokens", (
             f"microbatch_tokens={run.microbatch_tokens}, and the replicas have their "
             "own. Leave it out."
@@ -94,9 +112,11 @@ def _replicas_have_their_own_tokens(run: Any) -> tuple[str, str] | None:
 def _replicas_stand_alone(run: Any) -> tuple[str, str] | None:
     if run.replicas is None:
         return None
-    if run.mesh == "auto" or run.mesh_sizes.num_devices > 1:
+    # When a run is planned, its mesh becomes that of the first replica.
+    first = [MeshSizes(tensor=one.tensor) for one in run.replica_shapes[:1]]
+    if run.mesh == "auto" or run.mesh_sizes not in (MeshSizes(), *first):
         return "mesh", (
-            f"mesh is {run.mesh}, and replicas are single devices so far. Leave mesh "
+            f"mesh is {run.mesh}, and replicas have devices of their own. Leave mesh "
             "or replicas out."
         )
     if run.packer != "joint":

@@ -13,6 +13,7 @@ from jaxlora.config.lora_job import LoraJob
 from jaxlora.config.replicas_config import (
     OF_REPLICAS,
     ReplicaConfig,
+    ReplicaShape,
     check_listed,
 )
 from jaxlora.config.rules import OF_A_RUN, mesh_text
@@ -48,9 +49,10 @@ class RunConfig(BaseSettings):
             (pipeline stages), `fsdp` (devices that share the base weights) and `tensor`
             (devices that share each microbatch), such as `stage=2,fsdp=2`, or as a
             mapping; `auto` chooses the sizes.
-        replicas: Replicas whose microbatches differ in size, on one device each, which
-            train the same adapters: samples run where they fit; `auto` chooses them,
-            or alike ones. None: replicas are alike (axis `data` of `mesh`).
+        replicas: Replicas that differ in their devices or in the size of their
+            microbatches, and train the same adapters: samples run where they fit;
+            `auto` chooses them, or alike ones. None: replicas are alike (axis `data` of
+            `mesh`).
         pipeline_microbatches: Microbatches that the first pipeline stage has in flight,
             at least one for each stage; None: as many as there are stages. More hide
             transfers between stages and uneven microbatches, but take memory, and the
@@ -195,19 +197,24 @@ class RunConfig(BaseSettings):
         return MeshSizes.parse(mesh_text(self.mesh))
 
     @property
-    def replica_tokens(self) -> tuple[int, ...]:
-        """Tokens of a microbatch of each of `replicas`, the largest first.
+    def replica_shapes(self) -> tuple[ReplicaShape, ...]:
+        """Each of `replicas`, those with the largest microbatches first.
 
         There are none while `replicas` is `auto`.
         """
         listed = () if self.replicas in (None, "auto") else self.replicas
-        each = [one.microbatch_tokens for one in listed for _ in range(one.count)]
+        each = [
+            ReplicaShape(tokens=one.microbatch_tokens, tensor=one.tensor)
+            for one in listed
+            for _ in range(one.count)
+        ]
         return tuple(sorted(each, reverse=True))
 
     @property
     def num_devices(self) -> int:
         """Number of devices that the run uses; `mesh` must not be `auto`."""
-        return len(self.replica_tokens) or self.mesh_sizes.num_devices
+        each = [one.tensor for one in self.replica_shapes]
+        return sum(each) or self.mesh_sizes.num_devices
 
     @property
     def may_gather(self) -> bool:

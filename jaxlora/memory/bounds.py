@@ -67,7 +67,7 @@ class Bounds:
             for job, data in zip(config.jobs, train, strict=True)
         ]
         sizes = config.mesh_sizes
-        in_flight = num_lanes = len(config.replica_tokens) or sizes.num_lanes
+        in_flight = num_lanes = len(config.replica_shapes) or sizes.num_lanes
         if sizes.stage > 1:
             in_flight *= config.pipeline_microbatches or sizes.stage
         a_step = sum(sorted(steps, reverse=True)[:num_slots])
@@ -149,7 +149,7 @@ def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
             "The longest sample needs such a microbatch. Raise batch_size, train more "
             "jobs at once, lower max_length, or set microbatch_shapes: auto"
         )
-    num_lanes = len(config.replica_tokens) or config.mesh_sizes.num_lanes
+    num_lanes = len(config.replica_shapes) or config.mesh_sizes.num_lanes
     lanes = f" for each of {num_lanes} devices" if num_lanes > 1 else ""
     text = (
         f"low fill: at most {100 * step_tokens / capacity:.0f}% of a microbatch of "

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxlora.config import RunConfig
+from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
 from jaxlora.costs.stages import stage_specs
 from jaxlora.memory.estimate import StepBytes, part_bytes, stage_estimated
@@ -34,28 +35,30 @@ class FurtherReplica:
         spec: The whole decoder, for the replica's samples. Its slots have weights and
             gradients, and no optimizer state.
         capacity: Tokens of its microbatches.
+        tensor: Devices that share each layer.
     """
 
     spec: DecoderSpec
     capacity: int
+    tensor: int = 1
 
     @staticmethod
-    def of(spec: DecoderSpec, capacity: int) -> "FurtherReplica":
+    def of(spec: DecoderSpec, shape: ReplicaShape) -> "FurtherReplica":
         """Makes the replica.
 
         Args:
             spec: The decoder of the first replica.
-            capacity: Tokens of a microbatch, at most those of the first replica.
+            shape: The replica, whose microbatches are at most those of the first one.
         """
-        longest = min(spec.options.max_segment_tokens, capacity)
+        longest = min(spec.options.max_segment_tokens, shape.tokens)
         options = dataclasses.replace(spec.options, max_segment_tokens=longest)
         assert spec.slots is not None
         slots = dataclasses.replace(spec.slots, optimizers=())
         spec = dataclasses.replace(spec, options=options, slots=slots)
-        return FurtherReplica(spec=spec, capacity=capacity)
+        return FurtherReplica(spec=spec, capacity=shape.tokens, tensor=shape.tensor)
 
     def num_bytes(self, programs: StagePrograms, block_tokens: int) -> int | None:
-        """Returns the memory that it needs; None: the compiler reports none.
+        """Returns the memory of each of its devices; None: the compiler reports none.
 
         Args:
             programs: Its compiled passes.
@@ -63,7 +66,12 @@ class FurtherReplica:
         """
         limits = Limits(capacity=self.capacity, block_tokens=block_tokens)
         use = StageUse(
-            num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0
+            num_shards=1,
+            num_replicas=1,
+            num_parts=1,
+            num_kept=1,
+            num_waiting=0,
+            num_tensor=self.tensor,
         )
         found = stage_measured(self.spec, programs, limits, use)
         return None if found is None else found.total_bytes(self.capacity)
@@ -79,7 +87,7 @@ class MeshStages:
         sizes: Sizes of the mesh.
         in_flight: Microbatches that each device of the first stage has in flight.
         is_pinned: Whether the slots are divided among the replicas.
-        further: Replicas of other sizes beside the stages, on a device each.
+        further: Replicas beside the stages, on devices of their own.
     """
 
     spec: DecoderSpec
@@ -111,7 +119,7 @@ class MeshStages:
         sizes = config.mesh_sizes
         if speed is None:
             speed = find_speed(device_kind())
-        further = [FurtherReplica.of(spec, n) for n in config.replica_tokens[1:]]
+        further = [FurtherReplica.of(spec, one) for one in config.replica_shapes[1:]]
         # A pipeline of one stage has no use for more.
         in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
         return MeshStages(
@@ -139,6 +147,11 @@ class MeshStages:
                 for one in self.further
             ),
         )
+
+    def like(self, tensor: int) -> "MeshStages":
+        """Returns the same stages with another number of devices along `tensor`."""
+        sizes = dataclasses.replace(self.sizes, tensor=tensor)
+        return dataclasses.replace(self, sizes=sizes, further=())
 
     def use(self, number: int) -> StageUse:
         """Returns how the devices of a stage are used.

@@ -148,7 +148,8 @@ def _add_memory(table: Table, need: MemoryNeed, stored: str) -> None:
 
 def _sizes(config: RunConfig) -> str:
     """Names the sizes of microbatches."""
-    sizes = sorted({*config.replica_tokens, config.limits.capacity})
+    tokens = {one.tokens for one in config.replica_shapes}
+    sizes = sorted({*tokens, config.limits.capacity})
     return " or ".join(f"{tokens:,}" for tokens in sizes)
 
 
@@ -156,7 +157,7 @@ def _describe_mesh(planned: RunForecast) -> str:
     used, machine = planned.config.num_devices, planned.machine
     text = "1 device" if used == 1 else str(planned.sizes)
     if planned.plan.lanes.replicas:
-        text = f"replicas of {describe_list(planned.config.replica_tokens)}"
+        text = f"replicas of {describe_list(planned.config.replica_shapes)}"
     if machine is not None and used < machine.count:
         text += f", which uses {used} of the {machine.count} GPUs"
     return text

@@ -12,7 +12,6 @@ from jaxlora.adapters.files.export_record import is_ours, read_export
 from jaxlora.common.atomic import remove_leftovers, write_text
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.replicas_config import listed
 from jaxlora.distributed import processes
 from jaxlora.errors import AdapterError, CheckpointError, StorageError
 from jaxlora.run.log import METRICS_FILE
@@ -77,7 +76,7 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """
     begun: dict[str, Any] = {}
     if config.replicas == "auto" and record.replicas:
-        begun["replicas"] = listed(record.replicas)
+        begun["replicas"] = record.replicas
     if config.microbatch_tokens == "auto" and config.replicas is None:
         begun["microbatch_tokens"] = record.microbatch_tokens
         if record.microbatch_tokens % config.block_tokens:

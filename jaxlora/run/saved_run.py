@@ -305,9 +305,9 @@ class RunRecord:
         return tuple(self.identity.settings.get("microbatch_shapes", ()))
 
     @property
-    def replicas(self) -> tuple[int, ...]:
-        """Tokens of a microbatch of each replica; none if the run had a mesh."""
-        return tuple(self.identity.settings.get("replicas", ()))
+    def replicas(self) -> list[dict[str, int]]:
+        """The replicas as a setting; empty if the run had a mesh."""
+        return self.identity.settings.get("replicas", [])
 
     @property
     def remat(self) -> Remat | None:
@@ -328,15 +328,22 @@ class RunRecord:
         ):
             raise ValueError(f"microbatch_shapes is {shapes!r}, no list of shapes.")
         replicas = self.identity.settings.get("replicas", [])
-        if not isinstance(replicas, list) or not all(
-            type(n) is int and 0 < n <= tokens for n in replicas
-        ):
-            raise ValueError(f"replicas is {replicas!r}, no list of tokens.")
+        if not isinstance(replicas, list) or not all(map(_is_replica, replicas)):
+            raise ValueError(f"replicas is {replicas!r}, no list of replicas.")
         self.requests.check_names(self.identity.jobs)
         if not set(self.added) <= self.identity.jobs.keys():
             raise ValueError("added has other jobs than identity.")
         if not set(self.suggested) <= set(self.added):
             raise ValueError("suggested has other jobs than added.")
+
+
+def _is_replica(value: Any) -> bool:
+    names = {"microbatch_tokens", "tensor", "count"}
+    return (
+        isinstance(value, dict)
+        and value.keys() == names
+        and all(type(n) is int and n > 0 for n in value.values())
+    )
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:

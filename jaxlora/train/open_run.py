@@ -238,9 +238,13 @@ class _Loading:
 
     def start_early(self) -> None:
         """Begins to load, unless the plan decides where weights go."""
-        is_settled = self._config.mesh != "auto" and processes.count() == 1
-        if is_settled and self._config.mesh_sizes.num_devices == 1:
-            self._start(self._config, None)
+        config = self._config
+        is_settled = "auto" not in (config.mesh, config.replicas)
+        if not is_settled or processes.count() > 1:
+            return
+        first = config.replica_shapes[:1]
+        if config.mesh_sizes.num_devices == 1 and all(r.tensor == 1 for r in first):
+            self._start(config, None)
 
     def start(self, plan: RunPlan) -> None:
         """Begins to load, unless it has begun.

@@ -260,13 +260,13 @@ def _check_fastest(timed, log: str, *, is_list: bool) -> str:
     lists = [one for one in timed if one.config.replicas is not None]
     meshes = [one for one in timed if one.config.replicas is None]
     assert {one.config.mesh for one in meshes} == {"data=2"}
-    assert {len(one.config.replica_tokens) for one in lists} == {2}
-    assert all(one.config.replica_tokens[0] >= 1024 for one in lists)
+    assert {len(one.config.replica_shapes) for one in lists} == {2}
+    assert all(one.config.replica_shapes[0].tokens >= 1024 for one in lists)
     assert all(one.seconds > one.bound > 0 for one in timed)
     best, mesh = (min(ways, key=lambda one: one.seconds) for ways in (lists, meshes))
     assert (1.02 * best.seconds < mesh.seconds) == is_list
     chosen = best if is_list else mesh
-    named = describe_list(best.config.replica_tokens) if is_list else "mesh data=2"
+    named = describe_list(best.config.replica_shapes) if is_list else "mesh data=2"
     (line,) = (text for text in log.splitlines() if "over the least time" in text)
     assert f"replicas: auto: {named}" in line
     assert f"predicted {chosen.seconds / chosen.bound - 1:.1%} over" in line

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
-from jaxlora.memory.mesh import FurtherReplica, MeshStages
+from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
@@ -59,7 +60,7 @@ class ReplicaStage:
     """A replica beside the first one; see `FurtherReplica`.
 
     Attributes:
-        stage: The decoder on the replica's device.
+        stage: The decoder on the replica's devices.
         capacity: Tokens of its microbatches.
     """
 
@@ -74,7 +75,7 @@ class Layout:
     Attributes:
         stages: The stages, from the embedding to the head.
         in_flight: Ticks in flight on the first stage.
-        further: Replicas with microbatches of other sizes, on devices of their own.
+        further: Replicas beside the stages, on devices of their own.
     """
 
     stages: tuple[Stage, ...]
@@ -116,7 +117,7 @@ class Layout:
                 for spec, placement in pairs
             ),
             in_flight=stages.in_flight,
-            further=_further_stages(stages.further, placements[0], devices),
+            further=_further_stages(stages, placements[0], devices),
         )
 
     def with_remat(self, remat: Remat) -> "Layout":
@@ -174,9 +175,21 @@ class Layout:
         ]
 
     def further_bases(self, params: Base) -> list[Base]:
-        """Copies the frozen weights to the devices of the further replicas."""
-        places = [one.stage.placement.device for one in self.further]
-        return [{k: jax.device_put(x, p) for k, x in params.items()} for p in places]
+        """Copies the frozen weights to the devices of the further replicas.
+
+        A weight that is divided is first joined on the devices that have it, one weight
+        after the other. Otherwise, it would be copied by the host.
+        """
+        stages = [one.stage for one in self.further]
+        bases: list[Base] = [{} for _ in stages]
+        specs = [stage.spec.base_specs() for stage in stages]
+        for path, x in params.items() if stages else ():
+            whole = one_copy(x)
+            for base, stage, spec in zip(bases, stages, specs, strict=True):
+                base[path] = jax.device_put(whole, stage.placement.sharding(spec[path]))
+            if whole is not x:
+                jax.block_until_ready([base[path] for base in bases])
+        return bases
 
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""
@@ -195,37 +208,62 @@ def _device_of(base: Base | None) -> Any:
 
 
 def _further_stages(
-    further: Sequence[FurtherReplica],
+    stages: MeshStages,
     first: StageSharding,
     devices: Sequence[jax.Device] | None,
 ) -> tuple[ReplicaStage, ...]:
-    """Places replicas on the devices that the first one, on one device, does not use.
+    """Places replicas on the devices that the first one does not use.
 
     Raises:
-        ConfigError: The base is on several devices, or there are too few.
+        ConfigError: The base is on several devices and the first replica is not, or
+            there are too few.
     """
-    if not further:
+    if not stages.further:
         return ()
     used = first.committed(PartitionSpec()).device_set
-    if len(used) > 1:
+    if len(used) > stages.sizes.num_devices:
         raise ConfigError(
-            f"replicas: the base is on {len(used)} devices, and a replica is one. Load "
-            "it on one device, or leave replicas out."
+            f"replicas: the base is on {len(used)} devices, and the first replica is "
+            "one. Load it on one device, or leave replicas out."
         )
     every = jax.local_devices() if devices is None else devices
-    left = [SingleDeviceSharding(device) for device in every if device not in used]
-    if len(left) < len(further):
+    left = [device for device in every if device not in used]
+    wanted = sum(one.tensor for one in stages.further)
+    if len(left) < wanted:
         raise ConfigError(
-            f"replicas: {len(further)} of them need a device beside that of the base, "
+            f"replicas: {wanted} devices are needed beside those of the first one, "
             f"and there are {len(left)}. Lower a count."
         )
-    return tuple(
-        ReplicaStage(
-            stage=Stage(spec=one.spec, placement=StageSharding(device=device)),
-            capacity=one.capacity,
+    placed, devices_left = [], iter(left)
+    for one in stages.further:
+        own = list(itertools.islice(devices_left, one.tensor))
+        placed.append(
+            ReplicaStage(
+                stage=Stage(
+                    spec=one.spec.divided(tensor=one.tensor), placement=_replica_on(own)
+                ),
+                capacity=one.capacity,
+            )
         )
-        for one, device in zip(further, left, strict=False)
-    )
+    return tuple(placed)
+
+
+def _replica_on(devices: Sequence[jax.Device]) -> StageSharding:
+    if len(devices) == 1:
+        return StageSharding(device=SingleDeviceSharding(devices[0]))
+    (mesh,) = stage_meshes(MeshSizes(tensor=len(devices)), devices)
+    return StageSharding(mesh=mesh)
+
+
+def one_copy(x: jax.Array) -> jax.Array:
+    """Returns the whole array on one device, from which it goes to other replicas.
+
+    JAX copies an array between devices without the host if it is whole on one of them.
+    """
+    if not x.is_fully_replicated:
+        assert isinstance(x.sharding, NamedSharding)
+        x = jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))
+    return x if len(x.sharding.device_set) == 1 else x.addressable_data(0)
 
 
 def _divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:

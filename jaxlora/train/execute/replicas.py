@@ -1,4 +1,4 @@
-"""Replicas beside the first one, with microbatches of other sizes.
+"""Replicas beside the first one, on other devices or with other microbatches.
 
 The first replica has the slots with their optimizers, takes every step, evaluates and
 is saved. The others have a base and a copy of all weights, run microbatches, and add up
@@ -9,7 +9,8 @@ those of a slot just before it runs samples of it. So a replica waits for the jo
 samples it runs next, and for no other.
 
 One thread queues everything, in an order that the ticks determine. No program runs on
-two replicas, and arrays go from device to device without the host.
+two replicas. Each divides its tables among its own devices, so gradients and weights
+are whole when they are sent, from device to device without the host.
 """
 
 import dataclasses
@@ -26,8 +27,9 @@ from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch
 from jaxlora.scheduler.lanes import Lane
+from jaxlora.sharding.global_arrays import put
 from jaxlora.train.execute.executor import TickWork
-from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage
+from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage, one_copy
 
 # A replica's part of the gradients of a slot, and whether they are finite.
 _Part = tuple[jax.Array, jax.Array]
@@ -39,7 +41,7 @@ class ReplicaRows:
 
     Attributes:
         replica: Number of the replica; the first one is 0.
-        rows: Its rows, which its program uploads.
+        rows: Its rows, on the host.
         slots: Slots of the samples that run.
         work: Its work.
     """
@@ -114,7 +116,7 @@ class FurtherReplicas:
             return
         self._parts.pop(slot, None)
         for replica in self._replicas.values():
-            replica.settings = jax.device_put(self._table.settings, replica.device)
+            replica.settings = replica.received(self._table.settings)
         self.copy_weights([slot])
 
     def copy_weights(self, slots: Collection[int]) -> None:
@@ -125,7 +127,7 @@ class FurtherReplicas:
             params = self._table.state.params
             row = self._home.steps.read_slot(params, np.int32(slot))
             for replica in self._replicas.values():
-                replica.new[slot] = jax.device_put(row, replica.device)
+                replica.new[slot] = replica.received(row)
 
     def wait(self) -> None:
         """Waits until the replicas have finished all queued work."""
@@ -187,7 +189,7 @@ class FurtherReplicas:
             if one.replica not in placed:
                 own = None
                 if baseline is not None:
-                    own = jax.device_put(baseline, replica.device)
+                    own = replica.received(baseline)
                 placed[one.replica] = dataclasses.replace(keys, baseline=own)
             yield one.slots, replica.run(one, placed[one.replica])
 
@@ -203,6 +205,7 @@ class FurtherReplicas:
             for number in sorted(self._replicas):
                 part = self._replicas[number].part(slot)
                 if part is not None:
+                    part = jax.tree.map(one_copy, part)
                     self._parts[slot].append(jax.device_put(part, where))
 
     def add(self, slots: Collection[int]) -> None:
@@ -221,7 +224,6 @@ class _Replica:
 
     Attributes:
         stage: Its decoder.
-        device: Its device.
         settings: Settings of the slots.
         new: Weights of slots that no microbatch has needed yet.
     """
@@ -229,7 +231,6 @@ class _Replica:
     def __init__(self, number: int, one: ReplicaStage, base: Base):
         self._number = number
         self.stage: Stage = one.stage
-        self.device = one.stage.placement.device
         self.new: dict[int, jax.Array] = {}
         self.settings: Any = None
         self._base = base
@@ -237,12 +238,20 @@ class _Replica:
         self._params, self._pending = state.params, state.pending
         self._has_part: set[int] = set()
 
+    def received(self, tree: Any) -> Any:
+        """Sends arrays of the first replica to all devices of this one."""
+        placement = self.stage.placement
+        where = placement.committed(placement.by_slot)
+        return jax.tree.map(lambda x: jax.device_put(one_copy(x), where), tree)
+
     def run(self, one: ReplicaRows, keys: SlotKeys) -> JobLosses:
         """Queues a microbatch, whose gradients are added to those before."""
         try:
             return self._run(one, keys)
         except jax.errors.JaxRuntimeError as error:
-            error.add_note(f"replica {self._number + 1}, on {self.device}")
+            where = self.stage.placement.committed(self.stage.placement.by_slot)
+            names = ", ".join(sorted(map(str, where.device_set)))
+            error.add_note(f"replica {self._number + 1}, on {names}")
             raise
 
     def _run(self, one: ReplicaRows, keys: SlotKeys) -> JobLosses:
@@ -251,8 +260,11 @@ class _Replica:
             args = self._params, self._pending, np.int32(slot), self.new.pop(slot)
             self._params, self._pending = steps.write_weights(*args)
             self._has_part.discard(slot)
+        rows, placement = one.rows, self.stage.placement
+        if placement.mesh is not None:  # one device's program uploads them faster
+            rows = put(rows, placement.sharding(placement.rows))
         self._pending, losses, _ = steps.accumulate(
-            *(self._base, self._params, self._pending, self.settings, one.rows, keys)
+            *(self._base, self._params, self._pending, self.settings, rows, keys)
         )
         self._has_part |= one.slots
         return losses

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.exchange import exchange_rounds, read_part
+from jaxlora.adapters.exchange import exchange_rounds
 from jaxlora.adapters.slot_state import row_shapes
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.staged_slots import StagedSlots
@@ -27,7 +27,7 @@ from jaxlora.programs.program import (
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage
 from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
-from jaxlora.train.execute.step import CompiledSteps, PreparedPasses
+from jaxlora.train.execute.step import PreparedPasses
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ class RunPrograms:
                 others += _evaluation(stage, table, limits, name)
             others += _updates(stage, table, len(layout.stages), name)
         if layout.further:
-            steps, table = layout.stages[0].steps, slots.tables[0]
-            row, found = _sums_of_replicas(steps, table)
+            table = slots.tables[0]
+            row, found = _sums_of_replicas(layout.stages[0], table)
             others += found
             for number, one in enumerate(layout.further, start=2):
                 own, found = _replica(one, table, row, limits, number)
@@ -183,18 +183,21 @@ def _named(layout: Layout, slots: StagedSlots):
         yield pair, f", stage {number} of {num_stages}" if num_stages > 1 else ""
 
 
-def _sums_of_replicas(
-    steps: CompiledSteps, table: SlotTable
-) -> tuple[Any, list[Prepared]]:
+def _sums_of_replicas(stage: Stage, table: SlotTable) -> tuple[Any, list[Prepared]]:
     """Starts to compile what the first replica does with the gradients of others.
 
     Returns:
         Shape of the weights of a slot, which it sends to them; and the programs.
     """
+    steps, placement = stage.steps, stage.placement
     slot, pending = jax.ShapeDtypeStruct((), "int32"), table.state.pending
     row = steps.read_slot.prepare(table.state.params, slot)
-    part = jax.eval_shape(read_part, pending, slot)
-    return row.out_info, [row, steps.add_part.prepare(pending, slot, *part)]
+    flat, where = row.out_info, placement.sharding(placement.by_slot)
+    part = (
+        jax.ShapeDtypeStruct(flat.shape, flat.dtype, sharding=where),
+        jax.ShapeDtypeStruct((), "bool", sharding=where),
+    )
+    return flat, [row, steps.add_part.prepare(pending, slot, *part)]
 
 
 def _replica(
@@ -210,15 +213,19 @@ def _replica(
         number: Number of the replica, from 1 on.
     """
     stage, name = one.stage, f", replica {number}"
-    steps, where = stage.steps, stage.placement.sharding(stage.placement.by_slot)
+    steps, placement = stage.steps, stage.placement
+    where = placement.sharding(placement.by_slot)
 
-    def placed(tree: Any) -> Any:
+    def placed(tree: Any, places: Any = None) -> Any:
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+            tree,
+            jax.tree.map(lambda _: where, tree) if places is None else places,
         )
 
     empty, slot = steps.empty.prepare(), jax.ShapeDtypeStruct((), "int32")
-    state, settings = placed(empty.out_info), placed(table.settings)
+    state = placed(empty.out_info, placement.shardings(steps.state_specs))
+    settings = placed(table.settings)
     own = dataclasses.replace(limits, capacity=one.capacity)
     passes = steps.prepare_passes(stage.base_shapes(), state, settings, own, name)
     weights = state.params, state.pending, slot, placed(row)

@@ -111,7 +111,7 @@ class CompiledSteps:
         self._make_updates()
         if spec.slots is not None:
             self._make_slots(spec.slots)
-        if placement.mesh is None:
+        if placement.num_lanes == 1:
             self._make_replicas()
 
     def _program(self, what, run, takes, gives, *, varies=(), **options) -> Program:
@@ -240,7 +240,7 @@ class CompiledSteps:
         )
         whole = None if p.mesh is None else p.sharding(PartitionSpec())
         read = functools.partial(read_slot_rows, where=whole)
-        self.read_slot = program("reading a slot", read, (0,))
+        self.read_slot = program("reading a slot", read, (0,), out_shardings=whole)
         if any(map(evaluates_other_weights, slots.optimizers)):
             self.evaluation_weights = self._program(
                 "weights to evaluate",
@@ -251,16 +251,29 @@ class CompiledSteps:
             )
 
     def _make_replicas(self) -> None:
+        p, slots = self._placement, self._placement.by_slot
+        params, pending = self.state_specs.params, self.state_specs.pending
+        divided = self._division.weights
         self.read_part = self._program(
-            *("gradients of a replica", read_part, (), ()), compiler_options=_SHORT
+            "gradients of a replica",
+            functools.partial(read_part, whole_axes=p.whole_axes, divided=divided),
+            (pending, slots),
+            (slots, slots),
+            compiler_options=_SHORT,
         )
         self.add_part = self._program(
-            *("sum over replicas", add_part, (), ()),
+            "sum over replicas",
+            functools.partial(add_part, num_tensor=p.num_tensor, divided=divided),
+            (pending, slots, slots, slots),
+            pending,
             donate_argnums=0,
             compiler_options=_SHORT,
         )
         self.write_weights = self._program(
-            *("weights of a replica", write_weights, (), ()),
+            "weights of a replica",
+            functools.partial(write_weights, divided=divided),
+            (params, pending, slots, slots),
+            (params, pending),
             donate_argnums=(0, 1),
             compiler_options=_SHORT,
         )

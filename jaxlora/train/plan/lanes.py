@@ -1,8 +1,9 @@
 """The lanes of a run, which follow from its mesh and its jobs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxlora.config import RunConfig
+from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders
 from jaxlora.families.model_config import ModelConfig
@@ -34,7 +35,9 @@ def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinni
     return decide_pinning(loads, lanes, config.limits.capacity, num_slots)
 
 
-def replica_lanes(tokens: Sequence[int], cost: CostModel) -> Lanes:
+def replica_lanes(
+    shapes: Sequence[ReplicaShape], seconds: Mapping[ReplicaShape, float]
+) -> Lanes:
     """Returns the lanes of a run with `replicas`.
 
     The optimizer step of a job is queued behind the next tick, so a replica that is
@@ -42,14 +45,17 @@ def replica_lanes(tokens: Sequence[int], cost: CostModel) -> Lanes:
     after that.
 
     Args:
-        tokens: Tokens of a microbatch of each replica, the largest first.
-        cost: Times of a microbatch by its tokens.
+        shapes: The replicas, those with the largest microbatches first.
+        seconds: Time of a full microbatch of each shape, in any unit.
     """
-    both = cost.stages[0].forward + cost.stages[0].backward
-    parts = [both(float(n), 0.0) / both(float(tokens[0]), 0.0) for n in tokens]
+    whole = seconds[shapes[0]]
     replicas = [
-        Replica(capacity=n, work=round(_WHOLE * part))
-        for n, part in zip(tokens, parts, strict=True)
+        Replica(
+            capacity=one.tokens,
+            work=round(_WHOLE * seconds[one] / whole),
+            num_devices=one.tensor,
+        )
+        for one in shapes
     ]
     pipeline = Pipeline.one_f_one_b(1, REPLICA_TICKS)
     return Lanes(pipeline=pipeline, replicas=tuple(replicas))

@@ -15,7 +15,7 @@ from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import no_garbage_collection
-from jaxlora.sharding.mesh_sizes import ONE_DEVICE
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 from jaxlora.train.execute.layout import check_division
 from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import choose_mesh
@@ -63,8 +63,9 @@ def resolve(
     if chooses_replicas:
         config, note = _with_replicas(config, model, jobs, machine)
         notes.append(note)
-    if config.replica_tokens:
-        config = config.replace(microbatch_tokens=config.replica_tokens[0])
+    if shapes := config.replica_shapes:
+        own = MeshSizes(tensor=shapes[0].tensor)
+        config = config.replace(microbatch_tokens=shapes[0].tokens, mesh=str(own))
     if config.mesh == "auto":
         config, note = _with_mesh(config, model, jobs, machine)
         notes.append(note)
@@ -160,17 +161,20 @@ def _larger_replicas(
 
 
 def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> None:
-    sizes, wanted = config.mesh_sizes, len(config.replica_tokens)
-    if wanted > machine.num_devices:
+    sizes, replicas = config.mesh_sizes, config.replica_shapes
+    wanted, where = config.num_devices, "replicas" if replicas else "mesh"
+    if replicas and wanted > machine.num_devices:
         raise ConfigError(
-            f"replicas: {wanted} replicas need a device each, and this machine has "
-            f"{machine.num_devices}. Lower a count, or run it where there are more."
+            f"replicas: {len(replicas)} replicas need {wanted} devices, and this "
+            f"machine has {machine.num_devices}. Lower a count, or run it where there "
+            "are more."
         )
     try:
         sizes.check_fits(machine.num_devices)
-        check_division(model.config, model.dtype, sizes, model.base_format)
+        for own in {sizes, *(MeshSizes(tensor=one.tensor) for one in replicas)}:
+            check_division(model.config, model.dtype, own, model.base_format)
     except ValueError as error:
-        raise ConfigError(f"mesh: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
     if config.block_tokens % sizes.tensor:
         raise ConfigError(
             f"mesh: tensor={sizes.tensor} does not divide block_tokens="
@@ -188,13 +192,17 @@ def _check_adapters(
 ) -> None:
     """Refuses trained tensors that the mesh cannot divide, or that two stages need."""
     sizes = config.mesh_sizes
+    tensor = max([sizes.tensor, *(one.tensor for one in config.replica_shapes)])
     for job in jobs:
         given = [name for name in _WHOLE if job.is_set(name)]
         given += ["trainable_token_indices"] if job.num_token_rows else []
-        if sizes.tensor > 1 and given:
+        if tensor > 1 and given:
+            cure = f"a mesh without it, not {sizes}"
+            if config.replica_shapes:
+                cure = "replicas without it"
             raise ConfigError(
                 f"job {job.name!r} has {given[0]}, which meshes with the axis tensor "
-                f"do not support. Set a mesh without it, not {sizes}."
+                f"do not support. Set {cure}."
             )
         if sizes.stage > 1 and job.num_token_rows and model.config.tie_embeddings:
             raise ConfigError(

@@ -30,7 +30,7 @@ from jaxlora.train.execute.layout import base_placement
 from jaxlora.train.plan.auto_mesh.predict import (
     Rates,
     adapter_share,
-    shape_seconds,
+    replica_seconds,
     window_seconds,
 )
 from jaxlora.train.plan.lanes import replica_lanes, run_lanes, window_cost
@@ -249,16 +249,17 @@ def laid_out(
         rates: What the predicted time follows from.
     """
     assert spec.slots is not None
-    if len(config.replica_tokens) > 1:
+    if len(shapes := config.replica_shapes) > 1:
         stages = MeshStages.of(config, spec)
-        cost = shape_seconds(stages, config.limits.capacity, rates)
+        seconds = {one: replica_seconds(stages, one, rates) for one in set(shapes)}
         return RunPlan(
             config=config,
             model=model,
             stages=stages,
-            lanes=replica_lanes(config.replica_tokens, cost),
+            lanes=replica_lanes(shapes, seconds),
             bounds=bounds,
             rates=rates,
+            notes=tuple(_tensor_notes(stages, jobs)),
         )
     loads = [
         Load(num_batches=job.num_steps, batch_tokens=job.batch_tokens) for job in jobs
@@ -283,15 +284,18 @@ def laid_out(
 
 def _tensor_notes(stages: MeshStages, jobs: Sequence[PreparedJob]) -> list[Note]:
     """Says what adapters add to the exchanges along `tensor`, in the job with most."""
-    if stages.sizes.tensor == 1 or not jobs:
+    tensors = {stages.sizes.tensor, *(one.tensor for one in stages.further)} - {1}
+    if not jobs:
         return []
-    smallest = min(jobs, key=lambda job: job.batch_tokens)
-    share = adapter_share(stages, smallest.batch_tokens)
-    text = (
-        f"tensor={stages.sizes.tensor}: the adapter of {smallest.name} adds {share:.1%}"
-        f" to what its batches of about {smallest.batch_tokens:,.0f} tokens exchange"
-    )
-    return [Note(text)]
+    smallest, notes = min(jobs, key=lambda job: job.batch_tokens), []
+    for tensor in sorted(tensors):
+        share = adapter_share(stages.like(tensor), smallest.batch_tokens)
+        text = (
+            f"tensor={tensor}: the adapter of {smallest.name} adds {share:.1%} to what "
+            f"its batches of about {smallest.batch_tokens:,.0f} tokens exchange"
+        )
+        notes.append(Note(text))
+    return notes
 
 
 def _mesh_notes(stages: MeshStages, pinning: Pinning) -> list[Note]:

@@ -51,7 +51,9 @@ def decoder_spec(
         more = choose_linears(targets, linear_names(model), Patterns(where))
         adapted |= {linear_path(name) for name in more}
     longest = max(job.max_length for job in config.jobs)
-    part = part_config(model, config.mesh_sizes.tensor)
+    # Replicas run the same kernels; those of the smallest parts run them all.
+    degrees = [config.mesh_sizes.tensor, *(one.tensor for one in config.replica_shapes)]
+    part = part_config(model, max(degrees))
     attention = choose_attention(config.attention, dtype, part)
     options = DecoderOptions(
         dtype=dtype,
@@ -64,7 +66,8 @@ def decoder_spec(
     # Otherwise, other data of the same shapes would be compiled for anew.
     if ATTENTIONS[attention.name].depends_on_mean:
         # Small replicas run the samples that fit there, which are shorter.
-        most = min(config.replica_tokens, default=max_tokens)
+        tokens = (one.tokens for one in config.replica_shapes)
+        most = min(tokens, default=max_tokens)
         mean = min(_mean_tokens(job.train_data, most) for job in jobs)
         options = dataclasses.replace(options, mean_segment_tokens=mean)
     shape = SlotShape(

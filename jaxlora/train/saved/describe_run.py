@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
+from jaxlora.config.replicas_config import listed
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
@@ -37,12 +38,13 @@ def run_identity(plan: RunPlan, base: str, jobs: Sequence[PreparedJob]) -> RunId
         jobs: Jobs of the run.
     """
     config, spec = plan.config, plan.spec
+    replicas = config.replica_shapes
     assert spec.slots is not None
     return RunIdentity(
         base=base,
         settings={
             **_base_settings(plan.model),
-            **({"replicas": list(tokens)} if (tokens := config.replica_tokens) else {}),
+            **({"replicas": listed(replicas)} if replicas else {}),
             "microbatch_tokens": config.microbatch_tokens,
             "microbatch_shapes": list(plan.shapes.tokens),
             "block_tokens": config.block_tokens,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.config import RunConfig
+from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.errors import ConfigError
 from jaxlora.memory import device_memory as device_module
 from jaxlora.memory import estimate as memory_estimate
@@ -252,7 +253,7 @@ def test_the_sum_of_gradients_takes_no_more_on_more_devices(data, monkeypatch):
     use = lambda mesh: stages_of(SPEC, mesh).use(0)
     assert optimizer_bytes(SPEC, use(f"data={data}")) == slots // 2
     assert optimizer_bytes(SPEC, use("fsdp=1")) == 0
-    further = FurtherReplica.of(SPEC, capacity=256)  # it takes no steps
+    further = FurtherReplica.of(SPEC, ReplicaShape(tokens=256))  # it takes no steps
     assert optimizer_bytes(further.spec, use("fsdp=1")) == 0
 
 

@@ -38,6 +38,19 @@ ONE = {"microbatch_tokens": 192}  # the same run on one device
 UNLIKE = {"replicas": REPLICAS}
 
 
+def mesh(tensor: int, tokens: int, count: int = 1) -> dict[str, int]:
+    return {"tensor": tensor, "microbatch_tokens": tokens, "count": count}
+
+
+# Replicas on seven devices. Two divide each layer, among two devices and among four,
+# which are more than there are key-value heads.
+MESHES = {"replicas": (mesh(2, 192), mesh(4, 96), mesh(1, 64))}
+DEPLOYMENTS = [
+    pytest.param(UNLIKE, id="devices", marks=pytest.mark.grid),
+    pytest.param(MESHES, id="meshes", marks=pytest.mark.needs_devices(8)),
+]
+
+
 class Runs:
     """Trains jobs in new folders; all runs share the shapes of their programs."""
 
@@ -100,6 +113,31 @@ def test_equals_one_device(runs, unlike_jobs):
     assert [r.capacity for r in lanes.replicas] == [192, 64, 64]
 
 
+@pytest.mark.needs_devices(8)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MESHES,
+        *(
+            pytest.param({"replicas": replicas}, marks=pytest.mark.grid)
+            for replicas in (
+                (mesh(1, 192), mesh(2, 64, 3)),
+                (mesh(4, 192), mesh(2, 96), mesh(1, 64, 2)),
+                (mesh(2, 192), mesh(1, 64, 6)),
+            )
+        ),
+    ],
+)
+def test_replicas_that_are_meshes_equal_one_device(runs, unlike_jobs, settings):
+    """Each divides the base and the adapters in its own way."""
+    one, other = runs.once(unlike_jobs, **ONE), runs.once(unlike_jobs, **settings)
+    assert_same_on_meshes(one, other)
+    tokens = np.zeros(len(other.trainer.plan.lanes.replicas), int)
+    for window in windows(other):
+        tokens += [one["num_tokens"] for one in window["replicas"]]
+    assert (tokens > 0).all()
+
+
 def test_every_replica_trains_what_fits(runs, unlike_jobs):
     """The report names them; only the first one can hold the longest samples."""
     other = runs.once(unlike_jobs, **UNLIKE)
@@ -119,7 +157,8 @@ def test_every_replica_trains_what_fits(runs, unlike_jobs):
     assert longest > 64
 
 
-def test_the_same_bits_in_any_order_of_execution(runs, unlike_jobs, monkeypatch):
+@pytest.mark.parametrize("settings", DEPLOYMENTS)
+def test_the_same_bits_in_any_order(runs, unlike_jobs, settings, monkeypatch):
     """Replicas run their microbatches in random orders, each its own in order."""
     order, run = random.Random(0), FurtherReplicas.run
     used = []
@@ -135,9 +174,9 @@ def test_the_same_bits_in_any_order_of_execution(runs, unlike_jobs, monkeypatch)
                 found[id(one)] = out
         return iter([found[id(one)] for one in tick])
 
-    whole = runs.once(unlike_jobs, **UNLIKE)
+    whole = runs.once(unlike_jobs, **settings)
     monkeypatch.setattr(FurtherReplicas, "run", shuffled)
-    again = runs.train(unlike_jobs, **UNLIKE)
+    again = runs.train(unlike_jobs, **settings)
     assert len(set(used)) == 2
     assert again.result.num_compilations == 0
     assert again.bytes == whole.bytes
@@ -161,7 +200,8 @@ def test_a_replica_waits_for_its_own_jobs_only(runs, unlike_jobs, monkeypatch):
     assert any(not one for one in taken) and any(taken)
 
 
-def test_nothing_goes_through_the_host(runs, unlike_jobs, monkeypatch):
+@pytest.mark.parametrize("settings", DEPLOYMENTS)
+def test_nothing_goes_through_the_host(runs, unlike_jobs, settings, monkeypatch):
     """Gradients and weights are sent from device to device."""
     reads, calls, inside = [], [], []
     value = ArrayImpl._value
@@ -185,18 +225,19 @@ def test_nothing_goes_through_the_host(runs, unlike_jobs, monkeypatch):
     monkeypatch.setattr(ArrayImpl, "_value", property(counted))
     for name in ("send", "add", "copy_weights"):
         watched(name)
-    runs.train(unlike_jobs, **UNLIKE)
+    runs.train(unlike_jobs, **settings)
     assert set(calls) == {"send", "add", "copy_weights"}
     assert not reads
 
 
-def test_a_job_that_diverges_changes_no_other(runs, unlike_jobs):
+@pytest.mark.parametrize("settings", DEPLOYMENTS)
+def test_a_job_that_diverges_changes_no_other(runs, unlike_jobs, settings):
     """Bit for bit, while the samples of the others share microbatches as before."""
     name = unlike_jobs[0].name
 
     def with_rate(rate):
         first = unlike_jobs[0].model_copy(update={"learning_rate": rate, "steps": 2})
-        return runs.train((first, *unlike_jobs[1:]), **UNLIKE)
+        return runs.train((first, *unlike_jobs[1:]), **settings)
 
     calm, failed = with_rate(1e-3), with_rate(1e30)
     assert failed.progress[name].status == "failed"
@@ -207,7 +248,8 @@ def test_a_job_that_diverges_changes_no_other(runs, unlike_jobs):
         assert failed.losses[job.name] == calm.losses[job.name]
 
 
-def test_jobs_come_and_go(runs, unlike_jobs, monkeypatch):
+@pytest.mark.parametrize("settings", DEPLOYMENTS)
+def test_jobs_come_and_go(runs, unlike_jobs, settings, monkeypatch):
     """They join, pause, resume and end early as on one device; nothing recompiles."""
     stops = {"early_stopping": 2, "early_stopping_delta": 100.0, "eval_every": 1}
     first = unlike_jobs[0].model_copy(update=stops | {"steps": 20})
@@ -221,7 +263,7 @@ def test_jobs_come_and_go(runs, unlike_jobs, monkeypatch):
 
     monkeypatch.setattr(FurtherReplicas, "copy", watched)
 
-    def train(**settings):
+    def train(settings):
         counts = []
 
         def on_window(trainer):
@@ -237,7 +279,7 @@ def test_jobs_come_and_go(runs, unlike_jobs, monkeypatch):
         assert len(set(counts)) == 1
         return outcome
 
-    one, other = train(**ONE), train(**UNLIKE)
+    one, other = train(ONE), train(settings)
     assert_same_on_meshes(one, other)
     # Some left a slot while replicas had sent gradients of their next batch.
     assert any(discarded)
@@ -323,6 +365,7 @@ def resumed(runs, jobs, folder, **settings) -> Outcome:
         pytest.param(
             {"replicas": REPLICAS[:1] * 2}, id="other", marks=pytest.mark.grid
         ),
+        DEPLOYMENTS[1],
     ],
 )
 def test_an_interrupted_run_continues(
@@ -337,20 +380,29 @@ def test_an_interrupted_run_continues(
         assert (again.losses, again.evals) == (whole.losses, whole.evals)
 
 
-def test_a_run_of_one_device_continues_on_replicas(runs, unlike_jobs, tmp_path):
-    whole = runs.once(unlike_jobs, **ONE)
-    config = runs.config(unlike_jobs, **ONE)
+@pytest.mark.parametrize(
+    ("before", "after"), [(ONE, UNLIKE), (MESHES, MESHES), (MESHES, ONE)]
+)
+def test_a_run_continues_on_others(runs, unlike_jobs, before, after):
+    if MESHES in (before, after) and jax.device_count() < 8:
+        pytest.skip("8 devices are needed")
+    whole = runs.once(unlike_jobs, **before)
+    config = runs.config(unlike_jobs, **before)
     trainer = Trainer(config, runs.model)
     assert trainer.train(callbacks=[InterruptAt(1)]).interrupted
-    again = resumed(runs, unlike_jobs, config.output_dir, **UNLIKE)
+    again = resumed(runs, unlike_jobs, config.output_dir, **after)
     assert_same_on_meshes(whole, again)
+    if before == after:
+        assert again.bytes == whole.bytes
+        assert (again.losses, again.evals) == (whole.losses, whole.evals)
 
 
 @pytest.mark.grid
-def test_killed(runs, unlike_jobs):
+@pytest.mark.parametrize("settings", DEPLOYMENTS)
+def test_killed(runs, unlike_jobs, settings):
     """kill -9 while the second checkpoint is written, so the first is complete."""
-    whole = runs.once(unlike_jobs, **UNLIKE)
-    config = runs.config(unlike_jobs, **UNLIKE | {"checkpoint_every": 1})
+    whole = runs.once(unlike_jobs, **settings)
+    config = runs.config(unlike_jobs, **settings | {"checkpoint_every": 1})
     folder = pathlib.Path(config.output_dir)
     run_file = folder.with_suffix(".json")
     run_file.write_text(json.dumps(config.model_dump(mode="json")))
@@ -360,7 +412,7 @@ def test_killed(runs, unlike_jobs):
     killed(run_file, str(second_window + 3))
     found = read_newest(folder / CHECKPOINTS)
     assert 1 <= found.number < windows(whole)[-1]["round"]
-    again = resumed(runs, unlike_jobs, folder, **UNLIKE)
+    again = resumed(runs, unlike_jobs, folder, **settings)
     assert again.bytes == whole.bytes
     assert again.losses == whole.losses
 
@@ -376,17 +428,18 @@ def test_killed(runs, unlike_jobs):
             {"replicas": "auto", "microbatch_tokens": 64},
             "microbatch_tokens=64, and the replicas have their own",
         ),
-        ({"replicas": "auto", "mesh": "data=2"}, "mesh is data=2, and replicas are"),
+        ({"replicas": "auto", "mesh": "data=2"}, "mesh is data=2, and replicas have"),
         ({"replicas": "auto", "packer": "greedy"}, "only joint fills replicas"),
         ({"replicas": []}, "replicas is empty. List them"),
         (
-            {"replicas": [{"microbatch_tokens": 64, "tensor": 2}]},
-            "tensor=2: a replica is one device so far. Leave tensor out",
+            {"replicas": [{"microbatch_tokens": 64, "stage": 2}]},
+            "stage=2: a replica has no pipeline stages so far. Leave stage out",
         ),
         (
-            {"replicas": [{"microbatch_tokens": 64, "stage": 2}]},
-            "stage=2: a replica is one device so far",
+            {"replicas": [mesh(3, 64)]},
+            "tensor=3 of a replica does not divide block_tokens=16",
         ),
+        ({"replicas": [mesh(2, 64)], "mesh": "tensor=4"}, "mesh is tensor=4, and"),
         (
             {"replicas": [{"microbatch_tokens": 40}]},
             "microbatch_tokens=40 of a replica is not a multiple of block_tokens=16",
@@ -394,9 +447,9 @@ def test_killed(runs, unlike_jobs):
         (UNLIKE | {"microbatch_tokens": 64}, "microbatch_tokens=64, and the replicas"),
         (
             UNLIKE | {"mesh": "fsdp=2"},
-            "mesh is fsdp=2, and replicas are",
+            "mesh is fsdp=2, and replicas have",
         ),
-        (UNLIKE | {"mesh": "auto"}, "mesh is auto, and replicas are single devices"),
+        (UNLIKE | {"mesh": "auto"}, "mesh is auto, and replicas have devices of"),
         (UNLIKE | {"packer": "greedy"}, "only joint fills replicas"),
         (UNLIKE | {"microbatch_shapes": [64]}, "each replica has one shape"),
         (UNLIKE | {"microbatch_shapes": "auto"}, "each replica has one shape"),
@@ -414,7 +467,7 @@ def test_too_few_devices(runs, unlike_jobs):
     count = jax.device_count() + 1
     replicas = [{"microbatch_tokens": 192, "count": count}]
     config = runs.config(unlike_jobs, replicas=replicas)
-    with pytest.raises(ConfigError, match=f"{count} replicas need a device each"):
+    with pytest.raises(ConfigError, match=f"{count} replicas need {count} devices"):
         Trainer(config, runs.model)
 
 
@@ -459,13 +512,14 @@ def test_auto_trains_what_is_planned(runs, unlike_jobs, chosen_of, caplog):
     (line,) = (text for text in caplog.messages if text.startswith("replicas: auto"))
     assert "over the least time of replicas of one device each" in line
     trainer = Trainer(config, runs.model)
-    listed = trainer.config.replica_tokens
-    assert planned.config.replica_tokens == listed and set(listed) <= {192, 64}
+    listed = trainer.config.replica_shapes
+    assert planned.config.replica_shapes == listed
+    assert {one.tokens for one in listed} <= {192, 64}
     assert describe_list(listed) in line
     assert trainer.train(callbacks=[InterruptAt(1)]).interrupted
     chosen_of(1e6)
     new = Trainer(runs.config(unlike_jobs, replicas="auto"), runs.model)
-    assert new.config.mesh == "data=3" and not new.config.replica_tokens
+    assert new.config.mesh == "data=3" and not new.config.replica_shapes
     again = resumed(runs, unlike_jobs, config.output_dir, replicas="auto")
-    assert again.trainer.config.replica_tokens == listed
+    assert again.trainer.config.replica_shapes == listed
     assert_same_on_meshes(runs.once(unlike_jobs, **ONE), again)

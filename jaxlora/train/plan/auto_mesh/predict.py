@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 
+from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_profile import Profile
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.costs.links import Links
@@ -89,9 +90,10 @@ def window_seconds(
     limits, n, squares = schedule.limits, lanes.num_lanes, _mean_squares(schedule)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
     if lanes.replicas:
-        cost = shape_seconds(stages, limits.capacity, rates)
+        first = ReplicaShape(tokens=limits.capacity, tensor=stages.sizes.tensor)
+        of_first = replica_seconds(stages, first, rates)
         each = square_seconds(stages.spec, rates)
-        seconds = _replica_seconds(lanes, schedule, cost, each)
+        seconds = _lane_seconds(lanes, schedule, of_first, each)
         return seconds + len(batches) * step_seconds(stages, rates)
     cost = shape_seconds(stages, limits.capacity, rates, shapes, squares=squares)
     if stages.sizes.stage == 1:
@@ -118,8 +120,21 @@ def _num_steps(schedule: Schedule, num_lanes: int) -> int:
     return len(set(last.values()))
 
 
-def _replica_seconds(
-    lanes: Lanes, schedule: Schedule, cost: CostModel, per_square: float
+def replica_seconds(stages: MeshStages, shape: ReplicaShape, rates: Rates) -> float:
+    """Predicts the time of a full microbatch of a replica, without attention's squares.
+
+    Args:
+        stages: The first replica, whose microbatches are the largest.
+        shape: A replica.
+        rates: What the time follows from.
+    """
+    own = stages.like(shape.tensor)
+    (cost,) = shape_seconds(own, shape.tokens, rates).stages
+    return (cost.forward + cost.backward)(float(shape.tokens), 0.0)
+
+
+def _lane_seconds(
+    lanes: Lanes, schedule: Schedule, of_first: float, per_square: float
 ) -> float:
     """Time until the last replica has run its microbatches.
 
@@ -128,10 +143,10 @@ def _replica_seconds(
     Args:
         lanes: The lanes of the replicas.
         schedule: Their microbatches.
-        cost: Times of a microbatch by its tokens.
-        per_square: Seconds that attention adds for each squared length.
+        of_first: Time of a full microbatch of the first replica.
+        per_square: Seconds that attention adds for each squared length on one device.
     """
-    both = cost.stages[0].forward + cost.stages[0].backward
+    whole = lanes.replicas[0].work
     free = [0.0] * len(lanes.replicas)
     done: dict[tuple[int, int], float] = {}  # by job and batch
     for tick in ticks_of(schedule.microbatches, lanes.num_lanes):
@@ -140,9 +155,10 @@ def _replica_seconds(
                 continue
             batches = {(s.owner, s.batch) for s in microbatch}
             ready = max(done.get((job, batch - 1), 0.0) for job, batch in batches)
-            squares = sum(s.num_tokens**2 for s in microbatch)
-            end = max(free[lane.replica], ready) + both(lane.capacity, 0)
-            free[lane.replica] = end = end + per_square * squares
+            replica = lanes.replicas[lane.replica]
+            squares = sum(s.num_tokens**2 for s in microbatch) / replica.num_devices
+            took = of_first * replica.work / whole + per_square * squares
+            free[lane.replica] = end = max(free[lane.replica], ready) + took
             done |= {one: max(end, done.get(one, 0.0)) for one in batches}
     return max(free)
 

@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.config.replicas_config import listed
+from jaxlora.config.replicas_config import ReplicaShape, listed
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import UNCHECKED_TOKENS
 from jaxlora.memory.device_memory import DeviceMemory
@@ -269,7 +270,7 @@ class ReplicaLists:
         )
 
     def _describe(self, one: _Timed) -> str:
-        config, text = one.config, describe_list(one.config.replica_tokens)
+        config, text = one.config, describe_list(one.config.replica_shapes)
         if config.replicas is None:
             text = f"mesh {config.mesh} with {config.limits.capacity:,} tokens"
         return f"{text}, remat {config.remat}" if self._bounds.remats else text
@@ -277,15 +278,16 @@ class ReplicaLists:
 
 def _with_list(config: RunConfig, sizes: Sequence[int]) -> RunConfig:
     """Returns the run with replicas of these microbatches, the largest first."""
+    shapes = [ReplicaShape(tokens=size) for size in sizes]
     return config.replace(
-        replicas=listed(sizes), mesh=ONE_DEVICE, microbatch_tokens=sizes[0]
+        replicas=listed(shapes), mesh=ONE_DEVICE, microbatch_tokens=sizes[0]
     )
 
 
-def describe_list(tokens: Sequence[int]) -> str:
-    """Names replicas by their microbatches, such as `8,192 + 3 x 2,048 tokens`."""
+def describe_list(shapes: Sequence[ReplicaShape]) -> str:
+    """Names replicas, such as `8,192 on tensor=2 + 3 x 2,048 tokens`."""
     parts = []
-    for size in sorted(set(tokens), reverse=True):
-        count = list(tokens).count(size)
-        parts.append(f"{count} x {size:,}" if count > 1 else f"{size:,}")
+    for one, count in sorted(Counter(shapes).items(), reverse=True):
+        text = f"{count} x {one.tokens:,}" if count > 1 else f"{one.tokens:,}"
+        parts.append(f"{text} on tensor={one.tensor}" if one.tensor > 1 else text)
     return f"{' + '.join(parts)} tokens"
