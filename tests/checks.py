@@ -26,7 +26,7 @@ _check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 # Sizes that jaxtyping has bound to names hold for one call.
 _call = jaxtyping.jaxtyped("context")
 _PYC = ".checked1.pyc"  # another number where code is changed in another way
-# A run of a tiny model calls some functions ten thousand times. To check each call would
+# A run of a tiny model calls some functions ten thousand times. Checks of all would
 # take a sixth of the time of all tests.
 CALLS_PER_TEST = 20
 
@@ -88,7 +88,7 @@ def _checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# A stand-in of each function within a function, and its checker, by the code's identity.
+# A stand-in of each function within a function, and its checker, by the id of its code.
 _checkers: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
