@@ -2,13 +2,13 @@
 
 import os
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
+from jaxlora.adapters.files.peft_config import loftq_bits, read_config
 from jaxlora.adapters.files.peft_export import (
     CONFIG_FILE,
     PREFIX,
@@ -17,57 +17,20 @@ from jaxlora.adapters.files.peft_export import (
 )
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.adapters.vera import VeraMatrices
-from jaxlora.common.json_file import read_json_file, shown
+from jaxlora.common.json_file import shown
 from jaxlora.common.patterns import Patterns
 from jaxlora.config.rules import embedding_tokens
-from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.models.score import SCORE, SCORE_PATH
+from jaxlora.models.score import SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     TrainedTensor,
-    tensor_settings,
     tensors_with,
     trained_tensors,
 )
 
-# Settings that are read below, or checked against the weights.
-_READ = {
-    "alpha_pattern",
-    "d_initial",
-    "init_lora_weights",
-    "loftq_config",
-    "lora_alpha",
-    "lora_dropout",
-    "peft_type",
-    "projection_prng_key",
-    "r",
-    "rank_pattern",
-    "save_projection",
-    "use_rslora",
-}
-# Settings without effect here: the weights determine which modules are adapted.
-_HARMLESS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "bias",  # see below
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "init_weights",  # of VeRA, the first values of the vectors that are read
-    "layers_pattern",
-    "layers_to_transform",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "target_modules",
-    "task_type",
-}
 _VERA_A, _VERA_B = "base_model.vera_A", "base_model.vera_B"
-# Ways to draw the first A and B that leave the base's own weights alone.
-_INITIAL = ("gaussian", "eva", "orthogonal")
 
 
 def import_peft(
@@ -100,8 +63,9 @@ def _import(
     linear_shapes: Mapping[str, tuple[int, ...]],
     score_size: int | None,
 ) -> Adapter:
-    patterns = Patterns(str(folder / CONFIG_FILE))
-    config = _read_config(folder, patterns)
+    path = folder / CONFIG_FILE
+    patterns = Patterns(str(path))
+    config = read_config(path, patterns)
     found, score, others = _read_tensors(folder)
     wanted = tensors_with(config.get)
     if score is not None:
@@ -136,19 +100,8 @@ def _import(
         score=score,
         vera=vera,
         token_rows=_token_rows(folder, config, others, linear_shapes),
-        loftq_bits=_loftq_bits(folder, config),
+        loftq_bits=loftq_bits(path, config),
     )
-
-
-def _loftq_bits(folder: pathlib.Path, config: Mapping[str, Any]) -> int | None:
-    given = config.get("loftq_config") or {}
-    bits = given.get("loftq_bits") if isinstance(given, dict) else None
-    if given and (type(bits) is not int or bits not in LOFTQ_FORMATS):
-        raise AdapterError(
-            f"{folder / CONFIG_FILE} has loftq_config={shown(given)}; wanted "
-            "loftq_bits 4 or 8."
-        )
-    return bits
 
 
 def _token_rows(
@@ -221,106 +174,6 @@ def _checked_score(
             f"this base has {[1, size]}. Is it a classifier, or of another model?"
         )
     return np.ascontiguousarray(score[0].astype(np.float32))
-
-
-def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        config = read_json_file(path)
-    except FileNotFoundError:
-        raise AdapterError(
-            f"{path}: there is no such file, so {folder} is no PEFT folder."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise AdapterError(
-            f"{path} cannot be read as JSON: {error}. Mend it, or copy it again."
-        ) from error
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or kind not in ("LORA", "VERA"):
-        raise AdapterError(
-            f"{path} has peft_type={shown(kind)}; only 'LORA' and 'VERA' are read."
-        )
-    if kind == "VERA":
-        config = _as_lora_config(path, config)
-    _check_numbers(path, config, "r", "rank_pattern", patterns)
-    _check_numbers(path, config, "lora_alpha", "alpha_pattern", patterns)
-    dropout = config.get("lora_dropout")
-    if dropout is not None and not (_is_number(dropout) and 0 <= dropout < 1):
-        raise AdapterError(
-            f"{path} has lora_dropout={shown(dropout)}; wanted a number from 0 to "
-            "below 1."
-        )
-    initial = config.get("init_lora_weights")
-    if not (isinstance(initial, bool | None) or initial in _INITIAL):
-        raise AdapterError(
-            f"{path} has init_lora_weights={shown(initial)}, which also changes the "
-            "base's weights. Save it with peft's "
-            "path_initial_model_for_weight_conversion."
-        )
-    for key in ("use_rslora", *tensor_settings()):
-        if not isinstance(config.get(key), bool | None):
-            raise AdapterError(
-                f"{path} has {key}={shown(config[key])}; wanted true or false."
-            )
-    if config.get("bias") not in (None, "none", "lora_only"):
-        raise AdapterError(
-            f"{path} sets bias={shown(config['bias'])}; only 'none' and 'lora_only' "
-            "are supported: other biases stay frozen."
-        )
-    config["train_bias"] = config.get("bias") == "lora_only"
-    known = {*_READ, *_HARMLESS, *tensor_settings(), "trainable_token_indices"}
-    if set(config.get("modules_to_save") or ()) <= {SCORE, "classifier"}:
-        known.add("modules_to_save")  # PEFT adds both to a sequence classifier
-    for key, value in config.items():
-        if key not in known and value not in (None, False, [], {}):
-            raise AdapterError(
-                f"{path} sets {key}={shown(value)}, which is not supported and may "
-                "change what the adapter computes."
-            )
-    return config
-
-
-def _as_lora_config(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of VeRA under the names that LoRA has for them."""
-    given = dict(config)
-    dropout = given.pop("vera_dropout", 0.0)
-    key, is_saved = given.get("projection_prng_key"), given.get("save_projection", True)
-    if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < 2**32:
-        raise AdapterError(
-            f"{path} has projection_prng_key={shown(key)}; wanted a whole number from "
-            "0 to below 2^32."
-        )
-    if not isinstance(is_saved, bool):
-        raise AdapterError(
-            f"{path} has save_projection={shown(is_saved)}; wanted true or false."
-        )
-    own = {"use_vera": True, "lora_alpha": given.get("r"), "lora_dropout": dropout}
-    return given | own | {"save_projection": is_saved}
-
-
-def _check_numbers(
-    path: pathlib.Path, config: dict, key: str, pattern: str, patterns: Patterns
-) -> None:
-    """Checks that the common value and those of the pattern are above 0."""
-    special = config.get(pattern) or {}
-    if not isinstance(special, dict):
-        raise AdapterError(f"{path} has {pattern}={shown(special)}; wanted an object.")
-    for expression in special:
-        patterns.check(f"{pattern} key", expression, is_end=True)
-    is_rank = key == "r"
-    for name, value in {key: config.get(key), **special}.items():
-        is_number = isinstance(value, int if is_rank else int | float)
-        # Whole numbers in JSON may be too large for a float.
-        wanted = is_number and 0 < value <= sys.float_info.max
-        if not wanted or isinstance(value, bool):
-            whole = " whole" if is_rank else ""
-            raise AdapterError(
-                f"{path} has {name}={shown(value)}; wanted a{whole} number above 0."
-            )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read_tensors(
