@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxlora.config import LoraJob
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, ProcessError
 from jaxlora.run.clone_settings import clone_settings
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
@@ -115,8 +115,8 @@ class Driver:
             self._fleet.end(self._take, is_finished=self.state.is_over())
             remove_unused(self._folder, self.state)
             each_round(self)
-        except ConfigError:
-            logger.warning("a group cannot train: the others save what they have done")
+        except (ConfigError, ProcessError):
+            logger.warning("the sweep ends here: the groups save what they have done")
             self._fleet.end(self._take, is_finished=False)
             raise
         finally:

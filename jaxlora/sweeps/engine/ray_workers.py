@@ -2,22 +2,33 @@
 
 The actor is not detached, so it ends with the driver. It passes lines between the
 driver and the same process that a group on one host has; states and results are files.
-A group whose host is gone waits until Ray has a place for it again.
+A group whose host is gone waits until Ray has a place for it again. Without the head,
+Ray ends all processes after a minute; the groups write checkpoints before.
 """
 
 import contextlib
 import logging
+import math
 import os
 import pathlib
 import select
+import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, ProcessError
+from jaxlora.run.lock import LOCK_FILE, Owner, read_owner
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.sweeps.engine.local_workers import Worker
-from jaxlora.sweeps.engine.messages import FromWorker, ToWorker, decode, encode
+from jaxlora.sweeps.engine.messages import (
+    Failed,
+    FromWorker,
+    ToWorker,
+    decode,
+    encode,
+)
 from jaxlora.sweeps.engine.workers import Lost, Workers
 
 logger = logging.getLogger(__name__)
@@ -26,6 +37,9 @@ _AUTH_MODE = "RAY_AUTH_MODE"
 _POLL_SECONDS = 0.2
 _PLACE_SECONDS = 2.0  # to wait for a place, while other groups train
 _SILENT_SECONDS = 60.0  # without an answer of an actor, whose host is then gone
+_LOOK_SECONDS = 5.0  # between two looks at the head and the hosts
+_HEAD_SECONDS = 20.0  # without a head; Ray ends its processes after 60
+_SHARE_SECONDS = 10.0  # until a host sees a file that another one has written
 # What the process of a group needs to know of the driver's settings.
 _PREFIXES = ("JAX_", "JAXLORA_", "XLA_", "HF_", "TF_", "NCCL_", "XDG_CACHE_HOME")
 
@@ -33,16 +47,37 @@ _PREFIXES = ("JAX_", "JAXLORA_", "XLA_", "HF_", "TF_", "NCCL_", "XDG_CACHE_HOME"
 class Relay:
     """Has the process of a group on a host; one call of Ray at a time."""
 
-    def __init__(self, command: Sequence[str], folder: str, environ: dict[str, str]):
-        """Starts the process.
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: str,
+        environ: dict[str, str],
+        driver: Owner | None,
+    ):
+        """Starts the process, unless this host has another folder of that name.
 
         Args:
             command: The program and its arguments.
             folder: Folder of the group's run, which all hosts share.
             environ: Environment variables besides those of this actor, which has the
                 group's devices in CUDA_VISIBLE_DEVICES.
+            driver: The process that has the folder of the sweep.
         """
-        self._worker = Worker(command, pathlib.Path(folder), environ)
+        self._heard, self._lock = time.monotonic(), threading.Lock()
+        self._worker, self._refusal = None, not_shared(pathlib.Path(folder), driver)
+        if not self._refusal:
+            self._worker = Worker(command, pathlib.Path(folder), environ)
+            threading.Thread(
+                target=self._watch, args=[self._worker], daemon=True
+            ).start()
+
+    def _watch(self, worker: Worker) -> None:
+        """Lets the process end if the driver, or the way to it, is gone."""
+        while worker.process.poll() is None:
+            time.sleep(_LOOK_SECONDS)
+            with self._lock:
+                if time.monotonic() - self._heard > _SILENT_SECONDS:
+                    worker.interrupt()
 
     def exchange(self, lines: bytes, ends: bool) -> tuple[list[bytes], str | None]:
         """Sends lines to the process, and returns what comes soon.
@@ -54,13 +89,39 @@ class Relay:
         Returns:
             Its lines, and how it has ended; None if it has not.
         """
-        if lines:
-            self._worker.send(lines)
-        if ends:
-            self._worker.interrupt()
-        select.select([self._worker.stdout], [], [], _POLL_SECONDS)
-        found, is_open = self._worker.read()
-        return found, None if is_open else self._worker.wait()
+        worker = self._worker
+        if worker is None:
+            return [
+                encode(Failed(reason=self._refusal, is_final=True))
+            ], "it was refused"
+        with self._lock:
+            self._heard = time.monotonic()
+            if lines:
+                worker.send(lines)
+            if ends:
+                worker.interrupt()
+        select.select([worker.stdout], [], [], _POLL_SECONDS)
+        found, is_open = worker.read()
+        return found, None if is_open else worker.wait()
+
+
+def not_shared(folder: pathlib.Path, driver: Owner | None) -> str:
+    """Returns why a folder is not the one that the driver has; empty if it is.
+
+    Args:
+        folder: Folder of a group's run, in that of the sweep.
+        driver: The process that has locked the sweep.
+    """
+    path, end = folder.parents[1] / LOCK_FILE, time.monotonic() + _SHARE_SECONDS
+    while (found := read_owner(path)) != driver:
+        if time.monotonic() > end:
+            return (
+                f"{path} on host {socket.gethostname()} names {found or 'nobody'}, and "
+                f"the sweep belongs to {driver}: the hosts do not share output_dir. "
+                "Put it on a file system that all of them mount at the same place."
+            )
+        time.sleep(_POLL_SECONDS)
+    return ""
 
 
 class _Group:
@@ -97,8 +158,11 @@ class RayWorkers(Workers):
             _Group({"CPU": 1.0} | ({"GPU": float(m.num_devices)} if has_gpus else {}))
             for m in meshes
         ]
-        self._hosts: set[str] = set()
-        self._note_hosts()
+        self._hosts: dict[str, str] = {}
+        self._head = ray.get_runtime_context().gcs_address
+        self._looked = self._head_seen = -math.inf
+        self._is_lost = False
+        self._look()
 
     def start(self, group: int, folder: pathlib.Path) -> bool:
         """Starts an actor when Ray has a place for it; see `Workers.start`."""
@@ -106,6 +170,8 @@ class RayWorkers(Workers):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         found = self._groups[group]
+        if not self._has_head():
+            return False
         if found.place is None:
             found.place = placement_group([found.bundle], strategy="STRICT_PACK")
         if not found.place.wait(_PLACE_SECONDS):
@@ -121,9 +187,9 @@ class RayWorkers(Workers):
         }
         actor = self._ray.remote(Relay).options(**options)
         environ = given | self._environs[group]
-        found.actor = actor.remote(self._command, str(folder.absolute()), environ)
+        place, driver = folder.absolute(), read_owner(folder.parents[1] / LOCK_FILE)
+        found.actor = actor.remote(self._command, str(place), environ, driver)
         found.heard, found.lines, found.ends = time.monotonic(), b"", False
-        self._note_hosts()
         return True
 
     def send(self, group: int, messages: Sequence[ToWorker]) -> None:
@@ -131,7 +197,12 @@ class RayWorkers(Workers):
         self._groups[group].lines += b"".join(map(encode, messages))
 
     def receive(self, timeout: float) -> list[tuple[int, FromWorker | Lost]]:
-        """Returns what has come; see `Workers.receive`."""
+        """Returns what has come; see `Workers.receive`.
+
+        Raises:
+            ProcessError: The head is gone; what follows still comes.
+        """
+        self._look()
         for group in self._groups:
             if group.actor is not None and group.exchange is None:
                 group.exchange = group.actor.exchange.remote(group.lines, group.ends)
@@ -177,20 +248,49 @@ class RayWorkers(Workers):
         from ray.util.placement_group import remove_placement_group
 
         group = self._groups[number]
-        self._ray.kill(group.actor)
-        remove_placement_group(group.place)
+        if self._has_head():  # else, nobody could do it, and these calls would hang
+            self._ray.kill(group.actor)
+            remove_placement_group(group.place)
         group.actor = group.exchange = group.place = None
-        self._note_hosts()
         return Lost(reason=reason)
 
-    def _note_hosts(self) -> None:
-        """Logs which hosts have joined and left the cluster."""
-        alive = {n["NodeManagerAddress"] for n in self._ray.nodes() if n["Alive"]}
-        for host in sorted(alive - self._hosts):
-            logger.info("Ray: host %s is in the cluster", host)
-        for host in sorted(self._hosts - alive):
-            logger.warning("Ray: host %s has left the cluster", host)
-        self._hosts = alive
+    def _has_head(self) -> bool:
+        host, _, port = self._head.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _look(self) -> None:
+        """Looks for the head and the hosts; logs which have joined and left.
+
+        Raises:
+            ProcessError: The head is gone for too long; raised once.
+        """
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS or self._is_lost:
+            return
+        self._looked = now
+        if not self._has_head():
+            if now - self._head_seen > _HEAD_SECONDS:
+                self._is_lost = True
+                raise ProcessError(
+                    f"the head of the Ray cluster at {self._head} is gone. Start a "
+                    "head again, and continue with --resume."
+                )
+            return
+        self._head_seen = now
+        hosts = {
+            node["NodeID"]: f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"
+            for node in self._ray.nodes()
+            if node["Alive"]
+        }
+        for node in hosts.keys() - self._hosts.keys():
+            logger.info("Ray: host %s is in the cluster", hosts[node])
+        for node in self._hosts.keys() - hosts.keys():
+            logger.warning("Ray: host %s has left the cluster", self._hosts[node])
+        self._hosts = hosts
 
     def interrupt(self, group: int) -> None:
         """Lets a worker end; see `Workers.interrupt`."""

@@ -55,7 +55,7 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
     jobs = [{"name": f"c{i}"} for i in range(options["jobs"])]
     rules = [ExitRule(type="halving")] if options["halving"] else []
     state = SweepState(jobs, rules)
-    own = "slots", "steps", "every", "kills", "signal"
+    own = "slots", "steps", "every", "kills", "signal", "pause"
     fake = {key: options[key] for key in own if key in options}
     fleet._STOPPED_SECONDS = options.get("stopped_seconds", fleet._STOPPED_SECONDS)
     environ = {"JAXLORA_FAKE": json.dumps(fake)}
@@ -85,7 +85,7 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
 
 def main() -> None:
     folder, options = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
-    for number in range(options["driver_kills"] + 1):
+    for number in range(options.get("first", 0), options["driver_kills"] + 1):
         pid = os.fork()
         if not pid:
             drive(folder, options, number)

@@ -4,7 +4,8 @@ Its losses depend on the name of the configuration alone, and it evaluates at qu
 `JAXLORA_FAKE` has its options as JSON: `slots`, `steps`, `every` (steps between two
 checkpoints), and `kills`: a folder, the number of files that it may get, and a seed. It
 writes a file there and kills itself at a random step, until there are that many. With
-`signal`, such as SIGSTOP, it sends itself that one, and signs of life until then.
+`signal`, such as SIGSTOP, it sends itself that one, and signs of life until then. A
+step takes `pause` seconds.
 """
 
 import fcntl
@@ -153,6 +154,7 @@ class Worker:
                 self.end(name, "finished", "all steps are done")
         active = [name for name in self.run if self.can_train(name)]
         active = active[: self.options["slots"]]
+        time.sleep(self.options.get("pause", 0))
         due = []
         for name in active:
             step, state = self.run[name]
