@@ -82,7 +82,7 @@ def resolve(
     bounds = plan.bounds.with_remats() if chooses_remat else plan.bounds
     notes += plan.notes
     if chooses_replicas:
-        notes += _larger_replicas(plan, jobs, machine)
+        notes += _staged_replicas(plan, jobs, machine)
     return dataclasses.replace(plan, bounds=bounds, notes=tuple(notes))
 
 
@@ -142,19 +142,19 @@ def _with_replicas(
     return lists.choose(alone)
 
 
-def _larger_replicas(
+def _staged_replicas(
     plan: RunPlan, jobs: Sequence[PreparedJob], machine: Machine
 ) -> list[Note]:
-    """Names replicas that would be faster and cannot be trained yet, if any."""
+    """Names replicas with stages that would be faster, if any."""
     # It solves programs, for which it imports a solver.
-    from jaxlora.train.plan.auto_replicas.deployment import larger_replicas
+    from jaxlora.train.plan.auto_replicas.deployment import staged_replicas
 
-    found = larger_replicas(plan, jobs, machine)
+    found = staged_replicas(plan, jobs, machine)
     if found is None:
         return []
     text = (
-        f"replicas: auto: {found} than replicas of one device, by estimate. Replicas "
-        "of several devices cannot be trained yet; `jaxlora plan --replicas auto` "
+        f"replicas: auto: {found} than replicas without stages, by estimate. Replicas "
+        "with pipeline stages cannot be trained yet; `jaxlora plan --replicas auto` "
         "shows them"
     )
     return [Note(text)]

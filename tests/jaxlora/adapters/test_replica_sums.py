@@ -1,14 +1,17 @@
 """Replicas hand gradients of a slot to one of them, which hands out new weights."""
 
+import functools
 import itertools
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxlora.adapters import exchange
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.slot_state import read_slot_rows
+from jaxlora.adapters.stage_sharding import StageSharding
 
 add_part, read_part = jax.jit(exchange.add_part), jax.jit(exchange.read_part)
 SHAPES, SLOTS = {"b": (2, 7, 3), "a": (1, 3, 5), "c": (1,)}, 3
@@ -74,3 +77,80 @@ def test_a_replica_takes_the_weights_of_one_slot():
             emptied.gradients[name][:2], gradients.gradients[name][:2]
         )
     assert emptied.is_finite.tolist() == [False, False, True]
+
+
+# ---- replicas of several devices -----------------------------------------------------
+
+TENSOR = StageSharding(
+    mesh=jax.make_mesh(
+        (1, 1, 2),
+        ("data", "fsdp", "tensor"),
+        devices=jax.devices()[:2],
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    )
+)
+AXES = {"b": 2}  # of G L ..., cut among the devices
+
+
+def on_two(seed: int) -> tuple[Pending, dict[str, np.ndarray]]:
+    """Gradients on a mesh, and their sums: whole tables are terms of a sum."""
+    terms = [tables(seed), tables(seed + 100)]
+    sums = terms[0] | {n: terms[0][n] + terms[1][n] for n in ("a", "c")}
+    own = {n: np.stack([one[n] for one in terms]) for n in ("a", "c")}
+    gradients = own | {"b": terms[0]["b"][None]}
+    where = Pending(
+        gradients=TENSOR.gradients(gradients, AXES), is_finite=TENSOR.partial
+    )
+    found = Pending(gradients=gradients, is_finite=np.ones((1, SLOTS), bool))
+    return jax.device_put(found, TENSOR.shardings(where)), sums
+
+
+def on_devices(run, *takes, gives):
+    jitted = jax.shard_map(
+        run, mesh=TENSOR.mesh, in_specs=takes, out_specs=gives, check_vma=False
+    )
+    return jax.jit(jitted)
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Tables whose divided axis two devices can cut."""
+    monkeypatch.setitem(SHAPES, "b", (2, 6, 3))
+
+
+@pytest.mark.needs_devices(2)
+def test_devices_of_a_replica_send_whole_gradients_and_add_their_parts(wide):
+    """What one mesh sends and another one adds is the sum of all terms, once each."""
+    (mine, own), (other, sent), slot = on_two(1), on_two(2), np.int32(1)
+    whole = PartitionSpec()
+    specs = Pending(gradients=TENSOR.gradients(SHAPES, AXES), is_finite=TENSOR.partial)
+    read = functools.partial(
+        exchange.read_part, whole_axes=TENSOR.whole_axes, divided=AXES
+    )
+    read = on_devices(read, specs, whole, gives=(whole, whole))
+    flat, is_finite = read(other, slot)
+    wanted = np.concatenate([sent[name][1].ravel() for name in sorted(SHAPES)])
+    np.testing.assert_array_equal(flat, wanted)
+    add = functools.partial(exchange.add_part, num_tensor=2, divided=AXES)
+    add = on_devices(add, specs, whole, whole, whole, gives=specs)
+    flat, _ = read(add(mine, slot, flat, is_finite), slot)
+    wanted = np.concatenate(
+        [(own[name] + sent[name])[1].ravel() for name in sorted(SHAPES)]
+    )
+    np.testing.assert_allclose(flat, wanted, rtol=1e-6)
+
+
+@pytest.mark.needs_devices(2)
+def test_devices_of_a_replica_take_their_parts_of_the_weights(wide):
+    weights, own, slot = tables(5), tables(6), np.int32(2)
+    gradients, _ = on_two(7)
+    params = TENSOR.tables(SHAPES, AXES)
+    specs = Pending(gradients=TENSOR.gradients(SHAPES, AXES), is_finite=TENSOR.partial)
+    row, whole = jax.jit(read_slot_rows)(weights, slot), PartitionSpec()
+    write = functools.partial(exchange.write_weights, divided=AXES)
+    write = on_devices(write, params, specs, whole, whole, gives=(params, specs))
+    new, emptied = write(own, gradients, slot, np.asarray(row))
+    for name in SHAPES:
+        np.testing.assert_array_equal(new[name][2], weights[name][2])
+        np.testing.assert_array_equal(new[name][:2], own[name][:2])
+        assert not np.asarray(emptied.gradients[name][:, 2]).any()

@@ -1,13 +1,18 @@
-"""Chooses the replicas of a run with `replicas: auto`, as many as there are devices.
+"""Chooses the replicas of a run with `replicas: auto`, for all devices.
 
-A replica is one device so far, so replicas differ in their microbatches: large ones for
-the long samples, and small ones, which short samples fill better. Lists of one and of
-two sizes are compared with alike replicas along `data`. The first ticks of the run are
-packed for each of them, as the trainer packs them, and their time is predicted.
+Replicas differ in their microbatches, large ones for the long samples and small ones,
+which short samples fill better, and in the number of devices that share them (axis
+`tensor`). These lists are compared with meshes of alike replicas:
+
+- replicas of one device with one size, or with two;
+- one replica of several devices, and as many of the fewest devices as are left;
+- what the planner of `jaxlora.scheduler.replicas` deploys, without pipeline stages.
+
+The first ticks of the run are packed for each of them, as the trainer packs them, and
+their time is predicted.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections import Counter
@@ -15,24 +20,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.config.replicas_config import ReplicaShape, listed
+from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.capacity import UNCHECKED_TOKENS
-from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.mesh import MeshStages, estimated_footprint
-from jaxlora.memory.need import DoesNotFitError
-from jaxlora.memory.options import estimated_room, largest_fitting
-from jaxlora.memory.refusal import refusal
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Schedule
 from jaxlora.scheduler.streams.stream import Position, StreamState, next_stretch
-from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
+from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.auto_mesh.predict import (
-    shape_seconds,
+    replica_seconds,
     square_seconds,
     window_seconds,
 )
+from jaxlora.train.plan.auto_replicas.room import Room, RoomFinder, with_list
 from jaxlora.train.plan.job_slots import JobPosition, assign_slots
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
@@ -42,7 +42,6 @@ _TICKS = 24  # that are packed for each list, at least
 _HALVINGS = 4  # of the largest microbatches, to the smallest
 _CLOSE = 0.9  # a size that is closer to a larger one is not tried
 _GAIN = 1.02  # a list is taken only if it is this much faster than a mesh
-_SEVERAL = MeshSizes(data=2)  # lists stay, so their memory has the room of a mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,8 +51,8 @@ class _Timed:
     Attributes:
         config: The run, with a list of replicas or with a mesh.
         seconds: Predicted time of a token.
-        bound: The least time of a token on replicas of one device each, if all their
-            microbatches were full and none waited.
+        bound: The least time of a token on replicas of the fewest devices, if all
+            their microbatches were full and none waited.
     """
 
     config: RunConfig
@@ -85,99 +84,45 @@ class ReplicaLists:
         """
         self._model, self._spec, self._jobs = model, spec, jobs
         self._positions, self._bounds, self._machine = positions, bounds, machine
+        self._fits = RoomFinder(spec, bounds, machine)
 
     def choose(self, config: RunConfig) -> tuple[RunConfig, Note]:
-        """Chooses a list, or alike replicas along `data`; returns the reason too.
+        """Chooses a list of replicas, or a mesh of alike ones; returns the reason too.
 
-        A list has a `remat`; along `data`, `remat: auto` is still open.
+        A list has a `remat`; on a mesh, `remat: auto` is still open.
 
         Args:
             config: The run, without replicas.
 
         Raises:
-            DoesNotFitError: No device has the memory for the longest sample.
+            DoesNotFitError: No replica has the memory for the longest sample.
         """
-        mesh = config.replace(mesh=f"data={self._num}")
         if self._num == 1 or not self._positions:
+            mesh = config.replace(mesh=f"data={self._num}")
             why = "one device" if self._num == 1 else "nothing left to do"
             return mesh, Note(f"replicas: auto: mesh {mesh.mesh}, as there is {why}")
-        largest = self._largest(config)
-        on_mesh = self._fastest(
-            (own.replace(mesh=mesh.mesh, microbatch_tokens=tokens), most)
-            for own, most in largest
-            for tokens in self._first_sizes(most)
-        )
-        best = alike = self._fastest(
-            (_with_list(own, [tokens] * self._num), most)
-            for own, most in largest
-            for tokens in self._first_sizes(most)
-        )
-        remat = alike.config.remat
-        own, most = next(pair for pair in largest if pair[0].remat == remat)
-        if lists := [_with_list(own, sizes) for sizes in self._lists(most)]:
-            unlike = self._fastest((one, most) for one in lists)
-            best = min(alike, unlike, key=lambda one: one.seconds)
-        if _GAIN * best.seconds > on_mesh.seconds:
-            return mesh, self._reason(on_mesh, best)
-        return best.config, self._reason(best, on_mesh)
+        rooms = self._fits.rooms(config)
+        meshes = [(room, one) for room in rooms for one in self._meshes(room)]
+        lists = [(room, one) for room in rooms for one in self._alike(room)]
+        best = self._fastest(lists or meshes)
+        remat = best.config.remat
+        room = next(room for room in rooms if room.config.remat == remat)
+        if unlike := [(room, one) for one in self._unlike(room, best.config)]:
+            best = min(best, self._fastest(unlike), key=lambda one: one.seconds)
+        on_mesh = self._fastest(meshes) if meshes else None
+        if on_mesh is None or _GAIN * best.seconds <= on_mesh.seconds:
+            return best.config, self._reason(best, on_mesh)
+        return config.replace(mesh=on_mesh.config.mesh), self._reason(on_mesh, best)
 
-    def _fastest(self, found: Iterable[tuple[RunConfig, int]]) -> _Timed:
-        timed = (self._timed(config, most) for config, most in found)
+    def _fastest(self, found: Iterable[tuple[Room, RunConfig]]) -> _Timed:
+        timed = (self._timed(config, room) for room, config in found)
         return min(timed, key=lambda one: one.seconds)
 
     @property
     def _num(self) -> int:
         return self._machine.num_devices
 
-    # ---- memory ----------------------------------------------------------------------
-
-    def _largest(self, config: RunConfig) -> list[tuple[RunConfig, int]]:
-        """Returns the largest microbatches of a replica, for each possible `remat`."""
-        available = self._machine.memory_of(self._num)
-        if available is None:  # with remat: auto, the run is refused later
-            most = self._bounds.choose(max(UNCHECKED_TOKENS, self._bounds.smallest))
-            assert most is not None
-            return [(config, most)]
-        found, refused = [], None
-        for remat in self._bounds.remats or (config.weakest_remat,):
-            own = config.replace(remat=remat)
-            most = self._fitting(own, available)
-            if most is not None:
-                found.append((own, most))
-            else:
-                refused = own
-        if not found:
-            assert refused is not None
-            raise self._refusal(refused, available)
-        return found
-
-    def _stages(self, config: RunConfig, sizes: Sequence[int]) -> MeshStages:
-        spec = self._spec.with_remat(config.weakest_remat)
-        return MeshStages.of(_with_list(config, sizes), spec, speed=self._machine.speed)
-
-    def _fitting(self, config: RunConfig, available: DeviceMemory) -> int | None:
-        """Returns the largest microbatches of the first replica, which has the most.
-
-        It has the optimizers, and no other replica has larger microbatches.
-        """
-        stages = self._stages(config, [self._bounds.largest] * max(2, self._num))
-        estimate = functools.partial(estimated_footprint, stages, config.block_tokens)
-        room = estimated_room(available, _SEVERAL)
-        return largest_fitting(self._bounds, estimate, room)
-
-    def _refusal(self, config: RunConfig, available: DeviceMemory) -> DoesNotFitError:
-        smallest = self._bounds.smallest
-        stages = self._stages(config, [smallest])
-        found = estimated_footprint(stages, config.block_tokens, smallest)
-        own = config.replace(microbatch_tokens=smallest)
-        details = refusal(own, stages, self._bounds, found, available)
-        text = (
-            "replicas: auto: a replica is one device so far, and none has the memory "
-            f"for the longest sample. Set mesh: auto in the place of it: {details}"
-        )
-        return DoesNotFitError(text, details.need, details.mesh, details.cures)
-
-    # ---- lists -----------------------------------------------------------------------
+    # ---- ways to run -----------------------------------------------------------------
 
     def _sizes(self, most: int) -> list[int]:
         """Returns sizes of microbatches, the largest first."""
@@ -198,35 +143,92 @@ class ReplicaLists:
         """Returns the sizes that hold the longest sample."""
         return [n for n in self._sizes(most) if n >= self._bounds.smallest]
 
-    def _lists(self, most: int) -> Iterator[list[int]]:
-        """Yields lists of two sizes; the first one holds the longest sample."""
+    def _meshes(self, room: Room) -> Iterator[RunConfig]:
+        """Yields meshes of all devices, without stages and FSDP."""
+        for tensor, most in room.most.items():
+            mesh = str(MeshSizes(data=self._num // tensor, tensor=tensor))
+            for tokens in self._first_sizes(most):
+                yield room.config.replace(mesh=mesh, microbatch_tokens=tokens)
+
+    def _alike(self, room: Room) -> Iterator[RunConfig]:
+        """Yields lists of alike replicas."""
+        for tensor, most in room.most.items():
+            if self._num >= 2 * tensor:
+                for tokens in self._first_sizes(most):
+                    shape = ReplicaShape(tokens=tokens, tensor=tensor)
+                    yield with_list(room.config, [shape] * (self._num // tensor))
+
+    def _unlike(self, room: Room, alike: RunConfig) -> Iterator[RunConfig]:
+        """Yields lists in which the last replicas may have smaller microbatches.
+
+        Args:
+            room: What fits.
+            alike: The best of alike replicas.
+        """
+        for mix in [*self._of_two_sizes(room), *self._of_degrees(room, alike)]:
+            largest, smallest = (room.most[one.tensor] for one in (mix[0], mix[-1]))
+            firsts, sizes = self._first_sizes(largest), self._sizes(smallest)
+            for large, small in itertools.product(firsts, sizes):
+                if small < large:
+                    yield with_list(
+                        room.config, [one.shape(room, large, small) for one in mix]
+                    )
+
+    def _of_two_sizes(self, room: Room) -> Iterator[list["_Member"]]:
+        """Yields replicas of one device, some of which are small."""
+        if 1 not in room.most:
+            return
         counts = {2**n for n in range(self._num.bit_length())} | {self._num - 1}
-        counts = sorted(count for count in counts if 0 < count < self._num)
-        firsts, sizes = self._first_sizes(most), self._sizes(most)
-        for large, small, count in itertools.product(firsts, sizes, counts):
-            if small < large:
-                yield [large] * count + [small] * (self._num - count)
+        large, small = _Member(tensor=1), _Member(tensor=1, is_small=True)
+        for count in sorted(n for n in counts if n < self._num):
+            yield [large] * count + [small] * (self._num - count)
+
+    def _of_degrees(self, room: Room, alike: RunConfig) -> Iterator[list["_Member"]]:
+        """Yields a large replica and small ones, and what the planner deploys."""
+        least, *others = room.most
+        small = _Member(tensor=least, is_small=True)
+        tried = [
+            [_Member(tensor=one)] + [small] * ((self._num - one) // least)
+            for one in others
+            if one < self._num
+        ]
+        # It solves programs, for which it imports a solver.
+        from jaxlora.train.plan.auto_replicas.deployment import deployed_degrees
+
+        if others:
+            plan = self._laid_out(alike)
+            found = deployed_degrees(plan, self._jobs, self._machine, room.most)
+            mix = [_Member(tensor=n, is_small=n == found[-1]) for n in found]
+            if len(set(found)) > 1 and mix not in tried:
+                tried.append(mix)
+        yield from tried
 
     # ---- time ------------------------------------------------------------------------
 
-    def _timed(self, config: RunConfig, most: int) -> _Timed:
+    def _laid_out(self, config: RunConfig) -> RunPlan:
+        spec = self._spec.with_remat(config.weakest_remat)
+        rates = self._machine.rates(spec, config.network_gbits)
+        args = config, self._model, spec, self._jobs, self._bounds, rates
+        return laid_out(*args)
+
+    def _timed(self, config: RunConfig, room: Room) -> _Timed:
         """Predicts the time of a list of replicas, or of a mesh.
 
         Args:
             config: The run.
-            most: Tokens of the largest microbatches that fit.
+            room: What fits with its `remat`.
         """
-        spec = self._spec.with_remat(config.weakest_remat)
-        rates = self._machine.rates(spec, config.network_gbits)
-        args = config, self._model, spec, self._jobs, self._bounds, rates
-        plan = laid_out(*args)
+        plan = self._laid_out(config)
+        spec, rates = plan.spec, plan.rates
         schedule = self._first_ticks(plan)
         took = window_seconds(plan.stages, plan.lanes, schedule, rates, is_part=True)
         samples = [s for m in schedule.microbatches for s in m]
         tokens = sum(s.num_tokens for s in samples)
         # The larger a full microbatch is, the less time each of its tokens takes.
-        cost = shape_seconds(plan.stages, most, rates).stages[0]
-        least = tokens / most * (cost.forward + cost.backward)(most, 0)
+        # Devices that share it lose some more.
+        tensor, most = next(iter(room.most.items()))
+        full = ReplicaShape(tokens=most, tensor=tensor)
+        least = tokens / most * tensor * replica_seconds(plan.stages, full, rates)
         least += square_seconds(spec, rates) * sum(s.num_tokens**2 for s in samples)
         return _Timed(
             config=config, seconds=took / tokens, bound=least / self._num / tokens
@@ -261,13 +263,16 @@ class ReplicaLists:
             limits=plan.config.limits,
         )
 
-    def _reason(self, best: _Timed, other: _Timed) -> Note:
-        over, saved = best.seconds / best.bound - 1, 1 - best.seconds / other.seconds
-        return Note(
-            f"replicas: auto: {self._describe(best)}: predicted {over:.1%} over the "
-            f"least time of replicas of one device each, and {saved:.1%} less than "
-            f"{self._describe(other)}"
+    def _reason(self, best: _Timed, other: _Timed | None) -> Note:
+        text = (
+            f"replicas: auto: {self._describe(best)}: predicted "
+            f"{best.seconds / best.bound - 1:.1%} over the least time of replicas of "
+            "the fewest devices"
         )
+        if other is not None and other is not best:
+            saved = 1 - best.seconds / other.seconds
+            text += f", and {saved:.1%} less than {self._describe(other)}"
+        return Note(text)
 
     def _describe(self, one: _Timed) -> str:
         config, text = one.config, describe_list(one.config.replica_shapes)
@@ -276,12 +281,22 @@ class ReplicaLists:
         return f"{text}, remat {config.remat}" if self._bounds.remats else text
 
 
-def _with_list(config: RunConfig, sizes: Sequence[int]) -> RunConfig:
-    """Returns the run with replicas of these microbatches, the largest first."""
-    shapes = [ReplicaShape(tokens=size) for size in sizes]
-    return config.replace(
-        replicas=listed(shapes), mesh=ONE_DEVICE, microbatch_tokens=sizes[0]
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Member:
+    """A replica of a list whose sizes are still open.
+
+    Attributes:
+        tensor: Its devices.
+        is_small: Whether it has small microbatches.
+    """
+
+    tensor: int
+    is_small: bool = False
+
+    def shape(self, room: Room, large: int, small: int) -> ReplicaShape:
+        """Returns the replica with large or small microbatches, or what fits."""
+        tokens = small if self.is_small else min(large, room.most[self.tensor])
+        return ReplicaShape(tokens=tokens, tensor=self.tensor)
 
 
 def describe_list(shapes: Sequence[ReplicaShape]) -> str:

@@ -5,7 +5,7 @@ has the planner; here are the steps of the jobs, and the kinds of replicas of a 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -101,10 +101,39 @@ def plan_replicas(
     )
 
 
-def larger_replicas(
+def deployed_degrees(
+    plan: RunPlan,
+    jobs: Sequence[PreparedJob],
+    machine: Machine,
+    degrees: Collection[int],
+) -> list[int]:
+    """Plans replicas without pipeline stages.
+
+    Args:
+        plan: The plan of the run, with its `remat`.
+        jobs: The jobs.
+        machine: The devices.
+        degrees: Numbers of devices that a replica may have.
+
+    Returns:
+        The number of devices of each replica, in descending order; empty: the rates of
+        the device are not known, or by the planner's estimate the longest sample does
+        not fit.
+    """
+    if not plan.rates.are_known:
+        return []
+    demand = _Demand.of(plan, jobs, machine, plan.spec.options.remat)
+    kinds = [k for k in demand.kinds if k.stage == 1 and k.tensor in degrees]
+    if not any(kind.longest >= demand.longest for kind in kinds):
+        return []
+    found = demand.planned(kinds).deployment
+    return sorted((kind.tensor for kind in found.replicas), reverse=True)
+
+
+def staged_replicas(
     plan: RunPlan, jobs: Sequence[PreparedJob], machine: Machine
 ) -> str | None:
-    """Says which replicas of several devices would be faster than those of one.
+    """Says which replicas with pipeline stages would be faster than those without.
 
     Args:
         plan: The plan of the run, with its `remat`.
@@ -112,19 +141,19 @@ def larger_replicas(
         machine: The devices.
 
     Returns:
-        The deployment and what it would save; None: replicas of one device are as fast,
-        or the rates of the device are not known.
+        The deployment and what it would save; None: replicas without stages are as
+        fast, or the rates of the device are not known.
     """
     if not plan.rates.are_known or machine.num_devices == 1:
         return None
     demand = _Demand.of(plan, jobs, machine, plan.spec.options.remat)
-    single = [kind for kind in demand.kinds if kind.num_gpus == 1]
-    if not any(kind.longest >= demand.longest for kind in single):
+    whole = [kind for kind in demand.kinds if kind.stage == 1]
+    if not any(kind.longest >= demand.longest for kind in whole):
         return None  # by a rougher estimate than that of the run
-    own = demand.planned(single)
+    own = demand.planned(whole)
     best = demand.planned(demand.kinds)
     saved = 1 - best.seconds / own.seconds
-    if saved < _GAIN or all(kind.num_gpus == 1 for kind in best.deployment.kinds):
+    if saved < _GAIN or all(kind.stage == 1 for kind in best.deployment.kinds):
         return None
     return f"{best.deployment} would take {saved:.0%} less time"
 

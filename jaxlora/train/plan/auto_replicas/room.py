@@ -1,0 +1,127 @@
+"""What fits on replicas of each number of devices, for `replicas: auto`."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from jaxlora.common.counted import counted
+from jaxlora.config import RunConfig
+from jaxlora.config.replicas_config import ReplicaShape, listed
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.capacity import UNCHECKED_TOKENS
+from jaxlora.memory.device_memory import DeviceMemory
+from jaxlora.memory.mesh import MeshStages, estimated_footprint
+from jaxlora.memory.need import DoesNotFitError
+from jaxlora.memory.options import estimated_room, largest_fitting
+from jaxlora.memory.refusal import refusal
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.plan.auto_mesh.choose import is_divided
+from jaxlora.train.plan.auto_mesh.machine import Machine
+
+_SEVERAL = MeshSizes(data=2)  # lists stay, so their memory has the room of a mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Room:
+    """What fits on replicas.
+
+    Attributes:
+        config: The run, with a `remat`.
+        most: The largest microbatches of replicas of each number of devices, in
+            ascending order. At least one number is there.
+    """
+
+    config: RunConfig
+    most: dict[int, int]
+
+
+class RoomFinder:
+    """Finds the largest microbatches of replicas."""
+
+    def __init__(self, spec: DecoderSpec, bounds: Bounds, machine: Machine):
+        """Estimates nothing yet.
+
+        Args:
+            spec: The decoder with the slots.
+            bounds: Bounds of the capacity on one device.
+            machine: The machine.
+        """
+        self._spec, self._bounds, self._machine = spec, bounds, machine
+
+    def rooms(self, config: RunConfig) -> list[Room]:
+        """Returns what fits for each possible `remat`; there is at least one.
+
+        Raises:
+            DoesNotFitError: No replica has the memory for the longest sample.
+        """
+        available, rooms = self._machine.memory_of(self._machine.num_devices), []
+        degrees = self._degrees(config)
+        if available is None:  # with remat: auto, the run is refused later
+            most = self._bounds.choose(max(UNCHECKED_TOKENS, self._bounds.smallest))
+            assert most is not None
+            return [Room(config=config, most=dict.fromkeys(degrees, most))]
+        remats = self._bounds.remats or (config.weakest_remat,)
+        for remat in remats:
+            own, most = config.replace(remat=remat), {}
+            for tensor in degrees:
+                if (found := self._fitting(own, tensor, available)) is not None:
+                    most[tensor] = found
+            if most:
+                rooms.append(Room(config=own, most=most))
+        if not rooms:
+            own = config.replace(remat=remats[-1])
+            raise self._refusal(own, degrees[-1], available)
+        return rooms
+
+    def _stages(self, config: RunConfig, shape: ReplicaShape) -> MeshStages:
+        """Returns the first one of several replicas of a shape."""
+        spec = self._spec.with_remat(config.weakest_remat)
+        given = with_list(config, [shape] * 2)
+        return MeshStages.of(given, spec, speed=self._machine.speed)
+
+    def _fitting(
+        self, config: RunConfig, tensor: int, available: DeviceMemory
+    ) -> int | None:
+        """Returns the largest microbatches of the first replica, which has the most.
+
+        It has the optimizers, and no other replica has larger microbatches.
+        """
+        shape = ReplicaShape(tokens=self._bounds.largest, tensor=tensor)
+        stages = self._stages(config, shape)
+        estimate = functools.partial(estimated_footprint, stages, config.block_tokens)
+        room = estimated_room(available, _SEVERAL)
+        return largest_fitting(self._bounds, estimate, room)
+
+    def _refusal(
+        self, config: RunConfig, tensor: int, available: DeviceMemory
+    ) -> DoesNotFitError:
+        smallest = self._bounds.smallest
+        stages = self._stages(config, ReplicaShape(tokens=smallest, tensor=tensor))
+        found = estimated_footprint(stages, config.block_tokens, smallest)
+        own = config.replace(microbatch_tokens=smallest)
+        details = refusal(own, stages, self._bounds, found, available)
+        text = (
+            f"replicas: auto: a replica of {counted(tensor, 'device')} does not have "
+            "the memory for the longest sample. Set mesh: auto in the place of it: "
+            f"{details}"
+        )
+        return DoesNotFitError(text, details.need, details.mesh, details.cures)
+
+    def _degrees(self, config: RunConfig) -> list[int]:
+        """Returns the numbers of devices that may share each layer, within a host."""
+        if math.isinf(self._machine.speed.link_bytes):
+            return [1]
+        most = self._machine.num_devices // self._machine.num_hosts
+        powers = [2**n for n in range(most.bit_length())]
+        return [n for n in powers if is_divided(self._spec, n, config.block_tokens)]
+
+
+def with_list(config: RunConfig, shapes: Sequence[ReplicaShape]) -> RunConfig:
+    """Returns the run with these replicas, the largest first."""
+    return config.replace(
+        replicas=listed(shapes),
+        mesh=str(MeshSizes(tensor=shapes[0].tensor)),
+        microbatch_tokens=shapes[0].tokens,
+    )
