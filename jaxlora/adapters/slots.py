@@ -98,6 +98,7 @@ class SlotTable:
             token_ids=jax.tree.map(_host_zeros, spec.token_id_shape()),
         )
         self._is_vera_new = True
+        self._of_base: SlotSettings | None = None
         for slot in range(num_slots):
             self._clear_settings(slot)
         self._upload_settings()
@@ -105,6 +106,18 @@ class SlotTable:
         # and the name of the optimizer.
         self._shapes: dict[int, dict[Kind, dict[str, Shape]]] = {}
         self._optimizers: dict[int, str] = {}
+
+    @property
+    def without_adapters(self) -> SlotSettings:
+        """Settings with which every slot gives the base, whatever its weights are."""
+        if self._of_base is None:
+            host = dataclasses.replace(self._host_settings, vera=None)
+            zeros = jax.tree.map(np.zeros_like, host)
+            if zeros.token_ids is not None:
+                zeros.token_ids[:] = -1
+            where = self._placement.sharding(self._placement.by_linear_and_slot)
+            self._of_base = put(zeros, where)
+        return dataclasses.replace(self._of_base, vera=self.settings.vera)
 
     @property
     def kept(self) -> dict[Kind, Any]:

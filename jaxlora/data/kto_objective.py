@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.data.objective import (
+    REFERENCE_SETTINGS,
     Objective,
     ObjectiveSetting,
     RowInputs,
@@ -34,7 +35,7 @@ from jaxlora.data.tokens.samples import TokenizedSample
 # sample, and 0 in other rows; `sample` is 1 there, `share` the weight of a recombined
 # sample in the baseline, and `mean` the weight of a sample in the mean of its label.
 _INPUTS = (
-    *("target", "sample", "share", "reference", "weight", "mean"),
+    *("target", "sample", "share", "reference", "runs_reference", "weight", "mean"),
     *("sign", "factor", "beta", "baseline_factor"),
 )
 _DESIRABLE = ("rewards/chosen", "logps/chosen")
@@ -68,11 +69,12 @@ def _num_of_label(samples: Sequence[TokenizedSample]) -> tuple[int, int]:
 def _zeros(group: Sequence[TokenizedSample]) -> dict[str, np.ndarray]:
     """Returns the inputs of the rows of a sample without a loss."""
     (sample,) = group
-    assert sample.reference_logp is not None, "it is computed before"
     out = {name: np.zeros(len(sample.token_ids)) for name in _INPUTS}
     out["target"][:] = next_token_targets(sample)
     out["sample"][0] = 1.0
-    out["reference"][0] = sample.reference_logp
+    logp = sample.reference_logp
+    out["reference"][0] = 0.0 if logp is None else logp
+    out["runs_reference"][0] = logp is None
     return out
 
 
@@ -123,11 +125,19 @@ def _log_probabilities(
 def _losses(
     nll: Float[Array, " T"], inputs: RowInputs, groups: Int[Array, " T"] | None
 ) -> Float[Array, " T"]:
-    ratio = _log_probabilities(nll, inputs, groups) - inputs["reference"]
+    ratio = _log_probabilities(nll, inputs, groups) - _reference(inputs, groups)
     x = inputs["sign"] * inputs["beta"] * (ratio - _baseline(inputs))
     loss = inputs["factor"] * jax.nn.sigmoid(-x)
     labelled = jnp.where(inputs["weight"] > 0, inputs["weight"] * loss, 0.0)
     return labelled + jnp.where(inputs["share"] > 0, inputs["share"] * ratio, 0.0)
+
+
+def _reference(
+    inputs: RowInputs, groups: Int[Array, " T"] | None
+) -> Float[Array, " T"]:
+    """Log-probabilities of completions by the reference."""
+    found = _log_probabilities(inputs["reference_nll"], inputs, groups)
+    return jnp.where(inputs["runs_reference"] > 0, found, inputs["reference"])
 
 
 def _baseline(inputs: RowInputs) -> Float[Array, " T"]:
@@ -140,7 +150,7 @@ def _metrics(
 ) -> dict[str, Float[Array, " T"]]:
     """TRL's metrics; rewards and log-probabilities are means over a label's samples."""
     logps = _log_probabilities(nll, inputs, groups)
-    reward = inputs["beta"] * (logps - inputs["reference"])
+    reward = inputs["beta"] * (logps - _reference(inputs, groups))
     mean, sign, weight = inputs["mean"], inputs["sign"], inputs["weight"]
 
     def of_label(label: float, values: Float[Array, " T"]) -> Float[Array, " T"]:
@@ -172,6 +182,7 @@ _LABELLED = Objective(
         ),
         "desirable_weight": _weight(),
         "undesirable_weight": _weight(),
+        **REFERENCE_SETTINGS,
     },
     input_names=_INPUTS,
     num_terms=len,

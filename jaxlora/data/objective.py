@@ -89,7 +89,10 @@ class Objective:
         check: Raises a ConfigError if the values of all settings do not go together.
         kinds: Kinds of the records that it learns from; empty: all that hold no
             preferences.
-        needs_reference: Whether samples need their `reference_logp`.
+        needs_reference: Whether samples need their `reference_logp`. If one has none,
+            `losses` and `metrics` find it in the input `reference_nll`: the negative
+            log likelihoods of the rows by the base, which are 0 if no sample of the
+            microbatch lacks it.
         group_size: Number of consecutive samples that a term may depend on. They make a
             group, such as a chosen and a rejected answer: the unit of a job's batch
             size, of its order, and of packing.
@@ -182,6 +185,16 @@ class Objective:
         defaults = {name: one.default for name, one in self.settings.items()}
         self.check(defaults | dict(args))
         return defaults | dict(args)
+
+
+# Settings of an objective that compares with a reference: what it is, and whether its
+# log-probabilities are computed once and kept, or in each step.
+REFERENCE_SETTINGS: Mapping[str, ObjectiveSetting] = {
+    "reference": ObjectiveSetting(default="base", choices=("base", "start")),
+    "reference_logps": ObjectiveSetting(
+        default="auto", choices=("auto", "kept", "in_step")
+    ),
+}
 
 
 def next_token_targets(sample: TokenizedSample) -> Bool[np.ndarray, " T"]:

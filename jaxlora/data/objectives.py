@@ -59,6 +59,11 @@ def has_baseline(objectives: Sequence[str]) -> bool:
     return any(OBJECTIVES[name].baseline is not None for name in objectives)
 
 
+def has_reference(objectives: Sequence[str]) -> bool:
+    """Whether an objective of a run compares with a reference."""
+    return any(OBJECTIVES[name].needs_reference for name in objectives)
+
+
 def find_objective(name: str) -> Objective:
     """Returns an objective by its name.
 

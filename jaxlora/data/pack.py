@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlora.data.objective import Objective, Terms
-from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES
+from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES, has_reference
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.scheduler import Limits, Microbatch, Sample
 
@@ -35,6 +35,9 @@ class PackedBatch:
             rows. None: every group of the run is one sample.
         token_index: Index of each token in the global batch of its job.
         block_adapter: Slot of each token block; -1 for padding blocks.
+        reference_nll: Negative log likelihood of each row's label by the base without
+            adapters, in nats; 0 if no sample needs it. None: no objective of the run
+            has a reference.
     """
 
     token_ids: Int[Array, " T"]
@@ -45,6 +48,13 @@ class PackedBatch:
     group_ids: Int[Array, " T"] | None = None
     token_index: Int[Array, " T"]
     block_adapter: Int[Array, " NB"]
+    reference_nll: Float[Array, " T"] | None = None
+
+
+def runs_reference(packed: PackedBatch) -> bool:
+    """Whether a microbatch of the host has samples whose reference runs with it."""
+    inputs = packed.loss_inputs.values()
+    return any(np.any(one.get("runs_reference", 0)) for one in inputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,6 +257,7 @@ def pack_microbatch(
         "block_adapter": by_row(-1 if p is None else p.batch.slot for p in parts)[
             :: limits.block_tokens
         ].copy(),
+        "reference_nll": _no_reference(limits, objectives),
     }
     return PackedBatch(**arrays)
 
@@ -354,4 +365,11 @@ def _padding(limits: Limits, objectives: Sequence[str]) -> PackedBatch:
         group_ids=none if has_groups(objectives) else None,
         token_index=zeros,
         block_adapter=blocks,
+        reference_nll=_no_reference(limits, objectives),
     )
+
+
+def _no_reference(limits: Limits, objectives: Sequence[str]) -> Any:
+    if not has_reference(objectives):
+        return None
+    return np.zeros(limits.capacity, np.float32)

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.data.objective import (
+    REFERENCE_SETTINGS,
     Objective,
     ObjectiveSetting,
     RowInputs,
@@ -44,7 +45,9 @@ _METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
-_OF_REFERENCE = ("chosen_reference", "rejected_reference")
+# `runs_reference` is 1 if the reference runs with the microbatch; else the others are
+# the log-probabilities that were computed before.
+_OF_REFERENCE = ("chosen_reference", "rejected_reference", "runs_reference")
 
 
 class PairLoss(NamedTuple):
@@ -135,10 +138,12 @@ def _pair_inputs(
     for name in ("beta", "shift", "win", "lose", "hinge", "square"):
         of_pair[name] = getattr(loss, name)
     if has_reference:
-        for name, sample in zip(_OF_REFERENCE, pair, strict=True):
-            assert sample.reference_logp is not None, "it is computed before"
+        given = [sample.reference_logp for sample in pair]
+        runs = any(logp is None for logp in given)
+        values = *((0.0, 0.0) if runs else given), float(runs)
+        for name, value in zip(_OF_REFERENCE, values, strict=True):
             out[name] = np.zeros(num_rows)
-            of_pair[name] = sample.reference_logp
+            of_pair[name] = value
     for name, value in of_pair.items():
         out[name][0] = value
     return out
@@ -162,13 +167,17 @@ def _sums(
     return _OfPair(*(jnp.where(is_pair, one, 0.0) for one in sums))
 
 
-def _ratios(sums: _OfPair, inputs: RowInputs) -> _OfPair:
+def _ratios(
+    sums: _OfPair, inputs: RowInputs, groups: Int[Array, " T"] | None
+) -> _OfPair:
     """Log-ratios to the reference, if there is one."""
     if "chosen_reference" not in inputs:
         return sums
+    runs = inputs["runs_reference"] > 0
+    found = _sums(inputs["reference_nll"], inputs, groups)
     return _OfPair(
-        sums.chosen - inputs["chosen_reference"],
-        sums.rejected - inputs["rejected_reference"],
+        sums.chosen - jnp.where(runs, found.chosen, inputs["chosen_reference"]),
+        sums.rejected - jnp.where(runs, found.rejected, inputs["rejected_reference"]),
     )
 
 
@@ -186,7 +195,7 @@ def _metrics(
     Rewards in DPO are of sums of log-ratios, and otherwise of scores.
     """
     logps = _sums(nll, inputs, groups)
-    ratios = _ratios(logps, inputs)
+    ratios = _ratios(logps, inputs, groups)
     if ratios is logps:
         logps = ratios = _scaled(logps, inputs)
     chosen, rejected = (inputs["reward"] * one for one in ratios)
@@ -209,7 +218,8 @@ def _losses(
     *,
     f: Callable[[Float[Array, " T"]], Float[Array, " T"]] = lambda score: score,
 ) -> Float[Array, " T"]:
-    scores = _scaled(_ratios(_sums(nll, inputs, groups), inputs), inputs)
+    sums = _sums(nll, inputs, groups)
+    scores = _scaled(_ratios(sums, inputs, groups), inputs)
     x = inputs["beta"] * (f(scores.chosen) - f(scores.rejected)) - inputs["shift"]
     loss = (
         inputs["win"] * jax.nn.softplus(-x)
@@ -323,6 +333,7 @@ DPO = _of_pairs(  # arXiv 2305.18290; the other losses are 2305.10425 and 2310.1
             choices=("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"),
         ),
         "label_smoothing": _SMOOTHING,
+        **REFERENCE_SETTINGS,
     },
     check=_check_smoothing,
     row_inputs=functools.partial(

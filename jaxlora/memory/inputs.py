@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.data.objectives import NEXT_TOKEN, has_baseline
+from jaxlora.data.objectives import NEXT_TOKEN, has_baseline, has_reference
 from jaxlora.data.pack import PackedBatch, has_groups, input_shapes
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.slot_settings import SlotSettings
@@ -49,6 +49,9 @@ def batch_shapes(
         group_ids=rows if has_groups(objectives) else None,
         token_index=rows,
         block_adapter=blocks,
+        reference_nll=(
+            shape((num_rows,), jnp.float32) if has_reference(objectives) else None
+        ),
     )
 
 

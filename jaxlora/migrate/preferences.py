@@ -18,8 +18,8 @@ _NO_COUNTERPART = (
 _NEUTRAL = (None, False, 0, 0.0, "", "reverse_kl", [], {})
 # Settings without effect on the result.
 _LEFT_OUT = {
-    "precompute_ref_log_probs": "Log-probabilities of the base are always kept.",
-    "precompute_ref_batch_size": "Log-probabilities of the base are always kept.",
+    "precompute_ref_log_probs": "Set objective_args.reference_logps: kept or in_step.",
+    "precompute_ref_batch_size": "The batch is microbatch_tokens.",
     "max_prompt_length": "Only max_length cuts: at the end of the answer.",
     "max_completion_length": "Only max_length cuts: at the end of the answer.",
     "train_sampling_strategy": "Which answers KTO combines does not depend on it.",

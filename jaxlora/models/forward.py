@@ -158,9 +158,13 @@ def _loss_inputs(
     keys: SlotKeys | None,
     hidden: Float[Array, "U D"],
 ) -> dict[str, RowInputs]:
-    """Inputs of the run's objectives, with the baselines and scores of rows."""
+    """Inputs of the run's objectives, with baselines, scores and the reference."""
     names, block = decoder.options.objectives, batch.block_adapter
     inputs = {name: batch.loss_inputs[name] for name in names}
+    for name in names:
+        if OBJECTIVES[name].needs_reference:
+            assert batch.reference_nll is not None, "an objective needs it"
+            inputs[name] = inputs[name] | {"reference_nll": batch.reference_nll}
     if has_baseline(names):
         assert keys is not None and keys.baseline is not None, "an objective needs it"
         by_block = jnp.where(block >= 0, keys.baseline[jnp.maximum(block, 0)], 0.0)

@@ -287,6 +287,7 @@ class MultiLoraLinear(nnx.Module):
         assert self.slots is not None
         drops = self.slots.dora_dropout and routing.token_index is not None
         magnitude = getattr(self, MAGNITUDE.name)[...]
+        magnitude = jnp.where(self.rank[...][:, None] > 0, magnitude, 0.0)
         return dora_gain(magnitude, norms, self.dropout[...] > 0 if drops else None)
 
     def _trainable(self, tensor: TrainedTensor) -> Float[Array, "G ..."]:

@@ -41,10 +41,10 @@ class JobState:
             may be zeros.
         progress: Progress of the job.
         parked: State of the slot that the job left, while it is paused.
-        references: Log-probabilities of its samples by the base without the adapter,
-            if its objective needs them: of `train`, and of `eval` if there are any; of
-            `train_recombined` and `eval_recombined`, if it has baselines. None: they
-            have not been computed.
+        references: Log-probabilities of its samples by the reference that are computed
+            once, if its objective needs them: of `train`, unless the reference runs in
+            each step, and of `eval` if there are any; of `train_recombined` and
+            `eval_recombined`, if it has baselines. None: they have not been computed.
     """
 
     def __init__(
@@ -117,8 +117,10 @@ class JobState:
 
     @property
     def lacks_references(self) -> bool:
-        """Whether log-probabilities of the base have to be computed."""
-        return self.prepared.objective.needs_reference and self.references is None
+        """Whether log-probabilities of the reference have to be computed and kept."""
+        prepared = self.prepared
+        is_kept = not prepared.runs_reference or prepared.eval_data is not None
+        return prepared.objective.needs_reference and is_kept and not self.references
 
     @property
     def awaits_parent(self) -> bool:
@@ -177,7 +179,7 @@ class JobState:
         """Returns the global batch of an optimizer step, for the job in a slot."""
         objective = self.prepared.objective
         samples: Sequence[TokenizedSample] = self.prepared.take_samples(step)
-        if objective.needs_reference:
+        if objective.needs_reference and not self.prepared.runs_reference:
             numbers = self.prepared.sample_numbers(step)
             samples = self._referred(samples, "train", numbers)
         return JobBatch(
@@ -202,12 +204,14 @@ class JobState:
             settings=self.prepared.objective_settings,
         )
 
-    def baseline_batch(self, slot: int, step: int | None = None) -> JobBatch | None:
+    def baseline_batch(
+        self, slot: int, batch: JobBatch | None = None
+    ) -> JobBatch | None:
         """Returns the recombined samples of a global batch, for the job in a slot.
 
         Args:
             slot: The slot.
-            step: Number of the optimizer step; None: of all held-out samples.
+            batch: The global batch; None: all held-out samples.
 
         Returns:
             The samples; None if the job has no baselines.
@@ -215,16 +219,21 @@ class JobState:
         objective = self.prepared.baseline
         if objective is None:
             return None
-        which = "eval" if step is None else "train"
-        if step is None:
+        which = "eval" if batch is None else "train"
+        if batch is None:
             numbers = np.arange(len(self.prepared.neighbors["eval"]))
         else:
-            numbers = self.prepared.sample_numbers(step)
-        samples = [self.prepared.recombined(which, i) for i in numbers.tolist()]
+            numbers = self.prepared.sample_numbers(batch.step)
+        if batch is not None and self.prepared.stream is not None:
+            samples = self.prepared.recombined_in(batch.samples)
+        else:
+            samples = [self.prepared.recombined(which, i) for i in numbers.tolist()]
+        if batch is None or not self.prepared.runs_reference:
+            samples = self._referred(samples, f"{which}_recombined", numbers)
         return JobBatch(
             slot=slot,
-            step=step or 0,
-            samples=self._referred(samples, f"{which}_recombined", numbers),
+            step=0 if batch is None else batch.step,
+            samples=samples,
             weight=1.0 / len(samples),
             objective=objective,
             settings=self.prepared.objective_settings,
@@ -257,18 +266,22 @@ class JobState:
 
     def reference_source(self) -> dict[str, str]:
         """Returns what `references` are computed from, besides the base."""
-        names = "data_fingerprint", "eval_data_fingerprint"
+        names = ["data_fingerprint", "eval_data_fingerprint"]
+        if self.prepared.refers_to_start:
+            names.append("init_from_fingerprint")
         source = {name: self.prepared.fingerprints[name] or "" for name in names}
-        if self.prepared.baseline is not None:
+        if self.prepared.baseline is not None and self.prepared.stream is None:
             # Which samples are recombined follows from the order of the job's batches.
             neighbors = self.prepared.neighbors["train"].astype(np.int64)
             source["neighbors"] = hashlib.sha256(neighbors.tobytes()).hexdigest()
         return source
 
     def plain_batches(self, slot: int) -> dict[str, JobBatch]:
-        """Returns all samples that need references, by their key in `references`."""
+        """Returns the samples whose references are kept, by their key there."""
         prepared = self.prepared
         found = {"train": prepared.train_data, "eval": prepared.eval_data}
+        if prepared.runs_reference:
+            del found["train"]
         batches: dict[str, tuple[Iterable[TokenizedSample], Objective]] = {}
         for which, data in found.items():
             if data is None:

@@ -1,13 +1,19 @@
 """Chooses the records that become samples of a job, and counts the others."""
 
+import dataclasses
+
 import numpy as np
 from jaxtyping import Bool
 
 from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob
+from jaxlora.data.objectives import find_objective
 from jaxlora.data.tokens.samples import EncodedRecords, Samples
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import DataError
+
+# TRL takes so many pairs apart at a time.
+_PAIRS_AT_ONCE = 1000
 
 
 def choose_samples(
@@ -49,6 +55,37 @@ def choose_samples(
         num_dropped=int(is_dropped.sum()),
         num_without_target=int((is_usable & ~is_dropped & ~is_sample).sum()),
         num_bad=int(is_bad.sum()),
+    )
+
+
+def sample_form(job: LoraJob) -> tuple[int, bool]:
+    """Returns what `grouped` depends on, for jobs that share samples."""
+    objective = find_objective(job.objective)
+    return objective.group_size, objective.baseline is not None
+
+
+def grouped(data: TokenizedData, job: LoraJob) -> TokenizedData:
+    """Takes pairs apart for an objective that learns from single samples.
+
+    As in TRL, all chosen answers of 1000 pairs come before their rejected ones. A
+    chosen answer gets the label 1, and a rejected one 0.
+    """
+    objective = find_objective(job.objective)
+    is_recombined = objective.baseline is not None
+    if (data.group_size, objective.group_size) != (2, 1):
+        return dataclasses.replace(data, is_recombined=is_recombined)
+    samples = data.samples
+    assert isinstance(samples, Samples), "the reader makes them"
+    pair, is_rejected = np.divmod(samples.numbers, 2)
+    order = np.lexsort((pair, is_rejected, pair // _PAIRS_AT_ONCE))
+    values = 1.0 - is_rejected[order]
+    counts = ("num_records", "num_truncated", "num_dropped", "num_without_target")
+    return dataclasses.replace(
+        data,
+        samples=Samples(samples.records, samples.numbers[order], values),
+        group_size=1,
+        is_recombined=is_recombined,
+        **{name: 2 * getattr(data, name) for name in (*counts, "num_bad")},
     )
 
 

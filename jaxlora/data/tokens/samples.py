@@ -25,8 +25,8 @@ class TokenizedSample:
             one, because there is no token before it to predict it.
         value: The number that came with the record: whether a labelled completion is
             desirable, 1 or 0; or the margin of a pair. 0: there is none.
-        reference_logp: Log-probability of the targets, in nats, by the base without an
-            adapter, for objectives that need it.
+        reference_logp: Log-probability of the targets, in nats, by the reference, for
+            objectives that need it. None: it is computed with the sample's microbatch.
         weights: Weight of each token's loss as a target; None: all are 1.
         top: A teacher's most likely tokens in the place of each target; None: there is
             no teacher.

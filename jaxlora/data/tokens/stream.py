@@ -28,7 +28,12 @@ from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Records
 from jaxlora.data.records.shards import Shard, read_shards
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.choose import check_some, choose_samples
+from jaxlora.data.tokens.choose import (
+    check_some,
+    choose_samples,
+    grouped,
+    sample_form,
+)
 from jaxlora.data.tokens.encode_records import RecordEncoder
 from jaxlora.data.tokens.record_writer import RecordWriter
 from jaxlora.data.tokens.tokenized_data import MeasuredData, TokenizedData
@@ -154,7 +159,10 @@ class WindowReader:
         self._encoder = RecordEncoder(
             data, records, tokenizer, job.max_length, self._notes
         )
-        self.num_groups = -(-data.shuffle_buffer // job.batch_size) * job.batch_size
+        # A record may become several groups, such as a pair that is taken apart.
+        self._in_record = self._encoder.size // sample_form(job)[0]
+        unit = job.batch_size * self._in_record
+        self.num_groups = -(-data.shuffle_buffer // unit) * unit
         self._lock, self._reads = threading.Lock(), threading.Lock()
         self._windows: weakref.WeakValueDictionary[StreamPlace, Future[Window]] = (
             weakref.WeakValueDictionary()
@@ -194,10 +202,8 @@ class WindowReader:
         shards, num = self._ordered(start.epoch), 0
         reading = _Reading(shards, start, self._notes)
         while num < self.num_groups:
-            before = len(writer)
-            self._encoder.add(
-                reading.take(self.num_groups - num), writer, name=reading.name
-            )
+            before, missing = len(writer), (self.num_groups - num) // self._in_record
+            self._encoder.add(reading.take(missing), writer, name=reading.name)
             if len(writer) == before:
                 break
             num = len(self._choose(writer).group_lengths)
@@ -228,7 +234,7 @@ class WindowReader:
         size = self._encoder.size
         every = np.ones(len(records.lengths) // size, bool)
         found = choose_samples(records, every, self._job, self._data.path, size)
-        return dataclasses.replace(found, is_part=True)
+        return dataclasses.replace(grouped(found, self._job), is_part=True)
 
     def _ordered(self, epoch: int) -> list[Shard]:
         if not self._job.shuffle:

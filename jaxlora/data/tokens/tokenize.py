@@ -1,6 +1,5 @@
 """A job's records as token arrays, with the tokens to be learned marked."""
 
-import dataclasses
 import logging
 import math
 from typing import Literal
@@ -16,10 +15,15 @@ from jaxlora.data.records.read import Record, open_records
 from jaxlora.data.records.shards import Shard, open_shards
 from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD, SPECIAL_KINDS, has_kind
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.choose import check_some, choose_samples
+from jaxlora.data.tokens.choose import (
+    check_some,
+    choose_samples,
+    grouped,
+    sample_form,
+)
 from jaxlora.data.tokens.encode_records import encode_records
 from jaxlora.data.tokens.mixture import mix
-from jaxlora.data.tokens.samples import EncodedRecords, Samples
+from jaxlora.data.tokens.samples import EncodedRecords
 from jaxlora.data.tokens.stream import SampleStream, WindowReader
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key
 from jaxlora.data.tokens.tokenized_data import TokenizedData
@@ -31,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 # The field that has the margin of a pair, if the user names no other.
 _MARGIN = "margin"
-# TRL takes so many pairs apart at a time.
-_PAIRS_AT_ONCE = 1000
 # The random stream of the held-out records; no epoch number is as large.
 _HELD_OUT_STREAM = 2**63
 
@@ -103,17 +105,9 @@ class DataReader:
         """Opens a job's training data, which are streamed, and reads the first window.
 
         Raises:
-            DataError: There are none, or the objective needs all samples beforehand.
+            DataError: There are none.
             ModelError: The records are chats, and the tokenizer has no chat template.
         """
-        objective = find_objective(job.objective)
-        if objective.needs_reference or objective.baseline is not None:
-            raise DataError(
-                f"job {job.name!r} has objective {job.objective}, which needs numbers "
-                "of all of its samples before it trains, so its data cannot be "
-                "streamed. Give data.limit, or an objective without a reference: "
-                "simpo, cpo, orpo, reward or next_token."
-            )
         data = with_kind(job.data, job)
         settings = data.model_dump_json()
         if settings not in self._shards:
@@ -122,7 +116,7 @@ class DataReader:
         # The seed only orders the shards; each job orders the samples of a window.
         seed = job.seed if job.shuffle and len(shards) > 1 else None
         limits = job.max_length, job.too_long, job.batch_size
-        choice = settings, *limits, job.shuffle, seed
+        choice = settings, *limits, job.shuffle, seed, *sample_form(job)
         if choice not in self._windows:
             tokenizer = self.tokenizer.with_setting(data.chat_template)
             self._windows[choice] = WindowReader(data, shards, tokenizer, job)
@@ -139,9 +133,7 @@ class DataReader:
         data = with_kind(data, job)
         key, records = self._encode(data, job.max_length)
         split = (which, fraction, job.eval_seed) if fraction else ()
-        objective = find_objective(job.objective)
-        groups = objective.group_size, objective.baseline is not None
-        choice = (key, data.path, split, job.too_long, groups)
+        choice = (key, data.path, split, job.too_long, sample_form(job))
         if choice not in self._tokenized:
             size = SAMPLES_PER_RECORD.get(data.kind, 1)
             num_records = len(records.lengths) // size
@@ -151,7 +143,7 @@ class DataReader:
                 is_included = is_held_out == (which == "eval")
             chosen = choose_samples(records, is_included, job, data.path, size)
             check_some(chosen, job, records.first_bad)
-            self._tokenized[choice] = _grouped(chosen, job)
+            self._tokenized[choice] = grouped(chosen, job)
         return self._tokenized[choice]
 
     def _encode(self, data: DataConfig, max_length: int) -> tuple[str, EncodedRecords]:
@@ -230,28 +222,3 @@ def _choose_held_out(job: LoraJob, path: str, num_records: int) -> _Flags:
     is_held_out = np.zeros(num_records, bool)
     is_held_out[held_out[:num_held_out]] = True
     return is_held_out
-
-
-def _grouped(data: TokenizedData, job: LoraJob) -> TokenizedData:
-    """Takes pairs apart for an objective that learns from single samples.
-
-    As in TRL, all chosen answers of 1000 pairs come before their rejected ones. A
-    chosen answer gets the label 1, and a rejected one 0.
-    """
-    objective = find_objective(job.objective)
-    is_recombined = objective.baseline is not None
-    if (data.group_size, objective.group_size) != (2, 1):
-        return dataclasses.replace(data, is_recombined=is_recombined)
-    samples = data.samples
-    assert isinstance(samples, Samples), "the reader makes them"
-    pair, is_rejected = np.divmod(samples.numbers, 2)
-    order = np.lexsort((pair, is_rejected, pair // _PAIRS_AT_ONCE))
-    values = 1.0 - is_rejected[order]
-    counts = ("num_records", "num_truncated", "num_dropped", "num_without_target")
-    return dataclasses.replace(
-        data,
-        samples=Samples(samples.records, samples.numbers[order], values),
-        group_size=1,
-        is_recombined=is_recombined,
-        **{name: 2 * getattr(data, name) for name in (*counts, "num_bad")},
-    )

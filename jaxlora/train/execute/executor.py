@@ -190,12 +190,15 @@ class Executor(Protocol):
         """
         ...
 
-    def log_likelihoods(self, slot: int, batch: JobBatch) -> np.ndarray:
+    def log_likelihoods(
+        self, slot: int, batch: JobBatch, *, of_base: bool
+    ) -> np.ndarray:
         """Returns the log likelihood of the targets of each sample, without dropout.
 
         Args:
-            slot: The slot whose weights are used; with a free one, those of the base.
+            slot: A slot.
             batch: The samples, for the slot.
+            of_base: Whether the base is meant, and not the adapter in the slot.
 
         Returns:
             Sums over the targets of each sample, in nats, float64.

@@ -119,7 +119,8 @@ class Feed:
         new = {(s.owner, s.batch) for s in fed.samples} - self._begun
         self._begun |= new
         found = {
-            slot: self._jobs[slot].baseline_batch(slot, step) for slot, step in new
+            slot: self._jobs[slot].baseline_batch(slot, self._batches[slot, step])
+            for slot, step in new
         }
         return {slot: batch for slot, batch in found.items() if batch is not None}
 

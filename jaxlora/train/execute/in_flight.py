@@ -15,11 +15,12 @@ from jaxlora.train.execute.layout import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Entered:
-    """A tick in the pipeline: its rows on each stage, its keys, and its slots."""
+    """A tick in the pipeline; see `InFlight.enter`."""
 
     batches: Sequence[PackedBatch]
     keys: SlotKeys
     slots: frozenset[int]
+    runs_reference: bool
 
 
 class InFlight:
@@ -40,6 +41,7 @@ class InFlight:
         self._hidden: dict[tuple[int, int], jax.Array] = {}
         self._gradients: dict[tuple[int, int], jax.Array] = {}
         self._residuals: dict[tuple[int, int], Sequence[jax.Array]] = {}
+        self._of_reference: dict[tuple[int, int], jax.Array] = {}  # its hidden states
 
     def enter(
         self,
@@ -47,6 +49,8 @@ class InFlight:
         batches: Sequence[PackedBatch],
         keys: SlotKeys,
         slots: Iterable[int],
+        *,
+        runs_reference: bool,
     ) -> None:
         """Takes in a tick.
 
@@ -55,8 +59,15 @@ class InFlight:
             batches: Its rows, on the devices of each stage.
             keys: Keys of its dropout masks.
             slots: Slots of its rows.
+            runs_reference: Whether the reference runs with it: a forward pass of the
+                base on each stage, just before the tick's own.
         """
-        self._ticks[tick] = _Entered(batches=batches, keys=keys, slots=frozenset(slots))
+        self._ticks[tick] = _Entered(
+            batches=batches,
+            keys=keys,
+            slots=frozenset(slots),
+            runs_reference=runs_reference,
+        )
 
     def __contains__(self, tick: int) -> bool:
         return tick in self._ticks
@@ -98,9 +109,25 @@ class InFlight:
     ) -> tuple[Any, ...]:
         """Settings, rows, keys and hidden states that a forward pass takes."""
         entered, table = self._ticks[tick], self._tables[stage]
-        keys = dataclasses.replace(entered.keys, baseline=baseline)
-        inputs = table.settings, entered.batches[stage], keys
+        keys, rows = entered.keys, entered.batches[stage]
+        if entered.runs_reference:
+            rows = self._refer(stage, tick, baseline)
+        keys = dataclasses.replace(keys, baseline=baseline)
+        inputs = table.settings, rows, keys
         return inputs if stage == 0 else (*inputs, self._hidden.pop((stage, tick)))
+
+    def _refer(self, stage: int, tick: int, baseline: jax.Array | None) -> PackedBatch:
+        """Queues the base's pass over a tick's rows; returns them with its result."""
+        rows, table = self._ticks[tick].batches[stage], self._tables[stage]
+        h = () if stage == 0 else (self._of_reference.pop((stage, tick)),)
+        found = self._stages[stage].steps.evaluate(
+            *(self._bases[stage], table.state.params, table.without_adapters, rows),
+            *(SlotKeys(baseline=baseline), *h),
+        )
+        if stage == len(self._stages) - 1:
+            return dataclasses.replace(rows, reference_nll=found.nll)
+        self._of_reference[stage + 1, tick] = self._send(found, stage + 1)
+        return rows
 
     def _forward(self, stage: int, tick: int) -> None:
         params = self._tables[stage].state.params

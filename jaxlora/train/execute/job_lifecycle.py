@@ -287,20 +287,20 @@ class JobLifecycle:
 
     def _start(self, job: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""
+        parked, job.parked = job.parked, None
+        if parked is None:
+            self._executor.load(slot, job.start, job.settings.optimizer)
+            verb, event = "starts", JobStartEvent
+        else:
+            self._executor.restore(slot, parked, job.like)
+            verb, event = "continues", JobResumeEvent
         if job.lacks_references:
             self.side_work.refer(job, slot)
-        parked, job.parked = job.parked, None
         job.update(status="running", reason="", slot=slot)
         self.by_slot[slot] = job
         self._ticks.start(self._position(job))
-        if parked is None:
-            self._executor.load(slot, job.start, job.settings.optimizer)
-            logger.info("%s starts in slot %d", job.name, slot)
-            self._send_of(job, JobStartEvent, slot=slot)
-            return
-        self._executor.restore(slot, parked, job.like)
-        logger.info("%s continues in slot %d", job.name, slot)
-        self._send_of(job, JobResumeEvent, slot=slot)
+        logger.info("%s %s in slot %d", job.name, verb, slot)
+        self._send_of(job, event, slot=slot)
 
     def _send_of(self, job: JobState, kind: type[JobEvent], **values) -> None:
         """Sends an event of a job at the step that it has reached."""

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.data.pack import JobBatch, PackedBatch, pack_tick
+from jaxlora.data.pack import JobBatch, PackedBatch, pack_tick, runs_reference
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch
@@ -44,10 +44,12 @@ class ReplicaRows:
         rows: Its rows, on the host.
         slots: Slots of the samples that run.
         work: Its work.
+        runs_reference: Whether the reference of some samples runs with it.
     """
 
     replica: int
     rows: PackedBatch
+    runs_reference: bool
     slots: frozenset[int]
     work: TickWork
 
@@ -59,11 +61,13 @@ class TickRows:
     Attributes:
         stages: Its rows on the devices of each stage of the first replica; None: none
             of its samples run there.
+        runs_reference: Whether the reference of some samples runs with them.
         work: Work of the first replica.
         further: The microbatches of further replicas.
     """
 
     stages: Sequence[PackedBatch] | None
+    runs_reference: bool
     work: TickWork
     further: Sequence[ReplicaRows]
 
@@ -117,6 +121,7 @@ class FurtherReplicas:
         self._parts.pop(slot, None)
         for replica in self._replicas.values():
             replica.settings = replica.received(self._table.settings)
+            replica.without_adapters = replica.received(self._table.without_adapters)
         self.copy_weights([slot])
 
     def copy_weights(self, slots: Collection[int]) -> None:
@@ -159,10 +164,12 @@ class FurtherReplicas:
             if not samples:
                 continue
             limits = dataclasses.replace(self._limits, capacity=lane.capacity)
+            rows = pack_tick((microbatch,), batches, limits, self._objectives)
             found.append(
                 ReplicaRows(
                     replica=lane.replica,
-                    rows=pack_tick((microbatch,), batches, limits, self._objectives),
+                    rows=rows,
+                    runs_reference=runs_reference(rows),
                     slots=frozenset(s.owner for s in samples),
                     work=TickWork(
                         num_microbatches=1,
@@ -225,6 +232,7 @@ class _Replica:
     Attributes:
         stage: Its decoder.
         settings: Settings of the slots.
+        without_adapters: Settings with which the slots give the base.
         new: Weights of slots that no microbatch has needed yet.
     """
 
@@ -233,6 +241,7 @@ class _Replica:
         self.stage: Stage = one.stage
         self.new: dict[int, jax.Array] = {}
         self.settings: Any = None
+        self.without_adapters: Any = None
         self._base = base
         state = self.stage.steps.make_empty()
         self._params, self._pending = state.params, state.pending
@@ -263,6 +272,12 @@ class _Replica:
         rows, placement = one.rows, self.stage.placement
         if placement.mesh is not None:  # one device's program uploads them faster
             rows = put(rows, placement.sharding(placement.rows))
+        if one.runs_reference:
+            found = steps.evaluate(
+                *(self._base, self._params, self.without_adapters, rows),
+                SlotKeys(baseline=keys.baseline),
+            )
+            rows = dataclasses.replace(rows, reference_nll=found.nll)
         self._pending, losses, _ = steps.accumulate(
             *(self._base, self._params, self._pending, self.settings, rows, keys)
         )

@@ -17,7 +17,6 @@ from jaxlora.common.background import in_background
 from jaxlora.distributed import processes
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import baseline_shape
-from jaxlora.models.forward import SlotKeys
 from jaxlora.programs.program import (
     Prepared,
     announce,
@@ -240,11 +239,8 @@ def _evaluation(
     stage: Stage, table: SlotTable, limits: Limits, name: str
 ) -> list[Prepared]:
     steps, baseline = stage.steps, baseline_shape(stage.spec, stage.placement)
-    h = () if stage.spec.has_embedding else (steps.hidden_shape(limits),)
-    evaluation = steps.evaluate.prepare(
-        *(stage.base_shapes(), table.state.params, table.settings),
-        *(steps.batch_shapes(limits), SlotKeys(baseline=baseline), *h),
-        what=f"evaluation{name}",
+    evaluation = steps.prepare_evaluation(
+        stage.base_shapes(), table.state.params, table.settings, limits, name
     )
     if baseline is None:
         return [evaluation]

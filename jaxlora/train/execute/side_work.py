@@ -114,27 +114,29 @@ class SideWork:
             self._run.export(job)
 
     def refer(self, job: JobState, slot: int) -> None:
-        """Computes and keeps the log-probabilities of a job's samples by the base.
+        """Computes and keeps the log-probabilities of a job's samples by the reference.
 
         Jobs of the same objective and data, as of a sweep, have the same ones.
 
         Args:
             job: The job.
-            slot: A free slot, whose adapter is zero.
+            slot: Its slot, with the adapter that it starts from.
         """
+        of_base = not job.prepared.refers_to_start
         source = job.settings.objective, *sorted(job.reference_source().items())
         with self._timed():
             if source not in self._references:
                 self._references[source] = {
-                    which: self._executor.log_likelihoods(slot, batch)
+                    which: self._executor.log_likelihoods(slot, batch, of_base=of_base)
                     for which, batch in job.plain_batches(slot).items()
                 }
             job.references = self._references[source]
             self._run.keep_references(job)
         count = counted(sum(map(len, job.references.values())), "sample")
         logger.info(
-            "%s: the log-probabilities of %s by the base were computed once, and are "
-            "kept for all steps",
+            "%s: the log-probabilities of %s by the %s were computed once, and are "
+            "kept",
             job.name,
             count,
+            "base" if of_base else "adapter that it starts from",
         )

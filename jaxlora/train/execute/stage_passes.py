@@ -185,7 +185,10 @@ class StagePasses:
         """Runs a stage without dropout; returns hidden states, or losses at the end."""
         assert keys.seed is None, "nothing is dropped"
         out = self._runner(base, settings, batch, keys)(self._by_path(params), h)
-        return self._each(out) if isinstance(out, JobLosses) else out
+        if not isinstance(out, JobLosses):
+            return out
+        sums = self._each(dataclasses.replace(out, nll=None))
+        return dataclasses.replace(sums, nll=out.nll)
 
     def add_baseline(
         self,

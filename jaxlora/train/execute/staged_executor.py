@@ -16,9 +16,11 @@ from jaxlora.data.pack import (
     JobBatch,
     PackedBatch,
     pack_tick,
+    runs_reference,
     split_by_segment_limit,
 )
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch, Sample
 from jaxlora.scheduler.algorithms import greedy
@@ -177,12 +179,14 @@ class StagedExecutor:
         num_lanes = self._layout.num_lanes
         tick, further = fed.tick[:num_lanes], fed.tick[num_lanes:]
         num_tokens = sum(s.num_tokens for m in tick for s in m if s.owner in batches)
-        rows = None
+        rows, runs = None, False
         if num_tokens:
             limits = dataclasses.replace(self._limits, capacity=fed.of.rows)
-            rows = self._upload(pack_tick(tick, batches, limits, self._objectives))
+            packed = pack_tick(tick, batches, limits, self._objectives)
+            rows, runs = self._upload(packed), runs_reference(packed)
         return TickRows(
             stages=rows,
+            runs_reference=runs,
             work=TickWork(
                 num_microbatches=num_lanes,
                 num_rows=num_lanes * fed.of.rows,
@@ -248,14 +252,19 @@ class StagedExecutor:
             for slot, batch in batches.items()
         }
 
-    def log_likelihoods(self, slot: int, batch: JobBatch) -> np.ndarray:
+    def log_likelihoods(
+        self, slot: int, batch: JobBatch, *, of_base: bool
+    ) -> np.ndarray:
         """Returns the log likelihood of the targets of each sample, in nats."""
         batches, size = {slot: batch}, batch.objective.group_size
         out, queued = np.zeros(len(batch.samples)), []
-        weights = [table.weights for table in self.slots.tables]
+        tables = self.slots.tables
+        weights = [table.weights for table in tables]
+        settings = [t.without_adapters if of_base else t.settings for t in tables]
         for tick in self._evaluation_ticks(batches, _all_groups(batches)):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
-            nll = self._evaluate(packed, self._baselines.none, weights).nll
+            args = self._upload(packed), self._baselines.none, weights
+            nll = self._evaluate_with(settings, *args).nll
             queued.append((tick, packed.segment_ids, nll))
         found = jax.device_get(everywhere([nll for *_, nll in queued]))
         for (tick, segments, _), nll in zip(queued, found, strict=True):
@@ -332,18 +341,34 @@ class StagedExecutor:
         baseline: jax.Array | None,
         weights: Sequence[Tables],
     ) -> JobLosses:
-        """Queues an evaluation of a tick.
+        """Queues an evaluation of a tick, after that of the reference if it runs.
 
         Args:
             packed: The tick.
             baseline: The baselines of the slots.
             weights: Weights of each stage.
         """
+        uploaded, tables = self._upload(packed), self.slots.tables
+        if runs_reference(packed):
+            settings = [table.without_adapters for table in tables]
+            found = self._evaluate_with(settings, uploaded, baseline, weights)
+            last = dataclasses.replace(uploaded[-1], reference_nll=found.nll)
+            uploaded = [*uploaded[:-1], last]
+        settings = [table.settings for table in tables]
+        return self._evaluate_with(settings, uploaded, baseline, weights)
+
+    def _evaluate_with(
+        self,
+        settings: Sequence[SlotSettings],
+        uploaded: Sequence[PackedBatch],
+        baseline: jax.Array | None,
+        weights: Sequence[Tables],
+    ) -> JobLosses:
+        """Queues an evaluation with settings of the slots on each stage."""
         h: tuple[Any, ...] = ()  # what the stage before returned
-        uploaded = self._upload(packed)
         for number, stage in enumerate(self._layout.stages):
-            table, placement = self.slots.tables[number], stage.placement
-            args = self._bases[number], weights[number], table.settings
+            placement = stage.placement
+            args = self._bases[number], weights[number], settings[number]
             where = placement.sharding(placement.hidden)
             h = tuple(jax.device_put(x, where) for x in h)
             keys = SlotKeys(baseline=baseline if stage.spec.has_head else None)

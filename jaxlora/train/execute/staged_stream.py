@@ -188,7 +188,8 @@ class StagedStream:
         )
         self._work[tick] = {0: rows.work} if rows.stages is not None else {}
         if rows.stages is not None:
-            self._in_flight.enter(tick, rows.stages, keys, steps)
+            runs = rows.runs_reference
+            self._in_flight.enter(tick, rows.stages, keys, steps, runs_reference=runs)
         if rows.further:
             self._further_rows[tick] = keys, rows.further
         self._beginning[tick] = self._feed.begin(fed)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import PartitionSpec
@@ -20,7 +20,7 @@ from jaxlora.adapters.optimizer import (
     measure,
     optimizer_step,
 )
-from jaxlora.adapters.optimizers.state import evaluation_weights
+from jaxlora.adapters.optimizers.state import Tables, evaluation_weights
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, evaluates_other_weights
 from jaxlora.adapters.slot_state import (
     empty_state,
@@ -29,10 +29,16 @@ from jaxlora.adapters.slot_state import (
     write_slot,
 )
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.data.objectives import has_reference
 from jaxlora.data.pack import PackedBatch
 from jaxlora.memory.footprint import StagePrograms
-from jaxlora.memory.inputs import batch_shapes, key_shapes
-from jaxlora.models.forward import evaluation_options, training_options
+from jaxlora.memory.inputs import baseline_shape, batch_shapes, key_shapes
+from jaxlora.models.forward import (
+    JobLosses,
+    SlotKeys,
+    evaluation_options,
+    training_options,
+)
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec, SlotShape
 from jaxlora.programs.program import Prepared, Program
@@ -46,15 +52,21 @@ _SHORT: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedPasses:
-    """The passes of a stage that are being compiled; see `StagePrograms`."""
+    """The passes of a stage that are being compiled; see `StagePrograms`.
+
+    Attributes:
+        last: The pass with gradients; `forward` is before it on all but the last stage.
+        reference: The evaluation by the base, of a run with a reference.
+    """
 
     last: Prepared
     forward: Prepared | None = None
+    reference: Prepared | None = None
 
     @property
     def each(self) -> list[Prepared]:
-        """The passes, in the order in which they run."""
-        return [one for one in (self.forward, self.last) if one is not None]
+        """The passes."""
+        return [p for p in (self.forward, self.last, self.reference) if p is not None]
 
     def compiled(self) -> StagePrograms:
         """Waits for the programs."""
@@ -157,7 +169,7 @@ class CompiledSteps:
             "evaluation",
             passes.evaluate,
             (base, params, *inputs, slots, *h),
-            p.partial if spec.has_head else p.hidden,
+            _evaluated(p) if spec.has_head else p.hidden,
             varies=(3,),
             compiler_options=evaluation_options(spec),
         )
@@ -303,10 +315,14 @@ class CompiledSteps:
         hidden = self.hidden_shape(limits)
         h = () if spec.has_embedding else (hidden,)
         inputs = settings, self.batch_shapes(limits), keys, *h
+        reference, params = None, state.params
+        if has_reference(spec.options.objectives):
+            reference = self.prepare_evaluation(base, params, settings, limits, name)
         if spec.has_head:
             args = base, state.params, state.pending, *inputs
             what = f"forward and backward pass{name}" if name else None
-            return PreparedPasses(last=self.accumulate.prepare(*args, what=what))
+            last = self.accumulate.prepare(*args, what=what)
+            return PreparedPasses(last=last, reference=reference)
         args = base, state.params, *inputs
         forward = self.forward.prepare(*args, what=f"forward pass{name}")
         where = self._placement.sharding(self._placement.by_device)
@@ -320,7 +336,21 @@ class CompiledSteps:
             # It is the transpose of this trace, which a loaded program has not made.
             before_tracing=lambda: self.forward.jitted.eval_shape(*args),
         )
-        return PreparedPasses(last=backward, forward=forward)
+        return PreparedPasses(last=backward, forward=forward, reference=reference)
+
+    def prepare_evaluation(
+        self,
+        base: Mapping[str, Any],
+        params: Tables,
+        settings: SlotSettings,
+        limits: Limits,
+        name: str = "",
+    ) -> Prepared:
+        """Starts to compile the evaluation of a microbatch; see `prepare_passes`."""
+        keys = SlotKeys(baseline=baseline_shape(self._spec, self._placement))
+        h = () if self._spec.has_embedding else (self.hidden_shape(limits),)
+        args = base, params, settings, self.batch_shapes(limits), keys, *h
+        return self.evaluate.prepare(*args, what=f"evaluation{name}")
 
     def batch_shapes(self, limits: Limits) -> PackedBatch:
         """Shapes of the rows of a tick."""
@@ -343,6 +373,12 @@ class CompiledSteps:
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         return sum(one.num_compilations() for one in self.programs.values())
+
+
+def _evaluated(p: StageSharding) -> JobLosses:
+    """Partition specs of the losses of an evaluation, which has those of rows."""
+    sums, rows = cast(Any, (p.partial, p.rows))
+    return JobLosses(loss=sums, metrics=sums, is_finite=sums, nll=rows)
 
 
 def _jitted(

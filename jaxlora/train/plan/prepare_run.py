@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxlora.adapters.optimizers.table import find_optimizer
 from jaxlora.common.note import log_notes
 from jaxlora.config import DataConfig, RunConfig
-from jaxlora.data.objectives import find_objective
 from jaxlora.data.rendering.fields import check_template
 from jaxlora.data.templates.known import find_template
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
@@ -23,7 +22,12 @@ from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.chosen_modules import ChosenModules, choose_modules
 from jaxlora.train.plan.found_inputs import missing_inputs
 from jaxlora.train.plan.planned_model import PlannedModel, planned_model
-from jaxlora.train.plan.prepared_job import PreparedJob, data_reader, prepare_jobs
+from jaxlora.train.plan.prepared_job import (
+    PreparedJob,
+    check_objective,
+    data_reader,
+    prepare_jobs,
+)
 from jaxlora.train.plan.resolve import resolve
 from jaxlora.train.plan.run_plan import RunPlan
 
@@ -101,7 +105,7 @@ def _check_jobs(
                 for path, one in _sets(data, ("jobs", number, key)):
                     _check_data(one, inputs, path, problems)
         with problems.at("jobs", number, "objective"):
-            find_objective(job.objective).settings_of(job.objective_args)
+            check_objective(job)
         with problems.at("jobs", number, "optimizer"):
             find_optimizer(job)
         if inputs is not None and not problems.has("jobs", number, "init_from"):

@@ -29,9 +29,13 @@ from jaxlora.data.tokens.stream import SampleStream
 from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
+from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.problems import Problems
 from jaxlora.train.plan.chosen_modules import ChosenModules, choose_modules
+
+# A forward pass over so many tokens takes minutes with a model of 8B on an H100.
+_MANY_TOKENS = 2**22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,6 +132,31 @@ class PreparedJob:
             out["eval"] = np.roll(np.arange(len(self.eval_data.samples)), 1)
         return out
 
+    @property
+    def refers_to_start(self) -> bool:
+        """Whether the reference is the adapter that the job starts from."""
+        return self.objective_settings.get("reference") == "start"
+
+    @functools.cached_property
+    def runs_reference(self) -> bool:
+        """Whether the reference runs in each step, and its results are not kept.
+
+        It does where its results could not be computed before, or only with a long
+        delay and for nothing: no sample is used twice. The job alone decides, so that
+        the choice is the same when it is resumed beside others.
+        """
+        how = self.objective_settings.get("reference_logps")
+        if self.stream is not None or how != "auto":
+            return how is not None and how != "kept"
+        num_tokens = self.train_data.num_tokens
+        is_used_once = self.num_steps <= self.order.batches_per_epoch
+        return is_used_once and num_tokens > _MANY_TOKENS and not self.refers_to_start
+
+    def recombined_in(self, batch: Sequence[TokenizedSample]) -> list[TokenizedSample]:
+        """Returns each prompt of a global batch with the completion before it."""
+        most = self.settings.max_length
+        return [recombined(one, batch[i - 1], most) for i, one in enumerate(batch)]
+
     def recombined(self, which: str, number: int) -> TokenizedSample:
         """Returns the prompt of a sample with its neighbor's completion.
 
@@ -205,6 +234,40 @@ def data_reader(config: RunConfig, tokenizer: Tokenizer) -> DataReader:
     return DataReader(tokenizer, user_token_cache() if config.token_cache else None)
 
 
+def check_objective(job: LoraJob) -> None:
+    """Checks the objective of a job, its settings, and what its reference needs.
+
+    Raises:
+        ConfigError: There is no such objective, it has no such settings, or the
+            reference cannot be had.
+    """
+    settings = find_objective(job.objective).settings_of(job.objective_args)
+    to_start = settings.get("reference") == "start"
+    how, is_stream = settings.get("reference_logps"), job.data.is_stream
+    if to_start and job.init_from is None:
+        raise ConfigError(
+            f"objective_args: reference=start is the adapter of init_from, and job "
+            f"{job.name!r} has none: an adapter starts as the base. Set init_from, or "
+            "leave reference out."
+        )
+    if to_start and (is_stream or how == "in_step"):
+        why, cure = "reference_logps is in_step", "Leave reference_logps out"
+        if is_stream:
+            why, cure = "its data are streamed", "Set data.limit"
+        raise ConfigError(
+            f"objective_args: the log-probabilities of reference=start of job "
+            f"{job.name!r} are computed once, before the adapter changes, and {why}. "
+            f"{cure}, or merge the adapter into the base (jaxlora merge) and leave "
+            "reference out."
+        )
+    if is_stream and how == "kept":
+        raise ConfigError(
+            f"objective_args: reference_logps=kept of job {job.name!r} needs all "
+            "samples before training, and its data are streamed. Leave it out, so that "
+            "the reference runs in each step; or set data.limit."
+        )
+
+
 def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> PreparedJob:
     """Selects the modules that a job adapts, and reads its samples.
 
@@ -213,7 +276,7 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
             from or the data cannot be used.
     """
     find_optimizer(job)
-    find_objective(job.objective).settings_of(job.objective_args)
+    check_objective(job)
     return _read_job(job, choose_modules(job, model), model, reader)
 
 
@@ -227,7 +290,7 @@ def _read_job(
     if job.eval_data is not None or job.eval_fraction > 0:
         held_out = reader.read(job, "eval")
     read = {"training data": train, "held-out data": held_out}
-    return PreparedJob(
+    prepared = PreparedJob(
         settings=job,
         modules=chosen.modules,
         start=chosen.start,
@@ -246,6 +309,10 @@ def _read_job(
             _note_on_modules(job.name, chosen.modules),
         ),
     )
+    if prepared.runs_reference:
+        note = _note_on_reference(prepared)
+        prepared = dataclasses.replace(prepared, notes=(*prepared.notes, note))
+    return prepared
 
 
 def prepare_jobs(
@@ -289,6 +356,23 @@ def _notes_on_positions(
             is_warning=True,
             job=name,
         )
+
+
+def _note_on_reference(job: PreparedJob) -> Note:
+    why = "as reference_logps says"
+    if job.stream is not None:
+        why = "as the data are streamed"
+    elif job.objective_settings["reference_logps"] == "auto":
+        why = (
+            f"as no sample is used twice, and {job.train_data.num_tokens:,} tokens "
+            "would delay the first step. To compute them once, such as for several "
+            "jobs with the same data, set reference_logps: kept"
+        )
+    return Note(
+        "the log-probabilities by the base are computed in each step, by a forward "
+        f"pass more, {why}.",
+        job=job.name,
+    )
 
 
 def _note_on_modules(name: str, modules: Mapping[str, ModuleLora]) -> Note:

@@ -24,13 +24,15 @@ CASES = [
 ]
 
 
-def sample(prompt: int, length: int, label: bool, reference: float) -> TokenizedSample:
+def sample(
+    prompt: int, length: int, label: bool, reference: float | None
+) -> TokenizedSample:
     is_target = np.arange(prompt + length) >= prompt
     ids = np.arange(prompt + length, dtype=np.int32)
     return TokenizedSample(ids, is_target, float(label), reference)
 
 
-def rows(case: dict, which: str, dtype) -> tuple:
+def rows(case: dict, which: str, dtype, *, in_step: bool = False) -> tuple:
     """The rows of the samples of a golden case, or of its recombined samples."""
     lengths, prompt, objective = case["lengths"], case["prompt"], KTO
     if which:
@@ -38,7 +40,10 @@ def rows(case: dict, which: str, dtype) -> tuple:
         assert isinstance(objective, Objective)
     logps, references = case[f"{which}policy"], case[f"{which}reference"]
     given = zip(lengths, case["labels"], references, strict=True)
-    samples = [sample(prompt, n, label, sum(ref)) for n, label, ref in given]
+    samples = [
+        sample(prompt, n, label, None if in_step else sum(ref))
+        for n, label, ref in given
+    ]
     batch = JobBatch(
         slot=0,
         step=0,
@@ -58,6 +63,8 @@ def rows(case: dict, which: str, dtype) -> tuple:
     inputs = {k: padded(np.concatenate([p[k] for p in parts])) for k in parts[0]}
     # The last row of a sample predicts nothing.
     nll = padded(np.concatenate([np.append(-np.array(one), 0.0) for one in logps]))
+    by_base = np.concatenate([np.append(-np.array(one), 0.0) for one in references])
+    inputs["reference_nll"] = padded(by_base * in_step)
     sizes = [len(one) + 1 for one in logps]
     groups = padded(np.repeat(np.arange(len(samples)), sizes), fill=-1)
     arrays = {k: jnp.asarray(x, dtype) for k, x in inputs.items()}
@@ -71,15 +78,16 @@ def compute(nll, inputs, groups):
     return *jax.value_and_grad(loss)(nll), metrics
 
 
+@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_trl(case, dtype):
+def test_losses_are_those_of_trl(case, dtype, in_step):
     tolerance = 1e-10 if dtype == "float64" else 2e-6
     with jax.enable_x64(dtype == "float64"):
-        nll, inputs, groups, _ = rows(case, "recombined_", dtype)
+        nll, inputs, groups, _ = rows(case, "recombined_", dtype, in_step=in_step)
         inputs |= {"baseline": jnp.zeros(ROWS, dtype)}
         baseline, *_ = compute(nll, inputs, groups)
-        nll, inputs, groups, batch = rows(case, "", dtype)
+        nll, inputs, groups, batch = rows(case, "", dtype, in_step=in_step)
         inputs |= {"baseline": jnp.full(ROWS, baseline)}
         found, gradient, metrics = compute(nll, inputs, groups)
         sums = {name: float(x) for name, x in metrics.items()}

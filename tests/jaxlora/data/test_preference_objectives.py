@@ -29,7 +29,7 @@ CASES = [
 class Batch:
     """The rows of a golden case, with pairs one after another."""
 
-    def __init__(self, name: str, case: dict):
+    def __init__(self, name: str, case: dict, *, in_step: bool = False):
         half = len(case["lengths"]) // 2
         order = [i for pair in range(half) for i in (pair, pair + half)]
         logps = [np.array(case["policy"][i]) for i in order]
@@ -40,7 +40,8 @@ class Batch:
             is_target = np.arange(prompt + length) >= prompt
             ids = np.arange(prompt + length, dtype=np.int32)
             reference = sum(references[i]) if references else None
-            more = {} if reference is None else {"reference_logp": reference}
+            is_given = reference is not None and not in_step
+            more = {"reference_logp": reference} if is_given else {}
             samples.append(TokenizedSample(ids, is_target, **more))
         self.objective = find_objective(name)
         batch = JobBatch(
@@ -58,6 +59,9 @@ class Batch:
         assert set(self.inputs) == set(self.objective.input_names)
         # The last row of a sample predicts nothing.
         self.nll = np.concatenate([np.append(-one, 0.0) for one in logps])
+        if self.objective.needs_reference:
+            by_base = [np.append(-np.array(references[i]), 0.0) for i in order]
+            self.inputs["reference_nll"] = np.concatenate(by_base) * in_step
         pairs = zip(logps[::2], logps[1::2], strict=True)
         sizes = [len(chosen) + len(rejected) + 2 for chosen, rejected in pairs]
         self.groups = np.repeat(np.arange(half, dtype=np.int32), sizes)
@@ -115,6 +119,19 @@ def test_losses_are_those_of_trl(name, case, dtype):
         ]
         gradient = gradient[: len(batch.groups)]
         np.testing.assert_allclose(-gradient, golden, rtol=tolerance * 10, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name, case", [c for c in CASES if find_objective(str(c.values[0])).needs_reference]
+)
+def test_the_reference_may_run_with_the_microbatch(name, case):
+    batch = Batch(name, case, in_step=True)
+    with jax.enable_x64(True):
+        loss, _, metrics = compiled(name)(*batch.arrays("float64"))
+        found = {name: float(values.sum()) for name, values in metrics.items()}
+    assert float(loss) == pytest.approx(case["loss"], rel=1e-10)
+    golden = {name: case["metrics"][name] for name in found}
+    assert found == pytest.approx(golden, rel=1e-10, abs=1e-10)
 
 
 def test_sums_of_groups_have_the_same_bits_anywhere():

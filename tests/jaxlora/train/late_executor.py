@@ -112,7 +112,9 @@ class LateExecutor:
     def snapshot(self) -> None:
         raise AssertionError("no checkpoint is due")
 
-    def log_likelihoods(self, slot: int, batch: JobBatch) -> np.ndarray:
+    def log_likelihoods(
+        self, slot: int, batch: JobBatch, *, of_base: bool
+    ) -> np.ndarray:
         return np.zeros(len(batch.samples))
 
     def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:

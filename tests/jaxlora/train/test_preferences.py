@@ -130,7 +130,9 @@ def test_the_reference_is_the_base_without_the_adapter(
     monkeypatch.setattr(
         StagedExecutor,
         "log_likelihoods",
-        lambda self, slot, batch: computed.append(slot) or count(self, slot, batch),
+        lambda self, slot, batch, *, of_base: (
+            computed.append(slot) or count(self, slot, batch, of_base=of_base)
+        ),
     )
     found = train([job, job.replace(name="twin", objective_args={"beta": 1.0})])
     assert len(set(computed)) == 1  # for both, as they have the same data
@@ -278,10 +280,16 @@ def test_a_reward_model_is_exported_and_imported(train, preference_jobs, togethe
 @pytest.mark.grid
 @pytest.mark.parametrize("mesh", ["stage=2,fsdp=2", "data=2,fsdp=2"])
 def test_a_mesh_trains_what_one_device_trains(meshes, preference_jobs, mesh):
-    """Pairs and baselines: on stages, and with slots and rows divided among devices."""
+    """Pairs and baselines: on stages, and with slots and rows divided among devices.
+
+    The reference of DPO and KTO runs in each step.
+    """
     common = {"target_modules": ("v_proj", "up_proj"), "adam_eps": 1e-4}
     names = ("dpo", "kto", "reward")
     jobs = [preference_jobs[name].replace(**common) for name in names]
+    in_step = {"reference_logps": "in_step"}
+    for i, one in enumerate(jobs[:2]):
+        jobs[i] = one.replace(objective_args=one.objective_args | in_step)
     shape = {"microbatch_tokens": 256}
     one = meshes.train("fsdp=1", jobs, **shape)
     other = meshes.train(mesh, jobs, **shape)

@@ -1,0 +1,140 @@
+"""The reference of DPO and KTO: kept or in the step, of the base or of the start."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.errors import ConfigError
+from jaxlora.train.plan.prepared_job import check_objective
+from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.conftest import LINEARS
+from tests.jaxlora.train.outcome import Outcome, outcome
+from tests.jaxlora.train.test_contracts import ROUNDING
+from tests.jaxlora.train.test_preferences import write_pairs
+
+JOB = {"rank": 4, "batch_size": 4, "learning_rate": 2e-2, "max_length": 96, "steps": 4}
+JOB |= {"target_modules": ["q_proj", "v_proj"], "dropout": 0.1}
+
+
+def job(name: str, objective: str, path: str, args: dict | None = None, **changes):
+    data = {"path": path, "kind": "preference"} | changes.pop("data", {})
+    settings = JOB | {
+        "objective": objective,
+        "objective_args": args or {},
+        "data": data,
+    }
+    return LoraJob(name=name, **settings | changes)
+
+
+def test_in_the_step_it_is_the_one_that_is_kept(train, tmp_path):
+    """After steps with DoRA and rows of tokens, which have to be off for it."""
+    path = write_pairs(tmp_path / "pairs.jsonl", 9, seed=0)
+    held_out = {"path": write_pairs(tmp_path / "held_out.jsonl", 3, seed=1)}
+    more = {"use_dora": True, "trainable_token_indices": [65, 98]}
+    twins = [
+        job(f"{name}_{how}", name, path, {"reference_logps": how}, **more)
+        for name in ("dpo", "kto")
+        for how in ("kept", "in_step")
+    ]
+    twins = [one.replace(eval_data=held_out, eval_every=2) for one in twins]
+    found = train(twins)
+    for name in ("dpo", "kto"):
+        kept, in_step = f"{name}_kept", f"{name}_in_step"
+        for of in (found.losses, found.evals):
+            assert of[in_step] == pytest.approx(of[kept], rel=ROUNDING)
+        assert max(found.losses[kept]) - min(found.losses[kept]) > 1e-3
+    notes = [str(note) for j in found.trainer.jobs for note in j.prepared.notes]
+    lines = [line for line in notes if "in each step, by a forward" in line]
+    assert len(lines) == 2 and all("as reference_logps says" in line for line in lines)
+    # The adapter that a job starts from may be the reference instead.
+    folder = found.trainer.output_dir / "adapters" / "dpo_kept"
+    start = twins[0].replace(
+        init_from=str(folder),
+        learning_rate=0.0,
+        dropout=0.0,
+        use_dora=False,
+        trainable_token_indices=[],
+    )
+    to_start = start.replace(name="start", objective_args={"reference": "start"})
+    # With KTO, the programs are those of the run before.
+    jobs = [to_start, start.replace(name="plain"), twins[2].replace(steps=1)]
+    again = train(jobs, max_concurrent_jobs=4)
+    for of in (again.losses, again.evals):
+        assert of["start"] == pytest.approx([np.log(2)] * len(of["start"]), abs=1e-4)
+        assert of["plain"][0] != pytest.approx(np.log(2), rel=1e-3)
+
+
+def streams(folder: pathlib.Path) -> list[LoraJob]:
+    """Jobs of three windows of two shards; a pair becomes two samples of KTO."""
+    folder.mkdir()
+    for number, count in enumerate((7, 6)):
+        write_pairs(folder / f"part-{number}.jsonl", count, seed=number)
+    data = {"streaming": True, "bad_records": "drop", "shuffle_buffer": 4}
+    return [job(name, name, str(folder), data=data, steps=8) for name in ("dpo", "kto")]
+
+
+def test_streams_end_in_the_same_bits_when_resumed(model, tmp_path):
+    jobs = streams(tmp_path / "set")
+
+    def config(name: str) -> RunConfig:
+        return RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / name),
+            jobs=jobs,
+            microbatch_tokens=256,
+            block_tokens=16,
+            slot_rank=8,
+            slot_targets=LINEARS,
+            window_steps=1,
+            checkpoint_every=1,
+        )
+
+    whole = outcome(config("whole"), model)
+    assert [len(losses) for losses in whole.losses.values()] == [8, 8]
+    assert Trainer(config("cut"), model).train(callbacks=[InterruptAt(5)]).interrupted
+    trainer = Trainer(config("cut"), model)
+    resumed = Outcome(trainer, trainer.train(resume=True), model)
+    assert resumed.bytes == whole.bytes and resumed.losses == whole.losses
+
+
+def test_one_window_trains_as_an_ordinary_data_set(train, tmp_path):
+    """To the bit in one pass; in later ones KTO combines other answers."""
+    path = write_pairs(tmp_path / "pairs.jsonl", 8, seed=0)
+    stream = {"streaming": True, "bad_records": "drop"}
+    found = []
+    for data, args in ((stream, {}), ({}, {"reference_logps": "in_step"})):
+        steps = {"dpo": 5, "kto": 4}
+        jobs = [job(n, n, path, args, data=data, steps=steps[n]) for n in steps]
+        found.append(train(jobs, microbatch_tokens=256))
+    assert found[0].losses == found[1].losses and found[0].bytes == found[1].bytes
+
+
+@pytest.mark.parametrize(
+    ("args", "changes", "match"),
+    [
+        ({"reference": "start"}, {}, "job 'x' has none: .* Set init_from"),
+        (
+            {"reference": "start", "reference_logps": "in_step"},
+            {"init_from": "folder"},
+            "reference_logps is in_step. Leave reference_logps out",
+        ),
+        (
+            {"reference": "start"},
+            {"init_from": "folder", "data": {"streaming": True}},
+            "its data are streamed. Set data.limit, or merge the adapter",
+        ),
+        (
+            {"reference_logps": "kept"},
+            {"data": {"streaming": True}},
+            "Leave it out, so that the reference runs in each step",
+        ),
+        ({"reference": "other"}, {}, "must be one of base, start"),
+    ],
+)
+def test_a_reference_that_cannot_be_had_is_refused(args, changes, match):
+    if "data" in changes:
+        changes = changes | {"data": changes["data"] | {"bad_records": "drop"}}
+    with pytest.raises(ConfigError, match=match):
+        check_objective(job("x", "dpo", "pairs.jsonl", args, **changes))
