@@ -66,8 +66,7 @@ class Produce(Protocol):
 
     Forward, all projections take its first result x, and their side products are
     `s = factor * dropout(x) A`. With `is_gradient`, result i is the gradient of
-    projection i's y, and its side product is `ds = factor * dy B^T`. A backward pass
-    that quantizes dy needs the scale of each row instead.
+    projection i's y, and its side product is `ds = factor * dy B^T`.
     """
 
     def __call__(
@@ -78,8 +77,8 @@ class Produce(Protocol):
         block_adapter: Int[Array, " NB"],
         *,
         is_gradient: bool,
-    ) -> tuple[list[jax.Array], Any]:
-        """Returns the results, [T, K], and what the pass takes that was made beside."""
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns the results, [T, K], and s or ds of each projection."""
         ...
 
 
@@ -87,7 +86,7 @@ class Produce(Protocol):
 class Producer:
     """Kernels of a back end that compute s beside row-wise functions.
 
-    Its `Forward` also takes `s`, and its `Backward` `beside`, computed before.
+    Its `Forward` also takes `s`, and its `Backward` `ds`, computed before.
 
     Attributes:
         produce: The kernels.

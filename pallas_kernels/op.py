@@ -274,18 +274,18 @@ class Passes:
         # The residuals hold w itself, so that a caller which has it need not keep it.
         return y, (x, projections, s, layer, block_adapter)
 
-    def backward(self, w_transposed, residuals, dy, beside=None):
+    def backward(self, w_transposed, residuals, dy, ds=None):
         """Returns the gradients of x and of the projections.
 
         Args:
             w_transposed: Whether the weights are stored N K.
             residuals: What the forward pass kept.
             dy: Gradient of each projection's y.
-            beside: What was computed beside dy; None: it is computed here.
+            ds: What was computed beside dy; None: it is computed here.
         """
         x, projections, *rest = residuals
         readable, dy, is_n_k = backward_weights(projections, dy, x.dtype, w_transposed)
-        given = {} if beside is None else {"beside": beside}
+        given = {} if ds is None else {"ds": list(ds)}
         with own_settings(self.precision):
             results = self.backend.backward(
                 dy, x, readable, *rest, w_transposed=is_n_k, **given

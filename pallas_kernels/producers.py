@@ -128,15 +128,14 @@ def multi_lora_gate(
     """Computes rows h of the outputs of linears, and s of the linears that take h.
 
     The kernel of the gate also computes s, and in the backward pass that of its
-    gradient computes ds of the projections, or the scales with which they quantize it.
-    See `multi_lora_linears` for the linears, and `produce` for the gate.
+    gradient computes ds of the projections. See `multi_lora_linears` for the linears,
+    and `produce` for the gate.
 
     Args:
         x: Token rows.
         projections: The linears that share x.
         gate: Makes h of their outputs.
-        following: The linears that take h. They get no gradient here. Empty: no s is
-            computed beside h.
+        following: The linears that take h. They get no gradient here.
         block_adapter: The slot of each token block; -1 for padding.
         s: s of the projections, if it was computed beside x.
         implementation: Name of a kernel back end with a `producer`.
@@ -150,7 +149,7 @@ def multi_lora_gate(
     backend = get_backend(implementation)
     made = check_projections(backend, x, projections, block_adapter)
     h = jax.ShapeDtypeStruct((x.shape[0], made[0].b.shape[2]), x.dtype)
-    after = following and check_projections(backend, h, following, block_adapter)
+    after = check_projections(backend, h, following, block_adapter)
     op = _gate_with_gradient(passes_of(backend, ()), gate)
     index = jnp.zeros(1, jnp.int32)
     arrays = x, made, after, index, jnp.asarray(block_adapter), s
@@ -168,23 +167,20 @@ def _gate_with_gradient(passes: Passes, gate: Gate):
 
     def forward(x, projections, following, layer, block_adapter, s):
         y, kept = passes.forward(x, projections, layer, block_adapter, s, False)
-        if following:
-            (h,), s = run(gate.function, RowArguments(y), following, block_adapter)
-        else:
-            (h,), s = gate.function(*y), []
+        (h,), s = run(gate.function, RowArguments(y), following, block_adapter)
         return (h, s), (kept, y)
 
     def backward(residuals, gradients):
         (kept, y), (dh, _) = residuals, gradients
         _, projections, _, _, block_adapter = kept
-        dy, beside = run(
+        dy, ds = run(
             gate.gradient,
             RowArguments([*y, dh]),
             projections,
             block_adapter,
             is_gradient=True,
         )
-        return *passes.backward(False, kept, dy, beside), None, None, None, None
+        return *passes.backward(False, kept, dy, ds), None, None, None, None
 
     op.defvjp(forward, backward)
     return op

@@ -71,29 +71,20 @@ def gated_input(
         routing: Slot of each row, and the keys of dropout masks.
 
     Returns:
-        The rows; None if no kernel can compute beside the gradients of the outputs what
-        the linears need of them.
+        The rows; None if the kernels cannot compute s and ds beside them.
     """
-    if not _can_serve(linears):
+    if not _can_serve([*linears, following]):
         return None
-    rows, name = LinearInput.of(x), linears[0].implementation
+    before, after = _projections(linears, routing), _projections([following], routing)
+    rows, name = LinearInput.of(x), following.implementation
     y = jax.ShapeDtypeStruct((len(rows.x), following.in_features), rows.x.dtype)
-
-    def can_run(function, num_tiles, projections, *, is_gradient):
-        given = function, RowArguments([y] * num_tiles), projections
-        reason = unsupported_producer(
-            *given, is_gradient=is_gradient, implementation=name
-        )
-        return reason is None
-
-    before = _projections(linears, routing)
-    if not can_run(gate.gradient, len(linears) + 1, before, is_gradient=True):
-        return None
-    after = []
-    if _can_serve([following]) and following.implementation == name:
-        own = _projections([following], routing)
-        if can_run(gate.function, len(linears), own, is_gradient=False):
-            after = own
+    tests = (
+        (gate.function, RowArguments([y, y]), after, False),
+        (gate.gradient, RowArguments([y] * 3), before, True),
+    )
+    for *given, is_gradient in tests:
+        if unsupported_producer(*given, is_gradient=is_gradient, implementation=name):
+            return None
     h, s = multi_lora_gate(
         rows.x,
         before,
@@ -103,7 +94,7 @@ def gated_input(
         s=[rows.s[linear.place] for linear in linears] if rows.s else None,
         implementation=name,
     )
-    return LinearInput(h, {following.place: s[0]} if s else {})
+    return LinearInput(h, {following.place: s[0]})
 
 
 def _can_serve(linears: Sequence[MultiLoraLinear]) -> bool:

@@ -68,20 +68,15 @@ def backward(
     projections: tuple[Projection, ...],
     s: list[Array],
     block_adapter: Int[Array, " NB"],
-    scale: Float[Array, " T"] | None = None,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
-    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
-
-    If the scale of each row of dy is given, it was computed beside dy.
-    """
+    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
     given = make_operands(x, projections, block_adapter)
     settings, blocks = given.settings, given.blocks
     masks = list(map(make_mask, given.masks))
     weights = fp8_weights(projections)
     transposed, dy = _transposed(weights, dy)
-    if scale is None:
-        scales = (row_scale(d, w.scale) for d, w in zip(dy, weights, strict=True))
-        scale = functools.reduce(jnp.maximum, scales)
+    scales = (row_scale(d, w.scale) for d, w in zip(dy, weights, strict=True))
+    scale = functools.reduce(jnp.maximum, scales)
     ds, terms, outers = [], [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []

@@ -42,8 +42,8 @@ def unsupported_producer(
     """
     if (reason := unsupported_device()) is not None:
         return reason
-    if not is_gradient and any(isinstance(p.w, Fp8Weight) for p in projections):
-        return "the kernels that quantize x for fp8 products compute s on the way"
+    if any(isinstance(p.w, Fp8Weight) for p in projections):
+        return "the rows of linears on an fp8 base are quantized before their products"
     from jaxlora.pallas_kernels.mosaic import producers
 
     return producers.unsupported(

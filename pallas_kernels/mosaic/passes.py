@@ -10,7 +10,6 @@ References:
 """
 
 import functools
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -79,24 +78,24 @@ def backward(
     s: list[Array],
     layer: Int[Array, " 1"],
     block_adapter: Int[Array, " NB"],
-    beside: Any = None,
+    ds: list[Array] | None = None,
     *,
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
 
-    What was computed beside dy, if anything, is ds; or the rows' scale where dy is
-    quantized, as the kernels that quantize dy compute ds on the way.
+    If ds is given, it was computed beside dy.
     """
     if fp8_layer.fp8_weights(projections):
-        return fp8_layer.backward(dy, x, projections, s, block_adapter, beside)
+        assert ds is None, "its kernels quantize dy where they compute ds"
+        return fp8_layer.backward(dy, x, projections, s, block_adapter)
     given = make_operands(x, projections, block_adapter)
     settings, blocks = given.settings, given.blocks
     masks = list(map(make_mask, given.masks))
     made, outers = [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []
-        made += [beside[i]] if beside else shrink(dy_i, [given.b[i]], *unmasked)
+        made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], *unmasked)
         outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
     outers.append(outer_work(x, made, settings, blocks, masks, transposed=False))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a

@@ -1,8 +1,8 @@
-"""The producer kernel: a row-wise function, and what the linears that take it need.
+"""The producer kernel: a row-wise function, and s of all linears that take its results.
 
 `results = f(tiles, rows, features)`, and `s = factor * dropout(result) A` of each side
-product, or the largest value of each row for linears that quantize the results. The
-kernel is generated from f, which can be any row-wise function; see row_function.py.
+product. The kernel is generated from f, which can be any row-wise function; see
+row_function.py.
 
 Grid, items and pipeline are those of shrink.py, with one tile for each argument in a
 stage. Each warpgroup evaluates f on its 64 of the 128 features, multiplies by A from
@@ -46,9 +46,6 @@ class Produce(Shrink):
         row_gmem: The values of rows, [T].
         feature_gmem: The values of features, [K].
         result_gmem: The results, [T, K].
-        largest_gmem: The largest values of rows of the function's last result, which is
-            not one of `result_gmem` and has none below 0, in the features of each
-            warpgroup, [2, T], float32; None: all results are stored.
         function: The row-wise function.
         sides: Number of the result that each side product takes.
     """
@@ -57,7 +54,6 @@ class Produce(Shrink):
     row_gmem: tuple[Ref, ...]
     feature_gmem: tuple[Ref, ...]
     result_gmem: tuple[Ref, ...]
-    largest_gmem: Ref
     function: RowFunction
     sides: tuple[int, ...]
 
@@ -68,8 +64,7 @@ class Produce(Shrink):
         return row_program(self.function, arguments, ROWS)
 
     def _is_needed(self, chunk, slot):
-        is_first = chunk == 0
-        return is_first | super()._is_needed(chunk, slot) if self.settings else is_first
+        return (chunk == 0) | super()._is_needed(chunk, slot)
 
     def prefetch(self, item):
         """Reads (slot, number of steps) of an item."""
@@ -129,46 +124,24 @@ class Produce(Shrink):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def accumulate(*accs):
-            def one(i, carry):
-                now, largest = carry
+            def multiply(now):
                 stage = self.ring.wait(now)
                 results = self._results(stage, wg, rows)
-                largest = self._larger(largest, results)
                 for p, (acc, result) in enumerate(zip(accs, self.sides, strict=True)):
                     x = self._masked(results[result], stage, wg, p, tokens, slot)
                     a_smem = self.ring.w_smem.at[stage, p, :, pl.ds(wg * STEP, STEP)]
                     plgpu.wgmma(acc, x, a_smem.transpose((1, 0)))
-                self._send(results, i, block, chunk, wg)
-                plgpu.wgmma_wait(0)
-                self.ring.release(now)
-                return now + 1, largest
+                column = ((now - step) * COMPUTE_WGS + wg) * STEP
+                self._send(results, now - step, (block, column), chunk, wg)
 
-            start = step, self._no_largest()
-            after, largest = lax.fori_loop(0, num_steps, one, start)
-            return [acc[...] for acc in accs], after, largest
+            after = self.ring.each_step(num_steps, step, multiply, num_in_flight=0)
+            return [acc[...] for acc in accs], after
 
-        accs = [plgpu.ACC((ROWS, self._width), jnp.float32)] * len(self.a_gmem)
-        out = pl.run_scoped(accumulate, *accs) if accs else accumulate()
-        sums, step, largest = out
+        width = self.ring.shape.w_tile[1]
+        accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a_gmem)
+        sums, step = pl.run_scoped(accumulate, *accs)
         self._finish(sums, item, prefetched, wg, ())
-        self._store_largest(largest, block, wg)
         return step
-
-    def _no_largest(self):
-        """Returns the largest values of rows before the first step."""
-        if self.largest_gmem is None:
-            return None
-        return plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW)
-
-    def _larger(self, largest, results: list):
-        """Returns the largest values of rows after a step; takes them from results."""
-        if largest is None:
-            return None
-        return jnp.maximum(largest, jnp.max(results.pop(), axis=1))
-
-    def _store_largest(self, largest, block, wg) -> None:
-        if largest is not None:
-            self.largest_gmem[wg, pl.ds(block * ROWS, ROWS)] = largest
 
     def _results(self, stage, wg, rows: list[Value]) -> list:
         """Evaluates the function on a warpgroup's half of a stage."""
@@ -176,9 +149,9 @@ class Produce(Shrink):
         values = (program.evaluate(one, known) for one in program.results)
         return [tile_of(value, _TILE) for value in values]
 
-    def _send(self, results, i, block, chunk, wg) -> None:
+    def _send(self, results, i, at, chunk, wg) -> None:
         """Starts the copies of a step's results to device memory."""
-        column = (i * COMPUTE_WGS + wg) * STEP
+        block, column = at
         num_buffers = self.ring.result_smem.shape[2]
         buffer = lax.rem(i, jnp.int32(num_buffers))
 

@@ -1,14 +1,11 @@
 """Row-wise functions with side products, as functions of arrays; see `Produce`."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.mosaic.launch import Work
@@ -28,12 +25,11 @@ from jaxlora.pallas_kernels.operands import (
     unsupported_dtype,
 )
 from jaxlora.pallas_kernels.projection import Projection
-from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
-from jaxlora.pallas_kernels.quantized.rows import scale_of
-from jaxlora.pallas_kernels.routing import Blocks, make_blocks
+from jaxlora.pallas_kernels.routing import Blocks
 from jaxlora.pallas_kernels.row_function import (
     RowArguments,
     RowFunction,
+    RowProgram,
     row_program,
 )
 from jaxlora.pallas_kernels.settings import KernelSettings
@@ -75,80 +71,11 @@ def produce(
     Returns:
         The results, [T, K], and s of each side product, [T, R].
     """
-    ring = _ring(function, arguments, len(sides), sides[0].a.shape[1], tiles_of(masks))
-    out = _run(function, arguments, sides, blocks, masks, ring)
-    return list(out["result_gmem"]), list(out["s_gmem"])
-
-
-@dataclasses.dataclass(frozen=True)
-class WithMagnitude:
-    """A row-wise function that also returns what the scales of its rows depend on.
-
-    Its last arguments are float32 factors of features, one for each result. Its last
-    result is, in float32, the largest magnitude of a result times its factor.
-    """
-
-    function: RowFunction
-    num_results: int
-
-    def __call__(self, *arguments: Array) -> tuple[Array, ...]:
-        """Returns the results, and the magnitudes [T, K]."""
-        given, factors = arguments[: -self.num_results], arguments[-self.num_results :]
-        results = self.function(*given)
-        scaled = (
-            jnp.abs(x.astype(jnp.float32) * f)
-            for x, f in zip(results, factors, strict=True)
-        )
-        return *results, functools.reduce(jnp.maximum, scaled)
-
-
-def produce_to_quantize(
-    function: RowFunction,
-    arguments: RowArguments,
-    factors: Sequence[Array],
-    blocks: Blocks,
-) -> tuple[list[Array], Float[Array, " T"]]:
-    """Computes the results of a row-wise function, and the scale of each row.
-
-    Args:
-        function: The function.
-        arguments: Its arguments.
-        factors: Factors of the features with which each result is quantized, float32.
-        blocks: Slots of the rows.
-
-    Returns:
-        The results, [T, K], and the scale that all of them share; see `row_scale`.
-    """
-    function, arguments = _with_magnitude(function, arguments, factors)
-    ring = _ring(function, arguments, 0, 0, None)
-    out = _run(function, arguments, [], blocks, [], ring)
-    return list(out["result_gmem"]), scale_of(out["largest_gmem"].max(axis=0))
-
-
-def _with_magnitude(
-    function: RowFunction, arguments: RowArguments, factors: Sequence[Array]
-) -> tuple[WithMagnitude, RowArguments]:
-    """Adds the factors to the arguments of a function."""
-    features = [*arguments.features, *factors]
-    return WithMagnitude(function, len(factors)), arguments._replace(features=features)
-
-
-def _run(
-    function: RowFunction,
-    arguments: RowArguments,
-    sides: Sequence[Side],
-    blocks: Blocks,
-    masks: Sequence[Mask],
-    ring: RingShape,
-) -> dict[str, Any]:
-    """Returns the results of `Produce`, by name."""
-    x, *more = arguments.tiles
-    r = sides[0].a.shape[1] if sides else 0
-    of, num_results = jax.ShapeDtypeStruct, _num_results(function, arguments)
+    (x, *more), r = arguments.tiles, sides[0].a.shape[1]
+    program = row_program(function, arguments, ROWS)
+    results = (jax.ShapeDtypeStruct(x.shape, x.dtype),) * len(program.results)
+    s = (jax.ShapeDtypeStruct((x.shape[0], r), x.dtype),) * len(sides)
     settings = [side.settings for side in sides]
-    largest = None
-    if isinstance(function, WithMagnitude):
-        largest = of((COMPUTE_WGS, x.shape[0]), jnp.float32)
     work = Work(
         role=Produce,
         operands={
@@ -161,30 +88,21 @@ def _run(
             "settings": rows_read(settings, "factor", "num_chunks", masks=masks),
             "masks": tuple(masks),
         },
-        out_types=(
-            ("result_gmem", (of(x.shape, x.dtype),) * num_results),
-            ("s_gmem", (of((x.shape[0], r), x.dtype),) * len(sides)),
-            ("largest_gmem", largest),
-        ),
-        num_items=blocks.slot.shape[0] * max(math.ceil(r / STEP), 1),
-        ring=ring,
+        out_types=(("result_gmem", results), ("s_gmem", s)),
+        num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
+        ring=_ring(program, arguments, len(sides), r, tiles_of(masks)),
         static_args=(
             ("function", function),
             ("sides", tuple(side.result for side in sides)),
         ),
         approx_math=True,
     )
-    return run([work], x.dtype)[0]
-
-
-def _num_results(function: RowFunction, arguments: RowArguments) -> int:
-    """Returns the number of results that are stored."""
-    program = row_program(function, arguments, ROWS)
-    return len(program.results) - isinstance(function, WithMagnitude)
+    out = run([work], x.dtype)[0]
+    return list(out["result_gmem"]), list(out["s_gmem"])
 
 
 def _ring(
-    function: RowFunction,
+    program: RowProgram,
     arguments: RowArguments,
     num_sides: int,
     rank: int,
@@ -196,7 +114,7 @@ def _ring(
         min(rank, STEP),
         mask=mask,
         num_tiles=len(arguments.tiles),
-        num_results=_num_results(function, arguments),
+        num_results=len(program.results),
         features=tuple(x.dtype for x in arguments.features),
     )
 
@@ -218,17 +136,13 @@ def unsupported(
     if k % (COMPUTE_WGS * STEP) or t % ROWS:
         wanted = f"multiples of {ROWS} and {COMPUTE_WGS * STEP}"
         return f"the {t} rows of {k} features are not {wanted}"
-    if is_gradient and (factors := _factors(projections)):
-        if arguments.features:
-            return "a function with vectors of features has no scales of rows beside"
-        ring = _ring(*_with_magnitude(function, arguments, factors), 0, 0, None)
-        return None if ring.num_stages >= _MIN_STAGES else "its tiles leave no room"
     dropout = None if is_gradient else projections[0].dropout
     mask = None
     if dropout is not None:
         mask = (BitMask if isinstance(dropout, GivenMask) else HashMask).tiles
     rank = padded_rank(max(p.a.shape[2] for p in projections))
-    ring = _ring(function, arguments, len(projections), rank, mask)
+    program = row_program(function, arguments, ROWS)
+    ring = _ring(program, arguments, len(projections), rank, mask)
     if ring.num_stages < _MIN_STAGES:
         return f"{len(projections)} side products of rank {rank} leave no room"
     return None
@@ -241,12 +155,8 @@ def produce_for(
     block_adapter: Array,
     *,
     is_gradient: bool,
-) -> tuple[list[Array], Any]:
-    """Computes a row-wise function with what linears need; see `backends.Produce`."""
-    if is_gradient and (factors := _factors(projections)):
-        slots = projections[0].a.shape[0]
-        blocks = make_blocks(block_adapter, slots, arguments.tiles[0].shape[0])
-        return produce_to_quantize(function, arguments, factors, blocks)
+) -> tuple[list[Array], list[Array]]:
+    """Computes a row-wise function with the side products of linears."""
     given = make_operands(arguments.tiles[0], projections, block_adapter)
     operands = given.b if is_gradient else [a.transpose(0, 2, 1) for a in given.a]
     sides = [
@@ -255,9 +165,3 @@ def produce_for(
     ]
     masks = [] if is_gradient else list(map(make_mask, given.masks))
     return produce(function, arguments, sides, given.blocks, masks)
-
-
-def _factors(projections: Sequence[Projection]) -> list[Array]:
-    """Returns the factors with which gradients of y are quantized; empty: none are."""
-    weights = [p.w for p in projections if isinstance(p.w, Fp8Weight)]
-    return [w.scale for w in weights if w.fp8_backward]

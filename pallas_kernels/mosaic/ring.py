@@ -52,7 +52,7 @@ class Ring:
     Attributes:
         shape: Its contents.
         x_smem: First operands, [num_stages, *x_tile].
-        w_smem: Second operands, [num_stages, *w_tile], or None.
+        w_smem: Second operands, [num_stages, *w_tile].
         stage_words_smem: Mask words, [num_stages, *stage_words], uint32, or None.
         outputs_smem: Pair of `out_smem` and `sum_smem`, which share their bytes.
         tile_words_smem: Words of an output tile's masks, of the shapes `tile_words`,

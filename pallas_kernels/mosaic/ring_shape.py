@@ -59,8 +59,7 @@ class RingShape:
         num_stages: Number of stages.
         x_tile: Shape of a stage's first operand, in 16-bit elements. Each warpgroup
             reads one half.
-        w_tile: Shape of a stage's second operand, in 16-bit elements; None: there is
-            none.
+        w_tile: Shape of a stage's second operand, in 16-bit elements.
         stage_words: Shape of the mask words that come with a stage; None: none do.
         num_copies: Copies that fill a stage. The loader's time goes by their number.
         out_tile: Shape of the output tiles; the wide product's starts with the number
@@ -87,7 +86,7 @@ class RingShape:
 
     num_stages: int
     x_tile: tuple[int, ...]
-    w_tile: tuple[int, ...] | None
+    w_tile: tuple[int, ...]
     stage_words: tuple[int, ...] | None
     num_copies: int
     out_tile: tuple[int, ...] | None = None
@@ -192,7 +191,7 @@ class RingShape:
         """Returns the shape for a row-wise function with side products.
 
         Args:
-            num_projections: P, the number of side products; may be 0.
+            num_projections: P, the number of side products.
             width: Number of ranks of a tile.
             mask: Shapes of each mask's words; None: there are no masks.
             num_tiles: Number of its arguments that are tiles.
@@ -215,11 +214,11 @@ class RingShape:
         return RingShape(
             num_stages=num_stages(num_buffers),
             x_tile=(num_tiles, ROWS, columns),
-            w_tile=(num_projections, width, columns) if num_projections else None,
+            w_tile=(num_projections, width, columns),
             stage_words=words if mask else None,
             num_copies=num_copies,
-            out_tile=(ROWS, width) if num_projections else None,
-            sum_tile=(ROWS, width) if num_projections else None,
+            out_tile=(ROWS, width),
+            sum_tile=(ROWS, width),
             num_factors=columns * len(features),
             factor_dtype=features[0] if features else jnp.float32,
             result_tile=(num_results, COMPUTE_WGS, num_buffers, ROWS, STEP),
@@ -298,8 +297,7 @@ class RingShape:
         """Returns the scratch types of both operands, as tiles of a dtype."""
         ratio = 2 / jnp.dtype(dtype).itemsize
         return [
-            tile
-            and _tiled_smem((self.num_stages, *tile[:-1], int(tile[-1] * ratio)), dtype)
+            _tiled_smem((self.num_stages, *tile[:-1], int(tile[-1] * ratio)), dtype)
             for tile in (self.x_tile, self.w_tile)
         ]
 

@@ -49,12 +49,6 @@ class Shrink:
     settings: tuple
     masks: tuple[Mask, ...]
 
-    @property
-    def _width(self) -> int:
-        """Number of ranks of a tile; 0 without projections."""
-        tile = self.ring.shape.w_tile
-        return tile[1] if tile else 0
-
     def _block_and_chunk(self, item):
         num_blocks = self.slot_gmem.shape[0]
         return lax.rem(item, num_blocks), lax.div(item, num_blocks)
@@ -94,7 +88,8 @@ class Shrink:
 
     def _fill_operands(self, stage, block, slot, chunk, ks, full) -> None:
         """Starts the copies of A and of the masks' words for a stage's features."""
-        ranks = pl.ds(chunk * self._width, self._width)
+        width = self.ring.shape.w_tile[1]
+        ranks = pl.ds(chunk * width, width)
         for p, a_gmem in enumerate(self.a_gmem):
             a_smem = self.ring.w_smem.at[stage, p]
             plgpu.copy_gmem_to_smem(a_gmem.at[slot, ranks, ks], a_smem, full)
@@ -109,7 +104,7 @@ class Shrink:
     def compute(self, item, prefetched, step, wg):
         """Computes one item; returns the next step of the ring."""
         (block, _), (slot, num_steps) = self._block_and_chunk(item), prefetched
-        rows = pl.ds(block * ROWS, ROWS)
+        rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.w_tile[1]
         tokens = [mask.shrink_tokens(block) for mask in self.masks]
         row_vectors = self._row_vectors(rows)
 
@@ -126,7 +121,7 @@ class Shrink:
             after = self.ring.each_step(num_steps, step, multiply, num_in_flight)
             return [acc[...] for acc in accs], after
 
-        accs = [plgpu.ACC((ROWS, self._width), jnp.float32)] * len(self.a_gmem)
+        accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a_gmem)
         sums, step = pl.run_scoped(accumulate, *accs)
         self._finish(sums, item, prefetched, wg, row_vectors)
         return step
@@ -134,8 +129,8 @@ class Shrink:
     def _finish(self, sums, item, prefetched, wg, row_vectors) -> None:
         """Adds up both warpgroups' sums and starts the copies of s."""
         (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
-        ranks = pl.ds(chunk * self._width, self._width)
-        at = pl.ds(block * ROWS, ROWS), ranks
+        width = self.ring.shape.w_tile[1]
+        at = pl.ds(block * ROWS, ROWS), pl.ds(chunk * width, width)
         for p, (s, settings) in enumerate(zip(sums, self.settings, strict=True)):
 
             def store(s, p=p, factor=settings.factor):

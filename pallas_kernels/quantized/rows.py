@@ -28,13 +28,7 @@ def row_scale(
         factor: Factor of each column; None: 1.
         smallest: The smallest scale, so that a row of zeros can be divided by it.
     """
-    return scale_of(jnp.abs(_scaled(x, factor)).max(axis=1), smallest=smallest)
-
-
-def scale_of(
-    largest: Float[Array, " T"], *, smallest: float = SMALLEST_SCALE
-) -> Float[Array, " T"]:
-    """Returns the scales of rows with these largest magnitudes; see `row_scale`."""
+    largest = jnp.abs(_scaled(x, factor)).max(axis=1)
     # XLA turns some divisions by a constant into products; this is one everywhere.
     return jnp.maximum(largest * (1 / E4M3_MAX), smallest)
 

@@ -25,11 +25,7 @@ from jaxlora.modules.rowwise import NormRows, swiglu_gradient_rows, swiglu_rows
 from jaxlora.pallas_kernels import RowArguments, kernel_settings
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.mask import HashMask
-from jaxlora.pallas_kernels.mosaic.producers import (
-    Side,
-    produce,
-    produce_to_quantize,
-)
+from jaxlora.pallas_kernels.mosaic.producers import Side, produce
 from jaxlora.pallas_kernels.routing import make_blocks
 
 T, NUM_SLOTS = 1024, 4
@@ -44,11 +40,6 @@ def kernel(given, a, slot, masks, *, function, sides):
     ]
     blocks = make_blocks(slot, NUM_SLOTS, T)
     return produce(function, RowArguments(*given), made, blocks, masks)
-
-
-def kernel_to_quantize(given, factors, slot):
-    blocks, arguments = make_blocks(slot, NUM_SLOTS, T), RowArguments(*given)
-    return produce_to_quantize(swiglu_gradient_rows, arguments, factors, blocks)
 
 
 def arguments(numbers, k, rank, sides, *, has_masks):
@@ -95,21 +86,14 @@ def main() -> None:
     out = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for file in (1, 2):  # the assembler writes to the process's own output
         os.dup2(out, file)
-
-    def compile_for(run, *case):
-        placed = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), case
-        )
-        jax.jit(run).lower(*placed).compile()
-
     for function, numbers, k, sides, has_masks in CASES:
         for rank in (16, 64):
             case = arguments(numbers, k, rank, sides, has_masks=has_masks)
+            placed = jax.tree.map(
+                lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), case
+            )
             run = functools.partial(kernel, function=function, sides=sides)
-            compile_for(run, *case)
-    given, _, slot, _ = arguments((3, 0, 0), 14336, 16, (), has_masks=False)
-    factors = [jax.ShapeDtypeStruct((14336,), jnp.float32)] * 2
-    compile_for(kernel_to_quantize, given, factors, slot)
+            jax.jit(run).lower(*placed).compile()
 
 
 if __name__ == "__main__":
