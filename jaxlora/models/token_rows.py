@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxlora.modules.base_param import SlotVariable
 from jaxlora.modules.loss import HeadRows
-from jaxlora.modules.multi_lora_linear import SlotVariable
 
 TOKEN_ROWS = "token_rows"
 # Dotted path of the rows of all slots, G E D.

@@ -12,7 +12,7 @@ from jaxlora.modules.banded_attention import banded_attention
 from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.mlp import MakeLinear
-from jaxlora.modules.multi_lora_linear import MultiLoraLinear, apply_together
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import optional_layer_norm
 from jaxlora.modules.rope import (
     RopeTable,
@@ -22,6 +22,7 @@ from jaxlora.modules.rope import (
 )
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.scoring import PLAIN, Scoring, layer_scoring
+from jaxlora.modules.shared_input import apply_together
 from jaxlora.modules.triton_attention import triton_attention
 
 AttentionImplementation = Literal["xla", "cudnn", "triton"]

@@ -9,10 +9,11 @@ from jaxtyping import Array, Float
 
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.families.table import Activation
-from jaxlora.modules.multi_lora_linear import MultiLoraLinear, apply_together
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.producers import gated_input
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
+from jaxlora.modules.shared_input import apply_together
 from jaxlora.pallas_kernels import Gate
 
 MakeLinear = Callable[[LayerLinear], MultiLoraLinear]

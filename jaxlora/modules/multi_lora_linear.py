@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections import defaultdict
 from collections.abc import Sequence
 
 import jax
@@ -13,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxlora.modules.base_param import BaseParam
+from jaxlora.modules.base_param import BaseParam, SlotVariable
 from jaxlora.modules.quantized_kernel import QuantizedKernel, as_dense, make_kernel
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.slot_shape import SlotShape
@@ -45,10 +44,6 @@ from jaxlora.pallas_kernels import (
 from jaxlora.sharding.tensor import counted_once, sum_out
 
 _keep_results = jax.checkpoint_policies.save_only_these_names(LINEAR_RESULTS)
-
-
-class SlotVariable(nnx.Variable):
-    """A setting of each slot: data to the compiled step, never trained."""
 
 
 class MultiLoraLinear(nnx.Module):
@@ -194,10 +189,7 @@ class MultiLoraLinear(nnx.Module):
                 f"tensors of shapes {shapes} must share a rank of at most {largest}."
             )
         for tensor, value in zip(self._tensors, tensors, strict=True):
-            variable = getattr(self, tensor.name)
-            rows = jnp.zeros(variable.shape[1:], jnp.float32)
-            rows = rows.at[unpadded(value.shape)].set(value)
-            variable[...] = variable[...].at[slot].set(rows)
+            _put_padded(getattr(self, tensor.name), slot, value)
         for variable, value in (
             (self.scaling, scaling),
             (self.dropout, dropout),
@@ -210,9 +202,7 @@ class MultiLoraLinear(nnx.Module):
         if vera is not None:
             pair = self.vera_a, self.vera_b
             for variable, value in zip(pair, vera, strict=True):
-                rows = jnp.zeros(variable.shape[1:], jnp.float32)
-                rows = rows.at[unpadded(value.shape)].set(value)
-                variable[...] = variable[...].at[slot].set(rows)
+                _put_padded(variable, slot, value)
 
     def __call__(
         self, x: Float[Array, "T K"] | LinearInput, routing: Routing
@@ -222,10 +212,16 @@ class MultiLoraLinear(nnx.Module):
         Raises:
             ValueError: The routing has only some of the keys of the dropout masks.
         """
-        (y,) = apply_together([self], x, routing)
-        return y
+        given = LinearInput.of(x)
+        if routing.seen is not None:
+            routing.seen[self.place] = given.x
+        if self.slots is None:
+            return self.frozen(given.x, routing)
+        (y,) = apply_adapted([self], given, routing)
+        return self.with_trained_bias(y, routing)
 
-    def _frozen(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
+    def frozen(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
+        """Applies the frozen layer alone."""
         bias, w = self._bias, self.weight
         if isinstance(w, QuantizedWeight):
             blocks, name = routing.block_adapter, self.implementation
@@ -344,9 +340,10 @@ class MultiLoraLinear(nnx.Module):
             settings=routing.settings.get(self.place),
         )
 
-    def _with_trained_bias(
+    def with_trained_bias(
         self, y: Float[Array, "T N"], routing: Routing
     ) -> Float[Array, "T N"]:
+        """Returns its output with the bias that each block's slot trains, if any."""
         assert self.slots is not None
         if self.bias is None or not self.slots.trains_bias:
             return y
@@ -369,43 +366,20 @@ class MultiLoraLinear(nnx.Module):
         return Dropout(key, self.dropout[...], routing.token_index, words)
 
 
-def apply_together(
-    linears: Sequence[MultiLoraLinear],
-    x: Float[Array, "T K"] | LinearInput,
-    routing: Routing,
-) -> list[Float[Array, "T _"]]:
-    """Applies linears that share x, such as q, k and v, and reads x only once.
-
-    Linears whose weights have different formats run one format after the other.
-
-    Raises:
-        ValueError: Linears with slots differ in `implementation`.
-    """
-    adapted = [linear for linear in linears if linear.slots is not None]
-    kinds = {linear.implementation for linear in adapted}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"linears that run together must share an implementation, got {kinds}."
-        )
-    outputs: dict[int, Array] = {}
-    given = LinearInput.of(x)
-    if routing.seen is not None:
-        routing.seen.update((linear.place, given.x) for linear in linears)
-    for places in _by_format(linears).values():
-        made = _apply([linears[i] for i in places], given, routing)
-        outputs |= zip(places, made, strict=True)
-    return [
-        linear._frozen(given.x, routing)
-        if linear.slots is None
-        else linear._with_trained_bias(outputs[i], routing)
-        for i, linear in enumerate(linears)
-    ]
+def _put_padded(variable: nnx.Variable, slot: int, value: Array | np.ndarray) -> None:
+    """Puts a tensor into a slot of a table, filled up with zeros."""
+    rows = jnp.zeros(variable.shape[1:], jnp.float32)
+    rows = rows.at[unpadded(value.shape)].set(value)
+    variable[...] = variable[...].at[slot].set(rows)
 
 
-def _apply(
+def apply_adapted(
     linears: Sequence[MultiLoraLinear], given: LinearInput, routing: Routing
 ) -> Sequence[Float[Array, "T _"]]:
-    """Applies linears with slots whose weights have one format."""
+    """Applies linears with slots whose weights have one format; see `shared_input`.
+
+    Biases that slots train are not added.
+    """
 
     def run(x):
         return multi_lora_linears(
@@ -421,12 +395,3 @@ def _apply(
         # The matrices that are made for VeRA are made again for the gradient.
         run = jax.checkpoint(run, policy=_keep_results)
     return run(given.x)
-
-
-def _by_format(linears: Sequence[MultiLoraLinear]) -> dict[object, list[int]]:
-    """Groups the places of linears with slots by how their weights are stored."""
-    groups: dict[object, list[int]] = defaultdict(list)
-    for i, linear in enumerate(linears):
-        if linear.slots is not None:
-            groups[jax.tree.structure(linear.weight)].append(i)
-    return groups

@@ -8,13 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.adapters.adapter import Adapter, TokenRowValues
-from jaxlora.adapters.fresh import (
-    blank_adapter,
-    fresh_adapter,
-    fresh_rows,
-    fresh_score,
-)
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.config.schedules import learning_rate
@@ -22,13 +16,8 @@ from jaxlora.data.objective import Objective
 from jaxlora.data.order import StreamPlace
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokens.samples import TokenizedSample
-from jaxlora.hf.load import FrozenModel, unquantized_reader
-from jaxlora.hf.names import linear_path
-from jaxlora.models.base_format import kernel_of
-from jaxlora.models.sharded import EMBEDDING
 from jaxlora.run.events import JobInfo
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.train.eva_start import eva_start
 from jaxlora.train.plan.prepared_job import PreparedJob
 
 
@@ -384,38 +373,3 @@ class JobState:
             batch_tokens=self.batch_tokens,
             progress=self.progress,
         )
-
-
-def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
-    """Returns a job that has done nothing, with the adapter that it starts from."""
-    if prepared.start is not None:
-        return JobState(prepared, prepared.start)
-    kernels = {
-        name: kernel_of(model.params, f"{linear_path(name)}.kernel", model.base_format)
-        for name in prepared.modules
-    }
-    paths = {name: f"{linear_path(name)}.bias" for name in prepared.modules}
-    biases = {n: model.params[p] for n, p in paths.items() if p in model.params}
-    given = prepared.settings, prepared.modules, kernels
-
-    def whole(adapter: Adapter, rows: TokenRowValues | None) -> Adapter:
-        score = None
-        if prepared.objective.has_score:
-            score = fresh_score(prepared.settings, model.config.hidden_size)
-        return dataclasses.replace(adapter, score=score, token_rows=rows)
-
-    ids, stored = prepared.settings.trainable_token_indices, None
-    if prepared.settings.loftq_bits is not None:
-        stored = unquantized_reader(model)
-    table = model.params[EMBEDDING]
-
-    def draw() -> Adapter:
-        rows = fresh_rows(ids, table) if ids else None
-        is_eva = prepared.settings.eva_settings is not None
-        first = eva_start(prepared, model) if is_eva else {}
-        made = fresh_adapter(*given, model.dtype, biases, stored, first)
-        return whole(made, rows)
-
-    blank = np.broadcast_to(np.float32(0), (len(ids), table.shape[1]))
-    rows = TokenRowValues(ids, blank) if ids else None
-    return JobState(prepared, whole(blank_adapter(*given, biases), rows), draw)

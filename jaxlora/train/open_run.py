@@ -28,7 +28,7 @@ from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.execute.slot_decoder import SlotDecoder
-from jaxlora.train.job_state import JobState, start_job
+from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import DataReader, PreparedJob
@@ -39,6 +39,7 @@ from jaxlora.train.saved.describe_run import (
     check_settings_resume,
     run_identity,
 )
+from jaxlora.train.start_job import start_job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

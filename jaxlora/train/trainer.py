@@ -24,7 +24,7 @@ from jaxlora.train.cloning import check_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.early_exit import EarlyExit, SweepControl
 from jaxlora.train.ending import explained
-from jaxlora.train.job_state import JobState, start_job
+from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 from jaxlora.train.open_run import open_run
 from jaxlora.train.plan.prepared_job import prepare_job
@@ -44,6 +44,7 @@ from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.references import read_references
 from jaxlora.train.saved.run_store import RunStore
 from jaxlora.train.session import Session
+from jaxlora.train.start_job import start_job
 
 logger = logging.getLogger(__name__)
 

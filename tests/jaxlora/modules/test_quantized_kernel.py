@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxlora import BaseParam, MultiLoraLinear, Routing, SlotShape, fuse
-from jaxlora.modules.multi_lora_linear import apply_together
+from jaxlora.modules.shared_input import apply_together
 from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Int8Weight, Nf4Weight
 from tests.oracle import relative_error
 
