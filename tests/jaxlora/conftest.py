@@ -13,6 +13,7 @@ from jaxlora.hf.names import linear_names, linear_path, tensor_specs
 from jaxlora.modules.trained_tensors import tensors_with
 from jaxlora.train.execute.run_programs import RunPrograms
 from tests import tiny
+from tests.jaxlora.memory_formula import estimated_by_formula
 
 
 @pytest.fixture
@@ -21,6 +22,13 @@ def compiled_when_called(monkeypatch):
     empty = RunPrograms(passes=(), others=())
     monkeypatch.setattr(RunPrograms, "start", lambda *_, **__: empty)
     monkeypatch.setattr("jaxlora.memory.mesh.measured_footprint", lambda *_: None)
+
+
+@pytest.fixture
+def memory_by_formula():
+    """Memory is not estimated from traces; see memory_formula.py."""
+    with estimated_by_formula():
+        yield
 
 
 @pytest.fixture

@@ -139,8 +139,8 @@ def mesh_jobs(jobs) -> tuple[LoraJob, ...]:
     steady = {"adam_eps": 1e-4}
     always = {"lr_schedule": "constant", "warmup_steps": 0, "max_grad_norm": 0.05}
     first = {"target_modules": r"model\.layers\.0\..*(q|down)_proj"}
-    some = {"target_modules": ("v_proj", "up_proj")}
-    last = {"target_modules": r"model\.layers\.2\..*(gate|up)_proj"}
+    some = {"target_modules": ("v_proj",)}
+    last = {"target_modules": r"model\.layers\.1\..*(gate|v)_proj"}
     return (
         jobs[0].model_copy(update=first | always | steady),
         jobs[1].model_copy(update=some | steady),

@@ -15,7 +15,7 @@ from tests.jaxlora.train.at_window import at_windows
 from tests.jaxlora.train.outcome import Outcome
 from tests.oracle import relative_error
 
-CONFIG = tiny.CONFIG | {"num_hidden_layers": 3}
+CONFIG = tiny.CONFIG | {"num_hidden_layers": 2}
 # All runs on one mesh have the same shapes, so they share one set of programs. With
 # slots on every linear, these would take twice as long to compile.
 SHAPE = {
@@ -23,7 +23,7 @@ SHAPE = {
     "block_tokens": 16,
     "max_concurrent_jobs": 4,
     "slot_rank": 8,
-    "slot_targets": r".*(v|up|down)_proj|.*\.0\..*q_proj|.*\.2\..*gate_proj",
+    "slot_targets": r".*(v|down)_proj|.*\.0\..*q_proj|.*\.1\..*gate_proj",
     "slot_dropout": True,
     "window_steps": 2,
     "checkpoint_every": None,
@@ -40,8 +40,9 @@ class MeshRuns:
     """Trains jobs on meshes; every run has its own folder.
 
     Attributes:
-        tied: Folder of a model of three layers.
+        tied: Folder of a model of two layers.
         untied: Folder of the same model with a head of its own, equal to its embedding.
+        three_layers: Folder of a model with three layers and a head of its own.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -53,6 +54,8 @@ class MeshRuns:
         weights = safetensors.numpy.load_file(path)
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         safetensors.numpy.save_file(weights, path, {"format": "pt"})
+        three = untied | {"num_hidden_layers": 3}
+        self.three_layers = tiny.write_model(folder / "three", config=three)
         self.model = load_model(self.tied, dtype="float32")
         self._folder, self._count = folder, iter(range(1000))
         self._done: dict[str, Outcome] = {}

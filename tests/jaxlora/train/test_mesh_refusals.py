@@ -16,7 +16,7 @@ pytestmark = pytest.mark.needs_devices(8)
     [
         ("fsdp=16", r"mesh: .* needs 16 devices and this machine has 8"),
         ("data=2,stage=3,fsdp=2", r"mesh: .* = 12 devices and this machine has 8"),
-        ("stage=4", "mesh: stage=4 needs a layer for each stage, and the model has 3"),
+        ("stage=4", "mesh: stage=4 needs a layer for each stage, and the model has 2"),
         ("fsdp=5", "mesh: .* cannot be divided among fsdp=5 devices"),
     ],
 )

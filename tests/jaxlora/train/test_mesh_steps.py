@@ -21,7 +21,7 @@ def logged(meshes, mesh_jobs, monkeypatch):
     def run(mesh: str):
         settings: dict[str, Any] = dict(STAGES[mesh])
         if mesh == "stage=3":
-            settings["model"] = str(meshes.untied)
+            settings["model"] = str(meshes.three_layers)
         trainer = Trainer(meshes.config(mesh, mesh_jobs, **settings))
         log, begin, take = (
             PassLog(trainer.layout, monkeypatch),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.needs_devices(8)
         pytest.param("stage=2,fsdp=2", {}, marks=pytest.mark.grid),
         ("stage=2", {}),
         (
-            "data=2,stage=2",
+            "data=2,stage=2,tensor=2",
             {
                 **{"pipeline_microbatches": 3, "remat": "mlp"},
                 **{"microbatch_shapes": [96], "shape_compile_seconds": 0.5},
@@ -33,11 +33,20 @@ def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh, settings)
     assert_same_on_meshes(one, other)
 
 
+@pytest.mark.grid
+def test_three_stages(meshes, mesh_jobs):
+    """Of a layer each, with more ticks in flight than stages, or of two and one."""
+    settings = {"model": str(meshes.three_layers), "pipeline_microbatches": 5}
+    one = meshes.once("fsdp=1", mesh_jobs, model=settings["model"])
+    for mesh in ("stage=3", "stage=2"):
+        assert_same_on_meshes(one, meshes.once(mesh, mesh_jobs, **settings))
+
+
 def test_a_head_of_its_own_on_the_last_stage(meshes, mesh_jobs):
-    """Three stages of a layer each, with more ticks in flight than stages."""
+    """With more ticks in flight than stages."""
     one = meshes.once("fsdp=1", mesh_jobs)
     settings = {"model": str(meshes.untied), "pipeline_microbatches": 5}
-    other = meshes.once("stage=3", mesh_jobs, **settings)
+    other = meshes.once("stage=2", mesh_jobs, **settings)
     assert "lm_head.kernel" in other.trainer.layout.stages[-1].spec.base_shapes()
     assert_same_on_meshes(one, other)
 

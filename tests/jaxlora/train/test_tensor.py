@@ -78,8 +78,8 @@ def eventful(meshes, small_jobs):
 @pytest.mark.parametrize(
     "mesh",
     [
-        on("tensor=2", is_slow=True),
-        on("data=2,stage=2,tensor=2"),  # each job is on one replica
+        on("tensor=2"),
+        on("data=2,stage=2,tensor=2", is_slow=True),  # each job is on one replica
     ],
 )
 def test_jobs_come_and_go(eventful, mesh):
@@ -111,6 +111,7 @@ def test_a_run_continues_on_any_mesh(meshes, mesh_jobs, tmp_path, before, after)
         assert resumed.losses == whole.losses
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_the_plan_says_what_adapters_add(meshes, mesh_jobs):
     one, other = (plan_run(meshes.config(m, mesh_jobs)) for m in ("fsdp=1", "tensor=2"))
     text = ": the adapter of job1 adds "

@@ -9,11 +9,8 @@ from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.memory import mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.estimate import StepBytes
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import MeshChoice, choose_mesh
@@ -35,30 +32,10 @@ SMALL = dataclasses.replace(
 
 
 @pytest.fixture(autouse=True)
-def estimated(monkeypatch):
-    """Bytes per token by a formula; to trace each decoder takes most of the time.
-
-    It is what the traces of Llama-3.1-8B give, within 10 %.
-    """
-
-    def part_bytes(spec: DecoderSpec, tensor: int, *_) -> StepBytes:
-        hidden, mlp = (
-            2 * size / tensor
-            for size in (spec.config.hidden_size, spec.config.intermediate_size)
-        )
-        whole = 6 * hidden + 3 * mlp
-        kept = {"none": whole, "elementwise": whole - mlp, "mlp": 6 * hidden}
-        kept_by_layer = kept.get(spec.options.remat, hidden)
-        return StepBytes(
-            kept_by_layer=kept_by_layer,
-            reshaped_by_layer=0.0,
-            kept_at_ends=2 * hidden,
-            recomputed=whole - kept_by_layer,
-            transient=30 * hidden,
-            alone=40 * hidden,
-        )
-
-    monkeypatch.setattr(mesh, "part_bytes", part_bytes)
+def _by_formula(request):
+    """One test estimates memory from traces."""
+    if request.function is not test_the_simulated_devices_of_this_machine:
+        request.getfixturevalue("memory_by_formula")
 
 
 def machine(num_devices: int, gib: float | None = 139, kind="NVIDIA H200") -> Machine:
@@ -189,8 +166,7 @@ def test_devices_without_known_memory_and_speed(tokens):
 
 
 @pytest.mark.needs_devices(8)
-def test_the_simulated_devices_of_this_machine(monkeypatch):
-    monkeypatch.undo()  # memory is estimated from traces
+def test_the_simulated_devices_of_this_machine():
     where = this_machine()
     assert where.num_devices == 8 and where.memory is not None
     one_layer = dataclasses.replace(SMALL, num_layers=1, layer_windows=(None,))
