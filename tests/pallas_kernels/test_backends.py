@@ -30,7 +30,10 @@ def compared_names(path: pathlib.Path) -> set[str]:
     which in the module of attention is attention's.
     """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    if not any(name in text for name in BACKENDS):
+        return found  # parsing takes most of the time
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Compare | ast.MatchValue):
             constants = (c for c in ast.walk(node) if isinstance(c, ast.Constant))
             names = {c.value for c in constants if isinstance(c.value, str)}
