@@ -65,6 +65,9 @@ def train_on(jobs, tmp_path_factory):
     common = {"steps": 4, "eval_fraction": 0.0, "eval_every": None}
     run = [job.replace(**common, target_modules=("q_proj",)) for job in jobs[:5]]
     run = [dora(run[0]), run[4], dora(run[2]), run[3]]
+    # States of other shapes than the weights': factors, and blocks of codes.
+    run[1] = run[1].replace(optimizer="adafactor", adam_eps=1e-8)
+    run[2] = run[2].replace(optimizer="adamw_8bit")
     # A head of its own, as rows of a tied one would be on two stages.
     untied = tiny.CONFIG | {"tie_word_embeddings": False}
     model = tiny.write_model(tmp_path_factory.mktemp("base") / "a", config=untied)
@@ -105,7 +108,8 @@ def train_on(jobs, tmp_path_factory):
 def test_a_run_resumed_on_a_mesh_equals_one_device(train_on):
     """Magnitudes start from shards of the weights, and are parked, saved and staged.
 
-    So are the vectors of VeRA, beside matrices for the linears of all stages.
+    So are the vectors of VeRA, beside matrices for the linears of all stages, and the
+    states of other optimizers.
     """
     one, other = train_on("stage=1"), train_on("data=2,stage=2,fsdp=2", stop=True)
     assert len(one) == len(other) == 5
@@ -118,7 +122,11 @@ def test_a_run_resumed_on_a_mesh_equals_one_device(train_on):
         has_bias = any(TRAINED_BIAS.peft_name in key for key in tensors)
         assert has_bias == (name == "job2")
         for key, array in tensors.items():
-            assert relative_error(other[name][key], array) < ROUNDING, key
+            if name == "job2":  # a moment between two codes of 8 bits may become either
+                same = np.isclose(other[name][key], array, rtol=1e-4, atol=1e-6)
+                assert same.mean() > 0.98, key
+            else:
+                assert relative_error(other[name][key], array) < ROUNDING, key
 
 
 def test_magnitudes_start_from_the_norms_of_what_is_multiplied(linear_shapes):

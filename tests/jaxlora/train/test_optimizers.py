@@ -235,13 +235,18 @@ def train_on(two_layers, jobs, tmp_path_factory):
     return train
 
 
-@pytest.mark.needs_devices(4)
-def test_a_run_resumed_on_a_mesh_equals_one_device(train_on):
-    """The state of each optimizer is saved, restored and sharded beside others."""
+def test_a_resumed_run_ends_in_the_same_bits(train_on):
+    """The state of each optimizer is saved and restored beside others."""
     one, twice = train_on("stage=1"), train_on("stage=1", stop=True)
     assert len(one) == 4
     jax.tree.map(np.testing.assert_array_equal, one, twice)
-    other = train_on("data=2,stage=2", stop=True)
+
+
+@pytest.mark.grid  # `test_dora.py` has two of the optimizers on a mesh
+@pytest.mark.needs_devices(4)
+def test_a_run_resumed_on_a_mesh_equals_one_device(train_on):
+    """The state of each optimizer is sharded beside others."""
+    one, other = train_on("stage=1"), train_on("data=2,stage=2", stop=True)
     # A mesh adds the same numbers in another order. Lion takes signs of sums, and a
     # moment between two codes of 8 bits may become either.
     for name, tensors in one.items():

@@ -180,11 +180,12 @@ def whole(make_run):
     ("window_steps", "kills"),
     [
         pytest.param(1, (2,), marks=pytest.mark.grid),
-        (4, (14,)),
+        (4, ()),
+        pytest.param(4, (14,), marks=pytest.mark.grid),
         pytest.param(1, (2, 9, 8, 6), marks=pytest.mark.grid),
         pytest.param(4, (14, 13, 3), marks=pytest.mark.grid),
     ],
-    ids=["every step", "windows", "every step, more", "windows, more"],
+    ids=["every step", "once", "windows", "every step, more", "windows, more"],
 )
 def test_killed_again_and_again(make_run, whole, window_steps, kills):
     """kill -9 at points that fall before, in and after checkpoints, and in windows.

@@ -42,12 +42,12 @@ def rows_of(outcome, name: str) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def model(two_layers, tmp_path_factory):
+def model(model, tmp_path_factory):
     """With biases in attention, which jobs train, too, and a tied head."""
     folder = tmp_path_factory.mktemp("base")
-    for path in two_layers.folder.iterdir():
+    for path in model.folder.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    return load_model(biased(two_layers.folder, folder), dtype="float32")
+    return load_model(biased(model.folder, folder), dtype="float32")
 
 
 def test_jobs_train_their_own_rows_and_biases_as_if_alone(train, jobs, model, tmp_path):
