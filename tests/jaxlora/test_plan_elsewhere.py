@@ -31,6 +31,8 @@ MEASURED = {
     ("h100", "fp8"): (27_621, 53.7),
 }
 
+by_formula = pytest.mark.usefixtures("memory_by_formula")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
@@ -108,6 +110,7 @@ def test_every_gpu_is_planned_for(folder):
     assert ranked[:2] == ["h200", "h100"] and ranked[-1] == "rtx4090"
 
 
+@by_formula
 def test_shapes_are_chosen_if_they_save_more_than_compiling_takes(folder, caplog):
     """Jobs of small batches, one after the other, fill little of one shape."""
     caplog.set_level("INFO")
@@ -130,6 +133,7 @@ def test_shapes_are_chosen_if_they_save_more_than_compiling_takes(folder, caplog
     assert "in one shape" in printed(some)
 
 
+@by_formula
 def test_the_kernels_are_those_of_the_gpu(folder, caplog):
     caplog.set_level("INFO")
     for name, kernels in (
@@ -142,6 +146,7 @@ def test_the_kernels_are_those_of_the_gpu(folder, caplog):
         assert any(kernels in message for message in caplog.messages)
 
 
+@by_formula
 def test_several_gpus_have_the_mesh_that_auto_takes(folder):
     config = run(folder, "llama-3.2-1b")
     planned = plan_run(config, machine=parse_machine("h100x2"), steps=2)
@@ -155,6 +160,7 @@ def test_several_gpus_have_the_mesh_that_auto_takes(folder):
         plan_run(config.replace(mesh="fsdp=8"), machine=parse_machine("h100x4"))
 
 
+@by_formula
 def test_hosts_of_eight_gpus_have_no_pipelines_between_them(folder):
     """A stage cannot span processes, and there is one for each host."""
     config = run(folder, "llama-3.2-1b")
@@ -163,6 +169,7 @@ def test_hosts_of_eight_gpus_have_no_pipelines_between_them(folder):
     assert "Links between machines are counted" in printed(planned)
 
 
+@by_formula
 def test_what_does_not_fit_has_its_parts_and_cures(folder):
     """A 70B base in bfloat16 takes 131 GiB, not the 262 of float32."""
     config = run(folder, "llama-3.1-70b")
@@ -178,12 +185,14 @@ def test_what_does_not_fit_has_its_parts_and_cures(folder):
     assert any(cure.startswith("remat: ") for cure in error.value.cures)
 
 
+@by_formula
 def test_a_given_capacity_must_fit_too(folder):
     config = run(folder, microbatch_tokens=32768)
     with pytest.raises(DoesNotFitError, match="a training step of 32768 tokens"):
         plan_run(config, machine=parse_machine("h100"))
 
 
+@by_formula
 def test_other_faults_of_the_run_are_refused(folder):
     for config, message in (
         (run(folder, slot_rank=1), "above the slots' rank 1"),
@@ -218,6 +227,7 @@ def test_each_gpu_is_in_the_table_once():
         assert len({getattr(gpu, field) for gpu in GPUS}) == len(GPUS)
 
 
+@by_formula
 def test_the_report_speaks_of_fill_hours_memory_and_price(folder):
     config = run(folder, "llama-3.2-1b")
     planned = plan_run(config, machine=parse_machine("l40sx2"), steps=2)
@@ -257,6 +267,7 @@ def keeps_platforms(monkeypatch):
     jax.config.update("jax_platforms", before)
 
 
+@by_formula
 @pytest.mark.usefixtures("keeps_platforms")
 def test_the_command(folder, capsys, tmp_path):
     path = write_run_file(folder, "llama-3.2-1b")
@@ -270,6 +281,7 @@ def test_the_command(folder, capsys, tmp_path):
     assert "h100, h200, l40s, rtx4090" in capsys.readouterr().err
 
 
+@by_formula
 @pytest.mark.usefixtures("keeps_platforms")
 def test_the_command_says_what_does_not_fit(folder, capsys):
     path = write_run_file(folder, "llama-3.1-8b")
@@ -278,6 +290,7 @@ def test_the_command_says_what_does_not_fit(folder, capsys):
     assert "no: needs" in out and "base weights" in out and "- remat: layer" in out
 
 
+@by_formula
 @pytest.mark.usefixtures("keeps_platforms")
 def test_a_price_needs_a_time(folder, capsys):
     records = tiny.write_records(folder / "tiny.jsonl", 4, seed=0)

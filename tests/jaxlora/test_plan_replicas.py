@@ -26,8 +26,15 @@ from jaxlora.train.plan.auto_replicas.choose import ReplicaLists, describe_list
 from jaxlora.train.plan.auto_replicas.kinds import ReplicaModel
 from tests import tiny
 from tests.jaxlora.costs.test_device_profile import profile
+from tests.jaxlora.memory_formula import estimated_by_formula
 
 BLOCK, CAPACITY, MEAN = 128, 1024, 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _by_formula():
+    with estimated_by_formula():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +82,7 @@ def test_kinds_divide_the_model(kinds):
 def test_the_longest_sample_is_the_largest_microbatch_that_fits(
     model, kinds, tensor, stage
 ):
-    """By the estimate that a mesh of these sizes is refused by."""
+    """By the estimate that a mesh of these sizes is refused by: here, a formula."""
     sizes = MeshSizes(stage=stage, tensor=tensor)
     job = LoraJob(name="job", data={"path": "none"}, steps=1)
     config = RunConfig(model="none", jobs=(job,), mesh=str(sizes))
