@@ -518,8 +518,8 @@ def test_auto_trains_what_is_planned(runs, unlike_jobs, chosen_of, caplog):
     assert describe_list(listed) in line
     assert trainer.train(callbacks=[InterruptAt(1)]).interrupted
     chosen_of(1e6)
-    new = Trainer(runs.config(unlike_jobs, replicas="auto"), runs.model)
-    assert new.config.mesh == "data=3" and not new.config.replica_shapes
+    new = plan_run(runs.config(unlike_jobs, replicas="auto")).config
+    assert new.mesh == "data=3" and not new.replica_shapes
     again = resumed(runs, unlike_jobs, config.output_dir, replicas="auto")
     assert again.trainer.config.replica_shapes == listed
     assert_same_on_meshes(runs.once(unlike_jobs, **ONE), again)
