@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
+from jaxlora.costs.stages import decoder_seconds
 from jaxlora.device_check import check_device
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.memory.mesh import estimated_footprint
-from jaxlora.memory.need import MemoryNeed
+from jaxlora.memory.need import DoesNotFitError, MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.foretell import foretell
@@ -30,6 +31,7 @@ from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
+from jaxlora.train.eva_start import start_bytes
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
@@ -190,7 +192,7 @@ def _forecast(
     Raises:
         DoesNotFitError: It is estimated not to fit into the GPUs of another machine.
     """
-    memory = _memory_need(plan, must_fit=machine is not None)
+    memory = _memory_need(plan, jobs, must_fit=machine is not None)
     jobs = [job.foreseen for job in jobs]
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
@@ -254,6 +256,7 @@ def _time(
     together = plan.seconds(schedule)
     if together is None:
         return None
+    together *= _with_reference(plan, jobs, schedule)
     apart = [together]
     if len(jobs) > 1:
         apart = [_seconds_alone(plan, job) for job in jobs]
@@ -270,12 +273,31 @@ def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
         tokens = min(largest, config.limits.capacity)
         config = config.replace(microbatch_tokens=tokens)
     alone = plan.alone(config, job)
-    seconds = alone.seconds(foretell(alone, [job]).schedule)
+    schedule = foretell(alone, [job]).schedule
+    seconds = alone.seconds(schedule)
     assert seconds is not None
-    return seconds
+    return seconds * _with_reference(alone, [job], schedule)
 
 
-def _memory_need(plan: RunPlan, *, must_fit: bool) -> MemoryNeed:
+def _with_reference(
+    plan: RunPlan, jobs: Sequence[PreparedJob], schedule: Schedule
+) -> float:
+    """Returns the time of a schedule with references in the step, as a factor.
+
+    They take one more forward pass of the microbatches in which they are.
+    """
+    refer = {number for number, job in enumerate(jobs) if job.runs_reference}
+    run = [m for m in schedule.microbatches if m]
+    num = sum(any(sample.owner in refer for sample in m) for m in run)
+    if not num:
+        return 1.0
+    whole = decoder_seconds(plan.spec, plan.rates.links.speed).whole
+    return 1 + num / len(run) * whole.forward / whole.both
+
+
+def _memory_need(
+    plan: RunPlan, jobs: Sequence[PreparedJob], *, must_fit: bool
+) -> MemoryNeed:
     """Estimates the memory of a run.
 
     Raises:
@@ -284,8 +306,16 @@ def _memory_need(plan: RunPlan, *, must_fit: bool) -> MemoryNeed:
     tokens = plan.config.limits.capacity
     found = estimated_footprint(plan.stages, plan.config.block_tokens, tokens)
     available = this_machine().memory_of(plan.stages.sizes.num_devices)
+    starts = [
+        start_bytes(job, plan.model.config, plan.model.dtype.itemsize)
+        for job in jobs
+        if job.settings.eva_settings is not None
+    ]
     need = MemoryNeed.of(plan.stages, found, tokens, available)
+    need = dataclasses.replace(need, start_bytes=max(starts, default=0))
     if must_fit and not need.fits:
+        if need.start_bytes > need.step_bytes:
+            raise DoesNotFitError(need.refuse_start(), need, str(plan.stages.sizes), ())
         assert available is not None
         raise refusal(plan.config, plan.stages, plan.bounds, found, available)
     return need

@@ -21,6 +21,7 @@ from jaxlora.adapters.eva import Components, first_matrix, num_ranks, update
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.decoder import DecoderOptions
@@ -32,6 +33,9 @@ from jaxlora.train.plan.prepared_job import PreparedJob
 BATCH_TOKENS = 4096  # of a batch that the components are updated by, at most
 MOST_BATCHES = 16
 _ROW_MULTIPLE = 64
+# Arrays of the size of a linear's input that `update` has at a time, in float32: the
+# input, its centered rows, and these below the components.
+_UPDATED = 3
 
 
 class _Rows(NamedTuple):
@@ -61,6 +65,29 @@ def check_tokens(prepared: PreparedJob) -> None:
             f"{BATCH_TOKENS} tokens has more than {largest} that count. Set "
             "use_label_mask: false in eva_config, or a lower rank or rho."
         )
+
+
+def start_bytes(prepared: PreparedJob, config: ModelConfig, itemsize: int) -> int:
+    """Estimates the memory of the start by EVA, beside the base and the slots.
+
+    They are the hidden states of all batches; one layer's weights, of which a mesh and
+    a quantized base need a copy; its activations for a batch; and, in float32, the rows
+    of its largest input with what is computed from them.
+
+    Args:
+        prepared: The job.
+        config: Architecture of the base.
+        itemsize: Bytes of an element of the activations.
+    """
+    data, linears = prepared.train_data, config.linears().values()
+    num_rows = min(max(BATCH_TOKENS, data.longest_sample), data.num_tokens)
+    num_batches = min(MOST_BATCHES, -(-data.num_tokens // num_rows))
+    weights = sum(one.in_features * one.out_features for one in linears)
+    inputs = {one.in_features for one in linears}
+    activations = num_rows * sum(one.out_features for one in linears)
+    hidden = num_batches * num_rows * config.hidden_size
+    found = itemsize * (weights + activations + hidden + num_rows * sum(inputs))
+    return found + 4 * _UPDATED * num_rows * max(inputs)
 
 
 def eva_start(prepared: PreparedJob, model: FrozenModel) -> dict[str, np.ndarray]:

@@ -90,9 +90,15 @@ def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
         known.add("modules_to_save")  # PEFT adds both to a sequence classifier
     for key, value in config.items():
         if key not in known and value not in (None, False, [], {}):
+            cure = ""
+            if key == "modules_to_save":
+                cure = (
+                    " Merge the adapter into its base with peft; or train the rows of "
+                    "the tokens that matter, by trainable_token_indices."
+                )
             raise AdapterError(
                 f"{path} sets {key}={shown(value)}, which is not supported and may "
-                "change what the adapter computes."
+                f"change what the adapter computes.{cure}"
             )
     return config
 

@@ -146,7 +146,7 @@ class PreparedJob:
         the choice is the same when it is resumed beside others.
         """
         how = self.objective_settings.get("reference_logps")
-        if self.stream is not None or how != "auto":
+        if self.settings.data.is_stream or how != "auto":
             return how is not None and how != "kept"
         num_tokens = self.train_data.num_tokens
         is_used_once = self.num_steps <= self.order.batches_per_epoch
@@ -360,7 +360,7 @@ def _notes_on_positions(
 
 def _note_on_reference(job: PreparedJob) -> Note:
     why = "as reference_logps says"
-    if job.stream is not None:
+    if job.settings.data.is_stream:
         why = "as the data are streamed"
     elif job.objective_settings["reference_logps"] == "auto":
         why = (

@@ -54,8 +54,6 @@ def test_in_the_step_it_is_the_one_that_is_kept(train, tmp_path):
         init_from=str(folder),
         learning_rate=0.0,
         dropout=0.0,
-        use_dora=False,
-        trainable_token_indices=[],
     )
     to_start = start.replace(name="start", objective_args={"reference": "start"})
     # With KTO, the programs are those of the run before.
