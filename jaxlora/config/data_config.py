@@ -100,12 +100,25 @@ def _only_shards_are_streamed(data: Any) -> tuple[str, str] | None:
     return None
 
 
-def _mixed_sets_end(data: Any) -> tuple[str, str] | None:
-    if any(getattr(one, "is_stream", False) for one in data.datasets):
+def _mixed_streams_have_no_end(data: Any) -> tuple[str, str] | None:
+    is_stream = [getattr(one, "is_stream", False) for one in data.datasets]
+    if not any(is_stream):
+        return None
+    if not all(is_stream):
         return "datasets", (
-            "a data set that is streamed cannot be mixed with others, as its end is "
-            "not known. Give it a limit, to read its first records only; or put the "
-            "shards of all sets into one folder and stream that."
+            "some data sets are streamed, and others have an end. Set `streaming: "
+            "true` in each, which a file may have, too; or limit, to read the first "
+            "records of those that are streamed."
+        )
+    if data.mix != "interleave":
+        return "mix", (
+            "data sets that are streamed have no end, after which another could come. "
+            "Set `mix: interleave`."
+        )
+    if data.stopping_strategy != "first_exhausted":
+        return "stopping_strategy", (
+            "data sets that are streamed have no end: a set of which all records were "
+            "read begins anew. Leave it out."
         )
     return None
 
@@ -191,7 +204,8 @@ class DataConfig(StrictModel):
             `interleave`; None: one of each in turn.
         stopping_strategy: When `interleave` ends: with the first data set of which all
             samples were taken (the others are cut), with the last one (the others begin
-            again), or with the last one, each sample once.
+            again), or with the last one, each sample once. Data sets that are streamed
+            have no end: those of which all records were read begin again.
     """
 
     aliases = OF_DATA
@@ -202,7 +216,7 @@ class DataConfig(StrictModel):
         _only_interleaved_sets_are_drawn,
         _probabilities_fit,
         _only_shards_are_streamed,
-        _mixed_sets_end,
+        _mixed_streams_have_no_end,
     )
 
     path: str = ""
@@ -245,6 +259,8 @@ class DataConfig(StrictModel):
     @property
     def is_stream(self) -> bool:
         """Whether records are read while training, window by window."""
+        if self.datasets:
+            return any(getattr(one, "is_stream", False) for one in self.datasets)
         return self.streaming and self.limit is None
 
     @property

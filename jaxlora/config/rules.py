@@ -95,10 +95,13 @@ def _streams_need_no_totals(job: Any) -> tuple[str, str] | None:
             "data are streamed, so too_long=error would end the run at any time. Set "
             "truncate or drop."
         )
-    if data.bad_records == "error":
+    # Settings with other problems may hold a plain path here.
+    sets = data.datasets or (data,)
+    if any(getattr(one, "bad_records", None) == "error" for one in sets):
         return "data", (
             "data are streamed, so a record that cannot be used would end the run at "
-            "any time. Set `bad_records: drop` in data, which counts such records."
+            "any time. Set `bad_records: drop` in data (or in each item of datasets), "
+            "which counts such records."
         )
     return None
 

@@ -315,7 +315,7 @@ def test_a_reference_in_the_step_and_a_start_by_eva_are_counted(folder):
     path = folder / "pairs.jsonl"
     pair = {"prompt": "a" * 200, "chosen": "b" * 900, "rejected": "c" * 900}
     path.write_text((json.dumps(pair) + "\n") * 16)
-    config = run(folder, "smollm2-135m", microbatch_tokens=8192)
+    config = run(folder, "llama-3.2-1b", microbatch_tokens=8192)
     seconds = {}
     for how in ("kept", "in_step"):
         args = {"objective": "dpo", "objective_args": {"reference_logps": how}}
@@ -328,7 +328,7 @@ def test_a_reference_in_the_step_and_a_start_by_eva_are_counted(folder):
     planned = plan_run(
         config.replace(jobs=[eva], slot_rank=32), machine=parse_machine("h100")
     )
-    assert 0.05 < planned.memory.start_bytes / GIB < 0.5
+    assert 0.2 < planned.memory.start_bytes / GIB < 1.5
     assert "or a start by EVA" in printed(planned)
     need = dataclasses.replace(planned.memory, step_bytes=0)
     assert need.total_bytes - planned.memory.start_bytes == (

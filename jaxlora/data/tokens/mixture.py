@@ -144,8 +144,33 @@ def mix(parts: Sequence[TokenizedData], data: DataConfig, seed: int) -> MixedDat
             stopping_strategy=data.stopping_strategy,
             seed=seed,
         )
-        how = "in turn" if shares is None else ", ".join(f"{s:g}" for s in shares)
-        order = f"interleaving ({how}; {data.stopping_strategy})"
+        order = f"interleaving ({describe_shares(data)}; {data.stopping_strategy})"
+    names = dict(zip(data.set_names, parts, strict=True))
+    return arranged(names, sources, indices, order)
+
+
+def describe_shares(data: DataConfig) -> str:
+    """Says how often samples of each data set come."""
+    if data.probabilities is None:
+        return "in turn"
+    return ", ".join(f"{share:g}" for share in data.probabilities)
+
+
+def arranged(
+    by_name: Mapping[str, TokenizedData],
+    sources: Int[np.ndarray, " N"],
+    indices: Int[np.ndarray, " N"],
+    order: str,
+) -> MixedData:
+    """Makes one list of the groups of samples of several data sets.
+
+    Args:
+        by_name: The samples of each data set.
+        sources: Number of the data set of each group of the list.
+        indices: Its number in the data set.
+        order: Describes the order.
+    """
+    parts = list(by_name.values())
     size = parts[0].group_size
     in_group = np.tile(np.arange(size), len(sources))
     samples = MixedSamples(
@@ -157,13 +182,13 @@ def mix(parts: Sequence[TokenizedData], data: DataConfig, seed: int) -> MixedDat
     names = [f"num_{name}" for name in counts]
     totals: Any = {name: sum(getattr(part, name) for part in parts) for name in names}
     return MixedData(
-        source=", ".join(part.source for part in parts),
+        source=", ".join(dict.fromkeys(part.source for part in parts)),
         samples=samples,
         max_length=parts[0].max_length,
         group_size=size,
         is_recombined=parts[0].is_recombined,
         mixed=samples,
-        by_name=dict(zip(data.set_names, parts, strict=True)),
+        by_name=by_name,
         order=order,
         **totals,
     )

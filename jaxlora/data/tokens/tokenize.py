@@ -22,11 +22,13 @@ from jaxlora.data.tokens.choose import (
     sample_form,
 )
 from jaxlora.data.tokens.encode_records import encode_records
+from jaxlora.data.tokens.mixed_windows import MixedWindows
 from jaxlora.data.tokens.mixture import mix
 from jaxlora.data.tokens.samples import EncodedRecords
-from jaxlora.data.tokens.stream import SampleStream, WindowReader
+from jaxlora.data.tokens.stream import SampleStream
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key
 from jaxlora.data.tokens.tokenized_data import TokenizedData
+from jaxlora.data.tokens.windows import WindowReader
 from jaxlora.errors import DataError
 
 _Flags = Bool[np.ndarray, "..."]
@@ -63,6 +65,7 @@ class DataReader:
         self._tokenized: dict[tuple, TokenizedData] = {}
         self._shards: dict[str, tuple[Shard, ...]] = {}
         self._windows: dict[tuple, WindowReader] = {}
+        self._mixed: dict[tuple, MixedWindows] = {}
 
     def read(
         self, job: LoraJob, which: Literal["train", "eval"] = "train"
@@ -108,7 +111,18 @@ class DataReader:
             DataError: There are none.
             ModelError: The records are chats, and the tokenizer has no chat template.
         """
-        data = with_kind(job.data, job)
+        readers = [self._windows_of(one, job) for one in job.data.sets]
+        if not job.data.datasets:
+            return SampleStream(readers[0], job)
+        seed = None if job.data.probabilities is None else job.seed
+        choice = (*map(id, readers), job.data.set_names, job.data.probabilities, seed)
+        if choice not in self._mixed:
+            self._mixed[choice] = MixedWindows(readers, job)
+        return SampleStream(self._mixed[choice], job)
+
+    def _windows_of(self, data: DataConfig, job: LoraJob) -> WindowReader:
+        """Returns the windows of one data set of a job, which is streamed."""
+        data = with_kind(data, job)
         settings = data.model_dump_json()
         if settings not in self._shards:
             self._shards[settings] = open_shards(data)
@@ -120,7 +134,7 @@ class DataReader:
         if choice not in self._windows:
             tokenizer = self.tokenizer.with_setting(data.chat_template)
             self._windows[choice] = WindowReader(data, shards, tokenizer, job)
-        return SampleStream(self._windows[choice], job)
+        return self._windows[choice]
 
     def _read_set(
         self,

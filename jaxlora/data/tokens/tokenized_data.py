@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -177,7 +178,8 @@ class MeasuredData(TokenizedData):
     @staticmethod
     def of(data: TokenizedData) -> "MeasuredData":
         """Returns the lengths of samples."""
-        fields = {f.name: getattr(data, f.name) for f in dataclasses.fields(data)}
+        names = [field.name for field in dataclasses.fields(TokenizedData)]
+        fields: dict[str, Any] = {name: getattr(data, name) for name in names}
         fields |= {"samples": (), "measured": (data.lengths, data.num_targets)}
         return MeasuredData(**fields)
 

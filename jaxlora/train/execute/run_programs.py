@@ -87,7 +87,8 @@ class RunPrograms:
     def each(self) -> list[Prepared]:
         """The programs, one by one."""
         passes = (*self.passes, *self.further)
-        return [*(p for one in passes for p in one.each), *self.others]
+        found = *(p for one in passes for p in one.each), *self.others
+        return [*dict.fromkeys(found)]  # the reference runs the evaluation
 
     def compiled_passes(self) -> tuple[StagePrograms, ...]:
         """Waits for the passes of all stages."""

@@ -61,9 +61,16 @@ def test_alone_equals_together(train, tmp_path, ordinary):
 
 @pytest.mark.parametrize("number", [3, 7])
 def test_a_resumed_run_ends_in_the_same_bits(model, tmp_path, ordinary, number):
-    """Interrupted in other windows; a copy of the job goes on with it in the data."""
-    path = write_shards(tmp_path / "set")
-    job = LoraJob(name="s", data=streamed(path), **JOB)
+    """Interrupted in other windows; a copy of the job goes on with it in the data.
+
+    Once with a mixture of two streams.
+    """
+    data = streamed(write_shards(tmp_path / "set"))
+    if number == 7:
+        other = streamed(write_shards(tmp_path / "other", sizes=(5,)))
+        shares = {"mix": "interleave", "probabilities": [0.7, 0.3]}
+        data = {"datasets": [data, other], **shares}
+    job = LoraJob(name="s", data=data, **JOB)
     copy = job.replace(name="copy", clone_of={"job": "s", "step": 4}, steps=9)
 
     def config(name: str) -> RunConfig:
@@ -132,7 +139,7 @@ def test_a_plan_takes_the_first_window_for_all(model, tmp_path, ordinary):
         ({"eval_data": {"path": "x", "streaming": True}}, "set limit, the number of f"),
         (
             {"data": {"datasets": [{"path": "x", "streaming": True}, "y"]}},
-            "cannot be mixed with others, as its end is not known. Give it a limit",
+            "some data sets are streamed, and others have an end",
         ),
     ],
 )

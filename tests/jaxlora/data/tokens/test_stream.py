@@ -17,7 +17,7 @@ import pytest
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.records.shards import open_shards
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.data.tokens import stream as module
+from jaxlora.data.tokens import windows as module
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError
 from tests import tiny
@@ -249,14 +249,6 @@ def test_no_usable_records(tokenizer, tmp_path):
     path = write_shards(tmp_path / "b", [[record("r")] * 3] * 2, ".jsonl")
     with pytest.raises(DataError, match="holds 6 records, and skip=7 leaves out all"):
         open_shards(DataConfig(path=path, streaming=True, skip=7))
-
-
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_objectives_that_need_all_samples_are_refused(tokenizer, tmp_path, objective):
-    path = write_shards(tmp_path / "set", [[record("r")]], ".jsonl")
-    match = f"objective {objective}, .* cannot be streamed. Give data.limit"
-    with pytest.raises(DataError, match=match):
-        DataReader(tokenizer).stream(simple_job(path, objective=objective))
 
 
 def test_pairs(tokenizer, tmp_path):
