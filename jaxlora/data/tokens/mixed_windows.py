@@ -46,24 +46,22 @@ class MixedWindows(Windows):
 
     def read(self, place: StreamPlace) -> Window:
         """Reads the window at a place."""
-        sources = self._sources(place.window)
+        drawn_sets = self._sources(place.window)
         starts = place.parts or (StreamPlace(),) * len(self._readers)
         parts: dict[str, TokenizedData] = {}
-        ends, shards, numbers = [], [], np.empty(len(sources), np.int64)
-        first = 0
-        for number, (reader, start) in enumerate(
-            zip(self._readers, starts, strict=True)
-        ):
-            num = int((sources == number).sum())
-            found = reader.take(start, num) if num else []
-            ends.append(found[-1].after if found else start)
-            for turn, window in enumerate(found):
-                name = self._names[number]
-                parts[f"{name} again ({turn})" if turn else name] = window.data
-                shards += window.shards
-            numbers[sources == number] = first + np.arange(num)
-            first += num
-        data = self._arranged(parts, numbers)
+        sources, indices = np.zeros_like(drawn_sets), np.zeros_like(drawn_sets)
+        ends, shards = list(starts), []
+        for number, reader in enumerate(self._readers):
+            is_drawn = drawn_sets == number
+            if not (num := int(is_drawn.sum())):
+                continue
+            found = reader.take(starts[number], num)
+            sources[is_drawn], indices[is_drawn] = len(parts), np.arange(num)
+            parts[self._names[number]] = _joined([window.data for window in found])
+            ends[number] = found[-1].after
+            shards += dict.fromkeys(name for one in found for name in one.shards)
+        order = f"interleaving ({describe_shares(self._job.data)})"
+        data = arranged(parts, sources, indices, order)
         return Window(
             place=dataclasses.replace(place, digest=data.fingerprint),
             after=StreamPlace(
@@ -71,7 +69,7 @@ class MixedWindows(Windows):
                 window=place.window + 1,
                 parts=tuple(ends),
             ),
-            data=data,
+            data=dataclasses.replace(data, is_part=True),
             shards=tuple(shards),
         )
 
@@ -85,13 +83,15 @@ class MixedWindows(Windows):
             found = drawn(shares, self._job.seed, first=window * num, num=num)
         return np.repeat(found, self._drawn_groups)
 
-    def _arranged(
-        self, parts: dict[str, TokenizedData], numbers: Int[np.ndarray, " N"]
-    ) -> TokenizedData:
-        """Returns groups in an order, given their numbers, counted over all parts."""
-        sizes = [len(part.group_lengths) for part in parts.values()]
-        starts = np.cumsum([0, *sizes])
-        sources = np.searchsorted(starts, numbers, side="right") - 1
-        order = f"interleaving ({describe_shares(self._job.data)})"
-        data = arranged(parts, sources, numbers - starts[sources], order)
-        return dataclasses.replace(data, is_part=True)
+
+def _joined(passes: Sequence[TokenizedData]) -> TokenizedData:
+    """Returns the samples of passes over a data set, one after the other."""
+    if len(passes) == 1:
+        return passes[0]
+    sizes = [len(one.group_lengths) for one in passes]
+    return arranged(
+        {str(number): one for number, one in enumerate(passes)},
+        np.repeat(np.arange(len(sizes)), sizes),
+        np.concatenate([np.arange(size) for size in sizes]),
+        "passes",
+    )

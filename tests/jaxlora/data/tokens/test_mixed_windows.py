@@ -37,7 +37,8 @@ def sets(tmp_path_factory) -> list[str]:
 
 
 def mixture(paths: list[str], **changes) -> LoraJob:
-    each = {"streaming": True, "bad_records": "drop", "shuffle_buffer": 8}
+    buffer = changes.pop("shuffle_buffer", 8)
+    each = {"streaming": True, "bad_records": "drop", "shuffle_buffer": buffer}
     data = {"datasets": [{"path": path} | each for path in paths], "mix": "interleave"}
     data |= changes.pop("data", {})
     job = {"name": "job", "steps": 30, "batch_size": 3, "max_length": 40}
@@ -51,10 +52,16 @@ def names(reader: DataReader, stream: SampleStream, step: int) -> list[str]:
     return [text.split(" ")[0] for text in texts]
 
 
-@pytest.mark.parametrize("shares", [None, [0.5, 0.3, 0.2], [0.9, 0.0, 0.1]])
-def test_the_order_is_that_of_the_package_datasets(reader, sets, shares):
-    """Sets that end begin anew. Tests of `interleave` compare it with the package."""
-    job = mixture(sets, data={"probabilities": shares}, shuffle=False, seed=5)
+@pytest.mark.parametrize(
+    ("shares", "buffer"), [(None, 8), ([0.5, 0.3, 0.2], 8), ([0.9, 0.0, 0.1], 60)]
+)
+def test_the_order_is_that_of_the_package_datasets(reader, sets, shares, buffer):
+    """Sets that end begin anew, once with several passes in a window.
+
+    Tests of `interleave` compare it with the package.
+    """
+    data = {"probabilities": shares}
+    job = mixture(sets, data=data, shuffle=False, seed=5, shuffle_buffer=buffer)
     stream = reader.stream(job)
     found = [name for step in range(30) for name in names(reader, stream, step)]
     many = [100 * size for size in SIZES]
