@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
@@ -40,8 +40,8 @@ class ReplicaConfig(StrictModel):
         tensor: Devices that share each layer of a replica.
         stage: Pipeline stages of a replica; only 1 so far.
         count: Number of such replicas.
-        microbatch_tokens: Tokens of their microbatches, padding included. Longer
-            samples run on other replicas.
+        microbatch_tokens: Tokens of their microbatches, padding included; `auto`: as
+            many as fit. Longer samples run on other replicas.
     """
 
     rules = (_replicas_have_no_stages,)
@@ -49,7 +49,7 @@ class ReplicaConfig(StrictModel):
     tensor: PositiveInt = 1
     stage: PositiveInt = 1
     count: PositiveInt = 1
-    microbatch_tokens: PositiveInt
+    microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
 
 
 def listed(replicas: Sequence[ReplicaShape]) -> list[dict[str, int]]:
@@ -58,6 +58,15 @@ def listed(replicas: Sequence[ReplicaShape]) -> list[dict[str, int]]:
         {"microbatch_tokens": one.tokens, "tensor": one.tensor, "count": count}
         for one, count in sorted(Counter(replicas).items(), reverse=True)
     ]
+
+
+def describe_list(shapes: Sequence[ReplicaShape]) -> str:
+    """Names replicas, such as `8,192 on tensor=2 + 3 x 2,048 tokens`."""
+    parts = []
+    for one, count in sorted(Counter(shapes).items(), reverse=True):
+        text = f"{count} x {one.tokens:,}" if count > 1 else f"{one.tokens:,}"
+        parts.append(f"{text} on tensor={one.tensor}" if one.tensor > 1 else text)
+    return f"{' + '.join(parts)} tokens"
 
 
 _LIST = pydantic.TypeAdapter(tuple[ReplicaConfig, ...])

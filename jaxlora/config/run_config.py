@@ -200,15 +200,22 @@ class RunConfig(BaseSettings):
     def replica_shapes(self) -> tuple[ReplicaShape, ...]:
         """Each of `replicas`, those with the largest microbatches first.
 
-        There are none while `replicas` is `auto`.
+        There are none while `replicas`, or one of their sizes, is `auto`.
         """
-        listed = () if self.replicas in (None, "auto") else self.replicas
-        each = [
-            ReplicaShape(tokens=one.microbatch_tokens, tensor=one.tensor)
-            for one in listed
-            for _ in range(one.count)
-        ]
+        if self.replicas is None or self.replicas == "auto":
+            return ()
+        each = []
+        for one in self.replicas:
+            if one.microbatch_tokens == "auto":
+                return ()
+            shape = ReplicaShape(tokens=one.microbatch_tokens, tensor=one.tensor)
+            each += [shape] * one.count
         return tuple(sorted(each, reverse=True))
+
+    @property
+    def has_open_replicas(self) -> bool:
+        """Whether `replicas`, or one of their sizes, is `auto`."""
+        return self.replicas is not None and not self.replica_shapes
 
     @property
     def num_devices(self) -> int:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jaxlora.common.console import literal, show
 from jaxlora.config import RunConfig
+from jaxlora.config.replicas_config import describe_list
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.errors import ConfigError
 from jaxlora.memory.device_memory import format_bytes
@@ -18,7 +19,6 @@ from jaxlora.plan import RunForecast
 from jaxlora.plan.sweep_groups import NO_TIME, draw_groups, print_groups
 from jaxlora.scheduler import Plan, picture
 from jaxlora.scheduler.timeline import Timeline
-from jaxlora.train.plan.auto_replicas.choose import describe_list
 
 _DRAWN_MICROBATCHES = 60
 

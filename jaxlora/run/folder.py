@@ -75,7 +75,7 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
         CheckpointError: `block_tokens` differs from what the run began with.
     """
     begun: dict[str, Any] = {}
-    if config.replicas == "auto" and record.replicas:
+    if config.has_open_replicas and record.replicas:
         begun["replicas"] = record.replicas
     if config.microbatch_tokens == "auto" and config.replicas is None:
         begun["microbatch_tokens"] = record.microbatch_tokens

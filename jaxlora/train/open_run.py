@@ -240,8 +240,8 @@ class _Loading:
     def start_early(self) -> None:
         """Begins to load, unless the plan decides where weights go."""
         config = self._config
-        is_settled = "auto" not in (config.mesh, config.replicas)
-        if not is_settled or processes.count() > 1:
+        is_open = config.mesh == "auto" or config.has_open_replicas
+        if is_open or processes.count() > 1:
             return
         first = config.replica_shapes[:1]
         if config.mesh_sizes.num_devices == 1 and all(r.tensor == 1 for r in first):

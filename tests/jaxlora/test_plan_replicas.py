@@ -22,8 +22,9 @@ from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.auto_mesh.predict import shape_seconds, table_seconds
-from jaxlora.train.plan.auto_replicas.choose import ReplicaLists, describe_list
+from jaxlora.train.plan.auto_replicas.choose import ReplicaLists
 from jaxlora.train.plan.auto_replicas.kinds import ReplicaModel
+from jaxlora.train.plan.auto_replicas.room import RoomFinder, describe_list
 from tests import tiny
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.memory_formula import estimated_by_formula
@@ -233,8 +234,8 @@ def timed(monkeypatch):
     """All ways to run that are compared, with their predicted times."""
     seen, predict = [], ReplicaLists._timed
 
-    def watched(self, config, most):
-        seen.append(predict(self, config, most))
+    def watched(self, config, room):
+        seen.append(predict(self, config, room))
         return seen[-1]
 
     monkeypatch.setattr(ReplicaLists, "_timed", watched)
@@ -249,14 +250,27 @@ def test_auto_takes_what_is_fastest(tmp_path, timed, capsys):
     _check_fastest(timed, capsys.readouterr().err, is_list=False)
 
 
-def test_auto_takes_a_list(tmp_path, timed, capsys):
-    """One long sample a step, which takes even less time on both devices together."""
+def test_auto_takes_devices_that_share_a_sample(tmp_path, timed, capsys):
+    """One long sample a step."""
     settings = {"defaults": {"batch_size": 2}, "replicas": "auto"}
     path = write_run(tmp_path, {"one": (16, 1000)}, **settings)
     assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
+    named = _check_fastest(timed, capsys.readouterr().err, is_list=False)
+    assert named == "mesh tensor=2"
+
+
+def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeypatch):
+    """Only two devices together hold the few long samples."""
+    fits = {1: 512, 2: 1024}
+    fitting = lambda self, config, tensor, available: fits.get(tensor)
+    monkeypatch.setattr(RoomFinder, "_fitting", fitting)
+    settings = {"defaults": {"batch_size": 32}, "replicas": "auto"}
+    lengths = {name: (*[200] * 15, 1000) for name in ("one", "two", "three", "four")}
+    path = write_run(tmp_path, lengths, **settings)
+    assert main(["plan", str(path), "--gpu", "a100-40x4"]) == 0
     shown = capsys.readouterr()
     named = _check_fastest(timed, shown.err, is_list=True)
-    assert "replicas: auto: 1 x tensor=2 would take" in shown.err
+    assert "on tensor=2 + 2 x 512 tokens" in named
     assert f"replicas of {named}" in shown.out
     assert main(["plan", str(path), "--gpu", "a100-40x2", "--details"]) == 1
     assert "--details simulates devices that are alike" in capsys.readouterr().err
@@ -266,14 +280,16 @@ def _check_fastest(timed, log: str, *, is_list: bool) -> str:
     """Checks the choice and its line in the log, and returns its name."""
     lists = [one for one in timed if one.config.replicas is not None]
     meshes = [one for one in timed if one.config.replicas is None]
-    assert {one.config.mesh for one in meshes} == {"data=2"}
-    assert {len(one.config.replica_shapes) for one in lists} == {2}
+    devices = {one.config.num_devices for one in timed}
+    assert len(devices) == 1  # all of them
     assert all(one.config.replica_shapes[0].tokens >= 1024 for one in lists)
     assert all(one.seconds > one.bound > 0 for one in timed)
     best, mesh = (min(ways, key=lambda one: one.seconds) for ways in (lists, meshes))
     assert (1.02 * best.seconds < mesh.seconds) == is_list
     chosen = best if is_list else mesh
-    named = describe_list(best.config.replica_shapes) if is_list else "mesh data=2"
+    named = f"mesh {mesh.config.mesh}"
+    if is_list:
+        named = describe_list(best.config.replica_shapes)
     (line,) = (text for text in log.splitlines() if "over the least time" in text)
     assert f"replicas: auto: {named}" in line
     assert f"predicted {chosen.seconds / chosen.bound - 1:.1%} over" in line
@@ -281,7 +297,7 @@ def _check_fastest(timed, log: str, *, is_list: bool) -> str:
 
 
 def test_auto_refuses_what_fits_on_no_device(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ReplicaLists, "_fitting", lambda *_: None)
+    monkeypatch.setattr(RoomFinder, "_fitting", lambda *_: None)
     path = write_run(tmp_path, {"one": (16, 1000)}, replicas="auto")
     assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 1
     assert "needs" in capsys.readouterr().out

@@ -21,6 +21,7 @@ from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import choose_mesh
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.auto_replicas.choose import ReplicaLists
+from jaxlora.train.plan.auto_replicas.room import RoomFinder
 from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
@@ -60,7 +61,7 @@ def resolve(
     jobs = [job.foreseen for job in jobs]
     chooses_remat, notes = config.remat == "auto", []
     chooses_replicas = config.replicas == "auto"
-    if chooses_replicas:
+    if config.has_open_replicas:
         config, note = _with_replicas(config, model, jobs, machine)
         notes.append(note)
     if shapes := config.replica_shapes:
@@ -133,13 +134,16 @@ def _with_replicas(
     jobs: Sequence[PreparedJob],
     machine: Machine,
 ) -> tuple[RunConfig, Note]:
-    """Replaces `replicas: auto`, and `remat: auto` with it; returns the reason too."""
+    """Chooses replicas, or their sizes, and `remat: auto`; returns the reason too."""
+    replicas = config.replicas
     alone = config.replace(replicas=None)
     bounds = _bounds(alone, jobs)
     spec, _ = decoder_spec(alone, model, jobs, bounds.max_tokens)
-    positions = first_positions(jobs)
-    lists = ReplicaLists(model, spec, jobs, positions, bounds, machine)
-    return lists.choose(alone)
+    if replicas is None or replicas == "auto":
+        positions = first_positions(jobs)
+        lists = ReplicaLists(model, spec, jobs, positions, bounds, machine)
+        return lists.choose(alone)
+    return RoomFinder(spec, bounds, machine).sized(alone, replicas)
 
 
 def _staged_replicas(

@@ -14,6 +14,7 @@ from jax._src.array import ArrayImpl
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import ConfigError
+from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.mesh import FurtherReplica
 from jaxlora.plan import plan_run
 from jaxlora.run.folder import CHECKPOINTS
@@ -23,7 +24,8 @@ from jaxlora.train.execute.replicas import FurtherReplicas
 from jaxlora.train.plan import prepare_run
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.auto_replicas import choose
-from jaxlora.train.plan.auto_replicas.choose import ReplicaLists, describe_list
+from jaxlora.train.plan.auto_replicas.choose import ReplicaLists
+from jaxlora.train.plan.auto_replicas.room import RoomFinder, describe_list
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train.at_window import InterruptAt, at_windows
 from tests.jaxlora.train.conftest import LINEARS
@@ -453,7 +455,7 @@ def test_killed(runs, unlike_jobs, settings):
         (UNLIKE | {"packer": "greedy"}, "only joint fills replicas"),
         (UNLIKE | {"microbatch_shapes": [64]}, "each replica has one shape"),
         (UNLIKE | {"microbatch_shapes": "auto"}, "each replica has one shape"),
-        ({"replicas": [{"count": 2}]}, "replicas[0].microbatch_tokens"),
+        ({"replicas": [{"count": "two"}]}, "replicas[0].count"),
         ({"replicas": 3}, "replicas: expected a list"),
     ],
 )
@@ -478,6 +480,27 @@ def test_a_sample_that_no_replica_holds(runs, unlike_jobs):
 
 
 # ---- plans ---------------------------------------------------------------------------
+
+
+@pytest.mark.needs_devices(8)
+def test_sizes_are_those_that_fit(runs, unlike_jobs, monkeypatch):
+    """Where none is given. What fits follows from the devices that share a layer."""
+    room = {1: 64, 2: 192, 4: 96}
+    here = dataclasses.replace(
+        this_machine(), memory=DeviceMemory(num_bytes=2**30, source="a test")
+    )
+    monkeypatch.setattr(prepare_run, "this_machine", lambda *_: here)
+    fitting = lambda self, config, tensor, available: room[tensor]
+    monkeypatch.setattr(RoomFinder, "_fitting", fitting)
+    replicas = [{"tensor": 1}, {"tensor": 2, "count": 1}, mesh(4, 96)]
+    planned = plan_run(runs.config(unlike_jobs, replicas=replicas))
+    shapes = planned.config.replica_shapes
+    assert [(one.tensor, one.tokens) for one in shapes] == [(2, 192), (4, 96), (1, 64)]
+    assert planned.config.mesh == "tensor=2" and planned.config.num_devices == 7
+    (note,) = (n.text for n in planned.plan.notes if n.text.startswith("replicas: "))
+    assert (
+        note == "replicas: 192 on tensor=2 + 96 on tensor=4 + 64 tokens, as many as fit"
+    )
 
 
 def test_a_plan_has_the_microbatches_of_the_run(runs, unlike_jobs):
@@ -510,7 +533,7 @@ def test_auto_trains_what_is_planned(runs, unlike_jobs, chosen_of, caplog):
     with caplog.at_level("INFO"):
         planned = plan_run(config)
     (line,) = (text for text in caplog.messages if text.startswith("replicas: auto"))
-    assert "over the least time of replicas of one device each" in line
+    assert "over the least time of replicas of the fewest devices" in line
     trainer = Trainer(config, runs.model)
     listed = trainer.config.replica_shapes
     assert planned.config.replica_shapes == listed

@@ -15,24 +15,28 @@ their time is predicted.
 import dataclasses
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.config.replicas_config import ReplicaShape
+from jaxlora.config.replicas_config import ReplicaShape, describe_list
 from jaxlora.memory.bounds import Bounds
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Schedule
 from jaxlora.scheduler.streams.stream import Position, StreamState, next_stretch
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.plan.auto_mesh.choose import is_divided
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.auto_mesh.predict import (
     replica_seconds,
     square_seconds,
     window_seconds,
 )
-from jaxlora.train.plan.auto_replicas.room import Room, RoomFinder, with_list
+from jaxlora.train.plan.auto_replicas.room import (
+    Room,
+    RoomFinder,
+    with_list,
+)
 from jaxlora.train.plan.job_slots import JobPosition, assign_slots
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
@@ -101,7 +105,7 @@ class ReplicaLists:
             mesh = config.replace(mesh=f"data={self._num}")
             why = "one device" if self._num == 1 else "nothing left to do"
             return mesh, Note(f"replicas: auto: mesh {mesh.mesh}, as there is {why}")
-        rooms = self._fits.rooms(config)
+        rooms = self._fits.rooms(config, self._degrees(config))
         meshes = [(room, one) for room in rooms for one in self._meshes(room)]
         lists = [(room, one) for room in rooms for one in self._alike(room)]
         best = self._fastest(lists or meshes)
@@ -121,6 +125,14 @@ class ReplicaLists:
     @property
     def _num(self) -> int:
         return self._machine.num_devices
+
+    def _degrees(self, config: RunConfig) -> list[int]:
+        """Returns the numbers of devices that may share each layer, within a host."""
+        if math.isinf(self._machine.speed.link_bytes):
+            return [1]
+        most = self._machine.num_devices // self._machine.num_hosts
+        powers = [2**n for n in range(most.bit_length())]
+        return [n for n in powers if is_divided(self._spec, n, config.block_tokens)]
 
     # ---- ways to run -----------------------------------------------------------------
 
@@ -297,12 +309,3 @@ class _Member:
         """Returns the replica with large or small microbatches, or what fits."""
         tokens = small if self.is_small else min(large, room.most[self.tensor])
         return ReplicaShape(tokens=tokens, tensor=self.tensor)
-
-
-def describe_list(shapes: Sequence[ReplicaShape]) -> str:
-    """Names replicas, such as `8,192 on tensor=2 + 3 x 2,048 tokens`."""
-    parts = []
-    for one, count in sorted(Counter(shapes).items(), reverse=True):
-        text = f"{count} x {one.tokens:,}" if count > 1 else f"{one.tokens:,}"
-        parts.append(f"{text} on tensor={one.tensor}" if one.tensor > 1 else text)
-    return f"{' + '.join(parts)} tokens"

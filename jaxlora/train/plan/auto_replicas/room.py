@@ -2,12 +2,18 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 from jaxlora.common.counted import counted
+from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.config.replicas_config import ReplicaShape, listed
+from jaxlora.config.replicas_config import (
+    ReplicaConfig,
+    ReplicaShape,
+    describe_list,
+    listed,
+)
+from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import UNCHECKED_TOKENS
 from jaxlora.memory.device_memory import DeviceMemory
@@ -17,7 +23,6 @@ from jaxlora.memory.options import estimated_room, largest_fitting
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.plan.auto_mesh.choose import is_divided
 from jaxlora.train.plan.auto_mesh.machine import Machine
 
 _SEVERAL = MeshSizes(data=2)  # lists stay, so their memory has the room of a mesh
@@ -30,7 +35,7 @@ class Room:
     Attributes:
         config: The run, with a `remat`.
         most: The largest microbatches of replicas of each number of devices, in
-            ascending order. At least one number is there.
+            ascending order. Some hold the longest sample.
     """
 
     config: RunConfig
@@ -50,14 +55,17 @@ class RoomFinder:
         """
         self._spec, self._bounds, self._machine = spec, bounds, machine
 
-    def rooms(self, config: RunConfig) -> list[Room]:
+    def rooms(self, config: RunConfig, degrees: Sequence[int]) -> list[Room]:
         """Returns what fits for each possible `remat`; there is at least one.
+
+        Args:
+            config: The run.
+            degrees: Numbers of devices of a replica, in ascending order.
 
         Raises:
             DoesNotFitError: No replica has the memory for the longest sample.
         """
         available, rooms = self._machine.memory_of(self._machine.num_devices), []
-        degrees = self._degrees(config)
         if available is None:  # with remat: auto, the run is refused later
             most = self._bounds.choose(max(UNCHECKED_TOKENS, self._bounds.smallest))
             assert most is not None
@@ -68,12 +76,44 @@ class RoomFinder:
             for tensor in degrees:
                 if (found := self._fitting(own, tensor, available)) is not None:
                     most[tensor] = found
-            if most:
+            if most and max(most.values()) >= self._bounds.smallest:
                 rooms.append(Room(config=own, most=most))
         if not rooms:
             own = config.replace(remat=remats[-1])
             raise self._refusal(own, degrees[-1], available)
         return rooms
+
+    def sized(
+        self, config: RunConfig, replicas: Sequence[ReplicaConfig]
+    ) -> tuple[RunConfig, Note]:
+        """Gives listed replicas the largest microbatches that fit, where none is given.
+
+        Args:
+            config: The run, without replicas.
+            replicas: The replicas.
+
+        Returns:
+            The run with the replicas, and what they are.
+
+        Raises:
+            DoesNotFitError: No replica has the memory for the longest sample.
+        """
+        degrees = sorted({one.tensor for one in replicas})
+        rooms = self.rooms(config, degrees)
+        room = max(rooms, key=lambda room: len(room.most))  # the weakest of them
+        shapes = []
+        for one in replicas:
+            tokens = one.microbatch_tokens
+            if tokens == "auto" and (tokens := room.most.get(one.tensor)) is None:
+                raise ConfigError(
+                    f"replicas: a replica with tensor={one.tensor} does not have the "
+                    "memory for any microbatch. Give it more devices."
+                )
+            assert isinstance(tokens, int)
+            shapes += [ReplicaShape(tokens=tokens, tensor=one.tensor)] * one.count
+        shapes.sort(reverse=True)
+        text = f"replicas: {describe_list(shapes)}, as many as fit"
+        return with_list(room.config, shapes), Note(text)
 
     def _stages(self, config: RunConfig, shape: ReplicaShape) -> MeshStages:
         """Returns the first one of several replicas of a shape."""
@@ -86,13 +126,15 @@ class RoomFinder:
     ) -> int | None:
         """Returns the largest microbatches of the first replica, which has the most.
 
-        It has the optimizers, and no other replica has larger microbatches.
+        It has the optimizers, and no other replica has larger microbatches. They need
+        not hold the longest sample, which may run on another replica.
         """
+        bounds = dataclasses.replace(self._bounds, smallest=self._bounds.unit)
         shape = ReplicaShape(tokens=self._bounds.largest, tensor=tensor)
         stages = self._stages(config, shape)
         estimate = functools.partial(estimated_footprint, stages, config.block_tokens)
         room = estimated_room(available, _SEVERAL)
-        return largest_fitting(self._bounds, estimate, room)
+        return largest_fitting(bounds, estimate, room)
 
     def _refusal(
         self, config: RunConfig, tensor: int, available: DeviceMemory
@@ -108,14 +150,6 @@ class RoomFinder:
             f"{details}"
         )
         return DoesNotFitError(text, details.need, details.mesh, details.cures)
-
-    def _degrees(self, config: RunConfig) -> list[int]:
-        """Returns the numbers of devices that may share each layer, within a host."""
-        if math.isinf(self._machine.speed.link_bytes):
-            return [1]
-        most = self._machine.num_devices // self._machine.num_hosts
-        powers = [2**n for n in range(most.bit_length())]
-        return [n for n in powers if is_divided(self._spec, n, config.block_tokens)]
 
 
 def with_list(config: RunConfig, shapes: Sequence[ReplicaShape]) -> RunConfig:
