@@ -260,17 +260,17 @@ def test_auto_takes_devices_that_share_a_sample(tmp_path, timed, capsys):
 
 
 def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeypatch):
-    """Only two devices together hold the few long samples."""
-    fits = {1: 512, 2: 1024}
+    """Only two devices together hold the few long samples, and PCIe joins them."""
+    fits = {1: 896, 2: 1024}
     fitting = lambda self, config, tensor, available: fits.get(tensor)
     monkeypatch.setattr(RoomFinder, "_fitting", fitting)
     settings = {"defaults": {"batch_size": 32}, "replicas": "auto"}
     lengths = {name: (*[200] * 15, 1000) for name in ("one", "two", "three", "four")}
     path = write_run(tmp_path, lengths, **settings)
-    assert main(["plan", str(path), "--gpu", "a100-40x4"]) == 0
+    assert main(["plan", str(path), "--gpu", "l40sx4"]) == 0
     shown = capsys.readouterr()
     named = _check_fastest(timed, shown.err, is_list=True)
-    assert "on tensor=2 + 2 x 512 tokens" in named
+    assert "on tensor=2 + 2 x 896 tokens" in named
     assert f"replicas of {named}" in shown.out
     assert main(["plan", str(path), "--gpu", "a100-40x2", "--details"]) == 1
     assert "--details simulates devices that are alike" in capsys.readouterr().err
