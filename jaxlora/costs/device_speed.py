@@ -17,6 +17,11 @@ _LINK_SHARE = 0.75  # 345 to 363 of 450 GB/s were measured between two H200s
 # Both passes of a layer take this time, whatever its size: 30 layers of SmolLM2-135M's
 # shapes took 8.7 ms of an H200 beside 2.2 microseconds a token.
 _LAYER_SECONDS = 0.29e-3
+# A token takes this time in attention of a layer, both passes, beside its operations.
+# SmolLM2-135M's 30 layers took 1.1 microseconds a token on an H100, with 64 adapters;
+# with this, H200s are predicted to take 2.15 (2.21 were measured), 8.6 for
+# Llama-3.2-1B (8.45) and 51 for Llama-3.1-8B (51 to 54).
+_ATTENTION_SECONDS = 25e-9
 _WEIGHT_TOKENS = 128.0  # of an unknown device; those below have 97 to 273
 
 
@@ -31,6 +36,8 @@ class DeviceSpeed:
         link_bytes: Bytes per second from one device to another in the same host.
         fp8_flops: Dense fp8 operations per second; 0: they run in bfloat16.
         layer_seconds: Time of both passes of a layer, however few tokens there are.
+        attention_seconds: Time of a token in attention of a layer, both passes, beside
+            its operations.
     """
 
     name: str
@@ -39,6 +46,7 @@ class DeviceSpeed:
     link_bytes: float
     fp8_flops: float = 0.0
     layer_seconds: float = 0.0
+    attention_seconds: float = 0.0
 
     @property
     def weight_tokens(self) -> float:
@@ -82,4 +90,5 @@ def find_speed(device_kind: str) -> DeviceSpeed:
         link_bytes=gpu.link_bytes,
         fp8_flops=gpu.fp8_flops,
         layer_seconds=_LAYER_SECONDS,
+        attention_seconds=_ATTENTION_SECONDS,
     )

@@ -122,8 +122,11 @@ def decoder_seconds(
             backward=speed.compute_seconds(work.backward),
         )
 
+    # The backward pass of attention computes its scores again, and `layer` all of it.
+    again = 0.3 if spec.options.remat == "layer" else 0.0
+    attention = PassSeconds(forward=0.3, backward=0.7 + again) * speed.attention_seconds
     layers = [
-        seconds(layer_work(spec, layer, mean))
+        seconds(layer_work(spec, layer, mean)) + attention
         for layer in range(spec.config.num_layers)
     ]
     head = seconds(head_work(spec, _TARGET_SHARE))

@@ -253,7 +253,7 @@ def plan_run_groups(config: RunConfig) -> PlannedGroups | None:
 def _time(
     plan: RunPlan, jobs: Sequence[PreparedJob], schedule: Schedule
 ) -> PlannedTime | None:
-    together = plan.seconds(schedule)
+    together = plan.seconds(schedule, num_changes=2 * len(jobs))
     if together is None:
         return None
     together *= _with_reference(plan, jobs, schedule)
@@ -274,7 +274,7 @@ def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
         config = config.replace(microbatch_tokens=tokens)
     alone = plan.alone(config, job)
     schedule = foretell(alone, [job]).schedule
-    seconds = alone.seconds(schedule)
+    seconds = alone.seconds(schedule, num_changes=2)
     assert seconds is not None
     return seconds * _with_reference(alone, [job], schedule)
 

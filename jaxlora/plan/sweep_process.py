@@ -15,6 +15,7 @@ from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.memory.gpu_share import take_free_gpus
 from jaxlora.memory.need import DoesNotFitError
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
+from jaxlora.train.plan.auto_mesh.predict import SLOT_SECONDS
 
 NOT_KNOWN = (
     "sweep.groups is auto, and the rates of this device are not known, so groups "
@@ -72,10 +73,11 @@ def group_plans(config: RunConfig) -> GroupPlans:
                 names=tuple(one.configuration.name for one in runs),
             )
         )
+    most = max(len(one.names) for one in groups)
     return GroupPlans(
         groups=tuple(groups),
         ranks={c.name: c.rank for c in plan.sweep.configurations},
-        seconds=plan.makespan,
+        seconds=plan.makespan + 2 * most * SLOT_SECONDS,  # into slots, and out of them
     )
 
 

@@ -34,6 +34,7 @@ class JobLifecycle:
         round: Rounds done. Events are of the next one.
         has_events: Whether there were events since it was last set to False.
         may_start: Whether jobs may start now.
+        num_changes: How many jobs have started in slots, or left them.
         side_work: Evaluates and exports jobs.
     """
 
@@ -47,6 +48,7 @@ class JobLifecycle:
         """
         self.jobs, self.by_slot = run.jobs, {}
         self.round, self.has_events, self.may_start = first_round, False, True
+        self.num_changes = 0
         self.side_work = SideWork(run, self._send_of)
         self._run, self._executor, self._ticks = run, run.executor, ticks
         self._capacity = run.plan.config.limits.capacity
@@ -283,6 +285,7 @@ class JobLifecycle:
         self._ticks.drop(slot)
         self._executor.release(slot)
         del self.by_slot[slot]
+        self.num_changes += 1
         job.leave_slot()
 
     def _start(self, job: JobState, slot: int) -> None:
@@ -298,6 +301,7 @@ class JobLifecycle:
             self.side_work.refer(job, slot)
         job.update(status="running", reason="", slot=slot)
         self.by_slot[slot] = job
+        self.num_changes += 1
         self._ticks.start(self._position(job))
         logger.info("%s %s in slot %d", job.name, verb, slot)
         self._send_of(job, event, slot=slot)

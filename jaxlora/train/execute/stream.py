@@ -231,10 +231,13 @@ class Stream:
             planned_ahead=ticks.num_ahead == ticks.num_stretches,
             planning_seconds=round(ticks.waited_seconds, 4),
             pipeline=self._plan.pipeline_figures(recent),
-            predicted_seconds=self._plan.seconds(recent, is_part=True),
+            predicted_seconds=self._plan.seconds(
+                recent, is_part=True, num_changes=self._life.num_changes
+            ),
             replicas=self._by_replica(),
         )
         ticks.forget_figures()
+        self._life.num_changes = 0
         self._begin_window()
         self._send(event)
 

@@ -197,12 +197,15 @@ class RunPlan:
             notes.append(Note(f"memory: {text}"))
         return notes
 
-    def seconds(self, schedule: Schedule, *, is_part: bool = False) -> float | None:
+    def seconds(
+        self, schedule: Schedule, *, is_part: bool = False, num_changes: int = 0
+    ) -> float | None:
         """Predicts the time of microbatches, without evaluations and checkpoints.
 
         Args:
             schedule: The microbatches.
             is_part: See `window_seconds`.
+            num_changes: How many times a job starts in a slot, or leaves it.
 
         Returns:
             Seconds; None: the rates of the device are not known.
@@ -210,7 +213,7 @@ class RunPlan:
         if not self.rates.are_known:
             return None
         args = self.stages, self.lanes, schedule, self.rates, self.shapes.tokens
-        return window_seconds(*args, is_part=is_part)
+        return window_seconds(*args, is_part=is_part, num_changes=num_changes)
 
     def pipeline_figures(self, schedule: Schedule) -> dict[str, Any]:
         """Predicts how busy the stages are in a schedule; empty without stages.

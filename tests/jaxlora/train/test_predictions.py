@@ -16,6 +16,7 @@ from jaxlora.run.folder import SUMMARY_FILE
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.train import session
 from jaxlora.train.plan.auto_mesh import machine
+from jaxlora.train.plan.auto_mesh.predict import SLOT_SECONDS
 from jaxlora.train.report.summary import print_summary
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.train.at_window import at_windows
@@ -62,7 +63,9 @@ def test_the_end_has_both(config, measured, monkeypatch):
     events = read_events(result.output_dir / METRICS_FILE)
     windows = [e for e in events if e["event"] == "window"]
     predicted = sum(w["predicted_seconds"] for w in windows)
-    assert predicted == pytest.approx(0.5 * sum(w["num_microbatches"] for w in windows))
+    microbatches = 0.5 * sum(w["num_microbatches"] for w in windows)
+    changes = 2 * SLOT_SECONDS * len(result.jobs)  # each starts once, and ends once
+    assert predicted == pytest.approx(microbatches + changes)
     time, memory = result.seconds, result.peak_bytes
     assert time.predicted == pytest.approx(predicted)
     assert time.measured == pytest.approx(sum(w["seconds"] for w in windows))
