@@ -7,10 +7,7 @@ another version, or that another user may have written counts as missing.
 
 import functools
 import hashlib
-import logging
-import os
 import pathlib
-import re
 from importlib import metadata
 from typing import Annotated, Literal
 
@@ -18,8 +15,9 @@ import pydantic
 
 from jaxlora._version import __version__
 from jaxlora.common.atomic import write_bytes
-from jaxlora.common.cache_home import cache_home, check_private, make_private
-from jaxlora.common.json_file import cut, open_regular_file, parse_json
+from jaxlora.common.cache_home import make_private
+from jaxlora.common.device_file import device_path, read_private
+from jaxlora.common.json_file import parse_json
 from jaxlora.costs.device_speed import DeviceSpeed
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.errors import ConfigError
@@ -27,9 +25,6 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.key import canonical
 from jaxlora.scheduler import AffineCost
 
-logger = logging.getLogger(__name__)
-
-_MOST_BYTES = 2**20
 _MOST_PROFILES = 64  # of a device; the oldest goes first
 _MEAN_TOKENS = 512.0  # of the estimates that two decoders are compared by
 
@@ -247,8 +242,7 @@ def profile_path(device_kind: str) -> pathlib.Path:
     Raises:
         RuntimeError: There is no home folder.
     """
-    name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-") or "unnamed"
-    return cache_home() / "profiles" / f"{name}.json"
+    return device_path("profiles", device_kind)
 
 
 def read_text(device_kind: str) -> str | None:
@@ -260,22 +254,7 @@ def read_text(device_kind: str) -> str | None:
         path = profile_path(device_kind)
     except RuntimeError:
         return None
-    try:
-        check_private(path.parent.stat(), path.parent)
-        with open_regular_file(path, follow=False) as file:
-            check_private(os.fstat(file.fileno()), path)
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
-        text = data.decode()
-        parse(text, device_kind)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or cut(error)
-        logger.warning("profile: %s is not used: %s", path, why)
-        return None
-    return text
+    return read_private(path, "profile", lambda text: parse(text, device_kind))
 
 
 def parse(text: str | None, device_kind: str) -> tuple[Profile, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.extend import core
 
 from jaxlora.errors import ConfigError, FuseError
 from jaxlora.fuse.backend import check_implementation
-from jaxlora.fuse.predict.cost import decide
+from jaxlora.fuse.regions.measure import Stopwatch
 from jaxlora.fuse.rewrite import Rewritten, rewrite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -49,16 +50,18 @@ def fuse[**P, R](
     strict: bool = False,
     frozen: int | str | Sequence[int | str] | None = None,
     implementation: str = "auto",
+    measure_seconds: float | None = None,
 ) -> Callable[P, R]:
     """Returns a function of the same value whose LoRA linears run in fused kernels.
 
     The function is traced once for each signature. Each sum of `x @ w` and low-rank
     branches `s * (x @ a) @ b` of the same x is computed by
     `pallas_kernels.multi_lora_linears`, however it is written, also inside scans,
-    rematerialized functions and other calls, before or after `jax.grad`. The rest of
-    the function stays as it is, to the bit. The result can be given to `jax.jit` and
-    `jax.grad`, and has the gradients of the original with respect to every argument. It
-    cannot be differentiated in forward mode.
+    rematerialized functions and other calls, before or after `jax.grad`. If x is made
+    by a norm or a gate, its kernel also computes `x @ a`, where this is predicted to be
+    faster. The rest of the function stays as it is, to the bit. The result can be given
+    to `jax.jit` and `jax.grad`, and has the gradients of the original with respect to
+    every argument. It cannot be differentiated in forward mode.
 
     Args:
         fn: A pure function of pytrees. Leaves that are neither arrays nor Python
@@ -71,14 +74,22 @@ def fuse[**P, R](
         implementation: Name of a back end, or `auto` for the first that can run a
             linear on this device. With `auto`, linears that would be slower in its
             kernels stay as they are; `jaxlora.explain` says which and why.
+        measure_seconds: Time to spend on measuring, in all: when a call is traced, the
+            best ways to compute each region of linears, norms and gates are compiled
+            and timed on this device, beside XLA's, and the fastest is taken. Times are
+            kept in the user's cache, and used again. With 0, only kept times are used.
+            None: the prediction decides, so all machines take the same kernels.
 
     Raises:
-        ConfigError: The implementation is unknown, or the function has no argument of
-            a name or position in `frozen`.
+        ConfigError: The implementation is unknown, `measure_seconds` is negative or not
+            finite, or the function has no argument of a name or position in `frozen`.
+            When the function is called: `measure_seconds` is set, and there are several
+            processes.
         FuseError: When the function is called: it has side effects, or `strict` is
             set and nothing is fused.
     """
     check_implementation(implementation)
+    options = FuseOptions(implementation, _stopwatch(measure_seconds))
     stopped = _both_names(fn, frozen)
     programs: dict[Hashable, Program] = {}
     reads_numbers = False  # whether the code of fn reads the values of Python floats
@@ -91,7 +102,7 @@ def fuse[**P, R](
         if key in programs:
             return programs[key], arrays
         try:
-            program = trace(fn, implementation, arrays, signature)
+            program = trace(fn, options, arrays, signature)
         except _NEEDS_A_VALUE:
             if reads_numbers or not any(map(_is_float, arrays)):
                 raise
@@ -114,21 +125,57 @@ def fuse[**P, R](
         results = core.jaxpr_as_fun(program.rewritten.jaxpr)(*arrays)
         return jax.tree.unflatten(program.out_tree, results)
 
+    _FUSED[fused] = fn, options
     return fused
 
 
+@dataclasses.dataclass(frozen=True)
+class FuseOptions:
+    """How the regions of a function are chosen.
+
+    Attributes:
+        implementation: Name of a back end, or `auto`.
+        stopwatch: Times the regions; None: the prediction chooses.
+    """
+
+    implementation: str = "auto"
+    stopwatch: Stopwatch | None = None
+
+
+# The functions that were fused, and how.
+_FUSED: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Any, FuseOptions]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def options_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], FuseOptions]:
+    """Returns the function that was fused, and how; one that was not has defaults."""
+    return _FUSED[fn] if fn in _FUSED else (fn, FuseOptions())
+
+
+def _stopwatch(measure_seconds: float | None) -> Stopwatch | None:
+    if measure_seconds is None:
+        return None
+    if not 0 <= measure_seconds < float("inf"):
+        raise ConfigError(
+            f"measure_seconds={measure_seconds} is no time to spend. Use a number of "
+            "seconds, 0 to use kept times only, or None to measure nothing."
+        )
+    return Stopwatch(measure_seconds)
+
+
 def trace_call(
-    fn: Callable[..., Any], implementation: str, args: tuple, kwargs: dict
+    fn: Callable[..., Any], options: FuseOptions, args: tuple, kwargs: dict
 ) -> Program:
-    """Traces a call of a function and replaces its sites; runs nothing.
+    """Traces a call of a function and replaces its sites.
 
     Raises:
         FuseError: The function has side effects.
     """
     try:
-        return trace(fn, implementation, *_split(args, kwargs))
+        return trace(fn, options, *_split(args, kwargs))
     except _NEEDS_A_VALUE:
-        return trace(fn, implementation, *_split(args, kwargs, reads_numbers=True))
+        return trace(fn, options, *_split(args, kwargs, reads_numbers=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +199,7 @@ class Signature:
 
 def trace(
     fn: Callable[..., Any],
-    implementation: str,
+    options: FuseOptions,
     arrays: Sequence[Any],
     signature: Signature,
 ) -> Program:
@@ -187,9 +234,8 @@ def trace(
             "prints, callbacks and writes to references out of it."
         )
     assert out_tree is not None
-    return Program(
-        traced=traced, rewritten=rewrite(traced, implementation), out_tree=out_tree
-    )
+    rewritten = rewrite(traced, options.implementation, options.stopwatch)
+    return Program(traced=traced, rewritten=rewritten, out_tree=out_tree)
 
 
 def _lost_state(arguments: Any, known: Sequence[Any]) -> list[str]:
@@ -294,7 +340,11 @@ def _stop_gradient(leaf: Any) -> Any:
 
 def _nothing_found(fn: Callable[..., Any], rewritten: Rewritten) -> str:
     reasons = [(r.location, r.reason) for r in rewritten.refusals]
-    reasons += [(site.location, decide(site).reason) for site in rewritten.declined]
+    reasons += [
+        (site.location, choice.reason)
+        for choice in rewritten.choices
+        for site in choice.declined
+    ]
     distinct = dict.fromkeys(reasons)
     lines = "".join(f"\n  {location}: {reason}" for location, reason in distinct)
     near = (

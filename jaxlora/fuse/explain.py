@@ -7,19 +7,24 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import networkx as nx
 from jax.extend import core
 from rich.console import Console
 from rich.table import Table
 
 from jaxlora.common.console import literal, show
-from jaxlora.fuse.api import trace_call
+from jaxlora.fuse.api import options_of, trace_call
+from jaxlora.fuse.picture import Bars, save_picture
 from jaxlora.fuse.predict.cost import Cost, Decision, decide, graph_cost
-from jaxlora.fuse.predict.cut import Cut, find_cuts
 from jaxlora.fuse.predict.graph import data_flow, inner_jaxprs
 from jaxlora.fuse.predict.kernel_rates import describe_device
-from jaxlora.fuse.predict.picture import save_picture
 from jaxlora.fuse.predict.site_shape import SiteShape
+from jaxlora.fuse.regions.candidates import (
+    PassCosts,
+    Plan,
+    best_plans,
+    candidates_of,
+)
+from jaxlora.fuse.regions.choose import Choice
 from jaxlora.fuse.rewrite import Rewritten
 from jaxlora.fuse.site import Refusal
 
@@ -44,6 +49,45 @@ class ExplainedSite:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainedRegion:
+    """Sites that row-wise functions connect, and how they are computed.
+
+    Attributes:
+        locations: File, line and function of the code that made each site.
+        calls: The calls of the kernels, with the sites' numbers among `locations`, or
+            `xla`.
+        runs: How often it runs in a call of the function.
+        before: Predicted cost as XLA compiles it, with the functions.
+        after: Predicted cost as it is computed.
+        seconds: Measured times of both passes by `calls`; empty: nothing was measured.
+        reason: Why it is computed so, as a clause without a full stop.
+        refusals: Why kernels cannot compute what makes the input of a site, by its
+            location.
+    """
+
+    locations: tuple[str, ...]
+    calls: str
+    runs: float
+    before: PassCosts
+    after: PassCosts
+    seconds: dict[str, float]
+    reason: str
+    refusals: tuple[tuple[str, str], ...]
+
+    @property
+    def measured(self) -> tuple[float, float] | None:
+        """Measured seconds as XLA compiles it, and as it is computed."""
+        if "xla" not in self.seconds or self.calls not in self.seconds:
+            return None
+        return self.seconds["xla"], self.seconds[self.calls]
+
+    @property
+    def name(self) -> str:
+        """The places of its sites."""
+        return " + ".join(map(_short, self.locations))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
     """Says what the fusion pass does to a function.
 
@@ -56,20 +100,18 @@ class Explanation:
     Attributes:
         device: Name of the device for which times are predicted.
         sites: The low-rank branches that were found.
+        regions: The sites with the row-wise functions around them.
         refusals: Sums that are almost one, and why they are left as they are.
         before: Predicted cost of a call of the function as XLA compiles it.
         after: Predicted cost with the fused sites in the kernels.
-        graph: The data-flow graph; see `jaxlora.fuse.predict.graph.data_flow`.
-        cuts: Where the graph is split.
     """
 
     device: str
     sites: tuple[ExplainedSite, ...]
+    regions: tuple[ExplainedRegion, ...]
     refusals: tuple[Refusal, ...]
     before: Cost
     after: Cost
-    graph: nx.MultiDiGraph = dataclasses.field(repr=False)
-    cuts: tuple[Cut, ...] = dataclasses.field(repr=False)
 
     @property
     def num_fused(self) -> int:
@@ -78,16 +120,16 @@ class Explanation:
 
     @property
     def training_before(self) -> Cost:
-        """Cost of both passes of all sites as XLA compiles them."""
-        return sum((s.decision.before * s.runs for s in self.sites), Cost())
+        """Cost of both passes of all regions as XLA compiles them."""
+        return sum((r.before.both * r.runs for r in self.regions), Cost())
 
     @property
     def training_after(self) -> Cost:
-        """Cost of both passes of all sites, with the fused ones in the kernels."""
-        return sum((_chosen(s.decision) * s.runs for s in self.sites), Cost())
+        """Cost of both passes of all regions as they are computed."""
+        return sum((r.after.both * r.runs for r in self.regions), Cost())
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Writes a picture of the graph with its cuts.
+        """Writes a picture of the regions with their predicted and measured times.
 
         Args:
             path: The file; its suffix, `.svg` or `.png`, is the format.
@@ -95,7 +137,9 @@ class Explanation:
         Raises:
             StorageError: The suffix is another one, or the file cannot be written.
         """
-        save_picture(self.graph, self.cuts, describe_device(self.device), path)
+        bars = [_bars(region, runs) for region, runs in _alike(self.regions)]
+        device = describe_device(self.device).title
+        save_picture(bars, f"Regions, for {device}", path)
 
     def __str__(self) -> str:
         width = shutil.get_terminal_size((100, 24)).columns
@@ -112,11 +156,14 @@ class Explanation:
         if self.sites:
             yield _site_table(self.sites)
             yield from _reasons(self.sites)
+        if any(_is_shown(region) for region in self.regions):
+            yield _region_table(self.regions)
+        yield from _left_to_xla(self.regions)
         yield from _near_misses(self.refusals)
         yield f"the function: {_change(self.before, self.after)}"
         if self.sites:
             both = _change(self.training_before, self.training_after)
-            yield f"all sites, forward and backward: {both}"
+            yield f"all regions, forward and backward: {both}"
 
 
 def explain[**P](
@@ -125,14 +172,16 @@ def explain[**P](
     """Explains what `fuse` does to a function on the present device.
 
     Args:
-        fn: The function.
+        fn: The function, or one that `fuse` returned, which is explained with the
+            options that `fuse` was given.
         *args: Its arguments. Arrays may be `jax.ShapeDtypeStruct`.
         **kwargs: Its keyword arguments.
 
     Raises:
         FuseError: The function has side effects.
     """
-    program = trace_call(fn, "auto", args, kwargs)
+    fn, options = options_of(fn)
+    program = trace_call(fn, options, args, kwargs)
     found = program.rewritten
     return explain_sites(program.traced, found)
 
@@ -148,42 +197,73 @@ def explain_sites(
         device: JAX's `device_kind`; None: the present device.
     """
     described = describe_device(device)
-    graph = data_flow(jaxpr)
     runs = {_identity(inner): count for inner, count in inner_jaxprs(jaxpr)}
-    explained = tuple(
-        ExplainedSite(
-            location=site.location,
-            path=site.path,
-            shape=SiteShape.of(site),
-            runs=runs.get(_identity(site.jaxpr), 1.0),
-            decision=decide(site, device),
-        )
-        for site in (*found.sites, *found.declined)
+    sites: list[ExplainedSite] = []
+    regions: list[ExplainedRegion] = []
+    for choice in found.choices:
+        count = runs.get(_identity(choice.region.sites[0].jaxpr), 1.0)
+        sites += _explained_sites(choice, count, device)
+        regions.append(_explained_region(choice, count, device))
+    before = graph_cost(data_flow(jaxpr), described)
+    saved = sum(
+        ((r.before.forward + r.after.forward * -1.0) * r.runs for r in regions), Cost()
     )
-    before = graph_cost(graph, described)
-    saved = Cost()
-    for site in explained:
-        if site.decision.fused:
-            each = site.decision.forward_before + site.decision.forward_after * -1.0
-            saved += each * site.runs
     return Explanation(
         device=described.name,
-        sites=explained,
+        sites=tuple(sites),
+        regions=tuple(regions),
         refusals=found.refusals,
         before=before,
         after=before + saved * -1.0,
-        graph=graph,
-        cuts=tuple(find_cuts(graph, described)),
+    )
+
+
+def _explained_sites(
+    choice: Choice, runs: float, device: str | None
+) -> Iterator[ExplainedSite]:
+    """Explains the sites of a region, those that are fused first."""
+    fused = [site for part in choice.plan.parts for site in part.sites]
+    for site in (*fused, *choice.declined):
+        decision = decide(site, device)
+        if device is None:
+            decision = dataclasses.replace(
+                decision, fused=site in fused, reason=choice.reason
+            )
+        yield ExplainedSite(
+            location=site.location,
+            path=site.path,
+            shape=SiteShape.of(site),
+            runs=runs,
+            decision=decision,
+        )
+
+
+def _explained_region(
+    choice: Choice, runs: float, device: str | None
+) -> ExplainedRegion:
+    region, plan, plain = choice.region, choice.plan, choice.plain
+    if device is not None:
+        candidates = candidates_of(region, device)
+        plain = Plan(candidates=tuple(c for c in candidates if c.part is None))
+        (plan,) = best_plans(candidates, 1)
+    places = [site.location for site in region.sites]
+    return ExplainedRegion(
+        locations=tuple(places),
+        calls=plan.name,
+        runs=runs,
+        before=plain.cost,
+        after=plan.cost,
+        seconds=choice.seconds,
+        reason=choice.reason,
+        refusals=tuple(
+            (places[number], reason) for number, reason in region.refusals.items()
+        ),
     )
 
 
 def _identity(jaxpr: core.Jaxpr) -> tuple[int, ...]:
     """Identifies a jaxpr also after its calls were opened: its inputs are the same."""
     return tuple(map(id, jaxpr.invars))
-
-
-def _chosen(decision: Decision) -> Cost:
-    return decision.after if decision.fused else decision.before
 
 
 def _site_table(sites: Sequence[ExplainedSite]) -> Table:
@@ -223,6 +303,61 @@ def _reasons(sites: Sequence[ExplainedSite]) -> Iterator[str]:
         yield f"{'fused' if fused else 'not fused'}, {_counted(found)}: {reason}"
 
 
+def _is_shown(region: ExplainedRegion) -> bool:
+    """Tells whether a region is more than a site that was predicted."""
+    return bool(region.seconds) or region.calls not in ("xla", "kernels(0)")
+
+
+def _alike(
+    regions: Sequence[ExplainedRegion],
+) -> list[tuple[ExplainedRegion, float]]:
+    """Returns a region of each kind, and how often regions of the kind run."""
+    first: dict[Any, ExplainedRegion] = {}
+    runs: collections.Counter[Any] = collections.Counter()
+    for region in regions:
+        key = region.name, region.calls, region.before, region.after
+        first.setdefault(key, region)
+        runs[key] += region.runs  # pyrefly: ignore
+    return [(region, runs[key]) for key, region in first.items()]
+
+
+def _region_table(regions: Sequence[ExplainedRegion]) -> Table:
+    """Makes a table of the regions, with one row for those that are alike."""
+    table = Table(box=None, pad_edge=False)
+    for head in ("region", "calls of kernels"):
+        table.add_column(head)
+    for head in ("predicted", "measured", "MB"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for region, _ in _alike(regions):
+        both = region.before.both, region.after.both
+        measured = region.measured
+        times = "" if measured is None else _change_of_times(*measured)
+        cells = region.name, region.calls, _times(*both), times, _megabytes(*both)
+        table.add_row(*map(literal, cells))
+    return table
+
+
+def _left_to_xla(regions: Sequence[ExplainedRegion]) -> Iterator[str]:
+    """Returns a line for each reason why a row-wise function is left to XLA."""
+    places: dict[str, list[str]] = {}
+    for region in regions:
+        for location, reason in region.refusals:
+            places.setdefault(reason, []).append(_short(location))
+    for reason, found in places.items():
+        yield f"input by XLA, {_counted(found)}: {reason}"
+
+
+def _bars(region: ExplainedRegion, runs: float) -> Bars:
+    seconds = {
+        "XLA, predicted": region.before.both.seconds,
+        "chosen, predicted": region.after.both.seconds,
+    }
+    if region.measured is not None:
+        seconds["XLA, measured"], seconds["chosen, measured"] = region.measured
+    times = "" if runs == 1 else f", {runs:g} times"
+    return Bars(f"{region.name}\n{region.calls}{times}", seconds)
+
+
 def _near_misses(refusals: Sequence[Refusal]) -> Iterator[str]:
     """Returns a line for each reason, with the places of the sums that have it."""
     places: dict[str, list[str]] = {}
@@ -239,9 +374,13 @@ def _counted(places: Sequence[str]) -> str:
 
 
 def _times(before: Cost, after: Cost) -> str:
-    if max(before.seconds, after.seconds) < 1e-3:
-        return f"{1e6 * before.seconds:.0f} → {1e6 * after.seconds:.0f} us"
-    return f"{1e3 * before.seconds:.2f} → {1e3 * after.seconds:.2f} ms"
+    return _change_of_times(before.seconds, after.seconds)
+
+
+def _change_of_times(before: float, after: float) -> str:
+    if max(before, after) < 1e-3:
+        return f"{1e6 * before:.0f} → {1e6 * after:.0f} us"
+    return f"{1e3 * before:.2f} → {1e3 * after:.2f} ms"
 
 
 def _megabytes(before: Cost, after: Cost) -> str:

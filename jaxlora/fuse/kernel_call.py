@@ -19,7 +19,6 @@ from jaxlora.pallas_kernels import (
     multi_lora_linears,
     pack_mask,
 )
-from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 
 def inputs_of(site: Site) -> list[core.Var]:
@@ -37,53 +36,64 @@ def inputs_of(site: Site) -> list[core.Var]:
     return list(dict.fromkeys(v for v in atoms if isinstance(v, core.Var)))
 
 
-def kernel_call(site: Site) -> Callable[..., list[jax.Array]]:
-    """Returns a function from the values of `inputs_of` to those of the roots."""
-    variables = inputs_of(site)
+class SiteCall:
+    """The arrays of one call of the kernels of a site, laid out as they read them.
 
-    def call(*values: jax.Array) -> list[jax.Array]:
-        values = vary(values, varying_axes(values))
-        with (
-            jax.default_matmul_precision(site.precision.name.lower()),
-            jax.numpy_rank_promotion("allow"),
-            jax.numpy_dtype_promotion("standard"),
-        ):
-            return _Call(site, dict(zip(variables, values, strict=True))).results()
-
-    return call
-
-
-class _Call:
-    """The arrays of one call, laid out as the kernels read them."""
+    Attributes:
+        rows: How the rows are stored.
+        projections: The linears.
+    """
 
     def __init__(self, site: Site, values: dict[Any, jax.Array]) -> None:
+        """Lays the arrays out.
+
+        Args:
+            site: The site.
+            values: The arrays of the traced function, by variable; all of `inputs_of`,
+                or those but x.
+        """
         self.site = site
         self.values = values
         self.rows = make_rows(site, values)
-
-    def results(self) -> list[jax.Array]:
-        site = self.site
-        x = self._stored(self._array(site.x, self._x_order()).astype(site.dtype))
-        projections = [self._projection(p) for p in site.projections]
         layouts = {self._is_transposed(p.w) for p in site.projections}
-        w_transposed = layouts == {True}
-        weights = [self._weight(p, w_transposed) for p in site.projections]
-        biases = [self._bias(p) for p in site.projections]
-        ys = multi_lora_linears(
+        self._w_transposed = layouts == {True}
+        self.projections = [
+            Projection(
+                w=self._weight(p, self._w_transposed),
+                bias=self._bias(p),
+                **self._projection(p),
+            )
+            for p in site.projections
+        ]
+
+    def x(self) -> jax.Array:
+        """Returns the input, [T, K] in token blocks."""
+        x = self._array(self.site.x, self._x_order())
+        return self._stored(x.astype(self.site.dtype))
+
+    def outputs(
+        self, x: jax.Array, s: Sequence[jax.Array] | None = None
+    ) -> list[jax.Array]:
+        """Returns the kernels' results, with gradients of frozen arrays.
+
+        Args:
+            x: The input, in token blocks.
+            s: What was computed beside x; None: nothing.
+        """
+        return linear_outputs(
+            self.site,
             x,
-            [
-                Projection(w=w, bias=bias, **fields)
-                for w, bias, fields in zip(weights, biases, projections, strict=True)
-            ],
+            self.projections,
             self.rows.block_adapter,
-            w_transposed=w_transposed,
-            s_names=site.names.of_s,
-            implementation=site.implementation,
+            w_transposed=self._w_transposed,
+            s=s,
         )
+
+    def roots(self, outputs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the values of the variables that hold the sums."""
         results = []
-        for p, y, w, bias in zip(site.projections, ys, weights, biases, strict=True):
-            y = with_frozen_gradients(w_transposed, site.precision)(y, x, w, bias)
-            for name in site.names.of_y:
+        for p, y in zip(self.site.projections, outputs, strict=True):
+            for name in self.site.names.of_y:
                 y = checkpoint_name(y, name)
             results.append(self._root(p, y))
         return results
@@ -236,6 +246,38 @@ class _Call:
             added = self._spread(operand, wanted).astype(operand.dtype)
             y = y + _times(added.astype(jnp.float32), number)
         return y.astype(aval.dtype).reshape(aval.shape)
+
+
+def linear_outputs(
+    site: Site,
+    x: jax.Array,
+    projections: Sequence[Projection],
+    block_adapter: jax.Array,
+    *,
+    w_transposed: bool,
+    s: Sequence[jax.Array] | None = None,
+) -> list[jax.Array]:
+    """Returns the kernels' results, with gradients of w and bias if they are asked for.
+
+    Args:
+        site: The site.
+        x: The input, in token blocks.
+        projections: The linears.
+        block_adapter: The slot of each token block.
+        w_transposed: Whether the weights are stored N K.
+        s: What was computed beside x; None: nothing.
+    """
+    ys = multi_lora_linears(
+        x,
+        projections,
+        block_adapter,
+        w_transposed=w_transposed,
+        s=s,
+        s_names=site.names.of_s,
+        implementation=site.implementation,
+    )
+    attach = with_frozen_gradients(w_transposed, site.precision)
+    return [attach(y, x, p.w, p.bias) for y, p in zip(ys, projections, strict=True)]
 
 
 def _times(value: jax.Array, number: float) -> jax.Array:

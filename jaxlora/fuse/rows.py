@@ -77,6 +77,14 @@ def sorted_blocks(num_tokens: int, num_adapters: int) -> tuple[int, ...]:
     return (size,)
 
 
+def is_in_blocks(site: Site) -> bool:
+    """Tells whether the rows of a site are token blocks as they are."""
+    num_rows = site.size_of(site.row_indices)
+    if site.selection is not None and is_sorted(num_rows):
+        return False
+    return site.block_tokens == num_rows
+
+
 def make_rows(site: Site, values: dict[Any, jax.Array]) -> Rows:
     """Returns how the rows of a site are stored.
 

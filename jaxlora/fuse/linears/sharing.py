@@ -134,7 +134,7 @@ class Readers:
             candidates: The present candidates, by the variables that hold their sums.
         """
         self.jaxpr = jaxpr
-        self.users = _users(jaxpr, live)
+        self.users = users_of(jaxpr, live)
         self.normalizer = normalizer
         self.candidates = candidates
 
@@ -237,7 +237,7 @@ class Readers:
         )
 
 
-def _users(jaxpr: core.Jaxpr, live: Sequence[bool]) -> dict[core.Var, list[int]]:
+def users_of(jaxpr: core.Jaxpr, live: Sequence[bool]) -> dict[core.Var, list[int]]:
     """Returns the numbers of the equations that read each variable; -1: a result."""
     users: dict[core.Var, list[int]] = {}
     for number, eqn in enumerate(jaxpr.eqns):

@@ -150,7 +150,7 @@ def _plain_shrink(shape: SiteShape, device: KernelRates) -> Cost:
         num_bytes=2 * _bytes(shape, shape.in_features),
         seconds=2 * _bytes(shape, shape.in_features) / device.memory_bytes,
     )
-    shrink = _shrink(shape, shape.in_features, device, sum(shape.ranks))
+    shrink = shrink_cost(shape, shape.in_features, device, sum(shape.ranks))
     return shrink + dropped * shape.masks
 
 
@@ -205,12 +205,12 @@ def fused_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
     masks = _packing(shape, device)
     small = Cost(seconds=_small_seconds(device) / 2)
     forward = (
-        masks + small + _shrink(shape, shape.in_features, device, sum(shape.ranks))
+        masks + small + shrink_cost(shape, shape.in_features, device, sum(shape.ranks))
     )
     backward = small
     for n, rank in zip(shape.out_features, shape.ranks, strict=True):
         forward += _expand(shape, n, device)
-        backward += _shrink(shape, n, device, rank)
+        backward += shrink_cost(shape, n, device, rank)
     if shape.masks:
         forward += Cost(seconds=_MASK_SECONDS)
     extra_1, extra_2 = (sum(costs, Cost()) for costs in _beside(shape, device))
@@ -303,7 +303,9 @@ def _packing(shape: SiteShape, device: KernelRates) -> Cost:
     return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
 
 
-def _shrink(shape: SiteShape, features: int, device: KernelRates, rank: int) -> Cost:
+def shrink_cost(
+    shape: SiteShape, features: int, device: KernelRates, rank: int
+) -> Cost:
     """Cost of s or ds, which is that of reading x or dy once if the rank is small."""
     num_bytes = _bytes(shape, features) + _bytes(shape, rank)
     seconds = max(

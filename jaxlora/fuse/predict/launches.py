@@ -54,10 +54,6 @@ class Launch:
         longest = max(self._memory_seconds(device), self._compute_seconds(device))
         return self.runs * (device.launch_seconds + longest)
 
-    def is_compute_bound(self, device: KernelRates) -> bool:
-        """Whether its arithmetic takes longer than its reads and writes."""
-        return self._compute_seconds(device) > self._memory_seconds(device)
-
     def _memory_seconds(self, device: KernelRates) -> float:
         is_thin = self.sizes is not None and min(self.sizes[1:]) <= _THIN
         rate = device.speed.memory_bytes
@@ -69,16 +65,6 @@ class Launch:
         integer = self.work.integer_operations / device.integer_operations
         matmul = 0.0 if self.sizes is None else device.matmul_seconds(self.sizes)
         return max(matmul, vector + integer)
-
-
-def bound(operation: Operation, device: KernelRates) -> str:
-    """Returns whether an operation alone is bound by `memory` or by `compute`."""
-    num_bytes = operation.bytes_read + operation.bytes_written
-    work = operation.work
-    compute = work.matmul_flops / device.matmul_flops
-    compute += work.vector_operations / device.vector_operations
-    compute += work.integer_operations / device.integer_operations
-    return "compute" if compute > num_bytes / device.memory_bytes else "memory"
 
 
 def xla_launches(graph: nx.MultiDiGraph) -> list[Launch]:

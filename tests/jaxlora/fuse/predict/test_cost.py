@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxlora.fuse.api import trace_call
+from jaxlora.fuse.api import FuseOptions, trace_call
 from jaxlora.fuse.explain import explain_sites
 from jaxlora.fuse.predict.cost import decide, decide_shape, format_time, formed_costs
 from jaxlora.fuse.predict.formed import Formed
@@ -145,7 +145,7 @@ def of(function, *more, tokens=T, w=None, k=K, n=N):
     """Returns the shape of the only site of a function, and the decision."""
     w = array(k, n) if w is None else w
     args = array(tokens, k), w, array(k, R), array(R, n), *more
-    program = trace_call(function, "auto", args, {})
+    program = trace_call(function, FuseOptions(), args, {})
     (site,) = program.rewritten.sites
     return SiteShape.of(site), decide(site, H200)
 
@@ -209,7 +209,7 @@ def factored_first(x, w, a, b, c):
 
 def two_factors(function, inner, tokens=T):
     arrays = array(tokens, K), array(K, N), array(inner, R), array(R, N)
-    program = trace_call(function, "auto", (*arrays, array(K, inner)), {})
+    program = trace_call(function, FuseOptions(), (*arrays, array(K, inner)), {})
     (site,) = program.rewritten.sites
     return SiteShape.of(site), decide(site, H200)
 
@@ -230,7 +230,7 @@ def vera(x, w, a, b, d, ids):
 def of_vera(adapters):
     args = array(64, 128, K), array(K, N), array(K, R), array(R, N)
     ids = array(64, dtype=jnp.int32)
-    program = trace_call(vera, "auto", (*args, array(adapters, R), ids), {})
+    program = trace_call(vera, FuseOptions(), (*args, array(adapters, R), ids), {})
     (site,) = program.rewritten.sites
     return SiteShape.of(site), decide(site, H200)
 
@@ -264,7 +264,7 @@ def test_a_scale_of_the_sum_costs_as_much_before_as_after():
 
 def test_explain_says_what_forming_costs():
     args = array(T, K), array(K, N), array(K, R), array(R, N), array(N)
-    program = trace_call(scaled, "auto", args, {})
+    program = trace_call(scaled, FuseOptions(), args, {})
     text = str(explain_sites(program.traced, program.rewritten, H200))
     text = " ".join(text.split())
     assert "not fused" in text and "to form W" in text

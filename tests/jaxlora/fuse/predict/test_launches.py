@@ -127,10 +127,3 @@ def test_drawing_a_mask_is_bound_by_its_integers():
     )
     memory = launch.num_bytes / H200.memory_bytes
     assert launch.seconds(H200) > 5 * memory
-
-
-def test_the_time_of_a_launch_does_not_make_a_small_loop_compute_bound():
-    product = trace(jnp.dot, shape(8192, 4096), shape(4096, 4096))
-    loop = trace(lambda x: 2 * x, shape(64, 64))
-    bounds = [kernels(p)[1][0].is_compute_bound(H200) for p in (product, loop)]
-    assert bounds == [True, False]

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import jaxlora
-from jaxlora.fuse import rewrite
+from jaxlora.fuse import place
 from tests.jaxlora.fuse.forms import decoder
 
 
@@ -39,13 +39,13 @@ def test_time_of_a_decoder(function, num_layers, seconds):
 
 
 def test_kernel_calls_of_equal_layers_are_traced_once(monkeypatch):
-    original, calls = rewrite.kernel_call, []
+    original, calls = place.part_call, []
 
     def counted(site):
         calls.append(site)
         return original(site)
 
-    monkeypatch.setattr(rewrite, "kernel_call", counted)
+    monkeypatch.setattr(place, "part_call", counted)
     counts = []
     for num_layers in (1, 4):
         fused = jaxlora.fuse(decoder.unrolled, implementation="xla")

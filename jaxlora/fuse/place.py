@@ -1,0 +1,230 @@
+"""Puts parts in a jaxpr in place of the equations that they compute."""
+
+import dataclasses
+import heapq
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jaxlora.fuse.regions.call import part_call
+from jaxlora.fuse.regions.choose import Choice
+from jaxlora.fuse.regions.part import Part
+from jaxlora.fuse.signature import signature
+from jaxlora.fuse.trace import Call, Opened
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Node:
+    """An equation or a part, with the variables that it reads and writes.
+
+    Attributes:
+        order: Its place among nodes that do not depend on each other.
+        inputs: The variables that it reads.
+        outputs: The variables that it writes.
+        eqn: The equation; None for a part.
+        part: The part; None for an equation.
+    """
+
+    order: int
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    eqn: Any = None
+    part: Part | None = None
+
+
+class Placed:
+    """The nodes of a rewritten jaxpr: equations, kept calls, and parts.
+
+    Attributes:
+        nodes: The nodes.
+        results: The atoms of the jaxpr's results.
+    """
+
+    def __init__(
+        self, opened: Opened, parts: Sequence[Part], added: Sequence[Any]
+    ) -> None:
+        self.eqns = opened.jaxpr.eqns
+        self.parts = list(parts)
+        self.calls: list[Call] = []  # that are kept
+        self.number_of = {
+            v: number for number, eqn in enumerate(self.eqns) for v in eqn.outvars
+        }
+        self.names: dict[Any, Any] = {}
+        self.nodes: list[Node] = []
+        self._place(opened.calls, 0, len(self.eqns))
+        for eqn in added:
+            self._append_equation(len(self.eqns), eqn)
+        for part in self.parts:
+            first = min(self.number_of[out] for out in part.outputs)
+            self._append(first, part.inputs, part.outputs, part=part)
+        self.results = [self.substitute(v) for v in opened.jaxpr.outvars]
+
+    def maker(self, var: core.Var) -> Any:
+        """Returns the equation of the old jaxpr that computes a variable."""
+        return self.eqns[self.number_of[var]]
+
+    def substitute(self, atom: Any) -> Any:
+        """Returns the variable that holds an opened call's value in the new jaxpr."""
+        if isinstance(atom, core.Literal):
+            return atom
+        return self.names.get(atom, atom)
+
+    def _append(self, order: int, inputs: Iterable[Any], outputs, **what: Any) -> None:
+        read = (self.substitute(v) for v in inputs if isinstance(v, core.Var))
+        self.nodes.append(
+            Node(order=order, inputs=tuple(read), outputs=tuple(outputs), **what)
+        )
+
+    def _place(self, calls: Sequence[Call], start: int, stop: int) -> None:
+        made = {out for part in self.parts for out in part.outputs}
+        place = start
+        for call in (*calls, None):
+            for number in range(place, stop if call is None else call.start):
+                eqn = self.eqns[number]
+                if made.isdisjoint(eqn.outvars):
+                    self._append_equation(number, eqn)
+            if call is not None:
+                self._place_call(call)
+                place = call.stop
+
+    def _append_equation(self, order: int, eqn: Any) -> None:
+        invars = [self.substitute(v) for v in eqn.invars]
+        eqn = eqn.replace(invars=invars)
+        self._append(order, eqn.invars, eqn.outvars, eqn=eqn)
+
+    def _place_call(self, call: Call) -> None:
+        """Keeps a call, unless a part has only some of its arrays inside it."""
+        touching = [part for part in self.parts if self._touches(part, call)]
+        if not all(self._is_inside(part, call) for part in touching):
+            self._place(call.calls, call.start, call.stop)
+            return
+        # The body is rewritten on its own, and these sites are found again there.
+        self.parts = [part for part in self.parts if part not in touching]
+        self.calls.append(call)
+        for out, atom in zip(call.eqn.outvars, call.results, strict=True):
+            if self._is_within(atom, call):
+                self.names.setdefault(atom, out)
+        self._append_equation(call.start, call.eqn)
+
+    def _is_within(self, atom: Any, call: Call) -> bool:
+        if isinstance(atom, core.Literal) or atom not in self.number_of:
+            return False
+        return call.start <= self.number_of[atom] < call.stop
+
+    def without_bodies(self, choice: Choice) -> Choice | None:
+        """Returns a choice without what is found again in the bodies of kept calls."""
+
+        def is_left(var: Any) -> bool:
+            return any(self._is_within(var, call) for call in self.calls)
+
+        kept = tuple(
+            c
+            for c in choice.plan.candidates
+            if not all(map(is_left, choice.region.results_of(c.elements)))
+        )
+        if not any(kind == "site" for c in kept for kind, _ in c.elements):
+            return None
+        plan = dataclasses.replace(choice.plan, candidates=kept)
+        return dataclasses.replace(choice, plan=plan)
+
+    def _touches(self, part: Part, call: Call) -> bool:
+        return any(self._is_within(v, call) for v in (*part.inputs, *part.outputs))
+
+    def _is_inside(self, part: Part, call: Call) -> bool:
+        return all(self._is_within(out, call) for out in part.outputs) and all(
+            v in call.eqn.invars or self._is_within(v, call) for v in part.inputs
+        )
+
+
+def place_parts(
+    opened: Opened, parts: Sequence[Part], added: Sequence[Any]
+) -> tuple[Placed, list[Node]] | None:
+    """Returns the nodes of a rewritten jaxpr in an order in which they can run.
+
+    None: parts depend on each other.
+    """
+    placed = Placed(opened, parts, added)
+    needed = _needed(placed.nodes, placed.results)
+    nodes = _sorted(needed)
+    return (placed, nodes) if len(nodes) == len(needed) else None
+
+
+def _needed(nodes: Sequence[Node], results: Sequence[Any]) -> list[Node]:
+    """Returns the nodes on which the results depend."""
+    maker = {v: node for node in nodes for v in node.outputs}
+    todo = [v for v in results if isinstance(v, core.Var)]
+    kept: dict[int, Node] = {}
+    while todo:
+        node = maker.get(todo.pop())
+        if node is None or id(node) in kept:
+            continue
+        kept[id(node)] = node
+        todo += node.inputs
+    return list(kept.values())
+
+
+def _sorted(nodes: Sequence[Node]) -> list[Node]:
+    """Sorts nodes so that each comes after those that it reads.
+
+    Nodes that depend on each other are left out.
+    """
+    maker = {v: node for node in nodes for v in node.outputs}
+    waits, readers = {}, {}
+    for node in nodes:
+        before = {id(maker[v]) for v in node.inputs if v in maker}
+        waits[id(node)] = len(before)
+        for other in before:
+            readers.setdefault(other, []).append(node)
+    ready = [(n.order, i, n) for i, n in enumerate(nodes) if not waits[id(n)]]
+    heapq.heapify(ready)
+    done: list[Node] = []
+    while ready:
+        *_, node = heapq.heappop(ready)
+        done.append(node)
+        for reader in readers.get(id(node), ()):
+            waits[id(reader)] -= 1
+            if not waits[id(reader)]:
+                heapq.heappush(ready, (reader.order, len(nodes) + len(done), reader))
+    return done
+
+
+def part_equations(
+    part: Part, placed: Placed, traces: dict[Hashable, core.Jaxpr]
+) -> list[Any]:
+    """Returns the equations that compute a part's outputs with the kernels.
+
+    Args:
+        part: The part.
+        placed: The nodes of the jaxpr that has the part.
+        traces: The calls that were traced, by signature and mesh.
+    """
+    inputs = part.inputs
+    context = placed.maker(part.outputs[0]).ctx
+    key = signature(part), context.cur_abstract_mesh
+    if key not in traces:
+        # As a call of jit, the kernels' own gradient also runs in an eager shard_map.
+        call = jax.jit(part_call(part))
+        with context.manager:
+            traces[key] = jax.make_jaxpr(call)(*(v.aval for v in inputs))
+    traced, substitute = traces[key], placed.substitute
+    env: dict[Any, Any] = dict(zip(traced.invars, map(substitute, inputs), strict=True))
+    consts = zip(traced.constvars, traced.consts, strict=True)
+    env |= {v: core.Literal(value, v.aval) for v, value in consts}
+    env |= zip(traced.outvars, part.outputs, strict=True)
+    return list(_renamed(traced.eqns, env))
+
+
+def _renamed(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterable[Any]:
+    """Yields equations with the variables of `env`, and new ones for the others."""
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in eqns:
+        for out in eqn.outvars:
+            env.setdefault(out, core.Var(out.aval))
+        yield eqn.replace(
+            invars=[read(v) for v in eqn.invars], outvars=[env[v] for v in eqn.outvars]
+        )

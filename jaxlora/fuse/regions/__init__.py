@@ -1,0 +1,1 @@
+"""Regions: linears with the row-wise functions around them, and how to compute each."""

@@ -1,0 +1,122 @@
+"""Measured times of regions, which are kept for each kind of device.
+
+There is one file for each kind of device in the user's cache. It holds the times of the
+plans of regions, by a digest of the region's normal form. A file that is damaged, or
+that another user may have written, counts as missing, and so do times of other versions
+of JAX or jaxlora.
+"""
+
+import datetime
+import json
+import logging
+from importlib import metadata
+from typing import Annotated, Literal
+
+import pydantic
+
+from jaxlora._version import __version__
+from jaxlora.common.atomic import write_bytes
+from jaxlora.common.cache_home import make_private
+from jaxlora.common.device_file import device_path, read_private
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "regions"
+_MOST_REGIONS = 1024  # of a device; the oldest goes first
+_Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Measured(_Strict):
+    """The times of a region on a device.
+
+    Attributes:
+        region: Digest of its normal form.
+        seconds: Time of both passes, by the name of the plan.
+        jax_version: Version of jax.
+        jaxlora_version: Version of jaxlora.
+        day: Day of the measurement, in ISO format.
+    """
+
+    region: str
+    seconds: dict[str, _Seconds]
+    jax_version: str
+    jaxlora_version: str
+    day: str
+
+    @staticmethod
+    def now(region: str, seconds: dict[str, float]) -> "Measured":
+        """Returns what has been measured now."""
+        return Measured(
+            region=region,
+            seconds=seconds,
+            day=datetime.date.today().isoformat(),
+            **_versions(),
+        )
+
+
+class _File(_Strict):
+    version: Literal[1]
+    device: str
+    regions: Annotated[tuple[Measured, ...], pydantic.Field(max_length=_MOST_REGIONS)]
+
+
+def _versions() -> dict[str, str]:
+    return {"jax_version": metadata.version("jax"), "jaxlora_version": __version__}
+
+
+def parse(text: str, device_kind: str) -> tuple[Measured, ...]:
+    """Reads the regions in the text of a file.
+
+    Raises:
+        ValueError: The text is damaged, of another version or of another device.
+    """
+    try:
+        found = _File.model_validate_json(text)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}") from error
+    if found.device != device_kind:
+        raise ValueError(f"it is of the device {found.device!r:.80}")
+    return found.regions
+
+
+def read(device_kind: str) -> dict[str, Measured]:
+    """Returns what is kept for a device with the installed versions, by region."""
+    return {
+        one.region: one
+        for one in _read_all(device_kind)
+        if (one.jax_version, one.jaxlora_version) == tuple(_versions().values())
+    }
+
+
+def _read_all(device_kind: str) -> tuple[Measured, ...]:
+    try:
+        path = device_path(_FOLDER, device_kind)
+    except RuntimeError:
+        return ()
+    text = read_private(path, "regions", lambda text: parse(text, device_kind))
+    return () if text is None else parse(text, device_kind)
+
+
+def write(device_kind: str, measured: Measured) -> None:
+    """Adds the times of a region to the file of a device.
+
+    If the file cannot be written, a line in the log says so: the times hold for this
+    process.
+    """
+    others = [m for m in _read_all(device_kind) if m.region != measured.region]
+    kept = (*others[-_MOST_REGIONS + 1 :], measured)
+    file = _File(version=1, device=device_kind, regions=kept)
+    data = json.dumps(file.model_dump(), indent=1).encode() + b"\n"
+    try:
+        path = device_path(_FOLDER, device_kind)
+        make_private(path.parent)
+        write_bytes(path, data, mode=0o600)
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        logger.warning("regions: measured times are not kept: %s", why)

@@ -1,0 +1,188 @@
+"""Regions are timed within a limit, and the fastest way to compute each is kept."""
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxlora
+from jaxlora.common.device_file import device_path
+from jaxlora.errors import ConfigError
+from jaxlora.fuse import api
+from jaxlora.fuse.api import FuseOptions, trace_call
+from jaxlora.fuse.regions import measure
+from jaxlora.fuse.regions.measure import Stopwatch
+from jaxlora.pallas_kernels import BACKENDS
+from tests.jaxlora.fuse.reference_backend import NAME, REFERENCE, reference  # noqa: F401
+from tests.jaxlora.fuse.row_functions import SWIGLU
+from tests.oracle import relative_error
+
+pytestmark = pytest.mark.usefixtures("only_reference")
+
+_COMPILED = measure._compiled
+XLA, BOTH = "xla", "producer and gate(0, 1)"
+
+
+@pytest.fixture
+def only_reference(reference, monkeypatch, tmp_path):  # noqa: F811
+    """`auto` takes the reference back end; the cache is empty."""
+    for name in [*BACKENDS]:
+        monkeypatch.delitem(BACKENDS, name)
+    monkeypatch.setitem(BACKENDS, NAME, REFERENCE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class Clock:
+    """Times that are given, in the order in which plans are timed."""
+
+    def __init__(self, *seconds, each=1.0):
+        self.seconds, self.each, self.now = list(seconds), each, 0.0
+        self.called = 0
+
+    def time_call(self, function, arguments):
+        self.called += 1
+        self.now += self.each
+        return self.seconds.pop(0)
+
+    def stopwatch(self, limit=100.0):
+        return Stopwatch(limit, timer=self.time_call, clock=lambda: self.now)
+
+
+def choose(stopwatch, function=SWIGLU, arguments=None):
+    options = FuseOptions("auto", stopwatch)
+    arguments = arguments or SWIGLU.arguments()
+    return trace_call(function, options, (), arguments).rewritten.choices
+
+
+def kept_file():
+    return device_path("regions", jax.devices()[0].device_kind)
+
+
+@pytest.fixture(autouse=True)
+def _not_compiled(monkeypatch):
+    """What is timed by a given clock need not be compiled."""
+    monkeypatch.setattr(measure, "_compiled", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "plan"),
+    [
+        ((9.0, 5.0, 6.0, 7.0), BOTH),
+        ((9.0, 6.0, 5.0, 7.0), None),  # the second prediction is faster
+        ((9.0, 5.05, 5.0, 7.0), BOTH),  # a tie goes to the best prediction
+        ((4.0, 5.0, 6.0, 7.0), XLA),
+        ((5.0, 5.0, 5.0, 5.0), XLA),  # nothing is taken that is not faster
+        ((4.99, 5.0, 6.0, 7.0), XLA),
+    ],
+)
+def test_the_fastest_is_taken(seconds, plan):
+    clock = Clock(*seconds)
+    (choice,) = choose(clock.stopwatch())
+    assert clock.called == 4
+    assert [*choice.seconds.values()] == list(seconds)
+    names = [*choice.seconds]
+    assert names[:2] == [XLA, BOTH]
+    assert choice.plan.name == (plan or names[2])
+    assert choice.reason.startswith("measured: ")
+
+
+def test_times_are_kept_for_regions_of_the_same_form():
+    def two(lora, frozen, x):
+        return SWIGLU(lora, frozen, SWIGLU(lora, frozen, x))
+
+    clock = Clock(9.0, 5.0, 6.0, 7.0)
+    assert [c.plan.name for c in choose(clock.stopwatch(), two)] == [BOTH] * 2
+    (kept,) = json.loads(kept_file().read_text())["regions"]
+    assert [*kept["seconds"].values()] == [9.0, 5.0, 6.0, 7.0]
+    assert kept_file().stat().st_mode & 0o777 == 0o600
+    later = Clock()
+    (choice,) = choose(later.stopwatch(limit=0))
+    assert choice.plan.name == BOTH and choice.seconds[XLA] == 9.0
+
+
+def test_other_sizes_are_measured_anew():
+    choose(Clock(9.0, 5.0, 6.0, 7.0).stopwatch())
+    other = Clock(4.0, 5.0, 6.0, 7.0)
+    arguments = SWIGLU.arguments()
+    arguments["x"] = jnp.concatenate([arguments["x"]] * 2)
+    (choice,) = choose(other.stopwatch(), arguments=arguments)
+    assert other.called == 4 and choice.plan.name == XLA
+
+
+def test_the_limit_is_kept_and_the_prediction_then_decides():
+    clock = Clock(9.0, 8.0, each=2.0)
+    (choice,) = choose(clock.stopwatch(limit=3.0))
+    assert clock.called == 2 and not choice.seconds
+    assert choice.plan.name == BOTH
+    assert choice.reason.endswith("not measured: measure_seconds are used up")
+    assert not kept_file().exists()
+
+
+@pytest.mark.parametrize("damage", ["{", '{"version": 2}', "mode"])
+def test_a_damaged_file_is_measured_anew(damage, caplog):
+    choose(Clock(9.0, 5.0, 6.0, 7.0).stopwatch())
+    if damage == "mode":
+        os.chmod(kept_file(), 0o666)
+    else:
+        kept_file().write_text(damage)
+    clock = Clock(4.0, 5.0, 6.0, 7.0)
+    (choice,) = choose(clock.stopwatch())
+    assert clock.called == 4 and choice.plan.name == XLA
+    assert "is not used" in caplog.text
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="several processes"):
+        choose(Clock().stopwatch())
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
+def test_a_limit_that_is_no_time_is_refused(seconds):
+    with pytest.raises(ConfigError, match="measure_seconds="):
+        jaxlora.fuse(SWIGLU, measure_seconds=seconds)
+
+
+def test_explain_prints_predicted_and_measured_times(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
+    clock = Clock(9e-3, 5e-3, 6e-3, 7e-3)
+    monkeypatch.setattr(api, "Stopwatch", lambda limit: clock.stopwatch(limit))
+    fused = jaxlora.fuse(SWIGLU, measure_seconds=60)
+    explained = jaxlora.explain(fused, **SWIGLU.arguments())
+    (region,) = explained.regions
+    assert region.measured == (9e-3, 5e-3) and region.calls == BOTH
+    text = str(explained)
+    assert BOTH in text and "9.00 → 5.00 ms" in text and "measured: 9,000 us" in text
+    explained.save(tmp_path / "regions.svg")
+    drawn = (tmp_path / "regions.svg").read_text()
+    assert "XLA, measured" in drawn and "9,000" in drawn
+
+
+def test_programs_of_a_region_compute_the_same_while_a_function_is_traced(monkeypatch):
+    monkeypatch.setattr(measure, "_compiled", _COMPILED)
+    block, seen = dataclasses.replace(SWIGLU, keep=0.75), []
+
+    def time_call(function, arguments):
+        results = jax.block_until_ready(function(*arguments))
+        seen.append(jax.tree.leaves(results))
+        return float(len(seen))
+
+    def run(arguments):
+        (choice,) = choose(Stopwatch(100.0, timer=time_call), block, arguments)
+        assert len(seen) == len(choice.seconds) == 4
+        return arguments["x"]
+
+    jax.eval_shape(run, block.arguments())
+    first, *others = seen
+    for other in others:
+        for got, want in zip(other, first, strict=True):
+            assert relative_error(got, want) < 0.05
+
+
+def test_the_time_of_a_call_is_that_of_many():
+    ran = []
+    found = measure.time_call(lambda x: ran.append(x) or jnp.ones(()), (3,))
+    assert 0 < found < 0.1 and len(ran) > 5
