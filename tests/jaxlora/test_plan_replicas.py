@@ -32,12 +32,6 @@ from tests.jaxlora.memory_formula import estimated_by_formula
 BLOCK, CAPACITY, MEAN = 128, 1024, 300
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _by_formula():
-    with estimated_by_formula():
-        yield
-
-
 @pytest.fixture(scope="module")
 def model() -> ReplicaModel:
     config = model_config(config_json("llama-3.2-1b", 4))
@@ -69,7 +63,8 @@ def model() -> ReplicaModel:
 
 @pytest.fixture(scope="module")
 def kinds(model):
-    with planned_for(parse_machine("a100-40x16").planned(0.9)):
+    planned = planned_for(parse_machine("a100-40x16").planned(0.9))
+    with estimated_by_formula(), planned:
         return {(kind.tensor, kind.stage): kind for kind in model.kinds()}
 
 
@@ -79,6 +74,7 @@ def test_kinds_divide_the_model(kinds):
     assert all(kind.num_gpus <= 16 for kind in kinds.values())
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 @pytest.mark.parametrize("tensor, stage", [(1, 1), (4, 1), (2, 2)])
 def test_the_longest_sample_is_the_largest_microbatch_that_fits(
     model, kinds, tensor, stage
@@ -171,6 +167,7 @@ def test_a_pipeline_pays_its_ramp_once_a_step(kinds):
     assert piped.cost.per_token < whole.cost.per_token
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_a_model_that_does_not_fit_has_no_replicas(model):
     small = dataclasses.replace(model, free_bytes=2**20)
     with planned_for(parse_machine("a100-40x16").planned(0.9)):

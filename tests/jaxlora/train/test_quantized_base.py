@@ -159,9 +159,8 @@ def test_a_run_resumes_with_the_same_base_only(config, train):
             r"keep_bf16 is \[\] in the checkpoint and \['layers.0.mlp.up_proj'\] now",
         ),
     ):
-        trainer = Trainer(config(output_dir=folder, **settings))
         with pytest.raises(CheckpointError, match=message):
-            trainer.train(resume=True)
+            Trainer(config(output_dir=folder, **settings)).train(resume=True)
 
 
 @pytest.mark.parametrize("start", [Trainer, plan_run])
