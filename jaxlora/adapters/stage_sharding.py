@@ -1,7 +1,8 @@
 """The sharding of a stage's adapter slots over its devices."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -163,6 +164,27 @@ class StageSharding:
         """
         with jax.ensure_compile_time_eval():
             return self.sharding(spec) or jnp.zeros(()).sharding
+
+    def jit(self, run: Callable[..., Any], takes: Any, gives: Any, **options) -> Any:
+        """Jits a function that each device runs on its own part of the arrays.
+
+        Args:
+            run: The function.
+            takes: Partition specs of its arguments.
+            gives: Partition specs of its results.
+            **options: Options of `jax.jit`.
+        """
+        # `partial` makes a new function, because jit caches programs by function.
+        if self.mesh is None:
+            return jax.jit(functools.partial(run), **options)
+        # Pallas kernels cannot be partitioned, so each device runs them on its own
+        # part. Gradients are not summed here: that comes once, before the optimizer
+        # step.
+        sharded = jax.shard_map(
+            run, mesh=self.mesh, in_specs=takes, out_specs=gives, check_vma=False
+        )
+        # With other shardings of equal meaning, the next call would compile again.
+        return jax.jit(sharded, out_shardings=self.shardings(gives), **options)
 
 
 def _is_spec(x: object) -> bool:

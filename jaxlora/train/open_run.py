@@ -19,7 +19,7 @@ from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.models.forward import Base
-from jaxlora.run.folder import as_begun, check_writable
+from jaxlora.run.folder import BegunRun, as_begun, check_writable
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
@@ -121,14 +121,8 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         JaxloraError: A setting, the model or a job's data cannot be used.
     """
     given = [job.name for job in config.jobs]
-    agreement.check_settings(config)
-    _check_generates_here(config)
-    folder = pathlib.Path(config.output_dir)
-    processes.from_first(lambda: check_not_in_use(folder))
-    begun = as_begun(config)
-    log_notes([*config.notes, *begun.notes])
-    config = begun.config
-    processes.from_first(lambda: check_settings_resume(config))
+    begun = _as_begun(config)
+    config, folder = begun.config, pathlib.Path(begun.config.output_dir)
 
     def check_saved(model: PlannedModel, jobs: Sequence[PreparedJob]) -> None:
         processes.from_first(lambda: check_saved_states(config, model, jobs))
@@ -173,6 +167,23 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         sampler=sampler,
         meter=meter,
     )
+
+
+def _as_begun(config: RunConfig) -> BegunRun:
+    """Returns the run as it continues in its folder; reads settings only.
+
+    Raises:
+        JaxloraError: Processes differ in their settings, another process uses the
+            folder, or the run there cannot become this one.
+    """
+    agreement.check_settings(config)
+    _check_generates_here(config)
+    folder = pathlib.Path(config.output_dir)
+    processes.from_first(lambda: check_not_in_use(folder))
+    begun = as_begun(config)
+    log_notes([*config.notes, *begun.notes])
+    processes.from_first(lambda: check_settings_resume(begun.config))
+    return begun
 
 
 def _text_makers(

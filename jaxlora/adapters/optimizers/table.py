@@ -276,6 +276,12 @@ def find_optimizer(job: LoraJob) -> Optimizer:
             f"{key} is a setting of {ADAMW.name}, and optimizer is {found.name}. "
             f"{cure}."
         )
+    _check_combines(job, found)
+    return found
+
+
+def _check_combines(job: LoraJob, found: Optimizer) -> None:
+    """Refuses settings of a job that its optimizer cannot follow."""
     if found.has_constant_rate and job.lr_schedule != "constant":
         raise ConfigError(
             f"lr_schedule={job.lr_schedule!r}, and optimizer {found.name} averages "
@@ -300,7 +306,6 @@ def find_optimizer(job: LoraJob) -> Optimizer:
             "takes a matrix as a whole: the rows of tokens are none. Set "
             "`optimizer: adamw`, lion, sgd or schedule_free_adamw."
         )
-    return found
 
 
 def _check_args(job: LoraJob, optimizer: Optimizer) -> None:

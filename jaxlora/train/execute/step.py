@@ -127,7 +127,7 @@ class CompiledSteps:
             self._make_replicas()
 
     def _program(self, what, run, takes, gives, *, varies=(), **options) -> Program:
-        jitted = _jitted(run, self._placement, takes, gives, **options)
+        jitted = self._placement.jit(run, takes, gives, **options)
         identity = "training", what, self._spec, self._placement, options, self._codes
         return Program(jitted, what, identity, varies=varies)
 
@@ -379,30 +379,6 @@ def _evaluated(p: StageSharding) -> JobLosses:
     """Partition specs of the losses of an evaluation, which has those of rows."""
     sums, rows = cast(Any, (p.partial, p.rows))
     return JobLosses(loss=sums, metrics=sums, is_finite=sums, nll=rows)
-
-
-def _jitted(
-    run: Any, placement: StageSharding, takes: Any, gives: Any, **options
-) -> Any:
-    """Jits a function that each device of a stage runs on its own part of the arrays.
-
-    Args:
-        run: The function.
-        placement: The devices.
-        takes: Partition specs of its arguments.
-        gives: Partition specs of its results.
-        **options: Options of `jax.jit`.
-    """
-    # `partial` makes a new function, because jit caches programs by function.
-    if placement.mesh is None:
-        return jax.jit(functools.partial(run), **options)
-    # Pallas kernels cannot be partitioned, so each device runs them on its own part.
-    # Gradients are not summed here: that comes once, before the optimizer step.
-    sharded = jax.shard_map(
-        run, mesh=placement.mesh, in_specs=takes, out_specs=gives, check_vma=False
-    )
-    # With other shardings of equal meaning, the next call would compile again.
-    return jax.jit(sharded, out_shardings=placement.shardings(gives), **options)
 
 
 @functools.lru_cache(maxsize=32)

@@ -70,7 +70,22 @@ def decoder_spec(
         most = min(tokens, default=max_tokens)
         mean = min(_mean_tokens(job.train_data, most) for job in jobs)
         options = dataclasses.replace(options, mean_segment_tokens=mean)
-    shape = SlotShape(
+    spec = DecoderSpec(
+        config=model,
+        options=options,
+        slots=_slot_shape(config, jobs),
+        adapted=tuple(sorted(adapted)),
+    )
+    on_device = dataclasses.replace(spec, config=part)
+    kernels = choose_kernels(config.implementation, on_device, config.block_tokens)
+    options = dataclasses.replace(options, implementation=kernels.name)
+    spec = dataclasses.replace(spec, options=options)
+    return spec, KernelChoices(kernels=kernels, attention=attention)
+
+
+def _slot_shape(config: RunConfig, jobs: Sequence[PreparedJob]) -> SlotShape:
+    """Returns the shape of slots that can hold each of the jobs."""
+    return SlotShape(
         num_slots=config.max_concurrent_jobs or len(jobs),
         rank=config.slot_rank or max(max(job.ranks.values()) for job in jobs),
         use_dropout=(
@@ -90,14 +105,6 @@ def decoder_spec(
         num_token_rows=max(job.num_token_rows for job in jobs),
         has_lora=not all(job.use_vera for job in config.jobs),
     )
-    spec = DecoderSpec(
-        config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))
-    )
-    on_device = dataclasses.replace(spec, config=part)
-    kernels = choose_kernels(config.implementation, on_device, config.block_tokens)
-    options = dataclasses.replace(options, implementation=kernels.name)
-    spec = dataclasses.replace(spec, options=options)
-    return spec, KernelChoices(kernels=kernels, attention=attention)
 
 
 def _mean_tokens(data: TokenizedData, most: int) -> int:

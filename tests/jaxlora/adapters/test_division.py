@@ -20,7 +20,6 @@ from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.execute.step import _jitted
 
 pytestmark = pytest.mark.needs_devices(2)
 
@@ -79,10 +78,8 @@ def test_a_step(optimizers):
     }
     pending = Pending(gradients=parts, is_finite=np.ones((1, 2), bool))
     slots = placement.by_slot
-    run = _jitted(
-        functools.partial(optimizer_step, division=division),
-        *(placement, (specs, slots), (specs, slots)),
-    )
+    step = functools.partial(optimizer_step, division=division)
+    run = placement.jit(step, (specs, slots), (specs, slots))
     state = dataclasses.replace(state, pending=pending)
     found, other = run(jax.tree.map(np.asarray, state), inputs(optimizers))
     np.testing.assert_allclose(other.norm, result.norm, rtol=1e-6)

@@ -14,7 +14,6 @@ from jaxlora.adapters.exchange import exchange, exchange_rounds
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.sharding.mesh import STAGE_AXES
-from jaxlora.train.execute.step import _jitted
 from tests.deviceless import ROOT, compile_deviceless
 
 SHAPES = {"a": (2, 7, 3), "b": (1, 3, 5), "c": (1,)}  # of a slot; 58 numbers
@@ -47,9 +46,8 @@ def exchanged(
 ) -> Pending:
     """Returns the gradients on the devices after an exchange, by one program."""
     partial = placement.sharding(placement.partial)
-    run = _jitted(
+    run = placement.jit(
         functools.partial(exchange, axes=placement.summed_axes),
-        placement,
         (placement.partial, placement.by_slot),
         placement.partial,
         donate_argnums=0,
