@@ -63,7 +63,6 @@ def dispatch(
     lengths: Sequence[int] | np.ndarray,
     *,
     start: Sequence[float] | np.ndarray | None = None,
-    max_moves: int = _MAX_MOVES,
 ) -> Dispatch:
     """Sends the samples of a step to replicas.
 
@@ -71,7 +70,6 @@ def dispatch(
         deployment: The replicas.
         lengths: Length of each sample, in tokens.
         start: Seconds at which each replica is free; None: at once.
-        max_moves: Most moves and exchanges after the first placement.
 
     Raises:
         ValueError: A sample fits into no replica.
@@ -95,7 +93,7 @@ def dispatch(
         if best.last <= bound.seconds * _CLOSE:
             break
     assert best is not None
-    best.improve(bound.seconds * _CLOSE, max_moves)
+    best.improve(bound.seconds * _CLOSE)
     return Dispatch(
         deployment=deployment,
         replica_of=best.replica_of,
@@ -130,9 +128,9 @@ class _Placement:
         begun = 0.0 if start is None else np.asarray(start, float)
         return np.where(self._used, self._load, begun)
 
-    def improve(self, goal: float, max_moves: int) -> None:
+    def improve(self, goal: float) -> None:
         """Moves samples off the replica that ends last until it ends at the goal."""
-        for _ in range(max_moves):
+        for _ in range(_MAX_MOVES):
             if self.last <= goal:
                 return
             source = int(np.argmax(np.where(self._used, self._load, -1.0)))

@@ -33,23 +33,21 @@ _MAX_DEPLOYMENTS = 100_000
 _CLOSE = 1.001  # of times by which deployments are not solved
 
 
-def boundaries(
-    lengths: np.ndarray, num_buckets: int = NUM_BUCKETS, interval: int = INTERVAL
-) -> np.ndarray:
+def boundaries(lengths: np.ndarray, num_buckets: int = NUM_BUCKETS) -> np.ndarray:
     """Chooses the boundaries of buckets with the least padding; equation (4).
 
     Args:
         lengths: Lengths of samples.
         num_buckets: Most buckets.
-        interval: The boundaries are multiples of it.
 
     Returns:
-        The boundaries, in ascending order; the last one holds the longest sample.
+        The boundaries, in ascending order; the last one holds the longest sample. They
+        are multiples of `INTERVAL`.
     """
     intervals, counts = np.unique(
-        -(-np.asarray(lengths) // interval), return_counts=True
+        -(-np.asarray(lengths) // INTERVAL), return_counts=True
     )
-    ends = intervals * interval
+    ends = intervals * INTERVAL
     total = np.concatenate([[0], np.cumsum(counts)])
     tokens = np.concatenate([[0], np.cumsum(counts * ends)])
     # padding[a, b]: of intervals a to b - 1 in a bucket that ends with the last one.

@@ -8,7 +8,7 @@ first job's next step is ready when the last job's samples still run.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -70,7 +70,6 @@ def simulate_steps(
     steps: Sequence[Sequence[np.ndarray]],
     *,
     barrier: Barrier = "job",
-    send: Callable[..., Dispatch] = dispatch,
 ) -> SimulatedSteps:
     """Simulates steps that are dispatched one after the other.
 
@@ -78,8 +77,6 @@ def simulate_steps(
         deployment: The replicas.
         steps: Lengths of the samples of each job, in each step.
         barrier: What waits for all samples: each job's step, or all jobs' together.
-        send: How samples are sent to replicas; it is given `start` with a barrier for
-            each job.
 
     Raises:
         ValueError: A sample fits into no replica.
@@ -94,8 +91,8 @@ def simulate_steps(
             free[:] = ready[:] = max(free.max(), ready.max(initial=0.0))
         lengths = np.concatenate([np.empty(0, int), *step])
         owners = np.repeat(np.arange(len(step)), [len(own) for own in step])
-        given = {"start": free - free.min()} if barrier == "job" else {}
-        sent = send(deployment, lengths, **given)
+        begin = free - free.min() if barrier == "job" else None
+        sent = dispatch(deployment, lengths, start=begin)
         seconds = _part_seconds(deployment, lengths, owners, sent, num_jobs)
         done = np.zeros(num_jobs)
         for job in np.argsort(ready, kind="stable"):

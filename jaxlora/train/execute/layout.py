@@ -270,18 +270,15 @@ def _divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:
     return spec.divided(fsdp=sizes.fsdp, tensor=sizes.tensor)
 
 
-def base_placement(
-    stages: MeshStages, devices: Sequence[jax.Device] | None = None
-) -> Place:
+def base_placement(stages: MeshStages) -> Place:
     """Returns where each array goes while a checkpoint is read.
 
     A tied embedding goes to the first stage; `Layout.bases` copies it to the last.
 
     Args:
         stages: The stages of the run.
-        devices: Devices to choose from; None: all of them.
     """
-    meshes = stage_meshes(stages.sizes, devices)
+    meshes = stage_meshes(stages.sizes)
     division = _divided(stages.spec, stages.sizes).division
 
     def place(path: str, shape: tuple[int, ...]) -> NamedSharding:

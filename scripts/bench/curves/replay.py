@@ -130,7 +130,6 @@ def count_losses(
     size: int,
     slots: int,
     sweeps: int,
-    seed: int = 0,
 ) -> Counts:
     """Replays sweeps of random configurations in random orders.
 
@@ -140,9 +139,8 @@ def count_losses(
         size: Configurations of a sweep.
         slots: Configurations that run at once.
         sweeps: Number of sweeps.
-        seed: Random seed of the draws.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     saved, regrets, best_lost, top_lost = [], [], 0, 0
     for _ in range(sweeps):
         drawn = {name: curves[name] for name in rng.sample(list(curves), size)}
