@@ -26,6 +26,7 @@ References:
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Sequence
 
 import pulp
@@ -76,10 +77,25 @@ class PloraPlan:
         and supposes that no GPU is idle before the last job starts. So it bounds the
         idle time at the end, not the distance from plans with other jobs.
         """
-        jobs, makespan = self.plan.groups, self.plan.makespan
-        last = max(jobs, key=lambda job: job.end)
-        idle = 1 - last.degree / self.plan.sweep.num_gpus
-        return makespan / (makespan - (last.end - last.start) * idle)
+        share, used = self._last_job
+        return 1 / (1 - share * (1 - used))
+
+    @property
+    def printed_ratio(self) -> float:
+        """Bound (25) of appendix C with the theorem's D, the GPUs that are used.
+
+        The proof needs D to be the idle ones there. As printed, it is at most 8 / 7 if
+        the last job is on one of eight GPUs, and no bound of anything.
+        """
+        share, used = self._last_job
+        return math.inf if share * used >= 1 else 1 / (1 - share * used)
+
+    @property
+    def _last_job(self) -> tuple[float, float]:
+        """The last job's shares of the makespan, and of the GPUs."""
+        last = max(self.plan.groups, key=lambda job: job.end)
+        share = (last.end - last.start) / self.plan.makespan
+        return share, last.degree / self.plan.sweep.num_gpus
 
 
 def plan_jobs(sweep: Sweep, costs: Costs) -> PloraPlan:

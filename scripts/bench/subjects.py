@@ -33,6 +33,9 @@ SUBJECTS = {
     "run": Subject(
         "run.benchmark", "whole runs, from the command to the end", on_device=False
     ),
+    "together": Subject(
+        "run.together", "a sweep against one at a time and peft", on_device=False
+    ),
     "mesh": Subject(
         "mesh.benchmark", "pipelines and FSDP on the GPUs of a machine", gathers=True
     ),

@@ -302,7 +302,7 @@ def measured(args: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    rows, device = Rows(args.output_dir, "run", tables), _device()
+    rows, device = Rows(args.output_dir, "run", tables), device_name()
     with tempfile.TemporaryDirectory(prefix="jaxlora-bench-run-") as work:
         for row in measured(args, Path(work)):
             log = row.pop("log", [])
@@ -315,7 +315,7 @@ def run(args: argparse.Namespace) -> None:
         draw(rows.rows, args.output_dir / "run.png")
 
 
-def _device() -> str:
+def device_name() -> str:
     """Returns the name of the device, which this process must leave to the commands."""
     code = "import jax; print(jax.devices()[0].device_kind)"
     done = subprocess.run([sys.executable, "-c", code], stdout=PIPE, text=True)

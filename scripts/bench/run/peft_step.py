@@ -1,20 +1,20 @@
-"""One step of transformers + peft on a checkpoint, as a script of a user has it.
+"""Steps of transformers + peft on a checkpoint, as a script of a user has them.
 
-    python -m jaxlora.bench.run.peft_step CHECKPOINT DATA.jsonl
+    python -m jaxlora.bench.run.peft_step CHECKPOINT DATA.jsonl [SAMPLES [STEPS]]
 
-says `step ended` on stderr when the first optimizer step of one adapter is done. Its
-batch is four samples of a file of prompts and completions, padded to the longest.
+says `step ended` on stderr when an optimizer step of one adapter is done, the first one
+by default. A batch is four samples of a file of prompts and completions, or as many as
+are given, padded to the longest.
 """
 
 import json
 import sys
 
-_SAMPLES = 4
-
 
 def main() -> None:
-    """Runs the step."""
-    checkpoint, data = sys.argv[1:]
+    """Runs the steps."""
+    checkpoint, data, *given = sys.argv[1:]
+    num_samples, num_steps = (*map(int, given), *(4, 1)[len(given) :])
     import peft
     import torch
     import transformers
@@ -37,17 +37,19 @@ def main() -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=1e-4)
     with open(data) as file:
-        records = [json.loads(next(file)) for _ in range(_SAMPLES)]
-    texts = [r["prompt"] + r["completion"] for r in records]
-    batch = tokenizer(texts, return_tensors="pt", padding=True).to(device)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    model(**inputs, labels=labels, use_cache=False).loss.backward()
-    torch.nn.utils.clip_grad_norm_(trained, 1.0)
-    adamw.step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    print("step ended", file=sys.stderr, flush=True)
+        for _ in range(num_steps):
+            records = [json.loads(next(file)) for _ in range(num_samples)]
+            texts = [r["prompt"] + r["completion"] for r in records]
+            batch = tokenizer(texts, return_tensors="pt", padding=True).to(device)
+            labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            model(**inputs, labels=labels, use_cache=False).loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            adamw.step()
+            adamw.zero_grad()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            print("step ended", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

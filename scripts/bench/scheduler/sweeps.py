@@ -173,6 +173,7 @@ def model_rows(quick: bool) -> Iterator[dict[str, Any]]:
             "all_gpus": round(alone / one_at_a_time(sweep, cost, 8).makespan, 2),
             "paper": model.paper,
             "plora_ar": round(by_name.approximation_ratio, 3),
+            "plora_ar_25": round(by_name.printed_ratio, 3),
             "plora_ilps": by_name.num_ilps,
             "planning_s": seconds,
             "plora_s": plora_seconds,

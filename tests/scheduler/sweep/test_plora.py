@@ -66,6 +66,12 @@ def _check_theorem(found: plora.PloraPlan) -> None:
         work = 3600 * plan.gpu_hours
         assert plan.makespan / (work / num_gpus) <= found.approximation_ratio + 1e-9
     assert found.approximation_ratio >= 1 or not others
+    # (25) with used and idle GPUs exchanged, against the formula as it is printed.
+    before, length = last.start, plan.makespan - last.start
+    used = last.degree / num_gpus
+    if others:
+        printed = 1 + length * used / (before + length * (1 - used))
+        assert math.isclose(found.printed_ratio, printed)
 
 
 def test_algorithm_1_solves_127_jobs_for_8_gpus():

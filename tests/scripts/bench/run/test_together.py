@@ -1,0 +1,34 @@
+"""Speeds that follow from the rows of `jaxlora bench together`."""
+
+from jaxlora.bench.run.together import speeds, tables
+
+
+def test_speeds_follow_from_the_batches_of_the_sweep():
+    batches = {"1": 2, "3": 1, "4": 1}
+    run = {"steady_tokens_per_second": 300, "training_s": 2.0, "model": "tiny"}
+    rows = [
+        run | {"row": "sweep", "seconds": 10.0, "batches": batches},
+        run | {"row": "halving", "seconds": 8.0, "training_s": 1.0, "batches": batches},
+        run
+        | {"row": "alone batch 1", "seconds": 20.0, "steady_tokens_per_second": 100},
+        run | {"row": "alone batch 2", "seconds": 24.0},
+        run | {"row": "alone batch 4", "seconds": 30.0},
+        run | {"row": "packed 8", "seconds": 9.0},
+        {"row": "peft", "model": "tiny", "seconds": 100.0, "step_s": 0.4},
+    ]
+    found = {
+        (s["row"], s["over"]): s["speed"] for s in speeds({r["row"]: r for r in rows})
+    }
+    assert found == {
+        ("sweep", "one at a time"): 9.7,  # 20 + 20 + 27 + 30 over 10
+        ("sweep", "peft"): 40.0,
+        ("halving", "one at a time"): 12.12,
+        ("halving", "peft"): 50.0,
+        ("halving", "sweep"): 1.25,
+        ("halving", "sweep, training"): 2.0,
+        ("packed 8", "one alone, tokens/s"): 3.0,
+    }
+    assert not list(speeds({"alone batch 1": rows[2], "sweep": rows[0]}))
+    kernel = {"row": "kernels", "model": "tiny", "adapters": 2, "both_speedup": 1.5}
+    text = tables([*rows, kernel])
+    assert "speed of tiny" in text and "both_speedup" in text
