@@ -34,6 +34,7 @@ class JobState:
             once, if its objective needs them: of `train`, unless the reference runs in
             each step, and of `eval` if there are any; of `train_recombined` and
             `eval_recombined`, if it has baselines. None: they have not been computed.
+        runs_reference: Whether the reference runs in each step; see `PreparedJob`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class JobState:
         self.progress = JobProgress()
         self.parked: ParkedSlot | None = None
         self.references: Mapping[str, np.ndarray] | None = None
+        self.runs_reference = prepared.runs_reference
 
     @property
     def start(self) -> Adapter:
@@ -108,7 +110,7 @@ class JobState:
     def lacks_references(self) -> bool:
         """Whether log-probabilities of the reference have to be computed and kept."""
         prepared = self.prepared
-        is_kept = not prepared.runs_reference or prepared.eval_data is not None
+        is_kept = not self.runs_reference or prepared.eval_data is not None
         return prepared.objective.needs_reference and is_kept and not self.references
 
     @property
@@ -168,7 +170,7 @@ class JobState:
         """Returns the global batch of an optimizer step, for the job in a slot."""
         objective = self.prepared.objective
         samples: Sequence[TokenizedSample] = self.prepared.take_samples(step)
-        if objective.needs_reference and not self.prepared.runs_reference:
+        if objective.needs_reference and not self.runs_reference:
             numbers = self.prepared.sample_numbers(step)
             samples = self._referred(samples, "train", numbers)
         return JobBatch(
@@ -217,7 +219,7 @@ class JobState:
             samples = self.prepared.recombined_in(batch.samples)
         else:
             samples = [self.prepared.recombined(which, i) for i in numbers.tolist()]
-        if batch is None or not self.prepared.runs_reference:
+        if batch is None or not self.runs_reference:
             samples = self._referred(samples, f"{which}_recombined", numbers)
         return JobBatch(
             slot=slot,
@@ -269,7 +271,7 @@ class JobState:
         """Returns the samples whose references are kept, by their key there."""
         prepared = self.prepared
         found = {"train": prepared.train_data, "eval": prepared.eval_data}
-        if prepared.runs_reference:
+        if self.runs_reference:
             del found["train"]
         batches: dict[str, tuple[Iterable[TokenizedSample], Objective]] = {}
         for which, data in found.items():

@@ -41,7 +41,7 @@ from jaxlora.train.saved.continue_job import continue_job
 from jaxlora.train.saved.describe_run import check_not_cut, check_resumes
 from jaxlora.train.saved.job_states import restore_jobs
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
-from jaxlora.train.saved.references import read_references
+from jaxlora.train.saved.references import go_on_with_reference, read_references
 from jaxlora.train.saved.run_store import RunStore
 from jaxlora.train.session import Session
 from jaxlora.train.start_job import start_job
@@ -273,8 +273,9 @@ class Trainer:
         self._suggestions.restore({} if found is None else found.run.suggested)
         if found is not None:
             restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
-            for job in self.jobs:
-                if job.lacks_references and job.has_begun:
+            for job in [job for job in self.jobs if job.has_begun]:
+                go_on_with_reference(self.output_dir, job)
+                if job.lacks_references:
                     read_references(self.output_dir, job, self.model.fingerprint)
             logger.info("resumed after round %d", found.number)
         self._live.requests.restore(store.saved_requests(found))
@@ -326,8 +327,9 @@ class Trainer:
         for job in jobs:
             if job.settings.continue_from and job.progress.status == "waiting":
                 continue_job(job, self._opened.identity([job]))
+                there = pathlib.Path(job.settings.continue_from)
+                go_on_with_reference(there, job)
                 if job.lacks_references:
-                    there = pathlib.Path(job.settings.continue_from)
                     read_references(there, job, self.model.fingerprint)
 
     def _report(self, session: Session, interrupted: bool) -> RunResult:

@@ -19,12 +19,12 @@ from jaxlora.hf.load import FrozenModel
 from jaxlora.problems import Path, Problems
 from jaxlora.train.execute.samples import sample_prompts
 from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.check_objective import check_objective
 from jaxlora.train.plan.chosen_modules import ChosenModules, choose_modules
 from jaxlora.train.plan.found_inputs import missing_inputs
 from jaxlora.train.plan.planned_model import PlannedModel, planned_model
 from jaxlora.train.plan.prepared_job import (
     PreparedJob,
-    check_objective,
     data_reader,
     prepare_jobs,
 )

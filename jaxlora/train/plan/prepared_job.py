@@ -29,9 +29,9 @@ from jaxlora.data.tokens.stream import SampleStream
 from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
-from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.problems import Problems
+from jaxlora.train.plan.check_objective import check_objective
 from jaxlora.train.plan.chosen_modules import ChosenModules, choose_modules
 
 # A forward pass over so many tokens takes minutes with a model of 8B on an H100.
@@ -146,11 +146,22 @@ class PreparedJob:
         the choice is the same when it is resumed beside others.
         """
         how = self.objective_settings.get("reference_logps")
-        if self.settings.data.is_stream or how != "auto":
-            return how is not None and how != "kept"
-        num_tokens = self.train_data.num_tokens
+        if not self.chooses_reference:
+            return how is not None and how != "kept" and not self.refers_to_start
         is_used_once = self.num_steps <= self.order.batches_per_epoch
-        return is_used_once and num_tokens > _MANY_TOKENS and not self.refers_to_start
+        return is_used_once and self.has_many_tokens
+
+    @property
+    def chooses_reference(self) -> bool:
+        """Whether `runs_reference` is chosen by cost."""
+        is_auto = self.objective_settings.get("reference_logps") == "auto"
+        is_stream = self.settings.data.is_stream
+        return is_auto and not is_stream and not self.refers_to_start
+
+    @property
+    def has_many_tokens(self) -> bool:
+        """Whether a forward pass over all samples would take long."""
+        return self.train_data.num_tokens > _MANY_TOKENS
 
     def recombined_in(self, batch: Sequence[TokenizedSample]) -> list[TokenizedSample]:
         """Returns each prompt of a global batch with the completion before it."""
@@ -232,40 +243,6 @@ class PreparedJob:
 def data_reader(config: RunConfig, tokenizer: Tokenizer) -> DataReader:
     """Returns the reader that all jobs of a run share."""
     return DataReader(tokenizer, user_token_cache() if config.token_cache else None)
-
-
-def check_objective(job: LoraJob) -> None:
-    """Checks the objective of a job, its settings, and what its reference needs.
-
-    Raises:
-        ConfigError: There is no such objective, it has no such settings, or the
-            reference cannot be had.
-    """
-    settings = find_objective(job.objective).settings_of(job.objective_args)
-    to_start = settings.get("reference") == "start"
-    how, is_stream = settings.get("reference_logps"), job.data.is_stream
-    if to_start and job.init_from is None:
-        raise ConfigError(
-            f"objective_args: reference=start is the adapter of init_from, and job "
-            f"{job.name!r} has none: an adapter starts as the base. Set init_from, or "
-            "leave reference out."
-        )
-    if to_start and (is_stream or how == "in_step"):
-        why, cure = "reference_logps is in_step", "Leave reference_logps out"
-        if is_stream:
-            why, cure = "its data are streamed", "Set data.limit"
-        raise ConfigError(
-            f"objective_args: the log-probabilities of reference=start of job "
-            f"{job.name!r} are computed once, before the adapter changes, and {why}. "
-            f"{cure}, or merge the adapter into the base (jaxlora merge) and leave "
-            "reference out."
-        )
-    if is_stream and how == "kept":
-        raise ConfigError(
-            f"objective_args: reference_logps=kept of job {job.name!r} needs all "
-            "samples before training, and its data are streamed. Leave it out, so that "
-            "the reference runs in each step; or set data.limit."
-        )
 
 
 def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> PreparedJob:

@@ -7,7 +7,8 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.train.plan.prepared_job import check_objective
+from jaxlora.train.plan import prepared_job
+from jaxlora.train.plan.check_objective import check_objective
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.outcome import Outcome, outcome
@@ -95,6 +96,33 @@ def test_streams_end_in_the_same_bits_when_resumed(model, tmp_path):
     trainer = Trainer(config("cut"), model)
     resumed = Outcome(trainer, trainer.train(resume=True), model)
     assert resumed.bytes == whole.bytes and resumed.losses == whole.losses
+
+
+def test_a_resumed_job_goes_on_with_its_reference(model, tmp_path, monkeypatch):
+    """By cost, it would be computed once for more steps than a pass has."""
+    monkeypatch.setattr(prepared_job, "_MANY_TOKENS", 10)
+    path = write_pairs(tmp_path / "pairs.jsonl", 13, seed=0)
+
+    def trainer(steps: int) -> Trainer:
+        config = RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / "run"),
+            jobs=[job(name, name, path, steps=steps) for name in ("dpo", "kto")],
+            microbatch_tokens=256,
+            block_tokens=16,
+            slot_rank=8,
+            slot_targets=LINEARS,
+            window_steps=1,
+            checkpoint_every=1,
+        )
+        return Trainer(config, model)
+
+    assert trainer(3).train(callbacks=[InterruptAt(1)]).interrupted
+    again = trainer(9)
+    assert not any(one.prepared.runs_reference for one in again.jobs)
+    result = again.train(resume=True)
+    assert [one.progress.step for one in result.jobs] == [9, 9]
+    assert all(one.runs_reference and not one.references for one in again.jobs)
 
 
 def test_one_window_trains_as_an_ordinary_data_set(train, tmp_path):
