@@ -34,7 +34,7 @@ NUM_DEVICES, TOKENS = 4, 8192
 ROWS = PartitionSpec("fsdp")
 
 
-def decoder_spec(num_layers: int) -> DecoderSpec:
+def decoder_spec(num_layers: int, fsdp: int = NUM_DEVICES) -> DecoderSpec:
     config = ModelConfig(
         model_type="llama",
         vocab_size=128256,
@@ -58,7 +58,7 @@ def decoder_spec(num_layers: int) -> DecoderSpec:
             attention="cudnn",
             max_segment_tokens=2048,
             mean_segment_tokens=400,
-            fsdp=NUM_DEVICES,
+            fsdp=fsdp,
         ),
         slots=SlotShape(num_slots=4, rank=16),
         adapted=tuple(sorted(names)),

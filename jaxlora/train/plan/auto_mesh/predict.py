@@ -229,7 +229,7 @@ def shape_seconds(
     costs = []
     for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
         gather = links.seconds(_gathered_bytes(spec, fsdp, tensor), fsdp)
-        received = _exchanged_bytes(spec, tensor)
+        received = exchanged_bytes(spec, tensor)
         tables = table_seconds(stages, spec, rates)
         forward, backward = (
             cost(seconds, gather, links.seconds(num_bytes, tensor))
@@ -265,7 +265,7 @@ def _gathered_bytes(spec: DecoderSpec, fsdp: int, tensor: int) -> float:
     return num_bytes(spec.part(tensor).base_shapes()) * (fsdp - 1) / fsdp
 
 
-def _exchanged_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
+def exchanged_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
     """Bytes per token that a device receives along `tensor` in a stage's passes.
 
     The embedding scatters its rows, and the loss gathers them. The time of exchanges is
@@ -304,7 +304,7 @@ def adapter_share(stages: MeshStages, batch_tokens: float) -> float:
     """
     tensor = stages.sizes.tensor
     added = sum(_whole_slot_bytes(spec, tensor) for spec in stages.specs)
-    each = sum(sum(_exchanged_bytes(spec, tensor)) for spec in stages.specs)
+    each = sum(sum(exchanged_bytes(spec, tensor)) for spec in stages.specs)
     return 2 * (tensor - 1) / tensor * added / (batch_tokens * each)
 
 

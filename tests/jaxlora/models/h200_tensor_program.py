@@ -1,0 +1,58 @@
+"""Compiles a step of Llama-3.1-8B's layers for H200s that share each microbatch.
+
+It is a program of its own, because XLA must be set up before JAX starts; see
+`test_tensor_exchanges`.
+
+usage: python -m tests.jaxlora.models.h200_tensor_program LAYERS TENSOR OUT
+
+OUT gets the text of the compiled program.
+"""
+
+import functools
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.models.forward import training_options
+from jaxlora.pallas_kernels.mosaic import hopper as device
+from jaxlora.pallas_kernels.mosaic import layer
+from tests.jaxlora.models import h200_program as whole
+
+
+def main() -> None:
+    """Compiles the program and writes its text."""
+    num_layers, tensor = int(sys.argv[1]), int(sys.argv[2])
+    device.num_sms = lambda: 132
+    device.device_kind = lambda: "NVIDIA H200"
+    layer.unsupported_device = lambda: None
+    spec = whole.decoder_spec(num_layers, fsdp=1).divided(tensor=tensor)
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
+        topology=f"1x1x{tensor}",
+    )
+    devices = np.array(topology.devices).reshape(1, 1, tensor)
+    placement = StageSharding(mesh=Mesh(devices, ("data", "fsdp", "tensor")))
+    params = placement.tables(spec.adapter_shapes(), spec.table_axes())
+    replicated, rows = PartitionSpec(), placement.rows
+    specs = spec.base_specs(), params, replicated, rows, replicated
+    run = jax.shard_map(
+        functools.partial(whole.step, spec),
+        mesh=placement.mesh,
+        in_specs=specs,
+        out_specs=placement.by_device,
+        check_vma=False,
+    )
+    jitted = jax.jit(run, compiler_options=training_options(spec))
+    arguments = whole.arguments(spec, placement.mesh, specs, num_devices=1)
+    compiled = jitted.lower(*arguments).compile()
+    pathlib.Path(sys.argv[3]).write_text(compiled.as_text())
+
+
+if __name__ == "__main__":
+    main()
