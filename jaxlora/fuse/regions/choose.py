@@ -13,7 +13,7 @@ from jaxlora.fuse.regions.part import Part, Region, is_transposed
 from jaxlora.fuse.site import Site
 from jaxlora.pallas_kernels import BACKENDS
 
-NUM_MEASURED = 3  # plans of a region that are timed beside XLA's
+NUM_MEASURED = 2  # plans of a region that are timed beside XLA's
 _TIE = 0.02  # of measured times; the better prediction then wins
 
 # Makes the program of a region with some parts in the kernels.
