@@ -149,7 +149,7 @@ class Bench:
             sweep=sweep | {"early_exit": early_exit},
         )
         text = (self.work / name.replace(" ", "-") / "settings.yaml").read_text()
-        return found | {"batches": _batches(text)}
+        return dict(found) | {"batches": _batches(text)}
 
     def alone(self, name: str, steps: int, batch: int) -> Row:
         """Trains one configuration."""
