@@ -36,6 +36,16 @@ SUM_ROUNDING = 2e-6
 ADAM_ROUNDING = 5e-5
 
 
+def write_untied(folder: pathlib.Path, config: dict) -> pathlib.Path:
+    """Writes a model with a head of its own, equal to its embedding."""
+    tiny.write_model(folder, config=config | {"tie_word_embeddings": False})
+    path = folder / "model.safetensors"
+    weights = safetensors.numpy.load_file(path)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    safetensors.numpy.save_file(weights, path, {"format": "pt"})
+    return folder
+
+
 class MeshRuns:
     """Trains jobs on meshes; every run has its own folder.
 
@@ -48,14 +58,9 @@ class MeshRuns:
     def __init__(self, folder: pathlib.Path):
         """Writes the models into a folder, where the runs will be too."""
         self.tied = tiny.write_model(folder / "tied", config=CONFIG)
-        untied = CONFIG | {"tie_word_embeddings": False}
-        self.untied = tiny.write_model(folder / "untied", config=untied)
-        path = self.untied / "model.safetensors"
-        weights = safetensors.numpy.load_file(path)
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        safetensors.numpy.save_file(weights, path, {"format": "pt"})
-        three = untied | {"num_hidden_layers": 3}
-        self.three_layers = tiny.write_model(folder / "three", config=three)
+        self.untied = write_untied(folder / "untied", CONFIG)
+        three = CONFIG | {"num_hidden_layers": 3}
+        self.three_layers = write_untied(folder / "three", three)
         self.model = load_model(self.tied, dtype="float32")
         self._folder, self._count = folder, iter(range(1000))
         self._done: dict[str, Outcome] = {}
@@ -79,7 +84,7 @@ class MeshRuns:
         """Trains jobs on a mesh, whose devices read the weights from the disk."""
         trainer = Trainer(self.config(mesh, jobs, **settings))
         result = trainer.train(callbacks=at_windows(on_window))
-        return Outcome(trainer, result, self.model)
+        return Outcome(trainer, result, trainer.model)
 
     def once(self, mesh: str, jobs: Sequence[LoraJob], **settings: Any) -> Outcome:
         """Like `train`, but the same run is trained only once in a session."""
