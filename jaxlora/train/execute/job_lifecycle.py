@@ -224,15 +224,7 @@ class JobLifecycle:
         return count
 
     def _make_room(self, at_border: Collection[JobState], usable: int) -> int:
-        """Pauses jobs that wait in their slots, if others need these.
-
-        Args:
-            at_border: Jobs with a slot that are between two batches.
-            usable: How many jobs may run at once.
-
-        Returns:
-            The number of jobs that were paused.
-        """
+        """Pauses jobs in slots that others need, if they wait; returns how many."""
         idle = [j for j in at_border if j.has_slot and self._ticks.is_done(j.slot)]
         if not idle:
             return 0
