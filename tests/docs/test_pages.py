@@ -105,10 +105,13 @@ def test_the_readme_is_short():
     assert text.count("```") <= 6
 
 
-def test_the_tutorial_shows_its_run_file():
-    (shown,) = pages.code_blocks(pages.DOCS / "tutorial.md", "yaml")
+def test_the_tutorial_shows_its_run_files(tmp_path: pathlib.Path):
+    shown, swept = pages.code_blocks(pages.DOCS / "tutorial.md", "yaml")
     written = (pages.ROOT / "examples" / "tutorial.yaml").read_text()
     assert written.endswith(shown)
+    (tmp_path / "run.yaml").write_text(swept)
+    jobs = jaxlora.load_run(tmp_path / "run.yaml").jobs
+    assert len(jobs) == 12 and (pages.ROOT / jobs[0].data.path).is_file()
 
 
 def test_anchors_of_a_page(tmp_path):
