@@ -81,12 +81,10 @@ def test_a_replica_takes_the_weights_of_one_slot():
 
 # ---- replicas of several devices -----------------------------------------------------
 
+pair = jax.devices()[:2]
 TENSOR = StageSharding(
-    mesh=jax.make_mesh(
-        (1, 1, 2),
-        ("data", "fsdp", "tensor"),
-        devices=jax.devices()[:2],
-        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    mesh=jax.sharding.Mesh(
+        np.array(pair).reshape(1, 1, len(pair)), ("data", "fsdp", "tensor")
     )
 )
 AXES = {"b": 2}  # of G L ..., cut among the devices
