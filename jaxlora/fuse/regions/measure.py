@@ -68,7 +68,6 @@ class Stopwatch:
         """
         self._left = limit_seconds
         self._timer, self._clock = timer, clock
-        self._device = jax.devices()[0].device_kind
         self._kept: dict[str, kept.Measured] | None = None
 
     def times(
@@ -90,8 +89,9 @@ class Stopwatch:
             ConfigError: There are several processes.
         """
         _check_processes()
+        device = jax.devices()[0].device_kind
         if self._kept is None:
-            self._kept = kept.read(self._device)
+            self._kept = kept.read(device)
         names = [plan.name for plan in plans]
         if key in self._kept and set(names) <= self._kept[key].seconds.keys():
             return {name: self._kept[key].seconds[name] for name in names}, None
@@ -106,7 +106,7 @@ class Stopwatch:
                 seconds[plan.name] = self._time(jaxpr, region)
             self._left -= self._clock() - start
         self._kept[key] = kept.Measured.now(key, seconds)
-        kept.write(self._device, self._kept[key])
+        kept.write(device, self._kept[key])
         return seconds, None
 
     def _time(self, jaxpr: core.Jaxpr, region: Region) -> float:
