@@ -45,6 +45,10 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 _IDENTITIES = ("stop_gradient", "copy", "optimization_barrier")
 _RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 
+# Operations that Mosaic has in 16 bits. It has others, such as exp, in float32, where
+# they are computed and then rounded; that has the bits of an operation in 16 bits.
+_SHORT = {"add", "convert_element_type", "max", "min", "mul", "neg", "select_n", "sub"}
+
 # Parameters of operations that are not element-wise, such as sums.
 _AXES = {"axes", "axis", "dimension", "dimensions", "dimension_numbers", "permutation"}
 
@@ -119,8 +123,20 @@ class RowProgram:
         params = equation.params | (
             {"sharding": None} if "sharding" in equation.params else {}
         )
-        out = equation.primitive.bind(*arrays, **params)
-        return Value(extent, out[0] if equation.primitive.multiple_results else out)
+        is_wide = equation.primitive.name not in _SHORT
+        given = [_widened(array) for array in arrays] if is_wide else arrays
+        out = equation.primitive.bind(*given, **params)
+        out = out[0] if equation.primitive.multiple_results else out
+        if is_wide:
+            out = out.astype(_aval(equation.outputs[0]).dtype)
+        return Value(extent, out)
+
+
+def _widened(array: Any) -> Any:
+    """Returns an array in float32 if it has floats of 16 bits."""
+    dtype = jnp.result_type(array)
+    is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return lax.convert_element_type(array, jnp.float32) if is_short else array
 
 
 def _aval(one: Any) -> Any:

@@ -58,10 +58,11 @@ def fuse[**P, R](
     branches `s * (x @ a) @ b` of the same x is computed by
     `pallas_kernels.multi_lora_linears`, however it is written, also inside scans,
     rematerialized functions and other calls, before or after `jax.grad`. If x is made
-    by a norm or a gate, its kernel also computes `x @ a`, where this is predicted to be
-    faster. The rest of the function stays as it is, to the bit. The result can be given
-    to `jax.jit` and `jax.grad`, and has the gradients of the original with respect to
-    every argument. It cannot be differentiated in forward mode.
+    by a norm or a gate, its kernel can also compute `x @ a`, and does where this was
+    measured to be faster. The rest of the function stays as it is, to the bit. The
+    result can be given to `jax.jit` and `jax.grad`, and has the gradients of the
+    original with respect to every argument. It cannot be differentiated in forward
+    mode.
 
     Args:
         fn: A pure function of pytrees. Leaves that are neither arrays nor Python
@@ -78,7 +79,8 @@ def fuse[**P, R](
             best ways to compute each region of linears, norms and gates are compiled
             and timed on this device, beside XLA's, and the fastest is taken. Times are
             kept in the user's cache, and used again. With 0, only kept times are used.
-            None: the prediction decides, so all machines take the same kernels.
+            None: the prediction decides, so all machines take the same kernels, and
+            under `auto` norms and gates stay as they are.
 
     Raises:
         ConfigError: The implementation is unknown, `measure_seconds` is negative or not

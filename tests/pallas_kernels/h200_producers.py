@@ -63,12 +63,18 @@ def arguments(numbers, k, rank, sides, *, has_masks):
     )
 
 
+def gate_in_16_bits(gate, up):
+    """A gate as authors write it, whose exp and tanh are those of bfloat16."""
+    return (jax.nn.silu(gate) * jnp.tanh(up),)
+
+
 # Function; number of tiles, of rows and of features; K; results of the side products,
 # and whether they have masks.
 CASES = (
     (NormRows(1e-5), (1, 1, 1), 4096, (0, 0, 0), True),
     (swiglu_rows, (2, 0, 0), 14336, (0,), True),
     (swiglu_gradient_rows, (3, 0, 0), 14336, (0, 1), False),
+    (gate_in_16_bits, (2, 0, 0), 1024, (0,), True),
 )
 
 

@@ -1,4 +1,8 @@
-"""Chooses how each region is computed: by the prediction, or by measured times."""
+"""Chooses how each region is computed: by the prediction, or by measured times.
+
+Under `auto`, kernels of norms and gates are taken only if they were faster when they
+were measured: their predicted times are not near enough to XLA's to decide.
+"""
 
 import dataclasses
 import hashlib
@@ -117,18 +121,21 @@ class Chooser:
         self, region: Region, candidates: Sequence[Candidate], key: str
     ) -> _Found:
         usable = [c for c in candidates if self._may_use(region, c)]
-        plans = best_plans(usable, 1 if self._stopwatch is None else NUM_MEASURED)
         seconds: dict[str, float] = {}
-        unmeasured = None
+        unmeasured, measured = None, None
         if self._stopwatch is not None:
-            plain = _plain(candidates)
+            plans, plain = best_plans(usable, NUM_MEASURED), _plain(candidates)
             names = {p.name for p in plans}
             timed = [*plans] if plain.name in names else [plain, *plans]
             if not self._is_auto:
                 timed = plans
             program = lambda plan: self._program(region, plan.parts)
             seconds, unmeasured = self._stopwatch.times(region, key, timed, program)
-            plans = _by_time(timed, seconds) or plans
+            measured = _by_time(timed, seconds)
+        if not (plans := measured):
+            may_predict = lambda c: c.part is None or not c.part.makers
+            kept = [c for c in usable if not self._is_auto or may_predict(c)]
+            plans = best_plans(kept, 1)
         names = tuple(c.name for c in plans[0].candidates)
         return _Found(plan=names, seconds=seconds, unmeasured=unmeasured)
 

@@ -89,6 +89,14 @@ def test_the_fastest_is_taken(seconds, plan):
     assert choice.reason.startswith("measured: ")
 
 
+def test_a_gate_stays_as_it_is_where_nothing_is_measured():
+    (choice,) = choose(None)
+    assert not any(part.makers for part in choice.plan.parts)
+    options = FuseOptions(NAME, None)  # a back end that is named runs what it can
+    (named,) = trace_call(SWIGLU, options, (), SWIGLU.arguments()).rewritten.choices
+    assert named.plan.name == BOTH
+
+
 def test_times_are_kept_for_regions_of_the_same_form():
     def two(lora, frozen, x):
         return SWIGLU(lora, frozen, SWIGLU(lora, frozen, x))
@@ -112,11 +120,11 @@ def test_other_sizes_are_measured_anew():
     assert other.called == 3 and choice.plan.name == XLA
 
 
-def test_the_limit_is_kept_and_the_prediction_then_decides():
+def test_the_limit_is_kept_and_gates_then_stay():
     clock = Clock(9.0, 8.0, each=2.0)
     (choice,) = choose(clock.stopwatch(limit=3.0))
     assert clock.called == 2 and not choice.seconds
-    assert choice.plan.name == BOTH
+    assert not any(part.makers for part in choice.plan.parts)
     assert choice.reason.endswith("not measured: measure_seconds are used up")
     assert not kept_file().exists()
 
