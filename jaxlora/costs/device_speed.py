@@ -48,6 +48,11 @@ class DeviceSpeed:
     layer_seconds: float = 0.0
     attention_seconds: float = 0.0
 
+    def sharing_heads(self, num_devices: int) -> "DeviceSpeed":
+        """Returns the rates of a device that has a part of the heads of attention."""
+        own = self.attention_seconds / num_devices
+        return dataclasses.replace(self, attention_seconds=own)
+
     @property
     def weight_tokens(self) -> float:
         """Tokens whose products take as long as reading bfloat16 weights once."""

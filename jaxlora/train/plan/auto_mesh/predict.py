@@ -205,7 +205,8 @@ def shape_seconds(
         squares: Mean sum of squared lengths of the samples of a full microbatch.
     """
     links, fsdp, tensor = rates.links, stages.sizes.fsdp, stages.sizes.tensor
-    decoder = decoder_seconds(stages.spec.part(tensor), links.speed)
+    own_speed = links.speed.sharing_heads(tensor)
+    decoder = decoder_seconds(stages.spec.part(tensor), own_speed)
 
     def equivalent_tokens(num_tokens: float) -> float:
         """Tokens whose products alone would take the whole time of a microbatch."""
