@@ -20,7 +20,7 @@ from jaxlora.adapters.optimizer import (
     measure,
     optimizer_step,
 )
-from jaxlora.adapters.optimizers.state import Tables, evaluation_weights
+from jaxlora.adapters.optimizers.state import evaluation_weights
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, evaluates_other_weights
 from jaxlora.adapters.slot_state import (
     empty_state,
@@ -341,12 +341,15 @@ class CompiledSteps:
     def prepare_evaluation(
         self,
         base: Mapping[str, Any],
-        params: Tables,
+        params: Mapping[str, Any],
         settings: SlotSettings,
         limits: Limits,
         name: str = "",
     ) -> Prepared:
-        """Starts to compile the evaluation of a microbatch; see `prepare_passes`."""
+        """Starts to compile the evaluation of a microbatch; see `prepare_passes`.
+
+        The parameters may be given by their shapes.
+        """
         keys = SlotKeys(baseline=baseline_shape(self._spec, self._placement))
         h = () if self._spec.has_embedding else (self.hidden_shape(limits),)
         args = base, params, settings, self.batch_shapes(limits), keys, *h

@@ -65,6 +65,24 @@ def test_in_the_step_it_is_the_one_that_is_kept(train, tmp_path):
         assert of["plain"][0] != pytest.approx(np.log(2), rel=1e-3)
 
 
+@pytest.mark.grid
+@pytest.mark.needs_devices(3)
+def test_in_the_step_on_replicas_that_are_meshes(train, tmp_path):
+    path = write_pairs(tmp_path / "pairs.jsonl", 9, seed=0)
+    held_out = {"path": write_pairs(tmp_path / "held_out.jsonl", 3, seed=1)}
+    jobs = [
+        job(name, name, path, {"reference_logps": "in_step"}, eval_data=held_out)
+        for name in ("dpo", "kto")
+    ]
+    jobs = [one.replace(eval_every=2, dropout=0.0) for one in jobs]
+    alone = train(jobs)
+    replicas = [{"tensor": 2, "microbatch_tokens": 512}, {"microbatch_tokens": 256}]
+    found = train(jobs, replicas=replicas, microbatch_tokens="auto")
+    for name in ("dpo", "kto"):
+        for of, one in ((found.losses, alone.losses), (found.evals, alone.evals)):
+            assert of[name] == pytest.approx(one[name], rel=1e-4)
+
+
 def streams(folder: pathlib.Path) -> list[LoraJob]:
     """Jobs of three windows of two shards; a pair becomes two samples of KTO."""
     folder.mkdir()
