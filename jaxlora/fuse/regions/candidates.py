@@ -29,7 +29,7 @@ from jaxlora.fuse.regions.row_expression import RowExpression
 
 # Time of a kernel that also computes s, over that of XLA's kernel of the same function:
 # 52 for 40 us with a norm and 3 masks, 195 to 206 for 172 with SwiGLU, and 318 for 282
-# with its gradient (H200, docs/log.md, 2026-11-26).
+# with its gradient (H200, docs/log/2026-11.md, 2026-11-26).
 _SLOWDOWN = 1.15
 
 Element = tuple[str, int]  # ("site" or "rows", number of the site)
