@@ -15,6 +15,7 @@ from jaxlora.profile.measure import Settings, fit_link
 from jaxlora.profile.pass_times import padding_share
 from jaxlora.scheduler import AffineCost
 from jaxlora.scheduler.calibrate import TimePoint
+from jaxlora.train.plan.auto_mesh.predict import SLOT_SECONDS
 from tests import tiny
 
 
@@ -87,6 +88,7 @@ def test_a_plan_uses_what_was_measured(tmp_path, monkeypatch, capsys):
     squares = [sum(s.num_tokens**2 for s in m) for m in microbatches]
     expected = len(microbatches) * profile.cost(128, np.mean(squares))
     expected += 2 * profile.step_seconds * 0.5  # of two slots, one is left
+    expected += 2 * SLOT_SECONDS  # the job starts and ends
     assert planned.time is not None
     assert planned.time.together == pytest.approx(expected, rel=1e-6)
     assert any("measured here" in note.text for note in planned.plan.notes)
