@@ -8,12 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.vera import VeraMatrices
+from jaxlora.config.rules import row_tokens
 from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_path
 from jaxlora.models.score import SCORE, SCORE_PATH
-from jaxlora.models.token_rows import TOKEN_ROWS, TOKEN_ROWS_PATH
+from jaxlora.models.token_rows import ROW_MODULES, ROW_PATHS
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -90,7 +91,7 @@ class LoraWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TokenRowValues:
-    """Rows of the embedding that an adapter trains, and of a head tied to it.
+    """Rows of the embedding, or of the head, that an adapter trains.
 
     Attributes:
         ids: The token of each row; none occurs twice.
@@ -119,8 +120,8 @@ class Adapter:
         score: Score head of a reward model, D, float32; None: it is none. See
             `jaxlora.models.score`.
         vera: The matrices of VeRA that all modules share; None: it is not VeRA.
-        token_rows: Trained rows of the embedding, such as those of added tokens; None:
-            there are none.
+        token_rows: Trained rows, such as those of added tokens, of `embed_tokens`
+            (and of a head that is tied to it) and of an untied `lm_head`.
     """
 
     modules: dict[str, LoraWeights]
@@ -131,7 +132,7 @@ class Adapter:
     has_spare_ranks: bool = False
     score: np.ndarray | None = None
     vera: VeraMatrices | None = None
-    token_rows: TokenRowValues | None = None
+    token_rows: dict[str, TokenRowValues] = dataclasses.field(default_factory=dict)
 
     def scaling(self, weights: LoraWeights) -> float:
         """Factor of A B in one of the adapter's linears."""
@@ -149,6 +150,11 @@ class Adapter:
             for tensor in trained_tensors()
         )
 
+    @property
+    def token_indices(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+        """Tokens whose rows are trained, in the form of `trainable_token_indices`."""
+        return row_tokens({m: values.ids for m, values in self.token_rows.items()})
+
     def limited_to(self, paths: Collection[str]) -> "Adapter":
         """Returns the part of the adapter in some modules, such as those of a stage.
 
@@ -161,7 +167,7 @@ class Adapter:
             if linear_path(name) in paths
         }
         score = self.score if SCORE in paths else None
-        rows = self.token_rows if TOKEN_ROWS in paths else None
+        rows = {m: v for m, v in self.token_rows.items() if ROW_MODULES[m] in paths}
         return dataclasses.replace(self, modules=modules, score=score, token_rows=rows)
 
     def without_spare_ranks(self) -> "Adapter":
@@ -205,8 +211,8 @@ class Adapter:
         }
         if self.score is not None:
             tensors[SCORE_PATH] = self.score
-        if self.token_rows is not None:
-            tensors[TOKEN_ROWS_PATH] = self.token_rows.rows
+        for module, values in self.token_rows.items():
+            tensors[ROW_PATHS[module]] = values.rows
         return tensors
 
     def fingerprint(self) -> str:
@@ -216,9 +222,11 @@ class Adapter:
             digest.update(name.encode())
             for tensor in weights.in_order():
                 digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
-        if self.token_rows is not None:
-            digest.update(str(self.token_rows.ids).encode())
-            digest.update(self.token_rows.rows.tobytes())
+        for module, values in sorted(self.token_rows.items()):
+            if module != "embed_tokens":
+                digest.update(module.encode())
+            digest.update(str(values.ids).encode())
+            digest.update(values.rows.tobytes())
         if self.vera is not None:
             digest.update(str(dataclasses.astuple(self.vera)).encode())
         if self.score is not None:
@@ -248,7 +256,7 @@ class Adapter:
             )
 
     def check_base(self, model: ModelConfig) -> None:
-        """Checks that the base model has the tokens and the biases that are trained.
+        """Checks that the base has the tokens, head and biases that are trained.
 
         Raises:
             AdapterError: It lacks one.
@@ -262,14 +270,19 @@ class Adapter:
                     f"the adapter has a bias of {name}, and this linear of the base "
                     "model has none. Is it an adapter of another model?"
                 )
-        if self.token_rows is None:
-            return
-        if (largest := max(self.token_rows.ids)) >= vocab_size:
+        if "lm_head" in self.token_rows and model.tie_embeddings:
             raise AdapterError(
-                f"the adapter has a row of token {largest}, and the base model has "
-                f"{vocab_size} tokens. Use the base whose embedding was resized for "
-                "the added tokens."
+                "the adapter has rows of lm_head, and the head of the base model is "
+                "tied to its embedding. Use the base with a head of its own that the "
+                "adapter was trained on."
             )
+        for module, values in self.token_rows.items():
+            if (largest := max(values.ids)) >= vocab_size:
+                raise AdapterError(
+                    f"the adapter has a row of token {largest} in {module}, and the "
+                    f"base model has {vocab_size} tokens. Use the base whose embedding "
+                    "was resized for the added tokens."
+                )
 
 
 def lora_scaling(lora_alpha: float, rank: int, use_rslora: bool) -> float:

@@ -1,5 +1,6 @@
 """The adapter that a new job starts from."""
 
+import functools
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -18,6 +20,7 @@ from jaxlora.common.cores import num_cores
 from jaxlora.config import LoraJob
 from jaxlora.config.starts import LOFTQ
 from jaxlora.models.score import SCORE
+from jaxlora.models.sharded import EMBEDDING, HEAD
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -151,15 +154,44 @@ def fresh_score(job: LoraJob, size: int) -> np.ndarray:
     return draws.astype(np.float32)
 
 
-def fresh_rows(ids: tuple[int, ...], embedding: Any) -> TokenRowValues:
-    """Returns the rows that tokens have in the frozen embedding, V D."""
-    rows = everywhere(_taken(embedding, np.array(ids, np.int32)))
-    return TokenRowValues(ids, np.asarray(rows))
+def blank_rows(
+    token_ids: Mapping[str, tuple[int, ...]], size: int
+) -> dict[str, TokenRowValues]:
+    """Returns the rows of `fresh_rows` as zeros that take no memory.
+
+    Args:
+        token_ids: Tokens of `embed_tokens` and of `lm_head`.
+        size: Size of a row.
+    """
+    return {
+        module: TokenRowValues(ids, np.broadcast_to(np.float32(0), (len(ids), size)))
+        for module, ids in token_ids.items()
+        if ids
+    }
 
 
-@jax.jit
-def _taken(table: Any, ids: Any) -> jax.Array:
-    return table[ids].astype(np.float32)
+def fresh_rows(
+    token_ids: Mapping[str, tuple[int, ...]], params: Mapping[str, Any]
+) -> dict[str, TokenRowValues]:
+    """Returns the rows that tokens have in the frozen embedding and head.
+
+    Args:
+        token_ids: Tokens of `embed_tokens` and of `lm_head`.
+        params: Frozen weights by path, of which the embedding is V D and the head D V.
+    """
+    found = {}
+    for module, ids in token_ids.items():
+        if ids:
+            path, axis = (EMBEDDING, 0) if module == "embed_tokens" else (HEAD, 1)
+            rows = everywhere(_taken(params[path], np.array(ids, np.int32), axis))
+            found[module] = TokenRowValues(ids, np.asarray(rows))
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _taken(table: Any, ids: Any, axis: int) -> jax.Array:
+    taken = jnp.take(table, ids, axis)
+    return (taken if axis == 0 else taken.T).astype(np.float32)
 
 
 def _tensors(job: LoraJob) -> tuple[TrainedTensor, ...]:

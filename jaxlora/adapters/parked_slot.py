@@ -10,7 +10,7 @@ from jaxlora.adapters.optimizers.state import Kind, evaluated, own_shapes
 from jaxlora.adapters.optimizers.table import ADAMW, OPTIMIZERS
 from jaxlora.hf.names import linear_path
 from jaxlora.models.score import SCORE_PATH
-from jaxlora.models.token_rows import TOKEN_ROWS_PATH
+from jaxlora.models.token_rows import ROW_PATHS
 from jaxlora.modules.trained_tensors import tensor_paths, unpadded
 
 # The parts of a slot's state that outlast a global batch: the weights, and each state
@@ -34,10 +34,12 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
         }
         modules[name] = dataclasses.replace(old, tensors=tensors)
     score = None if like.score is None else np.array(rows[SCORE_PATH])
-    tokens = like.token_rows
-    if tokens is not None:
-        own = rows[TOKEN_ROWS_PATH][: len(tokens.ids)]
-        tokens = dataclasses.replace(tokens, rows=np.array(own))
+    tokens = {
+        module: dataclasses.replace(
+            old, rows=np.array(rows[ROW_PATHS[module]][: len(old.ids)])
+        )
+        for module, old in like.token_rows.items()
+    }
     return dataclasses.replace(like, modules=modules, score=score, token_rows=tokens)
 
 

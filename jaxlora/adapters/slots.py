@@ -95,7 +95,7 @@ class SlotTable:
             ),
             trains_bias=np.zeros(shape, bool) if spec.slots.trains_bias else None,
             vera=jax.tree.map(_host_zeros, spec.vera_shapes()),
-            token_ids=jax.tree.map(_host_zeros, spec.token_id_shape()),
+            token_ids=jax.tree.map(_host_zeros, spec.token_id_shapes()),
         )
         self._is_vera_new = True
         self._of_base: SlotSettings | None = None
@@ -113,8 +113,8 @@ class SlotTable:
         if self._of_base is None:
             host = dataclasses.replace(self._host_settings, vera=None)
             zeros = jax.tree.map(np.zeros_like, host)
-            if zeros.token_ids is not None:
-                zeros.token_ids[:] = -1
+            for ids in zeros.token_ids.values():
+                ids[:] = -1
             where = self._placement.sharding(self._placement.by_linear_and_slot)
             self._of_base = put(zeros, where)
         return dataclasses.replace(self._of_base, vera=self.settings.vera)
@@ -184,8 +184,8 @@ class SlotTable:
                 trains_bias = TRAINED_BIAS.name in weights.tensors
                 self._host_settings.trains_bias[place] = trains_bias
         self._set_vera(slot, adapter)
-        tokens, ids = adapter.token_rows, self._host_settings.token_ids
-        if tokens is not None and ids is not None:
+        for module, tokens in adapter.token_rows.items():
+            ids = self._host_settings.token_ids[module]
             ids[0, slot, : len(tokens.ids)] = tokens.ids
         self._upload_settings()
 
@@ -304,7 +304,7 @@ class SlotTable:
         self._is_vera_new |= vera is not None and bool(vera.is_used[0, slot])
         for values in jax.tree.leaves(self._host_settings):
             values[:, slot] = 0
-        if (ids := self._host_settings.token_ids) is not None:
+        for ids in self._host_settings.token_ids.values():
             ids[:, slot] = -1
 
     def _set_vera(self, slot: int, adapter: Adapter) -> None:

@@ -67,12 +67,12 @@ class StagedSlots:
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, with the modules and ranks of `like`."""
-        read, score, rows = {}, None, None
+        read, score, rows = {}, None, {}
         for table, paths in zip(self.tables, self._adapted, strict=True):
             part = table.read(slot, like.limited_to(paths))
             read |= part.modules
             score = score if part.score is None else part.score
-            rows = rows if part.token_rows is None else part.token_rows
+            rows |= part.token_rows
         modules = {name: read[name] for name in like.modules}
         return dataclasses.replace(like, modules=modules, score=score, token_rows=rows)
 

@@ -87,7 +87,7 @@ _OPTIMIZER = (
 _FROZEN = "Leave it out: the embedding, the head, norms and biases stay frozen."
 _WHOLE = (
     "Leave it out: whole embeddings and heads stay frozen. For added tokens, set "
-    "trainable_token_indices, which trains their rows, and those of a tied head."
+    "trainable_token_indices, which trains their rows of the embedding and the head."
 )
 _LOSS_ON = (
     "Set loss_on in data: completion trains on the answers only, last on the last one "

@@ -10,7 +10,7 @@ from jaxlora.config.aliases import OF_JOB
 from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.generation_settings import BASE
-from jaxlora.config.rules import OF_A_JOB, embedding_tokens
+from jaxlora.config.rules import OF_A_JOB, row_tokens
 from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.starts import (
     EVA,
@@ -91,7 +91,8 @@ class LoraJob(StrictModel):
         layers_to_transform: Numbers of the layers that are adapted; empty: all.
         layers_pattern: Name of the list of layers, `layers`, as PEFT asks for it.
         trainable_token_indices: Tokens whose rows of the embedding are trained, too,
-            and of a head that is tied to it; such as added tokens.
+            and of a head that is tied to it; such as added tokens. As a dict, also
+            those of a head that is not: `{embed_tokens: [...], lm_head: [...]}`.
         train_bias: Also train the biases of the adapted linears that have one, as
             PEFT's `bias: lora_only`.
         rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
@@ -167,7 +168,9 @@ class LoraJob(StrictModel):
     exclude_modules: Texts = ()
     layers_to_transform: Indices = ()
     layers_pattern: Texts = ()
-    trainable_token_indices: Indices = ()
+    trainable_token_indices: (
+        Indices | dict[Literal["embed_tokens", "lm_head"], Indices]
+    ) = ()
     train_bias: Bool = False
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
@@ -243,8 +246,15 @@ class LoraJob(StrictModel):
 
     @pydantic.field_validator("trainable_token_indices", mode="before")
     @classmethod
-    def _tokens_are_of_the_embedding(cls, tokens: object) -> object:
-        return embedding_tokens(tokens)
+    def _tokens_have_rows(cls, tokens: object) -> object:
+        return row_tokens(tokens)
+
+    @property
+    def token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Tokens whose rows of `embed_tokens` and of `lm_head` are trained."""
+        given = self.trainable_token_indices
+        given = given if isinstance(given, dict) else {"embed_tokens": given}
+        return {"embed_tokens": (), "lm_head": ()} | given
 
     @pydantic.field_validator("target_modules")
     @classmethod

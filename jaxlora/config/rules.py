@@ -127,27 +127,36 @@ def _layers_are_of_a_list(job: Any) -> tuple[str, str] | None:
     return None
 
 
-def embedding_tokens(tokens: Any) -> Any:
+def row_tokens(tokens: Any) -> Any:
     """Returns the tokens of `trainable_token_indices`, of which PEFT has two forms.
 
+    Tokens of the embedding alone are a list. If rows of the head are trained, they are
+    lists by name of the module, without those that are empty.
+
     Raises:
-        ValueError: They are of another module than the embedding, or one occurs twice.
+        ValueError: They are of another module, or one occurs twice in its module.
     """
     if tokens is None:
         return ()
-    if isinstance(tokens, dict):
-        others = sorted(str(name) for name in tokens.keys() - {"embed_tokens"})
-        if others:
-            raise ValueError(
-                f"only rows of embed_tokens are trained, not of {others[0]}. A head "
-                "that is tied to the embedding follows it. Give a list of tokens."
-            )
-        tokens = tokens.get("embed_tokens", ())
-    if isinstance(tokens, list | tuple):
-        twice = [t for t, n in collections.Counter(map(str, tokens)).items() if n > 1]
-        if twice:
+    by_module = tokens if isinstance(tokens, dict) else {"embed_tokens": tokens}
+    others = sorted(str(name) for name in by_module.keys() - set(_WITH_ROWS))
+    if others:
+        raise ValueError(
+            f"only rows of {' and '.join(_WITH_ROWS)} are trained, not of {others[0]}. "
+            "Give a list of tokens, or {embed_tokens: [...], lm_head: [...]}."
+        )
+    for given in by_module.values():
+        counts = collections.Counter(
+            map(str, given if isinstance(given, list | tuple) else ())
+        )
+        if twice := [token for token, num in counts.items() if num > 1]:
             raise ValueError(f"token {twice[0]} occurs twice. Give each token once.")
-    return tokens
+    ordered = {m: by_module[m] for m in _WITH_ROWS if by_module.get(m)}
+    return ordered if "lm_head" in ordered else by_module.get("embed_tokens") or ()
+
+
+# Modules of which rows are trained.
+_WITH_ROWS = "embed_tokens", "lm_head"
 
 
 # Settings of LoRA that VeRA does not have, and their defaults.

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,10 +79,15 @@ def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:
         settings=tuple(
             s for s in tensor_settings() if any(a.is_set(s) for a in adapters)
         ),
-        num_token_rows=max(
-            0 if a.token_rows is None else len(a.token_rows.ids) for a in adapters
-        ),
+        num_token_rows=_most_rows(adapters, "embed_tokens"),
+        num_head_rows=_most_rows(adapters, "lm_head"),
     )
+
+
+def _most_rows(adapters: tuple[Adapter, ...], module: str) -> int:
+    """Returns the largest number of rows of a module that an adapter has."""
+    found = (adapter.token_rows.get(module) for adapter in adapters)
+    return max(0 if rows is None else len(rows.ids) for rows in found)
 
 
 def _tables(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> Tables:
@@ -109,18 +115,18 @@ def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
             place = places[linear_path(name)], slot
             scaling[place], rank[place] = adapter.scaling(weights), weights.rank
             trains_bias[place] = TRAINED_BIAS.name in weights.tensors
-    ids = None
     assert spec.slots is not None
-    if (id_shape := spec.token_id_shape()) is not None:
-        filled = np.full(id_shape.shape, -1, np.int32)
-        for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
-            if (tokens := adapter.token_rows) is not None:
-                filled[0, slot, : len(tokens.ids)] = tokens.ids
-        ids = jnp.asarray(filled)
+    token_ids = {
+        module: np.full(id_shape.shape, -1, np.int32)
+        for module, id_shape in spec.token_id_shapes().items()
+    }
+    for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
+        for module, rows in adapter.token_rows.items():
+            token_ids[module][0, slot, : len(rows.ids)] = rows.ids
     return SlotSettings(
         scaling=jnp.asarray(scaling),
         dropout=jnp.asarray(dropout),
         rank=jnp.asarray(rank),
         trains_bias=jnp.asarray(trains_bias) if spec.slots.trains_bias else None,
-        token_ids=ids,
+        token_ids=jax.tree.map(jnp.asarray, token_ids),
     )

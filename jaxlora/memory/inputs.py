@@ -78,7 +78,7 @@ def settings_shapes(spec: DecoderSpec) -> SlotSettings:
     each: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     rank: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     is_set: Any = jax.ShapeDtypeStruct(shape, jnp.bool_)
-    ids: Any = spec.token_id_shape()
+    ids: Any = spec.token_id_shapes()
     return SlotSettings(
         scaling=each,
         dropout=each,

@@ -116,6 +116,8 @@ class Decoder(nnx.Module):
             objective has one.
         token_rows: Rows of the embedding that slots train; None except on the first
             stage, or if no slot has any.
+        head_rows: Rows of an untied head that slots train; None except on the last
+            stage, or if no slot has any.
     """
 
     def __init__(
@@ -163,10 +165,12 @@ class Decoder(nnx.Module):
         if is_last and slots is not None and slots.has_score:
             score = ScoreHead(slots.num_slots, width, tensor=options.tensor)
         self.score = score
-        rows = None
+        rows = of_head = None
         if is_first and slots is not None and slots.num_token_rows:
             rows = TokenRows(slots.num_slots, slots.num_token_rows, width)
-        self.token_rows = rows
+        if is_last and slots is not None and slots.num_head_rows:
+            of_head = TokenRows(slots.num_slots, slots.num_head_rows, width)
+        self.token_rows, self.head_rows = rows, of_head
 
     def embed(
         self, token_ids: Int[Array, " T"], block_adapter: Int[Array, " NB"]
@@ -268,14 +272,15 @@ class Decoder(nnx.Module):
         return [linears[path] for path in sorted(linears)]
 
     def own_head_rows(self, block_adapter: Int[Array, " NB"]) -> HeadRows | None:
-        """Rows of the head that slots train; None: it is not tied, or no slot does.
+        """Rows of the head that slots train; None: no slot does.
 
         Args:
             block_adapter: Slot of each block of hidden states; -1: none.
         """
-        if self.token_rows is None or self.lm_head is not None or self.norm is None:
+        if self.norm is None:
             return None
-        return self.token_rows.of_head(block_adapter)
+        rows = self.token_rows if self.lm_head is None else self.head_rows
+        return None if rows is None else rows.of_head(block_adapter)
 
     def stored_head(self, before: Float[Array, "T D"]) -> tuple[Array, bool]:
         """The output projection in its stored layout, without a copy; whether V D.

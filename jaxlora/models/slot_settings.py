@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.models.token_rows import TOKEN_ROWS
+from jaxlora.models.token_rows import ROW_MODULES
 from jaxlora.modules.vera import VeraTables
 
 
@@ -30,8 +30,9 @@ class SlotSettings:
             no slot keeps its first weights.
         trains_bias: Whether the slot trains the linear's bias; None: no slot does.
         vera: Matrices of VeRA, which all linears share; None: no slot has VeRA.
-        token_ids: Tokens whose rows a slot trains; -1: none. None: no slot does, or
-            not on this stage.
+        token_ids: Tokens whose rows a slot trains, by name of the module in which
+            these are frozen (`embed_tokens`, `lm_head`); -1: none. A module is absent
+            if no slot trains rows of it on this stage.
     """
 
     scaling: Float[Array | np.ndarray, "M G"]
@@ -40,7 +41,9 @@ class SlotSettings:
     trained_rank: Int[Array | np.ndarray, "M G"] | None = None
     trains_bias: Bool[Array | np.ndarray, "M G"] | None = None
     vera: VeraTables | None = None
-    token_ids: Int[Array | np.ndarray, "1 G E"] | None = None
+    token_ids: dict[str, Int[Array | np.ndarray, "1 G E"]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def by_path(self, adapted: Sequence[str]) -> dict[str, Any]:
         """Returns the variable of each setting of each adapted linear.
@@ -55,8 +58,8 @@ class SlotSettings:
             if field.name not in ("vera", "token_ids")
             and (values := getattr(self, field.name)) is not None
         }
-        if self.token_ids is not None:
-            found[f"{TOKEN_ROWS}.ids"] = self.token_ids[0]
+        for module, ids in self.token_ids.items():
+            found[f"{ROW_MODULES[module]}.ids"] = ids[0]
         if (vera := self.vera) is not None:
             # Slices of them would be kept for the backward pass.
             shared = {"vera_a": vera.a, "vera_b": vera.b, "has_vera": vera.is_used}

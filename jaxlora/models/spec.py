@@ -19,7 +19,7 @@ from jaxlora.models.sharded import BaseDivision, layer_bytes
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.models.tensor_parallel import part_config, table_axes
-from jaxlora.models.token_rows import TOKEN_ROWS_PATH
+from jaxlora.models.token_rows import ROW_PATHS
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
@@ -27,7 +27,7 @@ from jaxlora.modules.vera import VeraTables
 from jaxlora.sharding.layerwise import compiler_options
 
 # Trained tensors that are no part of a linear.
-_OUTSIDE_LINEARS = SCORE_PATH, TOKEN_ROWS_PATH
+_OUTSIDE_LINEARS = SCORE_PATH, *ROW_PATHS.values()
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
@@ -284,14 +284,19 @@ class DecoderSpec:
             is_used=jax.ShapeDtypeStruct((1, g), np.bool_),
         )
 
-    def token_id_shape(self) -> jax.ShapeDtypeStruct | None:
-        """Shape of the tokens whose rows slots train; None: no slot does here."""
-        if self.slots is None or not self.slots.num_token_rows:
-            return None
-        if not self.has_embedding:
-            return None
-        shape = 1, self.slots.num_slots, self.slots.num_token_rows
-        return jax.ShapeDtypeStruct(shape, np.int32)
+    def token_id_shapes(self) -> Shapes:
+        """Shapes of the tokens whose rows slots train, see `SlotSettings.token_ids`."""
+        if (slots := self.slots) is None:
+            return {}
+        sizes = {
+            "embed_tokens": slots.num_token_rows if self.has_embedding else 0,
+            "lm_head": slots.num_head_rows if self.has_head else 0,
+        }
+        return {
+            module: jax.ShapeDtypeStruct((1, slots.num_slots, size), np.int32)
+            for module, size in sizes.items()
+            if size
+        }
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""

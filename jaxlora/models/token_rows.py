@@ -1,7 +1,8 @@
-"""Rows of the embedding that a slot trains, such as those of added tokens.
+"""Rows of the embedding and of the head that a slot trains, such as of added tokens.
 
-They replace the rows of the frozen embedding for the slot's own tokens, as PEFT's
-`trainable_token_indices` does, and those of the head if it is tied to the embedding.
+They replace the frozen rows for the slot's own tokens, as PEFT's
+`trainable_token_indices` does. A head that is tied to the embedding has the rows of the
+embedding; another has rows of its own.
 """
 
 import jax
@@ -12,9 +13,10 @@ from jaxtyping import Array, Float, Int
 from jaxlora.modules.base_param import SlotVariable
 from jaxlora.modules.loss import HeadRows
 
-TOKEN_ROWS = "token_rows"
-# Dotted path of the rows of all slots, G E D.
-TOKEN_ROWS_PATH = f"{TOKEN_ROWS}.rows"
+# Path of the rows that replace those of a frozen module, by this module's name.
+ROW_MODULES = {"embed_tokens": "token_rows", "lm_head": "head_rows"}
+# Dotted path of the rows of all slots, G E D, by name of the frozen module.
+ROW_PATHS = {name: f"{path}.rows" for name, path in ROW_MODULES.items()}
 
 
 class TokenRows(nnx.Module):
@@ -67,7 +69,7 @@ class TokenRows(nnx.Module):
         return jnp.where(replaces, found.reshape(h.shape).astype(h.dtype), h)
 
     def of_head(self, block_adapter: Int[Array, " NB"]) -> HeadRows:
-        """Returns the rows as those of a head that is tied to the embedding.
+        """Returns the rows as those of the head.
 
         Args:
             block_adapter: Slot of each block of rows; -1: none.

@@ -29,6 +29,7 @@ class SlotShape:
             tables; see `jaxlora.adapters.optimizers.table`.
         has_score: Whether slots have a score head; see `jaxlora.models.score`.
         num_token_rows: Largest number of rows of the embedding that a slot trains.
+        num_head_rows: Largest number of rows of an untied head that a slot trains.
         has_lora: Whether there are tables for A and B, beside those of VeRA. They are
             as large in slots with VeRA, which do not need them.
 
@@ -45,6 +46,7 @@ class SlotShape:
     optimizers: tuple[str, ...] = ("adamw",)
     has_score: bool = False
     num_token_rows: int = 0
+    num_head_rows: int = 0
     has_lora: bool = True
 
     @property

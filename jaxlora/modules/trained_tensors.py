@@ -212,7 +212,7 @@ SCORE_WEIGHT = TrainedTensor(
     name="weight", peft_name="weight", dimensions=("K",), start=None
 )
 
-# The rows of the embedding that a slot trains; see `jaxlora.models.token_rows`.
+# Rows of the embedding or the head that a slot trains; see `jaxlora.models.token_rows`.
 TOKEN_ROW_WEIGHTS = TrainedTensor(
     name="rows",
     peft_name="token_adapter.trainable_tokens_delta",

@@ -20,7 +20,7 @@ from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.models.layer import Remat
 from jaxlora.models.score import SCORE_PATH
-from jaxlora.models.token_rows import TOKEN_ROWS_PATH
+from jaxlora.models.token_rows import ROW_PATHS
 from jaxlora.modules.trained_tensors import tensor_path, tensor_paths, tensors_with
 from jaxlora.problems import format_errors
 from jaxlora.run.identity import RunIdentity
@@ -53,6 +53,7 @@ class SavedAdapter:
         has_score: Whether it has the score head of a reward model.
         vera: Fields of its `VeraMatrices`; None: it is not VeRA.
         token_ids: Tokens whose rows of the embedding it trains.
+        head_token_ids: Tokens whose rows of an untied head it trains.
     """
 
     __pydantic_config__ = STRICT
@@ -66,6 +67,13 @@ class SavedAdapter:
     has_spare_ranks: bool = False
     vera: tuple[_Key, Size, Size, Size, bool] | None = None
     token_ids: list[_TokenId] = dataclasses.field(default_factory=list)
+    head_token_ids: list[_TokenId] = dataclasses.field(default_factory=list)
+
+    @property
+    def ids_by_module(self) -> dict[str, list[int]]:
+        """Tokens whose rows it trains, by name of the module, which has some."""
+        ids = {"embed_tokens": self.token_ids, "lm_head": self.head_token_ids}
+        return {module: given for module, given in ids.items() if given}
 
     def adapter(self, params: dict[str, np.ndarray]) -> Adapter:
         """Makes the adapter of these weights.
@@ -85,9 +93,10 @@ class SavedAdapter:
             )
             for name, (rank, lora_alpha) in self.modules.items()
         }
-        ids, rows = tuple(self.token_ids), None
-        if ids:
-            rows = TokenRowValues(ids, params[TOKEN_ROWS_PATH])
+        rows = {
+            module: TokenRowValues(tuple(ids), params[ROW_PATHS[module]])
+            for module, ids in self.ids_by_module.items()
+        }
         return Adapter(
             modules=modules,
             use_rslora=self.use_rslora,
@@ -196,11 +205,12 @@ class SavedTensors:
             shape = self.shapes.get(path)
             if shape is None or len(shape) != 1:
                 raise ValueError(f"job {name}: {path} has shape {shape}.")
-        if adapter.token_ids:
-            paths.add(TOKEN_ROWS_PATH)
-            shape = self.shapes.get(TOKEN_ROWS_PATH)
-            if shape is None or shape[:-1] != [len(adapter.token_ids)]:
-                raise ValueError(f"job {name}: {TOKEN_ROWS_PATH} has shape {shape}.")
+        for row_module, ids in adapter.ids_by_module.items():
+            path = ROW_PATHS[row_module]
+            paths.add(path)
+            shape = self.shapes.get(path)
+            if shape is None or shape[:-1] != [len(ids)]:
+                raise ValueError(f"job {name}: {path} has shape {shape}.")
         for module, (rank, _) in adapter.modules.items():
             sizes: dict[str, int] = {"R": rank}
             linear = linear_path(module)

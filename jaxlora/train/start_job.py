@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import numpy as np
-
 from jaxlora.adapters.adapter import Adapter, TokenRowValues
 from jaxlora.adapters.fresh import (
     blank_adapter,
+    blank_rows,
     fresh_adapter,
     fresh_rows,
     fresh_score,
@@ -14,7 +13,6 @@ from jaxlora.adapters.fresh import (
 from jaxlora.hf.load import FrozenModel, unquantized_reader
 from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
-from jaxlora.models.sharded import EMBEDDING
 from jaxlora.train.eva_start import eva_start
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.prepared_job import PreparedJob
@@ -32,24 +30,22 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     biases = {n: model.params[p] for n, p in paths.items() if p in model.params}
     given = prepared.settings, prepared.modules, kernels
 
-    def whole(adapter: Adapter, rows: TokenRowValues | None) -> Adapter:
+    def whole(adapter: Adapter, rows: dict[str, TokenRowValues]) -> Adapter:
         score = None
         if prepared.objective.has_score:
             score = fresh_score(prepared.settings, model.config.hidden_size)
         return dataclasses.replace(adapter, score=score, token_rows=rows)
 
-    ids, stored = prepared.settings.trainable_token_indices, None
+    token_ids, stored = prepared.settings.token_ids, None
     if prepared.settings.loftq_bits is not None:
         stored = unquantized_reader(model)
-    table = model.params[EMBEDDING]
 
     def draw() -> Adapter:
-        rows = fresh_rows(ids, table) if ids else None
+        rows = fresh_rows(token_ids, model.params)
         is_eva = prepared.settings.eva_settings is not None
         first = eva_start(prepared, model) if is_eva else {}
         made = fresh_adapter(*given, model.dtype, biases, stored, first)
         return whole(made, rows)
 
-    blank = np.broadcast_to(np.float32(0), (len(ids), table.shape[1]))
-    rows = TokenRowValues(ids, blank) if ids else None
+    rows = blank_rows(token_ids, model.config.hidden_size)
     return JobState(prepared, whole(blank_adapter(*given, biases), rows), draw)

@@ -109,6 +109,18 @@ JOBS = {
         "max_grad_norm": 1.0,
         "seed": 7,
     },
+    "h": {
+        "rank": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "trainable_token_indices": {"embed_tokens": [9, 1, 50], "lm_head": [4, 1]},
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "lr_schedule": "linear",
+        "warmup_steps": 1,
+        "max_grad_norm": 1.0,
+        "seed": 8,
+    },
 }
 TIED = {"g"}
 

@@ -24,6 +24,7 @@ from make_peft_run import VOCAB, save, tie
 OUT = pathlib.Path(__file__).parent / "variant_folders"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NUM_DORA, NUM_VERA, NUM_PISSA, NUM_ROWS, NUM_BIAS = 24, 12, 8, 4, 2
+NUM_HEADS = 3
 
 
 def random_settings(draw: random.Random) -> dict:
@@ -160,10 +161,25 @@ def make_rows(name: str, seed: int, wanted: dict) -> None:
     model = base()
     if seed % 2:
         tie(model)
+    given = ids if seed % 4 < 2 else {"embed_tokens": ids}
+    save_rows(name, model, given, settings, ids, wanted)
+
+
+def make_head_rows(name: str, seed: int, wanted: dict) -> None:
+    """Saves trained rows of a head that is not tied; of odd ones, of it alone."""
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    ids = draw.sample(range(VOCAB), draw.randint(2, 6))
+    given = {"lm_head": ids}
+    if seed % 2 == 0:
+        given["embed_tokens"] = ids[1:]
+    save_rows(name, base(), given, random_settings(draw), ids, wanted)
+
+
+def save_rows(name, model, given, settings: dict, ids: list[int], wanted: dict) -> None:
+    """Saves an adapter with rows of tokens, of which some are in its input."""
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        trainable_token_indices=ids if seed % 4 < 2 else {"embed_tokens": ids},
-        **settings,
+        task_type="CAUSAL_LM", trainable_token_indices=given, **settings
     )
     model = peft.get_peft_model(model, config)
     for key, weight in model.named_parameters():
@@ -191,6 +207,8 @@ if __name__ == "__main__":
         make_rows(f"rows{number:02}", 300 + number, wanted)
     for number in range(NUM_BIAS):
         make_bias(f"bias{number:02}", 400 + number, wanted)
+    for number in range(NUM_HEADS):
+        make_head_rows(f"heads{number:02}", 500 + number, wanted)
     np.savez_compressed(OUT / "wanted.npz", **wanted)
     for file in OUT.rglob("*.safetensors"):
         file.chmod(0o644)

@@ -90,7 +90,7 @@ def export_gguf(
 
 def _check_plain(adapter: Adapter, folder: pathlib.Path) -> None:
     more = [setting for setting in tensor_settings() if adapter.is_set(setting)]
-    if adapter.token_rows is not None:
+    if adapter.token_rows:
         more.append("trainable_token_indices")
     if adapter.base_format is not None:
         raise AdapterError(

@@ -84,9 +84,11 @@ def merge_adapter(
 def _merged(
     checkpoint: Checkpoint, adapter: Adapter, dtype: np.dtype | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    with_rows = {"model.embed_tokens.weight"}
+    of_embedding = adapter.token_rows.get("embed_tokens")
+    of_head = adapter.token_rows.get("lm_head")
     if checkpoint.config.tie_embeddings:
-        with_rows.add("lm_head.weight")
+        of_head = of_embedding
+    rows = {"model.embed_tokens.weight": of_embedding, "lm_head.weight": of_head}
     for name, array in checkpoint.dense_tensors():
         wanted = array.dtype if dtype is None else dtype
         where = f"{checkpoint.files[name].path}: {name}"
@@ -104,9 +106,9 @@ def _merged(
         of_bias = adapter.modules.get(name.removesuffix(".bias"))
         if of_bias is not None and TRAINED_BIAS.name in of_bias.tensors:
             array = of_bias.tensors[TRAINED_BIAS.name]
-        if adapter.token_rows is not None and name in with_rows:
+        if (own_rows := rows.get(name)) is not None:
             array = array.astype(np.float32)
-            array[list(adapter.token_rows.ids)] = adapter.token_rows.rows
+            array[list(own_rows.ids)] = own_rows.rows
         yield name, array.astype(wanted, copy=False)
 
 

@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 PREFIX = "base_model.model."
 _TOKEN_ADAPTER = TOKEN_ROW_WEIGHTS.peft_name
 # PEFT calls them a difference, but they are the rows themselves.
-TOKEN_ROWS_KEY = f"{PREFIX}model.embed_tokens.{_TOKEN_ADAPTER}"
+TOKEN_ROW_KEYS = {
+    "embed_tokens": f"{PREFIX}model.embed_tokens.{_TOKEN_ADAPTER}",
+    "lm_head": f"{PREFIX}lm_head.{_TOKEN_ADAPTER}",
+}
 
 
 def export_peft(
@@ -81,8 +84,8 @@ def export_peft(
     if adapter.vera is not None and adapter.vera.is_saved:
         for matrix, name in ((adapter.vera.a, "vera_A"), (adapter.vera.b, "vera_B")):
             tensors[f"base_model.{name}"] = np.ascontiguousarray(matrix.T, np.float32)
-    if adapter.token_rows is not None:
-        tensors[TOKEN_ROWS_KEY] = adapter.token_rows.rows.astype(np.float32)
+    for module, values in adapter.token_rows.items():
+        tensors[TOKEN_ROW_KEYS[module]] = values.rows.astype(np.float32)
     if adapter.score is not None:
         tensors[f"{PREFIX}{SCORE_PATH}"] = adapter.score[None].astype(np.float32)
     scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
@@ -119,8 +122,8 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
     # PEFT has a kind of its own for VeRA, and another word for biases.
     del given["use_vera"]
     given["bias"] = "lora_only" if given.pop("train_bias") else "none"
-    if (rows := adapter.token_rows) is not None:
-        given["trainable_token_indices"] = list(rows.ids)
+    if adapter.token_rows:
+        given["trainable_token_indices"] = adapter.token_indices
     if (bits := adapter.loftq_bits) is not None:
         # PEFT ignores it beside another start, and so does not quantize again.
         given["loftq_config"] = {"loftq_bits": bits, "loftq_iter": 1}

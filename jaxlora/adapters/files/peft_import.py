@@ -12,14 +12,14 @@ from jaxlora.adapters.files.peft_config import loftq_bits, read_config
 from jaxlora.adapters.files.peft_export import (
     CONFIG_FILE,
     PREFIX,
-    TOKEN_ROWS_KEY,
+    TOKEN_ROW_KEYS,
     WEIGHTS_FILE,
 )
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.json_file import shown
 from jaxlora.common.patterns import Patterns
-from jaxlora.config.rules import embedding_tokens
+from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
@@ -109,30 +109,34 @@ def _token_rows(
     config: Mapping[str, Any],
     others: Mapping[str, np.ndarray],
     linear_shapes: Mapping[str, tuple[int, ...]],
-) -> TokenRowValues | None:
-    rows, path = others.get(TOKEN_ROWS_KEY), folder / CONFIG_FILE
-    given = config.get("trainable_token_indices")
+) -> dict[str, TokenRowValues]:
+    path, given = folder / CONFIG_FILE, config.get("trainable_token_indices")
     try:
-        ids = embedding_tokens(given)
+        tokens = row_tokens(given)
     except ValueError as error:
         raise AdapterError(f"{path}, trainable_token_indices: {error}") from None
-    is_list = isinstance(ids, list | tuple)
-    if not is_list or not all(type(i) is int and i >= 0 for i in ids):
-        raise AdapterError(
-            f"{path} has trainable_token_indices={shown(given)}; wanted a list of "
-            "tokens, which are whole numbers from 0."
-        )
-    if rows is None and not ids:
-        return None
+    by_module = tokens if isinstance(tokens, dict) else {"embed_tokens": tokens}
     size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
-    if rows is None or rows.shape != (len(ids), size):
-        there = "lacks it" if rows is None else f"has {list(rows.shape)}"
-        raise AdapterError(
-            f"{folder}: the {len(ids)} trainable_token_indices and the base model call "
-            f"for {TOKEN_ROWS_KEY} of shape {[len(ids), size]}, and it {there}. Is it "
-            "an adapter of another model?"
-        )
-    return TokenRowValues(tuple(ids), rows.astype(np.float32))
+    found = {}
+    for module, key in TOKEN_ROW_KEYS.items():
+        ids, rows = by_module.get(module, ()), others.get(key)
+        is_list = isinstance(ids, list | tuple)
+        if not is_list or not all(type(i) is int and i >= 0 for i in ids):
+            raise AdapterError(
+                f"{path} has trainable_token_indices={shown(given)}; wanted a list of "
+                "tokens, which are whole numbers from 0."
+            )
+        if rows is None and not ids:
+            continue
+        if rows is None or rows.shape != (len(ids), size):
+            there = "lacks it" if rows is None else f"has {list(rows.shape)}"
+            raise AdapterError(
+                f"{folder}: the {len(ids)} trainable_token_indices of {module} and the "
+                f"base model call for {key} of shape {[len(ids), size]}, and it "
+                f"{there}. Is it an adapter of another model?"
+            )
+        found[module] = TokenRowValues(tuple(ids), rows.astype(np.float32))
+    return found
 
 
 def _vera(
@@ -198,7 +202,7 @@ def _read_tensors(
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
     score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
-    names = arrays.keys() & {_VERA_A, _VERA_B, TOKEN_ROWS_KEY}
+    names = arrays.keys() & {_VERA_A, _VERA_B, *TOKEN_ROW_KEYS.values()}
     others = {name: arrays.pop(name) for name in names}
     modules: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():

@@ -1,6 +1,7 @@
 """The modules that a job adapts, by its targets or the adapter that it starts from."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 from jaxlora.adapters.adapter import Adapter
@@ -18,6 +19,8 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
+
+logger = logging.getLogger(__name__)
 
 _SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
 
@@ -42,12 +45,7 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         JaxloraError: They do not fit the model.
     """
     shapes = linear_shapes(model)
-    if wrong := [t for t in job.trainable_token_indices if t >= model.vocab_size]:
-        raise ConfigError(
-            f"job {job.name!r}: trainable_token_indices has {wrong[0]}, and the base "
-            f"model has {model.vocab_size} tokens. Resize its embedding first, as "
-            "transformers' resize_token_embeddings does, and save it."
-        )
+    _check_tokens(job, model)
     if job.init_from is None:
         modules = resolve_targets(job, tuple(shapes))
         check_ranks(job, modules, shapes)
@@ -77,6 +75,29 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     return ChosenModules(modules=modules, start=start)
 
 
+def _check_tokens(job: LoraJob, model: ModelConfig) -> None:
+    of_embedding, of_head = job.token_ids["embed_tokens"], job.token_ids["lm_head"]
+    if wrong := [t for t in (*of_embedding, *of_head) if t >= model.vocab_size]:
+        raise ConfigError(
+            f"job {job.name!r}: trainable_token_indices has {wrong[0]}, and the base "
+            f"model has {model.vocab_size} tokens. Resize its embedding first, as "
+            "transformers' resize_token_embeddings does, and save it."
+        )
+    if of_head and model.tie_embeddings:
+        raise ConfigError(
+            f"job {job.name!r}: trainable_token_indices has tokens of lm_head, and the "
+            "head of this base is tied to its embedding, whose rows it follows. Give "
+            "a list of tokens."
+        )
+    if of_embedding and not of_head and not model.tie_embeddings:
+        logger.info(
+            "job %r trains the rows of its trainable_token_indices in the embedding; "
+            "the head of this base is not tied to it and stays frozen. To train rows "
+            "of both, give {embed_tokens: [...], lm_head: [...]}.",
+            job.name,
+        )
+
+
 def _check_stated_settings(
     job: LoraJob, start: Adapter, linear_names: Sequence[str]
 ) -> None:
@@ -91,9 +112,10 @@ def _check_stated_settings(
     for setting in tensor_settings():
         if getattr(job, setting) != start.is_set(setting):
             differences.append(f"has {setting}={str(start.is_set(setting)).lower()}")
-    ids = () if start.token_rows is None else start.token_rows.ids
+    ids = start.token_indices
     if job.trainable_token_indices != ids:
-        differences.append(f"has trainable_token_indices={list(ids)}")
+        shown = ids if isinstance(ids, dict) else list(ids)
+        differences.append(f"has trainable_token_indices={shown}")
     key = None if start.vera is None else start.vera.key
     if "projection_prng_key" in stated and key not in (None, job.projection_prng_key):
         differences.append(f"has projection_prng_key={key}")

@@ -214,12 +214,12 @@ class PreparedJob:
         return getattr(self.settings, setting)
 
     @property
-    def num_token_rows(self) -> int:
-        """Number of rows of the embedding that the job trains."""
-        if self.start is not None:
-            rows = self.start.token_rows
-            return 0 if rows is None else len(rows.ids)
-        return len(self.settings.trainable_token_indices)
+    def token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Tokens whose rows of `embed_tokens` and of `lm_head` the job trains."""
+        if self.start is None:
+            return self.settings.token_ids
+        given = {module: rows.ids for module, rows in self.start.token_rows.items()}
+        return {"embed_tokens": (), "lm_head": ()} | given
 
     def lengths(self, step: int) -> list[int]:
         """Returns the tokens of each group of an optimizer step's global batch."""

@@ -199,7 +199,8 @@ def _check_adapters(
     tensor = max([sizes.tensor, *(one.tensor for one in config.replica_shapes)])
     for job in jobs:
         given = [name for name in _WHOLE if job.is_set(name)]
-        given += ["trainable_token_indices"] if job.num_token_rows else []
+        has_rows = any(job.token_ids.values())
+        given += ["trainable_token_indices"] if has_rows else []
         if tensor > 1 and given:
             cure = f"a mesh without it, not {sizes}"
             if config.replica_shapes:
@@ -208,7 +209,7 @@ def _check_adapters(
                 f"job {job.name!r} has {given[0]}, which meshes with the axis tensor "
                 f"do not support. Set {cure}."
             )
-        if sizes.stage > 1 and job.num_token_rows and model.config.tie_embeddings:
+        if sizes.stage > 1 and has_rows and model.config.tie_embeddings:
             raise ConfigError(
                 f"job {job.name!r} has trainable_token_indices, and the head of this "
                 "base is tied to its embedding, which is on another pipeline stage. "

@@ -102,7 +102,8 @@ def _slot_shape(config: RunConfig, jobs: Sequence[PreparedJob]) -> SlotShape:
         dora_dropout=any(job.use_dora and job.dropout > 0 for job in config.jobs),
         optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
         has_score=any(job.objective.has_score for job in jobs),
-        num_token_rows=max(job.num_token_rows for job in jobs),
+        num_token_rows=max(len(job.token_ids["embed_tokens"]) for job in jobs),
+        num_head_rows=max(len(job.token_ids["lm_head"]) for job in jobs),
         has_lora=not all(job.use_vera for job in config.jobs),
     )
 
@@ -174,12 +175,17 @@ def _check_tables(prepared: PreparedJob, spec: DecoderSpec) -> None:
                 f"job {name!r} has {setting}, and the slots of this run were made "
                 f"without. Start the run with a job that has {setting}: true."
             )
-    if prepared.num_token_rows > spec.slots.num_token_rows:
-        raise ConfigError(
-            f"job {name!r} has {prepared.num_token_rows} trainable_token_indices, and "
-            f"the slots of this run hold {spec.slots.num_token_rows}. Start the run "
-            "with a job that has as many."
-        )
+    sizes = {
+        "embed_tokens": spec.slots.num_token_rows,
+        "lm_head": spec.slots.num_head_rows,
+    }
+    for module, size in sizes.items():
+        if (num := len(prepared.token_ids[module])) > size:
+            raise ConfigError(
+                f"job {name!r} has {num} trainable_token_indices of {module}, and the "
+                f"slots of this run hold {size}. Start the run with a job that has as "
+                "many."
+            )
     if not (prepared.is_set("use_vera") or spec.slots.has_lora):
         raise ConfigError(
             f"job {name!r} trains A and B, and this run was started for jobs with "

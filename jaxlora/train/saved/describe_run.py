@@ -149,7 +149,8 @@ def _check_not_extended(
 
 
 def _saved_adapter(job: JobState) -> SavedAdapter:
-    vera, rows = job.like.vera, job.like.token_rows
+    vera = job.like.vera
+    ids = {module: list(rows.ids) for module, rows in job.like.token_rows.items()}
     return SavedAdapter(
         modules={
             name: (weights.rank, weights.lora_alpha)
@@ -159,7 +160,8 @@ def _saved_adapter(job: JobState) -> SavedAdapter:
         dropout=job.like.dropout,
         keep_best=job.settings.keep_best,
         has_score=job.like.score is not None,
-        token_ids=[] if rows is None else list(rows.ids),
+        token_ids=ids.get("embed_tokens", []),
+        head_token_ids=ids.get("lm_head", []),
         vera=None if vera is None else dataclasses.astuple(vera),
         loftq_bits=job.like.loftq_bits,
         has_spare_ranks=job.like.has_spare_ranks,

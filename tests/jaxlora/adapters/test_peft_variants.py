@@ -81,6 +81,7 @@ def logits_of(model, adapters) -> dict[str, np.ndarray]:
         rank=8,
         settings=tensor_settings(),
         num_token_rows=6,
+        num_head_rows=6,
     )
     paths = {
         linear_path(name) for adapter in adapters.values() for name in adapter.modules

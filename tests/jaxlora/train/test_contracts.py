@@ -16,9 +16,10 @@ from jaxlora.modules.trained_tensors import LORA_B, VERA_B, rate_ratios
 from jaxlora.scheduler.algorithms import greedy
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
+from tests import tiny
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.conftest import LINEARS
-from tests.jaxlora.train.mesh_runs import SUM_ROUNDING
+from tests.jaxlora.train.mesh_runs import SUM_ROUNDING, write_untied
 from tests.jaxlora.train.planned_run import plan_and_jobs
 from tests.oracle import relative_error
 
@@ -221,13 +222,20 @@ def test_jobs_come_and_go_without_recompiling(train, alone, jobs, window_steps):
 
 @pytest.fixture(
     scope="module",
-    params=["plain", "fp8", pytest.param("fused", marks=fused.only_where_it_runs)],
+    params=[
+        "plain",
+        "fp8",
+        "rows",
+        pytest.param("fused", marks=fused.only_where_it_runs),
+    ],
 )
 def bench(request, model, jobs, tmp_path_factory):
     """Three jobs in three slots, and one microbatch that holds some of each.
 
-    Without `fused` and fp8, the programs are those of `train(jobs[:3])`.
+    The programs of `plain` are those of `train(jobs[:3])`. With `rows`, the first two
+    jobs train rows of the embedding and of a head that is not tied to it.
     """
+    jobs = jobs[:3]
     settings = {"microbatch_tokens": 512, "block_tokens": 16}
     settings |= {"slot_rank": 8, "slot_targets": LINEARS}
     if request.param == "fp8":
@@ -236,7 +244,16 @@ def bench(request, model, jobs, tmp_path_factory):
     if request.param == "fused":
         settings = {"microbatch_tokens": 2048} | fused.SETTINGS
         model = fused.wide_model(tmp_path_factory.mktemp("base") / "wide")
-    config = RunConfig(model=str(model.folder), jobs=jobs[:3], **settings)
+    if request.param == "rows":
+        folder = tmp_path_factory.mktemp("base") / "untied"
+        model = load_model(write_untied(folder, tiny.CONFIG), dtype="float32")
+        both = {"embed_tokens": [67, 73], "lm_head": [36, 67, 40]}
+        rows = both, {"embed_tokens": [68], "lm_head": [67, 37]}, ()
+        jobs = [
+            job.replace(trainable_token_indices=own)
+            for job, own in zip(jobs, rows, strict=True)
+        ]
+    config = RunConfig(model=str(model.folder), jobs=jobs, **settings)
     plan, runs = plan_and_jobs(config, model)
     spec, [stage] = plan.spec, Layout.of(plan.stages, model.params).stages
     rng = np.random.default_rng(0)

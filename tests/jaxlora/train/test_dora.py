@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.adapters.files.peft_export import TOKEN_ROWS_KEY
+from jaxlora.adapters.files.peft_export import TOKEN_ROW_KEYS
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
@@ -75,7 +75,8 @@ def train_on(jobs, tmp_path_factory):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     safetensors.numpy.save_file(weights, model / "model.safetensors", {"format": "pt"})
     model = biased(model, model)
-    run[0] = run[0].replace(trainable_token_indices=(100, 101, 110))
+    rows = {"embed_tokens": (100, 101, 110), "lm_head": (100, 111)}
+    run[0] = run[0].replace(trainable_token_indices=rows)
     run[2] = run[2].replace(train_bias=True, target_modules=["k_proj"])
     run[3] = vera(run[3], rank=6, projection_prng_key=5)
     copy = {"name": "copy", "clone_of": {"job": run[3].name, "step": 2}}
@@ -118,7 +119,8 @@ def test_a_run_resumed_on_a_mesh_equals_one_device(train_on):
         assert any(MAGNITUDE.peft_name in key for key in tensors) == is_dora
         is_vera = name in ("job3", "copy")
         assert any(VERA_B.peft_name in key for key in tensors) == is_vera
-        assert (TOKEN_ROWS_KEY in tensors) == (name == "job0")
+        for key in TOKEN_ROW_KEYS.values():
+            assert (key in tensors) == (name == "job0")
         has_bias = any(TRAINED_BIAS.peft_name in key for key in tensors)
         assert has_bias == (name == "job2")
         for key, array in tensors.items():

@@ -17,7 +17,7 @@ from jaxlora import (
     merge_adapter,
 )
 from jaxlora.adapters.files.gguf_export import export_gguf
-from jaxlora.adapters.files.peft_export import TOKEN_ROWS_KEY
+from jaxlora.adapters.files.peft_export import TOKEN_ROW_KEYS
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.hf.names import linear_path, linear_shapes
@@ -38,7 +38,7 @@ def with_rows(job: LoraJob, tokens=TOKENS) -> LoraJob:
 def rows_of(outcome, name: str) -> np.ndarray:
     folder = outcome.result.output_dir / "adapters" / name
     path = folder / "adapter_model.safetensors"
-    return safetensors.numpy.load_file(path)[TOKEN_ROWS_KEY]
+    return safetensors.numpy.load_file(path)[TOKEN_ROW_KEYS["embed_tokens"]]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_jobs_train_their_own_rows_and_biases_as_if_alone(train, jobs, model, tm
         assert TRAINED_BIAS.name not in weights.tensors
     spec = alone.trainer.layout.stages[0].spec
     assert spec.slots.num_token_rows == len(TOKENS)
-    with pytest.raises(ConfigError, match="has 21 trainable_token_indices, and the"):
+    with pytest.raises(ConfigError, match="has 21 trainable_token_indices of embed"):
         alone.trainer.add_job(with_rows(jobs[2], (*TOKENS, 7)))
     _check_slots_forget(spec, together, model)
     _check_uses(together.result.output_dir / "adapters" / first.name, model, tmp_path)
@@ -82,12 +82,14 @@ def test_jobs_train_their_own_rows_and_biases_as_if_alone(train, jobs, model, tm
 def _check_slots_forget(spec, outcome, model):
     """A slot that was left has no tokens, so they are those of the base again."""
     table = SlotTable(spec, CompiledSteps(spec).write_slot)
-    assert (np.asarray(table.settings.token_ids) == -1).all()
+    assert (np.asarray(table.settings.token_ids["embed_tokens"]) == -1).all()
     folder = outcome.result.output_dir / "adapters" / "job0"
     table.load(1, import_peft(folder, linear_shapes(model.config)), "adamw")
-    np.testing.assert_array_equal(table.settings.token_ids[0, 1], TOKENS)
+    np.testing.assert_array_equal(
+        table.settings.token_ids["embed_tokens"][0, 1], TOKENS
+    )
     table.clear(1)
-    assert (np.asarray(table.settings.token_ids) == -1).all()
+    assert (np.asarray(table.settings.token_ids["embed_tokens"]) == -1).all()
 
 
 def _check_uses(folder, model, tmp_path):
@@ -105,10 +107,16 @@ def _check_uses(folder, model, tmp_path):
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     for tokens, match in (
-        ([*TOKENS[1:], 288], "a row of token 288, and the base model has 288 tokens"),
+        (
+            [*TOKENS[1:], 288],
+            "row of token 288 in embed_tokens, and the base mo",
+        ),
         ([5], r"call for .* of shape \[1, 32\], and it has \[20, 32\]"),
         (["a"], "wanted a list of tokens"),
-        ({"lm_head": [1]}, "only rows of embed_tokens"),
+        (
+            {"embed_tokens": TOKENS, "lm_head": [1]},
+            r"of lm_head and the .* it lacks it",
+        ),
     ):
         path.write_text(json.dumps(config | {"trainable_token_indices": tokens}))
         with pytest.raises(AdapterError, match=match):
@@ -145,7 +153,7 @@ def test_a_tied_head_on_replicas_and_shards(two_layers, jobs, tmp_path):
         folders = (tmp_path / mesh / "adapters").rglob("*.safetensors")
         found[mesh] = {p.parent.name: safetensors.numpy.load_file(p) for p in folders}
     for name, tensors in found["stage=1"].items():
-        assert TOKEN_ROWS_KEY in tensors
+        assert TOKEN_ROW_KEYS["embed_tokens"] in tensors
         for key, array in tensors.items():
             assert relative_error(found["data=2,fsdp=2"][name][key], array) < ROUNDING
 
@@ -154,7 +162,7 @@ def test_a_tied_head_on_replicas_and_shards(two_layers, jobs, tmp_path):
     ("settings", "match"),
     [
         ({"trainable_token_indices": [1, 2, 1]}, "token 1 occurs twice"),
-        ({"trainable_token_indices": {"lm_head": [1]}}, "not of lm_head"),
+        ({"trainable_token_indices": {"wte": [1]}}, "not of wte"),
         ({"trainable_token_indices": [-1]}, "trainable_token_indices"),
         ({"trainable_token_indices": [1], "use_vera": True}, "cannot be combined with"),
     ],

@@ -186,7 +186,7 @@ def is_divided(spec: DecoderSpec, tensor: int, block_tokens: int) -> bool:
     slots = spec.slots
     if block_tokens % tensor:
         return False
-    if slots and (slots.has_vera or slots.trains_bias or slots.num_token_rows):
+    if slots and (slots.has_vera or slots.trains_bias or spec.token_id_shapes()):
         return tensor == 1
     try:
         check_divides(spec.config, tensor, spec.options.base_format)

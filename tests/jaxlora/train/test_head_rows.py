@@ -1,0 +1,154 @@
+"""Trained rows of a head that is not tied to the embedding, in a run."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import jaxlora
+from jaxlora import LoraJob, RunConfig, Trainer, load_model, merge_adapter
+from jaxlora.adapters.files.gguf_export import export_gguf
+from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.errors import AdapterError, ConfigError
+from jaxlora.hf.names import linear_shapes
+from jaxlora.memory.footprint import StageUse, stage_resident
+from jaxlora.train.plan.chosen_modules import choose_modules
+from tests import tiny
+from tests.jaxlora.train.mesh_runs import write_untied
+from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
+from tests.oracle import relative_error
+
+# Tokens that occur: 67 to 74 are a to h, and 35 to 42 are A to H.
+BOTH = {"embed_tokens": tuple(range(67, 73)), "lm_head": (71, 67, 36, 35)}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tied") / "tiny"
+    return tiny.write_model(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model of one layer with a head of its own."""
+    folder = tmp_path_factory.mktemp("base") / "untied"
+    config = tiny.CONFIG | {"num_hidden_layers": 1}
+    return load_model(write_untied(folder, config), dtype="float32")
+
+
+def test_jobs_train_rows_of_the_head_as_if_alone(train, jobs, model, tied, tmp_path):
+    first = jobs[0].replace(trainable_token_indices=BOTH)
+    second = jobs[1].replace(trainable_token_indices={"lm_head": [36, 40, 67]})
+    plain = jobs[3].replace(steps=2)
+    together = train([first, second, plain], microbatch_tokens=256)
+    alone = train([first, plain], microbatch_tokens=256)
+    assert_same_training(together, alone, [first.name, plain.name])
+    shapes = linear_shapes(model.config)
+    found, wanted = (
+        import_peft(outcome.result.output_dir / "adapters" / first.name, shapes)
+        for outcome in (together, alone)
+    )
+    assert found.token_indices == BOTH
+    head = np.asarray(model.params["lm_head.kernel"]).T
+    for module, values in found.token_rows.items():
+        assert relative_error(values.rows, wanted.token_rows[module].rows) < ROUNDING
+        # The base's head equals its embedding, and each has rows of its own here.
+        assert (np.abs(values.rows - head[list(values.ids)]).max(axis=1) > 0).all()
+    assert (found.token_rows["lm_head"].rows[0] != head[71]).any()
+    assert (
+        found.token_rows["lm_head"].rows[0] != found.token_rows["embed_tokens"].rows[4]
+    ).any()
+    folder = together.result.output_dir / "adapters" / second.name
+    other = import_peft(folder, shapes)
+    assert other.token_indices == {"lm_head": (36, 40, 67)}
+    _check_slots(alone.trainer, jobs[2])
+    _check_uses(together.result.output_dir / "adapters" / first.name, model, tmp_path)
+    with pytest.raises(AdapterError, match="has rows of lm_head, and the head of the"):
+        merge_adapter(tied, folder, tmp_path / "other")
+
+
+def _check_slots(trainer, late):
+    """Their size is that of the largest job, and is counted."""
+    spec = trainer.layout.stages[0].spec
+    assert (spec.slots.num_token_rows, spec.slots.num_head_rows) == (6, 4)
+    use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
+    shapes = spec.adapter_shapes()
+    assert shapes["head_rows.rows"].shape == (2, 1, 4, 32)
+    num_values = sum(np.prod(shape.shape) for shape in shapes.values())
+    assert stage_resident(spec, use).adapter_bytes == 4 * 4 * num_values
+    more = late.replace(trainable_token_indices={"lm_head": [1, 2, 3, 4, 5]})
+    with pytest.raises(ConfigError, match="has 5 trainable_token_indices of lm_head"):
+        trainer.add_job(more)
+
+
+def _check_uses(folder, model, tmp_path):
+    """Generation equals that of the merged model; GGUF cannot hold the rows."""
+    merged = merge_adapter(model.folder, folder, tmp_path / "merged")
+    merged = jaxlora.load_model(merged, dtype="float32")
+    rows = import_peft(folder, linear_shapes(model.config)).token_rows["lm_head"]
+    kernel = np.asarray(merged.params["lm_head.kernel"])
+    np.testing.assert_array_equal(kernel[:, list(rows.ids)].T, rows.rows)
+    texts = ["Abc", "xyz and so on"]
+    given = jaxlora.generate(model, texts, adapters=[folder], max_new_tokens=6)
+    wanted = jaxlora.generate(merged, texts, max_new_tokens=6)
+    for one, other in zip(given, wanted, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    with pytest.raises(AdapterError, match="has trainable_token_indices, and llama"):
+        export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
+
+
+def test_an_adapter_with_rows_of_the_head_is_trained_on(train, jobs, model):
+    first = jobs[1].replace(trainable_token_indices={"lm_head": [36, 40, 67]})
+    done = train([first.replace(steps=2)])
+    folder = done.result.output_dir / "adapters" / first.name
+    start = {"name": "more", "init_from": str(folder), "steps": 2}
+    with pytest.raises(ConfigError, match=r"indices=\{'lm_head': \(36, 40, 67\)\}"):
+        train([first.replace(**start, trainable_token_indices=[36])])
+    more = train([first.replace(**start)])
+    shapes = linear_shapes(model.config)
+    before = import_peft(folder, shapes).token_rows["lm_head"]
+    found = import_peft(more.result.output_dir / "adapters" / "more", shapes)
+    after = found.token_rows["lm_head"]
+    assert after.ids == before.ids and (after.rows != before.rows).any()
+
+
+def test_forms_of_the_setting():
+    for given, wanted in (
+        (BOTH, BOTH),
+        ({"lm_head": [3], "embed_tokens": []}, {"lm_head": (3,)}),
+        ({"lm_head": [], "embed_tokens": [3]}, (3,)),
+        ({"lm_head": []}, ()),
+        ({}, ()),
+    ):
+        job = LoraJob(name="a", data={"path": "x"}, trainable_token_indices=given)
+        assert job.trainable_token_indices == wanted
+        assert LoraJob(**job.model_dump(mode="json")) == job
+
+
+def test_a_list_leaves_an_untied_head_frozen_and_says_so(jobs, model, caplog):
+    with caplog.at_level(logging.INFO, logger="jaxlora"):
+        choose_modules(jobs[0].replace(trainable_token_indices=[5]), model.config)
+    assert "stays frozen. To train rows of both, give {embed_tokens" in caplog.text
+
+
+def test_a_tied_head_has_no_rows_of_its_own(jobs, tied, tmp_path):
+    config = RunConfig(
+        model=str(tied),
+        output_dir=str(tmp_path),
+        jobs=[jobs[0].replace(trainable_token_indices=BOTH)],
+    )
+    with pytest.raises(ConfigError, match="tied to its embedding, whose rows it follo"):
+        Trainer(config)
+
+
+@pytest.mark.needs_devices(2)
+def test_the_tensor_axis_is_refused(jobs, model, tmp_path):
+    config = RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path),
+        jobs=[jobs[0].replace(trainable_token_indices={"lm_head": [5]})],
+        mesh="tensor=2",
+    )
+    with pytest.raises(ConfigError, match="trainable_token_indices, which meshes with"):
+        Trainer(config)
