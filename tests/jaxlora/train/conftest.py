@@ -107,14 +107,13 @@ def train(model, tmp_path) -> Callable[..., Outcome]:
 
     def run(jobs, *, on_window=None, **settings) -> Outcome:
         shape = {"microbatch_tokens": 512, "block_tokens": 16, "slot_dropout": True}
-        settings = shape | settings
+        settings = shape | {"slot_targets": LINEARS} | settings
         config = RunConfig(
             model=str(model.folder),
             output_dir=str(tmp_path / f"run{next(count)}"),
             jobs=jobs,
             checkpoint_every=None,
             slot_rank=8,
-            slot_targets=LINEARS,
             **settings,
         )
         trainer = Trainer(config, model)

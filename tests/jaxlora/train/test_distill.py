@@ -131,9 +131,10 @@ def jobs(tmp_path) -> list[LoraJob]:
 
 
 def test_each_job_trains_as_if_it_were_alone(train, jobs):
-    together = train(jobs)
+    slots = {"slot_targets": JOB["target_modules"]}
+    together = train(jobs, **slots)
     assert together.losses["kd0"][0] != together.losses["kd1"][0]
-    alone = train(jobs[:1], microbatch_tokens=256)
+    alone = train(jobs[:1], microbatch_tokens=256, **slots)
     assert_same_training(together, alone, ["kd0"])
 
 

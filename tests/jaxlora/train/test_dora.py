@@ -37,9 +37,12 @@ def dora(job: LoraJob, **changes) -> LoraJob:
 
 def test_jobs_train_beside_dora_as_if_alone(train, jobs):
     """With dropout and without; a run of LoRA alone has other programs and tables."""
-    first, second, third = dora(jobs[0]), jobs[1], dora(jobs[2], dropout=0.0)
-    together = train([first, second, third])
-    lora, with_dropout = train([second]), train([first], microbatch_tokens=256)
+    one = {"target_modules": ("down_proj",)}
+    first, second = dora(jobs[0], **one), jobs[1].replace(**one)
+    third = dora(jobs[2], dropout=0.0)
+    slots = {"slot_targets": one["target_modules"]}
+    together, lora = train([first, second, third], **slots), train([second], **slots)
+    with_dropout = train([first], microbatch_tokens=256, **slots)
     assert_same_training(together, lora, [second.name])
     assert_same_training(together, with_dropout, [first.name])
     assert all(w.magnitude is None for w in together.adapters[second.name].values())
@@ -106,13 +109,20 @@ def train_on(jobs, tmp_path_factory):
 
 
 @pytest.mark.needs_devices(8)
-def test_a_run_resumed_on_a_mesh_equals_one_device(train_on):
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "stage=2,fsdp=2",
+        pytest.param("data=2,stage=2,fsdp=2", marks=pytest.mark.grid),
+    ],
+)
+def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, mesh):
     """Magnitudes start from shards of the weights, and are parked, saved and staged.
 
     So are the vectors of VeRA, beside matrices for the linears of all stages, and the
     states of other optimizers.
     """
-    one, other = train_on("stage=1"), train_on("data=2,stage=2,fsdp=2", stop=True)
+    one, other = train_on("stage=1"), train_on(mesh, stop=True)
     assert len(one) == len(other) == 5
     for name, tensors in one.items():
         is_dora = name in ("job0", "job2")
