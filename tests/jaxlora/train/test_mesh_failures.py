@@ -33,7 +33,7 @@ def test_a_job_on_one_stage_that_diverges(meshes, mesh_jobs, number):
     """The rows of the other jobs move when it fails, which only rounds."""
 
     def with_rate(rate, **more):
-        changes = {"learning_rate": rate, "steps": 6}
+        changes = {"learning_rate": rate, "steps": 5}
         jobs = list(mesh_jobs)
         jobs[number] = jobs[number].model_copy(update=changes)
         return meshes.train("stage=2", jobs, **more)

@@ -21,17 +21,17 @@ def eventful_jobs(small_jobs):
     """
     changes = (
         {"early_stopping": 2, "early_stopping_delta": 100.0, "steps": 20},
-        {"keep_best": True, "steps": 10},
-        {"priority": -1, "steps": 16},
-        {"steps": 16},
+        {"keep_best": True, "steps": 6},
+        {"priority": -1, "steps": 9},
+        {"steps": 9},
     )
     jobs = [
         job.model_copy(update={"eval_every": 4} | change)
         for job, change in zip(small_jobs, changes, strict=True)
     ]
     jobs[0] = jobs[0].model_copy(update={"eval_every": 1})
-    late = jobs[1].model_copy(update={"name": "late", "steps": 6, "keep_best": False})
-    urgent = jobs[3].model_copy(update={"name": "urgent", "steps": 6, "priority": 1})
+    late = jobs[1].model_copy(update={"name": "late", "steps": 4, "keep_best": False})
+    urgent = jobs[3].model_copy(update={"name": "urgent", "steps": 4, "priority": 1})
     return jobs, (late, urgent)
 
 
@@ -55,9 +55,9 @@ def eventful(meshes, eventful_jobs):
             if len(counts) == 2:
                 for job in joining:
                     trainer.add_job(job)
-            if len(counts) == 6:
+            if len(counts) == 4:
                 trainer.pause_job("job3")
-            if len(counts) == 8:
+            if len(counts) == 5:
                 trainer.resume_job("job3")
 
         if mesh not in done:

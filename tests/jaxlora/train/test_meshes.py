@@ -8,6 +8,9 @@ from tests.jaxlora.train.outcome import Outcome
 
 pytestmark = pytest.mark.needs_devices(8)
 
+DEEP = {"pipeline_microbatches": 3, "remat": "mlp"}
+SHAPES = {"microbatch_shapes": [96], "shape_compile_seconds": 0.5}
+
 
 @pytest.mark.parametrize(
     ("mesh", "settings"),
@@ -15,14 +18,9 @@ pytestmark = pytest.mark.needs_devices(8)
         pytest.param("fsdp=2", {}, marks=pytest.mark.grid),
         pytest.param("data=2", {}, marks=pytest.mark.grid),
         pytest.param("stage=2,fsdp=2", {}, marks=pytest.mark.grid),
-        ("stage=2", {}),
-        (
-            "data=2,stage=2,tensor=2",
-            {
-                **{"pipeline_microbatches": 3, "remat": "mlp"},
-                **{"microbatch_shapes": [96], "shape_compile_seconds": 0.5},
-            },
-        ),
+        ("stage=2", SHAPES),
+        ("data=2,stage=2,tensor=2", DEEP),
+        pytest.param("data=2,stage=2,tensor=2", DEEP | SHAPES, marks=pytest.mark.grid),
     ],
 )
 def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh, settings):

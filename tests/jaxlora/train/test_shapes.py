@@ -111,7 +111,7 @@ def test_a_resumed_run_has_the_same_microbatches(
 
 
 @pytest.mark.needs_devices(8)
-@pytest.mark.grid  # `test_meshes.py` has two shapes on stage=2,fsdp=2
+@pytest.mark.grid  # `test_meshes.py` has two shapes on stage=2
 @pytest.mark.parametrize("mesh", ["stage=2", "data=2", "fsdp=2"])
 def test_shapes_on_a_mesh(meshes, mesh_jobs, rows, mesh):
     """All lanes of a tick have the same shape."""
