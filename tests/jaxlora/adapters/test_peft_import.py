@@ -124,7 +124,7 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
         ({"lora_bias": True}, "lora_bias=True, which is not supported"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out=True, which is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], which is"),
-        ({"trainable_token_indices": [1]}, "the 1 trainable_token_indices and the"),
+        ({"trainable_token_indices": [1]}, "the 1 trainable_token_indices of embed"),
         ({"target_parameters": ["w"]}, r"target_parameters=\['w'\], which is not"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which also chan"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora', which also chan"),

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxlora.models.token_rows import TokenRows
@@ -68,7 +69,9 @@ def test_each_slot_looks_up_its_own_rows():
     assert found[1, 0].any() and not found[2].any()
 
 
-def test_a_tied_head_has_the_rows_of_each_slot():
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_head_has_the_rows_of_each_slot(is_tied):
+    """A tied head is stored V D, another one D V."""
     layer, table, labels = make()
     keys = jax.random.split(jax.random.key(5), 3)
     hidden = jax.random.normal(keys[0], (T, D))
@@ -80,10 +83,10 @@ def test_a_tied_head_has_the_rows_of_each_slot():
     def ours(rows, hidden):
         nll = target_nll(
             hidden,
-            table,
+            table if is_tied else table.T,
             labels,
             is_target,
-            head_transposed=True,
+            head_transposed=is_tied,
             logit_softcap=cap,
             own=with_table(layer, rows).of_head(jnp.asarray(BLOCKS)),
         )
