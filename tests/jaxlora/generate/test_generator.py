@@ -31,7 +31,9 @@ def adapters(make_adapter):
     return {
         "one": make_adapter(("q_proj", "v_proj"), rank=4, seed=1),
         "two": make_adapter(("up_proj", "down_proj"), rank=2, seed=2),
-        "three": make_adapter(rank=3, lora_alpha=2.0, seed=3, use_rslora=True),
+        "three": make_adapter(
+            ("q_proj", "down_proj"), rank=3, lora_alpha=2.0, seed=3, use_rslora=True
+        ),
     }
 
 

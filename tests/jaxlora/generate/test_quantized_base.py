@@ -45,7 +45,8 @@ def uncached_logits(decoder, token_ids):
 )
 def test_a_quantized_base_generates(tmp_path, quantized, tolerance):
     """In fp8, sums in another order move some activations to the next number."""
-    config = {**tiny.CONFIG, "hidden_size": 64, "intermediate_size": 128}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    config = {**tiny.CONFIG, **sizes}
     folder = tiny.write_model(tmp_path, config=config)
     model = load_model(folder, dtype="float32", quantize=quantized)
     decoder = load_decoder(model, ())
