@@ -31,14 +31,15 @@ FOOTPRINT = Footprint(
 )
 
 
-def decoder(config_json: dict, **options: Any) -> DecoderSpec:
-    """All linears adapted, two slots."""
+def decoder(config_json: dict, adapted=("_proj",), **options: Any) -> DecoderSpec:
+    """All linears adapted, or those whose names end so; two slots."""
     config = model_config(config_json)
+    paths = map(linear_path, linear_names(config))
     return DecoderSpec(
         config=config,
         options=DecoderOptions(**options),
         slots=SlotShape(num_slots=2, rank=8),
-        adapted=tuple(sorted(map(linear_path, linear_names(config)))),
+        adapted=tuple(path for path in sorted(paths) if path.endswith(adapted)),
     )
 
 
@@ -64,6 +65,7 @@ def test_a_step_on_a_cpu():
     shape = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 32}
     spec = decoder(
         CONFIG | shape,
+        adapted=("v_proj", "down_proj"),
         dtype=jnp.dtype("float32"),
         remat="mlp",
         max_segment_tokens=256,

@@ -231,7 +231,9 @@ def test_devices_that_share_microbatches_hold_parts(tensor):
     assert part.transient_bytes_per_token < whole.transient_bytes_per_token
 
 
-@pytest.mark.parametrize("remat, whole", [("layer", 0), ("none", 2)])
+@pytest.mark.parametrize(
+    "remat, whole", [pytest.param("layer", 0, marks=pytest.mark.grid), ("none", 2)]
+)
 def test_devices_that_share_microbatches_keep_parts_of_the_rows(remat, whole):
     """The inputs of both norms; and all normalized rows, which linears take."""
     found = [part_bytes(SPEC.with_remat(remat), n, 16, None) for n in (2, 4)]

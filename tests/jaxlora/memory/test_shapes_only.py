@@ -22,10 +22,13 @@ WIDE = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+# One that reads a reshaped array, and those of the MLP, which share inputs.
+ADAPTED = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def make_spec(**options) -> DecoderSpec:
     config = model_config(tiny.CONFIG | WIDE)
+    paths = map(linear_path, linear_names(config))
     fused = {"implementation": "mosaic", "attention": "cudnn"}
     return DecoderSpec(
         config=config,
@@ -33,7 +36,7 @@ def make_spec(**options) -> DecoderSpec:
             dtype=jnp.dtype("bfloat16"), max_segment_tokens=64, **(fused | options)
         ),
         slots=SlotShape(num_slots=2, rank=16, use_dropout=True),
-        adapted=tuple(sorted(map(linear_path, linear_names(config)))),
+        adapted=tuple(p for p in sorted(paths) if p.endswith(ADAPTED)),
     )
 
 
