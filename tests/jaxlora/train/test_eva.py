@@ -21,7 +21,8 @@ from tests.oracle import relative_error
 
 JOB = {"rank": 4, "lora_alpha": 8, "init_lora_weights": "eva", "batch_size": 4}
 JOB |= {"steps": 3, "max_length": 96, "learning_rate": 1e-2, "adam_eps": 1e-4}
-SMALL = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}
+SMALL = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
+SLOTS = {"max_concurrent_jobs": 3, "slot_targets": SMALL["target_modules"]}
 
 
 def incremental(batches, num: int):
@@ -93,8 +94,8 @@ def test_a_job_starts_from_the_components_of_its_tokens(
         name="plain", data={"path": plain}, **JOB | {"init_lora_weights": True}, **SMALL
     )
     still = job.replace(name="still", learning_rate=0.0, steps=1)
-    together = train([job, still, beside], max_concurrent_jobs=3)
-    alone = train([job], max_concurrent_jobs=3)
+    together = train([job, still, beside], **SLOTS)
+    alone = train([job], **SLOTS)
     assert_same_training(together, alone, ["eva"])
     folder = together.result.output_dir / "adapters" / "still"
     config = json.loads((folder / "adapter_config.json").read_text())

@@ -17,6 +17,8 @@ from tests.jaxlora.train.conftest import folder_of
 from tests.jaxlora.train.test_resume import command, killed, results
 
 JOB = {"rank": 4, "batch_size": 3, "learning_rate": 1e-2, "max_length": 96}
+JOB |= {"target_modules": ["q_proj"]}
+SLOTS = {"max_concurrent_jobs": 2, "slot_targets": JOB["target_modules"]}
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +54,7 @@ def test_a_mixture_trains_as_the_same_records_in_one_file(train, paths, tmp_path
                 for data in (mixed, {"path": str(path)})
             ]
         )
-    ours, wanted = (
-        train(side, max_concurrent_jobs=2) for side in zip(*jobs, strict=True)
-    )
+    ours, wanted = (train(side, **SLOTS) for side in zip(*jobs, strict=True))
     assert ours.losses == wanted.losses and ours.bytes == wanted.bytes
     assert len(ours.losses["interleave"]) > len(ours.losses["concat"]) > 6
 
@@ -65,7 +65,7 @@ def test_losses_are_reported_by_set(train, paths, caplog, capsys):
     both = LoraJob(name="both", eval_data={"datasets": paths}, **common)
     one = LoraJob(name="one", eval_data={"path": paths[1]}, **common)
     caplog.set_level(logging.INFO, logger="jaxlora")
-    found = train([both, one], max_concurrent_jobs=2)
+    found = train([both, one], **SLOTS)
     events = [e for e in read_events(folder_of(found) / "metrics.jsonl")]
     evals = [e for e in events if e["event"] == "eval"]
     alone = [e["eval_loss"] for e in evals if e["job"] == "one"]
@@ -96,7 +96,7 @@ def test_killed_in_the_middle_of_an_epoch(tmp_path, paths):
     model = tiny.write_model(tmp_path / "model", config=small)
     data = {"datasets": paths, "mix": "interleave", "probabilities": [0.4, 0.6]}
     job = JOB | {"name": "m", "data": data, "epochs": 2}
-    job |= {"target_modules": ["q_proj"], "eval_fraction": 0.2}
+    job |= {"eval_fraction": 0.2}
     run = {"model": str(model), "jobs": [job], "checkpoint_every": 2}
     run |= {"microbatch_tokens": 256, "block_tokens": 16, "dtype": "float32"}
     count = itertools.count()

@@ -5,6 +5,7 @@ mean log likelihoods; SimPO (arXiv 2405.14734) has such a loss.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -24,6 +25,7 @@ from jaxlora.scheduler import Limits
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 SCALE, MARGIN = 2.0, 0.5
+ADAPTED = ("down_proj",)
 
 
 def row_inputs(group, terms: Terms) -> dict[str, np.ndarray]:
@@ -57,6 +59,17 @@ def in_pairs(data: TokenizedData) -> TokenizedData:
     samples = tuple(data.samples)
     even = samples[: len(samples) // 2 * 2]
     return dataclasses.replace(data, samples=even, group_size=2)
+
+
+@pytest.fixture
+def train(train):
+    """Trains in slots of one linear, as an objective is above all of them."""
+    return functools.partial(train, slot_targets=ADAPTED)
+
+
+@pytest.fixture
+def jobs(jobs) -> list[LoraJob]:
+    return [job.replace(target_modules=ADAPTED) for job in jobs]
 
 
 @pytest.fixture(autouse=True)
