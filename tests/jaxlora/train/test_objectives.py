@@ -160,7 +160,7 @@ def test_groups_lie_in_one_microbatch_as_samples_of_their_own():
 
 
 def test_a_job_that_joins_needs_an_objective_of_the_run(jobs, train):
-    trainer = train([jobs[0]]).trainer
+    trainer = train([jobs[0]], microbatch_tokens=256).trainer
     with pytest.raises(
         ConfigError, match=r"objective 'pairs'.* started for next_token"
     ):
