@@ -24,8 +24,10 @@ def rows(monkeypatch):
     times = iter(range(1000))
 
     def device_time(f, *arrays, repeats):
-        jax.eval_shape(f, *arrays)
-        return float((next(times) - 1) % 2)
+        number = next(times)
+        if number % 2:  # of the two choices of a kernel
+            jax.eval_shape(f, *arrays)
+        return float((number - 1) % 2)
 
     monkeypatch.setattr(tune, "device_time", device_time)
     monkeypatch.setattr(tune, "SHAPES", ((128, 256),))
@@ -68,14 +70,16 @@ def test_tiles_are_written_where_the_kernels_read_them(monkeypatch, tmp_path):
         monkeypatch.setitem(bench_tiles.CANDIDATES, kernel, entries[:2])
 
     def device_time(f, given, *, repeats):
-        jax.eval_shape(f, given)
-        return next(times)
+        found = next(times)
+        if found > 2:  # one of the two tiles of a kernel
+            jax.eval_shape(f, given)
+        return found
 
     monkeypatch.setattr(tune, "device_time", device_time)
 
     with interpreted_triton(triton_interpreter.run):
         target = present_target()
-        kernels = ("expand", "dual", "outer")
+        kernels = ("expand", "dual")
         rows = list(tune.tune(bench_tiles.problems([512], kernels), 1))
     path = tmp_path / "tiles.json"
     tune.write(path, tiles.measured_device(target), rows)
@@ -83,7 +87,7 @@ def test_tiles_are_written_where_the_kernels_read_them(monkeypatch, tmp_path):
     monkeypatch.setattr(tiles, "tile_table", lambda: written)
     found = tiles.tile_for("expand", target, shape=(512, 128, 256))
     assert found == tiles.to_tile(bench_tiles.CANDIDATES["expand"][0])
-    assert len(rows) == 6 and rows[0]["median_us"] == 5.0
+    assert len(rows) == 4 and rows[0]["median_us"] == 5.0
     assert tiles.tile_for("dual", target, rank=16) == tiles.to_tile(
         bench_tiles.CANDIDATES["dual"][1]
     )
