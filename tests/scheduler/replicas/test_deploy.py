@@ -50,7 +50,7 @@ def test_plans_are_near_the_best_of_all_deployments_and_none_is_below_the_bound(
 
 @pytest.mark.parametrize(
     "num_gpus, num_samples, seeds, most",
-    [(16, 512, 4, 1.02), (64, 2048, 3, 1.02), (512, 16384, 1, 1.05)],
+    [(16, 512, 4, 1.02), (64, 2048, 1, 1.02), (512, 16384, 1, 1.05)],
 )
 def test_mean_steps_are_near_the_bound(num_gpus, num_samples, seeds, most):
     gaps, saved = [], []

@@ -101,7 +101,7 @@ def test_polishing_keeps_every_rule_and_is_never_longer(samples, num_stages, dat
     assert before * (1 + 1e-9) >= reported[0] >= reported[1] * (1 - 1e-9)
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(samples=job_mixes(), pipeline=pipelines(), data=st.data())
 def test_plans_are_never_longer_than_without_polishing(samples, pipeline, data):
     cost = data.draw(costs(pipeline.num_stages))
