@@ -239,6 +239,7 @@ def timed(monkeypatch):
     return seen
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_auto_takes_what_is_fastest(tmp_path, timed, capsys):
     settings = {"defaults": {"batch_size": 16}, "replicas": "auto"}
     lengths = {"one": (300, 500), "two": (400,), "three": (200, 900)}
@@ -256,6 +257,7 @@ def test_auto_takes_devices_that_share_a_sample(tmp_path, timed, capsys):
     assert named == "mesh tensor=2"
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeypatch):
     """Only two devices together hold the few long samples, and PCIe joins them."""
     fits = {1: 896, 2: 1024}
@@ -293,6 +295,7 @@ def _check_fastest(timed, log: str, *, is_list: bool) -> str:
     return named
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_auto_refuses_what_fits_on_no_device(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(RoomFinder, "_fitting", lambda *_: None)
     path = write_run(tmp_path, {"one": (16, 1000)}, replicas="auto")
