@@ -36,6 +36,7 @@ IMPORTED_BY = {
     ),
     "highspy": ("jaxlora.scheduler.solver",),
     "scipy": (
+        "jaxlora.fuse.regions.candidates",
         "jaxlora.scheduler.calibrate",
         "jaxlora.scheduler.sweep.bound",
         "jaxlora.scheduler.replicas.bound",
