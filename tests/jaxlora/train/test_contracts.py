@@ -77,6 +77,17 @@ def alone(train, done):
     return run
 
 
+def test_each_job_has_its_own_dropout(train, jobs):
+    """Twins in the first and the last slot beside one without dropout."""
+    shared = jobs[0].replace(dropout=0.5)
+    twins = [shared.replace(name=name) for name in ("first", "plain", "last")]
+    twins[1] = twins[1].replace(dropout=0.0)
+    found = train(twins).losses
+    assert found["first"] == pytest.approx(found["last"], rel=1e-5)
+    assert found["first"][0] == pytest.approx(found["plain"][0], rel=1e-5)  # B is 0
+    assert found["first"][-1] != pytest.approx(found["plain"][-1], rel=1e-4)
+
+
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.grid), 3])
 def test_alone_equals_together(train, three, alone, jobs, count):
     """Other neighbours, slots, packing and accumulation; the same updates."""
