@@ -13,7 +13,7 @@ from jaxlora.plan import plan_run
 from jaxlora.plan.report import print_plan
 from jaxlora.profile.measure import Settings, fit_link
 from jaxlora.profile.pass_times import padding_share
-from jaxlora.scheduler import AffineCost
+from jaxlora.scheduler import AffineCost, padded_tokens
 from jaxlora.scheduler.calibrate import TimePoint
 from jaxlora.train.plan.auto_mesh.predict import SLOT_SECONDS
 from tests import tiny
@@ -86,7 +86,10 @@ def test_a_plan_uses_what_was_measured(tmp_path, monkeypatch, capsys):
     planned = plan_run(config, steps=2)
     microbatches = planned.whole.schedule.microbatches
     squares = [sum(s.num_tokens**2 for s in m) for m in microbatches]
-    expected = len(microbatches) * profile.cost(128, np.mean(squares))
+    full, half = (profile.cost(n, np.mean(squares) * n / 128) for n in (128, 64))
+    rows = [padded_tokens(m, planned.plan.config.limits) for m in microbatches]
+    padding = sum(128 - n for n in rows) * (1 - profile.padding)
+    expected = len(microbatches) * full - padding * (full - half) / 64
     expected += 2 * profile.step_seconds * 0.5  # of two slots, one is left
     expected += 2 * SLOT_SECONDS  # the job starts and ends
     assert planned.time is not None
