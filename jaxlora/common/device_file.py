@@ -6,6 +6,8 @@ import pathlib
 import re
 from collections.abc import Callable
 
+import pydantic
+
 from jaxlora.common.cache_home import cache_home, check_private
 from jaxlora.common.json_file import cut, open_regular_file
 
@@ -24,9 +26,38 @@ def device_path(folder: str, device_kind: str) -> pathlib.Path:
     return cache_home() / folder / f"{name}.json"
 
 
-def read_private(
-    path: pathlib.Path, what: str, check: Callable[[str], object]
-) -> str | None:
+class DeviceFile(pydantic.BaseModel):
+    """The content of a file.
+
+    Attributes:
+        device: JAX's name of the device.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    device: str
+
+
+def validated[F: DeviceFile](kind: type[F], text: str, device_kind: str) -> F:
+    """Returns the content of the text of a file.
+
+    Raises:
+        ValueError: The text is not of this kind, or of another device.
+    """
+    try:
+        found = kind.model_validate_json(text)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}") from error
+    if found.device != device_kind:
+        raise ValueError(f"it is of the device {found.device!r:.80}")
+    return found
+
+
+def read_private[T](
+    path: pathlib.Path, what: str, parse: Callable[[str], T]
+) -> T | None:
     """Reads a file; None, with a line in the log, if it cannot be used.
 
     Only a file of this user, in a folder of this user, is read.
@@ -34,7 +65,7 @@ def read_private(
     Args:
         path: The file.
         what: What it holds, for the log.
-        check: Raises ValueError if the text is not as it should be.
+        parse: Returns what its text holds; raises ValueError if it is damaged.
     """
     try:
         check_private(path.parent.stat(), path.parent)
@@ -43,12 +74,10 @@ def read_private(
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
-        text = data.decode()
-        check(text)
+        return parse(data.decode())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or cut(error)
         logger.warning("%s: %s is not used: %s", what, path, why)
         return None
-    return text

@@ -16,7 +16,12 @@ import pydantic
 from jaxlora._version import __version__
 from jaxlora.common.atomic import write_bytes
 from jaxlora.common.cache_home import make_private
-from jaxlora.common.device_file import device_path, read_private
+from jaxlora.common.device_file import (
+    DeviceFile,
+    device_path,
+    read_private,
+    validated,
+)
 from jaxlora.common.json_file import parse_json
 from jaxlora.costs.device_speed import DeviceSpeed
 from jaxlora.costs.stages import decoder_seconds
@@ -177,9 +182,8 @@ class Profile(_Strict):
         return estimate(spec, speed) / self.estimate * self.cost(tokens, squares)
 
 
-class _File(_Strict):
+class _File(DeviceFile):
     version: Literal[1]
-    device: str
     profiles: Annotated[tuple[Profile, ...], pydantic.Field(max_length=_MOST_PROFILES)]
 
 
@@ -254,7 +258,12 @@ def read_text(device_kind: str) -> str | None:
         path = profile_path(device_kind)
     except RuntimeError:
         return None
-    return read_private(path, "profile", lambda text: parse(text, device_kind))
+
+    def checked(text: str) -> str:
+        parse(text, device_kind)
+        return text
+
+    return read_private(path, "profile", checked)
 
 
 def parse(text: str | None, device_kind: str) -> tuple[Profile, ...]:
@@ -265,18 +274,11 @@ def parse(text: str | None, device_kind: str) -> tuple[Profile, ...]:
     """
     if text is None:
         return ()
-    try:
-        value = parse_json(text)
-        version = value.get("version") if isinstance(value, dict) else None
-        if version != 1:
-            raise ValueError(f"its version is {version!r:.40}, and 1 is known")
-        found = _File.model_validate_json(text)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {first['msg']}") from error
-    if found.device != device_kind:
-        raise ValueError(f"it is of the device {found.device!r:.80}")
+    value = parse_json(text)
+    version = value.get("version") if isinstance(value, dict) else None
+    if version != 1:
+        raise ValueError(f"its version is {version!r:.40}, and 1 is known")
+    found = validated(_File, text, device_kind)
     keys = [profile.key for profile in found.profiles]
     if len(set(keys)) < len(keys):
         raise ValueError("it has two profiles of the same model and kernels")

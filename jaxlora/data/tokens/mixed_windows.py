@@ -38,7 +38,7 @@ class MixedWindows(Windows):
             for name, reader in zip(self._names, readers, strict=True)
             for shard, fingerprint in reader.shards.items()
         }
-        # Of a pair that is taken apart, both answers are in one window.
+        # Both answers of a pair that is taken apart are in one window.
         self._drawn_groups = max(reader.groups_of_record for reader in readers)
         unit = job.batch_size * self._drawn_groups
         largest = max(reader.num_groups for reader in readers)

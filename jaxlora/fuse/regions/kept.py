@@ -17,7 +17,12 @@ import pydantic
 from jaxlora._version import __version__
 from jaxlora.common.atomic import write_bytes
 from jaxlora.common.cache_home import make_private
-from jaxlora.common.device_file import device_path, read_private
+from jaxlora.common.device_file import (
+    DeviceFile,
+    device_path,
+    read_private,
+    validated,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +31,7 @@ _MOST_REGIONS = 1024  # of a device; the oldest goes first
 _Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Measured(_Strict):
+class Measured(pydantic.BaseModel):
     """The times of a region on a device.
 
     Attributes:
@@ -40,6 +41,8 @@ class Measured(_Strict):
         jaxlora_version: Version of jaxlora.
         day: Day of the measurement, in ISO format.
     """
+
+    model_config = DeviceFile.model_config
 
     region: str
     seconds: dict[str, _Seconds]
@@ -58,9 +61,8 @@ class Measured(_Strict):
         )
 
 
-class _File(_Strict):
+class _File(DeviceFile):
     version: Literal[1]
-    device: str
     regions: Annotated[tuple[Measured, ...], pydantic.Field(max_length=_MOST_REGIONS)]
 
 
@@ -74,15 +76,7 @@ def parse(text: str, device_kind: str) -> tuple[Measured, ...]:
     Raises:
         ValueError: The text is damaged, of another version or of another device.
     """
-    try:
-        found = _File.model_validate_json(text)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {first['msg']}") from error
-    if found.device != device_kind:
-        raise ValueError(f"it is of the device {found.device!r:.80}")
-    return found.regions
+    return validated(_File, text, device_kind).regions
 
 
 def read(device_kind: str) -> dict[str, Measured]:
@@ -99,8 +93,7 @@ def _read_all(device_kind: str) -> tuple[Measured, ...]:
         path = device_path(_FOLDER, device_kind)
     except RuntimeError:
         return ()
-    text = read_private(path, "regions", lambda text: parse(text, device_kind))
-    return () if text is None else parse(text, device_kind)
+    return read_private(path, "regions", lambda text: parse(text, device_kind)) or ()
 
 
 def write(device_kind: str, measured: Measured) -> None:

@@ -42,7 +42,7 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """What one call computes: a site, with row-wise functions before and behind it.
+    """A site, with the row-wise functions before and behind it that one call computes.
 
     Attributes:
         site: The site.

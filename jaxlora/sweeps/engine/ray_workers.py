@@ -40,7 +40,7 @@ _SILENT_SECONDS = 60.0  # without an answer of an actor, whose host is then gone
 _LOOK_SECONDS = 5.0  # between two looks at the head and the hosts
 _HEAD_SECONDS = 20.0  # without a head; Ray ends its processes after 60
 _SHARE_SECONDS = 10.0  # until a host sees a file that another one has written
-# What the process of a group needs to know of the driver's settings.
+# The process of a group takes over these of the driver's environment variables.
 _PREFIXES = ("JAX_", "JAXLORA_", "XLA_", "HF_", "TF_", "NCCL_", "XDG_CACHE_HOME")
 
 

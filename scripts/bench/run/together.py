@@ -55,7 +55,7 @@ _WIDTHS = {  # of PLoRA's Table 7
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is trained.
+    """A model and configurations to train on it.
 
     Attributes:
         model: One of `shapes.MODELS`.

@@ -118,7 +118,7 @@ def wide(monkeypatch):
 
 @pytest.mark.needs_devices(2)
 def test_devices_of_a_replica_send_whole_gradients_and_add_their_parts(wide):
-    """What one mesh sends and another one adds is the sum of all terms, once each."""
+    """One mesh sends and another one adds the sum of all terms, each of them once."""
     (mine, own), (other, sent), slot = on_two(1), on_two(2), np.int32(1)
     whole = PartitionSpec()
     specs = Pending(gradients=TENSOR.gradients(SHAPES, AXES), is_finite=TENSOR.partial)

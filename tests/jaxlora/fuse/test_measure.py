@@ -63,7 +63,7 @@ def kept_file():
 
 @pytest.fixture(autouse=True)
 def _not_compiled(monkeypatch):
-    """What is timed by a given clock need not be compiled."""
+    """Programs that a given clock times need not be compiled."""
     monkeypatch.setattr(measure, "_compiled", lambda *_: None)
 
 

@@ -1,4 +1,4 @@
-"""What fits on replicas of each number of devices, for `replicas: auto`."""
+"""Finds what fits on replicas of each number of devices, for `replicas: auto`."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ _SEVERAL = MeshSizes(data=2)  # lists stay, so their memory has the room of a me
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Room:
-    """What fits on replicas.
+    """The largest microbatches that fit on replicas, with one `remat`.
 
     Attributes:
         config: The run, with a `remat`.
