@@ -82,6 +82,7 @@ def choose_mesh(
             for fewer in _halvings(num_devices):
                 meshes = _meshes(config, spec, fewer, machine)
                 fitting += [c for c in largest(meshes) if c.fits(available)]
+                shared += _shared_meshes(config, spec, fewer, machine)
             timed = [candidates.fastest(c) for c in fitting]
             faster = _faster(config, spec, candidates, shared, timed)
             more = [c for c in largest(faster) if c.fits(available)]

@@ -251,11 +251,20 @@ def test_no_mesh_and_capacity_is_predicted_to_be_faster():
     assert best <= seconds <= 1.01 * best, f"{taken.stages.sizes}, {taken.tokens}"
 
 
-def test_fewer_devices_are_taken_if_more_are_no_faster():
-    """A batch of one sample runs on one device; the others would only wait."""
-    choice = choose(SMALL, machine(4), num_jobs=1, batch_size=1, tokens=1024)
-    assert choice.sizes.num_devices == 1
-    assert "mesh auto: fsdp=1 on 4 devices" in choice.reason
+@pytest.mark.parametrize(
+    ("num_kv_heads", "chosen"),
+    [
+        pytest.param(2, MeshSizes(tensor=2), id="two share a sample"),
+        pytest.param(3, MeshSizes(), id="heads that cannot be divided"),
+    ],
+)
+def test_fewer_devices_are_taken_if_more_are_no_faster(num_kv_heads, chosen):
+    """A batch of one sample runs on those that can share it; others would only wait."""
+    model = dataclasses.replace(SMALL, num_kv_heads=num_kv_heads)
+    choice = choose(model, machine(4), num_jobs=1, batch_size=1, tokens=1024)
+    assert choice.sizes == chosen
+    named = str(chosen) if chosen.num_devices > 1 else "fsdp=1"
+    assert f"mesh auto: {named} on 4 devices" in choice.reason
 
 
 def test_weights_are_gathered_inside_a_host():
