@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxlora.scheduler.algorithms import greedy, joint, lorafusion, mlora, rounds
+from jaxlora.scheduler.algorithms import (
+    bridges,
+    greedy,
+    joint,
+    lorafusion,
+    mlora,
+    rounds,
+)
 from jaxlora.scheduler.algorithms.spacing import with_no_ops
 from jaxlora.scheduler.bounds import lower_bound
 from jaxlora.scheduler.cost import CostModel
@@ -64,8 +71,9 @@ def _joint(
 ) -> Schedule:
     """Packs jointly, and in other orders if the bound leaves room and jobs are few.
 
-    Packing by rounds, and mLoRA's order if batches are tiny, are occasionally better.
-    The best order of few samples is polished as a whole.
+    Packing by rounds, and mLoRA's order if batches are tiny, are sometimes better, as
+    are bridges if one job has most of the work. The best order of few samples is
+    polished as a whole.
     """
     schedule = joint.pack(samples, limits, pipeline, cost)
     if len({s.owner for s in samples}) > _FEW_JOBS:
@@ -82,15 +90,15 @@ def _joint(
     best = min(candidates, key=time)
     if not drains(pipeline, cost) or len(samples) > _FEW_SAMPLES:
         return best
-    candidates = [best]
+    as_schedule = lambda m: Schedule(microbatches=tuple(m), limits=limits)
+    # Most of the best order is polished already, and bridges are not.
+    bridged = bridges.pack(samples, limits, pipeline, cost)
+    raw = [as_schedule(bridged) if bridged else best]
     if ticks := rounds.pack(samples, limits, Lanes(pipeline=pipeline), cost):
-        microbatches = tuple(tick[0] if tick else () for tick in ticks)
-        candidates.append(Schedule(microbatches=microbatches, limits=limits))
+        raw.append(as_schedule(tick[0] if tick else () for tick in ticks))
     max_rounds = joint.DEFAULT_EFFORT.polish_rounds
-    candidates += [
-        polished(one, cost, pipeline, max_rounds=max_rounds) for one in candidates
-    ]
-    return min(candidates, key=time)
+    polish = lambda one: polished(one, cost, pipeline, max_rounds=max_rounds)
+    return min([best, *raw, *map(polish, raw)], key=time)
 
 
 def _lorafusion(

@@ -50,15 +50,20 @@ class Ramps:
         Args:
             items: Items of the whole batch, in descending order of work.
         """
+        return self.shortest(items)[0]
+
+    def shortest(self, items: Sequence[Item]) -> tuple[list[list[int]], float]:
+        """Returns the items of each microbatch of a batch, and how long it takes.
+
+        Args:
+            items: Items of the whole batch, in descending order of work.
+        """
         work = sum(item[0] for item in items)
-        tokens = self._limits.padded(sum(item[1] for item in items))
-        fewest = -(-tokens // self._limits.capacity)
-        fewest = max(fewest, math.ceil(len(items) / self._limits.most_samples))
         rounded = round(np.log(work) / np.log(_RATIO))
         splits = [
             found
-            for profile in self._profiles(rounded, fewest, len(items))
-            if (found := self._assign(items, work, profile)) is not None
+            for profile in self._profiles(rounded, self.fewest(items), len(items))
+            if (found := self.assign(items, profile)) is not None
         ]
         if not splits:
             splits = [[[i] for i in range(len(items))]]
@@ -69,9 +74,25 @@ class Ramps:
                 lengths = [items[i][1] for i in indices]
                 sizes[0, m, k] = self._limits.padded(sum(lengths))
                 sizes[1, m, k] = sum(n * n for n in lengths)
-        return splits[int(np.argmin(self._makespans(*sizes)))]
+        times = self.makespans(*sizes)
+        best = int(np.argmin(times))
+        return splits[best], float(times[best])
 
-    def _makespans(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    def fewest(self, items: Sequence[Item]) -> int:
+        """Returns the number of microbatches that a batch takes at least."""
+        tokens = self._limits.padded(sum(item[1] for item in items))
+        return max(
+            -(-tokens // self._limits.capacity),
+            math.ceil(len(items) / self._limits.most_samples),
+        )
+
+    def makespans(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
+        """Returns the makespans of ticks that run alone.
+
+        Args:
+            tokens: Padded tokens [ticks, variants].
+            squares: Sums of the squared sample lengths [ticks, variants].
+        """
         nothing = np.zeros(len(tokens))
         alone = Segment(nothing, nothing, 0, len(tokens), self._cost, self._pipeline)
         return alone.makespans(tokens, squares)
@@ -86,22 +107,26 @@ class Ramps:
         for k, shape in enumerate(shapes):
             tokens[: len(shape), k] = np.array(shape) * _RATIO**rounded
         tokens = np.minimum(tokens, self._limits.capacity)
-        times = self._makespans(tokens, np.zeros_like(tokens))
+        times = self.makespans(tokens, np.zeros_like(tokens))
         ranked = np.argsort(times, kind="stable")
         # Items are not divisible, so the best profile of each number counts as well.
         of_number = {len(shapes[k]): k for k in reversed(ranked)}
         best = dict.fromkeys([*ranked[:_NUM_TRIED], *of_number.values()])
         return [shapes[k] for k in best]
 
-    def _assign(
-        self, items: Sequence[Item], work: int, profile: tuple[float, ...]
+    def assign(
+        self, items: Sequence[Item], profile: Sequence[float]
     ) -> list[list[int]] | None:
         """Gives each item to the microbatch that lacks the most work, longest first.
+
+        Args:
+            items: Items of the whole batch, in descending order of work.
+            profile: Part of the work of each microbatch.
 
         Returns:
             The items of each microbatch that has some; None if they do not fit.
         """
-        limits = self._limits
+        limits, work = self._limits, sum(item[0] for item in items)
         lacks = [work * part for part in profile]
         tokens = [0] * len(profile)
         out: list[list[int]] = [[] for _ in profile]
