@@ -35,7 +35,8 @@ from jaxlora.scheduler.windows.ramps import Ramps
 
 # Work of the smallest microbatch of a batch, relative to that of its largest.
 _ENDS = (0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
-# Numbers of microbatches that are tried, beyond the fewest, in units of stages.
+# Numbers of microbatches that are tried, beyond the fewest, in units of stages. They
+# are a quarter of a stage apart.
 _MAX_MORE = 2
 # Halvings of the interval that holds the price.
 _HALVINGS = 24
@@ -181,14 +182,18 @@ def _joined(
 
 
 def _side(items: list[Item], ramps: Ramps, limits: Limits, pipeline: Pipeline) -> _Side:
-    """Returns the ways to split a batch, whose items are in descending order."""
+    """Returns the ways to split a batch, whose items are in descending order.
+
+    If both batches of a pair were split in this way, no other way would take less time
+    and have room for as much work of the others.
+    """
     fewest = ramps.fewest(items)
     most = max(fewest, min(len(items), fewest + _MAX_MORE * pipeline.num_stages))
     found: dict[tuple, list[list[int]]] = {}
-    for num in range(fewest, most + 1):
+    for num in range(fewest, most + 1, max(1, pipeline.num_stages // 4)):
         for end in _ENDS if num > 1 else (1.0,):
             shape = np.linspace(end, 1.0, num)
-            split = ramps.assign(items, shape / shape.sum())
+            split = ramps.assign(items, (shape / shape.sum()).tolist())
             if split is not None:
                 split.sort(key=lambda part: sum(items[i][0] for i in part))
                 found[tuple(map(tuple, split))] = split
@@ -202,7 +207,16 @@ def _side(items: list[Item], ramps: Ramps, limits: Limits, pipeline: Pipeline) -
             tokens[-m, k] = limits.padded(sum(item[1] for item in part))
             squares[-m, k] = sum(item[1] ** 2 for item in part)
     top = np.array([sum(item[0] for item in split[-1]) for split in splits])
-    return _Side(splits, tokens, squares, top)
+    between = np.tile(np.minimum(top, limits.capacity), (pipeline.distance - 1, 1))
+    times = ramps.makespans(
+        np.concatenate([tokens, between, tokens[::-1]]),
+        np.concatenate([squares, np.zeros_like(between), squares[::-1]]),
+    )
+    order = np.lexsort((-top, times))
+    most_before = np.maximum.accumulate(np.append(0, top[order][:-1]))
+    best = order[top[order] > most_before]
+    splits = [splits[k] for k in best]
+    return _Side(splits, tokens[:, best], squares[:, best], top[best])
 
 
 def _pair(

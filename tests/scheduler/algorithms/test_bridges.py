@@ -61,8 +61,9 @@ def test_schedules_are_legal_or_there_is_none(seed, data):
 
 def pair(rng, ways):
     """Makes a pair with random savings, and work in three ticks."""
+    nothing = bridges._Side([], np.zeros((0, 0)), np.zeros((0, 0)), np.zeros(0))
     return bridges._Pair(
-        sides=(None, None),
+        sides=(nothing, nothing),
         saved=rng.uniform(-20, 10, ways),
         levels=rng.uniform(1, 10, (3, ways)),
     )
@@ -81,6 +82,7 @@ def test_no_other_choice_of_bridges_saves_more():
                 taken = sum(pairs[i].levels[:, way].sum() for i, way in chosen.items())
                 totals[tuple(chosen.items())] = taken, saved
         found = bridges._buy(pairs, 30.0, per_token=4.0)
+        assert found is not None
         taken, saved = totals[tuple(found.items())]
         assert taken >= 30
         assert saved >= max(s for t, s in totals.values() if t >= taken) - 1e-9
