@@ -1,6 +1,8 @@
-"""Callbacks that call a function after each window, or end the run there."""
+"""Callbacks that act after each window, or at each checkpoint of a run."""
 
 import os
+import pathlib
+import shutil
 import signal
 from collections.abc import Callable
 
@@ -29,6 +31,20 @@ class InterruptAt(Callback):
             self._is_done = True
             self._also(self.trainer)
             os.kill(os.getpid(), signal.SIGINT)
+
+
+class Copies(Callback):
+    """Copies the folder of a run at each checkpoint, as a kill would leave it."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self.copies: list[pathlib.Path] = []
+
+    def on_checkpoint(self, event) -> None:
+        target = self._folder / f"{len(self.copies)}"
+        unfinished = shutil.ignore_patterns("*tmp*", "*.lock")
+        shutil.copytree(self.trainer.output_dir, target, ignore=unfinished)
+        self.copies.append(target)
 
 
 def at_windows(call: Callable[[Trainer], None] | None) -> list[AtWindow]:
