@@ -28,6 +28,8 @@ _ENOUGH = 0.85  # a choice that needs less than this share of the memory is made
 
 # Compiles the passes of every stage of a run with these settings.
 CompileStages = Callable[[RunConfig], Sequence[StagePrograms]]
+# Returns the memory of a run, given what it holds on the first device already.
+ReadMemory = Callable[[int], DeviceMemory | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +100,7 @@ def fit(
     stages: MeshStages,
     bounds: Bounds,
     compile_stages: CompileStages,
+    memory: ReadMemory | None = None,
 ) -> Fitted:
     """Returns the run with a `remat` and a number of tokens at which it fits.
 
@@ -111,12 +114,14 @@ def fit(
         bounds: Bounds of the capacity, and the choices of an automatic `remat`.
         compile_stages: Compiles the passes of all stages, while base and slots are on
             the devices.
+        memory: Reads the memory of the first device; None: from its allocator.
 
     Raises:
         ConfigError: The run does not fit, and its capacity cannot be lowered.
     """
     first = mesh.resident_footprint(stages).stages[0]
-    available = device.device_memory(first.base_bytes + first.adapter_bytes)
+    own_bytes = first.base_bytes + first.adapter_bytes
+    available = (memory or device.device_memory)(own_bytes)
     if available is not None:
         available = available.share(config.num_devices)
         _check_resident(config, stages, bounds, available)

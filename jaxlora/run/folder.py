@@ -68,16 +68,21 @@ def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
 def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Returns what the settings that are `auto` became when the run began.
 
-    These are `microbatch_tokens`, `microbatch_shapes`, `remat` and `replicas`, and the
-    number and rank of the slots if jobs have joined since.
+    These are `microbatch_tokens`, `microbatch_shapes`, `remat` and `replicas`, or the
+    mesh that `replicas: auto` has chosen, and the number and rank of the slots if jobs
+    have joined since. Replicas may have changed since the run began.
 
     Raises:
         CheckpointError: `block_tokens` differs from what the run began with.
     """
     begun: dict[str, Any] = {}
+    replicas = config.replicas
     if config.has_open_replicas and record.replicas:
         begun["replicas"] = record.replicas
-    if config.microbatch_tokens == "auto" and config.replicas is None:
+    if replicas == "auto" and record.mesh is not None:
+        begun |= {"replicas": None, "mesh": record.mesh}
+        replicas = None
+    if config.microbatch_tokens == "auto" and replicas is None:
         begun["microbatch_tokens"] = record.microbatch_tokens
         if record.microbatch_tokens % config.block_tokens:
             raise CheckpointError(
@@ -157,6 +162,8 @@ def as_begun(config: RunConfig) -> BegunRun:
         for name, value in begun.items()
         if getattr(config, name) == "auto" and value
     ]
+    if (mesh := begun.get("mesh")) is not None:
+        notes.append(Note(f"replicas: auto: mesh {mesh}, as in the run so far"))
     joining = "joined while the run trained; it is in the run"
     notes += [Note(joining, job=job.name) for job in joined]
     config = config.replace(**begun, jobs=(*config.jobs, *joined))

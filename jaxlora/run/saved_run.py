@@ -34,8 +34,10 @@ from jaxlora.run.saved_fields import (
     OneLine,
     Size,
 )
+from jaxlora.run.saved_replan import SavedReplan
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.run.saved_sweep import SavedSweep
+from jaxlora.sharding.mesh_sizes import MeshSizes
 
 _Key = Annotated[int, Field(ge=0, lt=2**32)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -149,6 +151,7 @@ class SavedRun:
         sweep: Decisions of the run's sweep; None if it has none.
         suggested: The place on each axis of configurations that were suggested.
         places: Where the data of each job that are streamed go on.
+        replan: The comparison of replicas that is due; None: the replicas stay.
     """
 
     __pydantic_config__ = STRICT
@@ -164,6 +167,7 @@ class SavedRun:
     sweep: SavedSweep | None = None
     suggested: dict[JobName, dict[str, float]] = dataclasses.field(default_factory=dict)
     places: dict[JobName, StreamPlace] = dataclasses.field(default_factory=dict)
+    replan: SavedReplan | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,6 +256,9 @@ class SavedCheckpoint:
             if sorted(getattr(self.run, kind)) != names:
                 raise ValueError(f"{kind} has other jobs than identity.")
         self.run.requests.check_names(names)
+        replan = self.run.replan
+        if replan is not None and not set(replan.jobs) <= set(names):
+            raise ValueError("replan has other jobs than identity.")
         self._check_progress()
         for name, tensors in self.tensors.items():
             tensors.check(name, self.run.adapters[name])
@@ -293,6 +300,8 @@ class RunRecord:
         answers: Answers to requests of users that may not have been delivered yet, by
             the request's id.
         suggested: Those of `added` that the search of a sweep has suggested.
+        mesh: The mesh of a run with `replicas: auto`; None: it has a list of replicas,
+            or its mesh was given.
     """
 
     __pydantic_config__ = STRICT
@@ -303,6 +312,7 @@ class RunRecord:
     added: list[JobName] = dataclasses.field(default_factory=list)
     answers: dict[str, Answer] = dataclasses.field(default_factory=dict)
     suggested: list[JobName] = dataclasses.field(default_factory=list)
+    mesh: str | None = None
 
     @property
     def microbatch_tokens(self) -> int:
@@ -340,6 +350,8 @@ class RunRecord:
         replicas = self.identity.settings.get("replicas", [])
         if not isinstance(replicas, list) or not all(map(_is_replica, replicas)):
             raise ValueError(f"replicas is {replicas!r}, no list of replicas.")
+        if self.mesh is not None:
+            MeshSizes.parse(self.mesh)
         self.requests.check_names(self.identity.jobs)
         if not set(self.added) <= self.identity.jobs.keys():
             raise ValueError("added has other jobs than identity.")

@@ -17,6 +17,7 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
+from jaxlora.memory.capacity import ReadMemory
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.models.forward import Base
 from jaxlora.run.folder import BegunRun, as_begun, check_writable
@@ -24,11 +25,13 @@ from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.execute.answers import AnswerMeter
+from jaxlora.train.execute.base_move import move_base
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.auto_replicas.moving import ReplicaChoice
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import DataReader, PreparedJob
@@ -53,12 +56,14 @@ class OpenedRun:
         further_bases: The frozen base on each further replica.
         slots: The slots, which are empty.
         num_compiled: Programs that this process had compiled for the layout before.
+        choice: Chooses its replicas again when jobs join or leave; None: they stay.
         jobs: The jobs.
         reader: Reads the data of jobs.
         started: Time at which the run began, in ISO format.
         joined: Names of the jobs that joined while an earlier process trained.
         sampler: Generates texts at evaluations; None if `samples` asks for none.
         meter: Measures answers at evaluations; None without such a metric of a sweep.
+        decoder: What both generate with.
     """
 
     plan: RunPlan
@@ -67,12 +72,22 @@ class OpenedRun:
     further_bases: Sequence[Base]
     slots: StagedSlots
     num_compiled: int
+    choice: ReplicaChoice | None
     jobs: list[JobState]
     reader: DataReader
     started: str
     joined: tuple[str, ...]
     sampler: Sampler | None
     meter: AnswerMeter | None
+    decoder: SlotDecoder
+
+    @property
+    def chosen_mesh(self) -> str | None:
+        """The mesh that `replicas: auto` has chosen, if it was no list of replicas."""
+        config = self.plan.config
+        if self.choice is None or config.replica_shapes:
+            return None
+        return str(config.mesh_sizes)
 
     def identity(self, jobs: Sequence[JobState]) -> RunIdentity:
         """Returns what is compared when a run of these jobs is resumed."""
@@ -94,20 +109,57 @@ class OpenedRun:
         """Compiles the passes of all stages; the other programs beside them."""
         return self.start_programs(plan).compiled_passes()
 
-    def fitted(self) -> "OpenedRun":
+    def fitted(self, memory: ReadMemory | None = None) -> "OpenedRun":
         """Returns the run with a plan that fits when compiled, and logs what changed.
 
         It waits for all programs.
 
+        Args:
+            memory: See `capacity.fit`.
+
         Raises:
             ConfigError: The device's memory cannot hold the run.
         """
-        plan = self.plan.fit(self.compile)
+        plan = self.plan.fit(self.compile, memory)
         programs = self.start_programs(plan)
         log_notes([*plan.notes, *plan.replica_notes(programs.compiled_further())])
         programs.finish()
         layout = self.layout.with_remat(plan.spec.options.remat)
         return dataclasses.replace(self, plan=plan, layout=layout)
+
+    def drafted(self, plan: RunPlan) -> "OpenedRun":
+        """Returns the run on other replicas, whose programs are compiled.
+
+        Its slots are shapes, and its base is still where it was: see `placed`. Any
+        thread may call this while the run trains.
+
+        Args:
+            plan: The plan of the run on these replicas.
+
+        Raises:
+            ConfigError: The devices' memory cannot hold it.
+        """
+        assert self.choice is not None
+        memory, layout = self.choice.machine.memory, Layout.of(plan.stages)
+        num_compiled = layout.num_compilations()
+        draft = dataclasses.replace(
+            self,
+            plan=plan,
+            layout=layout,
+            slots=layout.slot_shapes(),
+            num_compiled=num_compiled,
+        )
+        return draft.fitted(lambda _: memory)
+
+    def placed(self) -> "OpenedRun":
+        """Moves the base of a draft to its devices, and makes its slots.
+
+        The slots of the run that it replaces are deleted, and nothing may run.
+        """
+        self.decoder.move(self.layout)
+        bases = move_base(self.model.params, self.further_bases, self.layout)
+        slots = self.layout.empty_slots()
+        return dataclasses.replace(self, further_bases=bases, slots=slots)
 
 
 def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
@@ -121,7 +173,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         JaxloraError: A setting, the model or a job's data cannot be used.
     """
     given = [job.name for job in config.jobs]
-    begun = _as_begun(config)
+    asked, begun = config, _as_begun(config)
     config, folder = begun.config, pathlib.Path(begun.config.output_dir)
 
     def check_saved(model: PlannedModel, jobs: Sequence[PreparedJob]) -> None:
@@ -149,10 +201,13 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         RunPrograms.start(layout, slots, limits, evaluates=evaluates)
         if model is None:
             _import_ahead(plan.config)
-    model = _as_planned(plan, base.result())
+    own = _as_planned(plan, base.result())
+    # Moved weights are replaced, and those of the caller stay as they are.
+    model = dataclasses.replace(own, params=dict(own.params))
     jobs = [start_job(job, model) for job in prepared.jobs]
     agreement.check_inputs(model.fingerprint, prepared.jobs)
-    sampler, meter = _text_makers(plan, layout, model, prepared.reader.tokenizer)
+    decoder = SlotDecoder(layout, model.params)
+    sampler, meter = _text_makers(plan, decoder, model, prepared.reader.tokenizer)
     return OpenedRun(
         plan=plan,
         model=model,
@@ -160,12 +215,14 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         further_bases=layout.further_bases(model.params),
         slots=slots,
         num_compiled=num_compiled,
+        choice=ReplicaChoice.of(asked, config, plan, prepared.machine),
         jobs=jobs,
         reader=prepared.reader,
         started=begun.started,
         joined=tuple(job.name for job in config.jobs if job.name not in given),
         sampler=sampler,
         meter=meter,
+        decoder=decoder,
     )
 
 
@@ -187,10 +244,10 @@ def _as_begun(config: RunConfig) -> BegunRun:
 
 
 def _text_makers(
-    plan: RunPlan, layout: Layout, model: FrozenModel, tokenizer: Tokenizer
+    plan: RunPlan, decoder: SlotDecoder, model: FrozenModel, tokenizer: Tokenizer
 ) -> tuple[Sampler | None, AnswerMeter | None]:
     """Returns what generates texts at evaluations, as far as the run asks for any."""
-    decoder, sampler, meter = SlotDecoder(layout, model.params), None, None
+    sampler, meter = None, None
     samples, sweep = plan.config.samples, plan.config.sweep
     if samples is not None:
         sampler = Sampler(samples, model, tokenizer, decoder)

@@ -4,10 +4,10 @@ import contextlib
 import logging
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxlora.adapters.parked_slot import ReadSlot
-from jaxlora.config import LoraJob
+from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, JaxloraError
 from jaxlora.memory.run_memory import RunMemory, read_devices
@@ -27,6 +27,7 @@ from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.open_run import OpenedRun
+from jaxlora.train.replanning import Replanning
 from jaxlora.train.report.run_callbacks import open_callbacks
 from jaxlora.train.report.summary import TrainingTime
 from jaxlora.train.saved.continue_job import copy_best_export
@@ -59,6 +60,7 @@ class Session:
         store: RunStore,
         found: ReadCheckpoint | None,
         lock: RunLock,
+        on_move: Callable[[OpenedRun], None],
     ):
         """Makes the object; no file is changed yet.
 
@@ -70,10 +72,11 @@ class Session:
             store: Files of the run; `train` closes them.
             found: The checkpoint that it resumes from; None: it starts from the start.
             lock: Lock of the run's folder, which is held.
+            on_move: Takes the run when it has moved to other replicas.
         """
         self._run, self._live, self._store, self._lock = run, live, store, lock
         self._referenced: set[str] = set()  # jobs whose references were written
-        self._config, self._slots = run.plan.config, run.slots
+        self._on_move = on_move
         self._early_exit, self._suggestions = early_exit, suggestions
         self._folder = pathlib.Path(run.plan.config.output_dir)
         self.round = 0 if found is None else found.number
@@ -83,6 +86,12 @@ class Session:
         self._checked = 0.0  # when the folder was looked at last
         self.time = TrainingTime()
         self.memory = RunMemory(run.plan.need, run.plan.num_slots, read_devices)
+        saved = None if found is None else found.run.replan
+        self._replanning = Replanning(run, live, saved)
+
+    @property
+    def _config(self) -> RunConfig:
+        return self._run.plan.config
 
     def train(
         self, callbacks: Sequence[Callback], control: JobControl, *, is_resumed: bool
@@ -94,13 +103,11 @@ class Session:
             control: Lets them add, stop, pause and resume jobs.
             is_resumed: Whether the run goes on from what is on the disk.
         """
-        store, run = self._store, self._run
-        # Signals take effect only between microbatches, and never interrupt a
-        # checkpoint.
+        store = self._store
+        # Signals take effect between microbatches, and interrupt no checkpoint.
         with StopRequest() as stop, contextlib.ExitStack() as opened:
             opened.callback(store.close)  # waits for the last checkpoint
-            further = FurtherPrograms(run.layout, run.slots, run.plan.further_limits)
-            opened.enter_context(further)
+            opened.callback(self._replanning.close)
             self._open_inbox(opened)
             own = open_callbacks(self._config, self._folder, store.latest(), opened)
             for callback in callbacks:
@@ -108,35 +115,73 @@ class Session:
             self._listeners = Listeners([*own, self._inbox], callbacks)
             self._send_start(is_resumed)
             self._take_requests()
-            with self._open_stream(further) as stream:
-                while not (stops := self._must_end(stop.requested)):
-                    if not stream.start():
-                        more = self._suggest()
-                        if self._take_requests(waits=True) or more:
-                            continue
-                        if not self._wait(stream, stop):
-                            break
-                        continue
-                    if self._config.checkpoint_every:
-                        store.prepare(self._slots)
-                    for border in stream.run():
-                        self._at_border(stream, border, stop)
-                    self._take_requests()
-                self.round = stream.round
-                if store.latest() != self.round:
-                    self._save(stream, stream.snapshot())
-            self._send_written(waits=True)
+            while True:
+                stops, states = self._train_here(stop)
+                self._send_written(waits=True)
+                if states is None:
+                    break
+                self._move(states)
             stops = stops and not all(job.progress.is_over for job in self._live.jobs)
             end = events.RunEndEvent(round=self.round, is_interrupted=stops)
             self._send(end)
             self._listeners.raise_failure()
             return end.is_interrupted
 
+    def _train_here(self, stop: StopRequest) -> tuple[bool, JobStates | None]:
+        """Trains on the present replicas to the end, or until it is better to move.
+
+        Returns:
+            Whether a signal or a failure has ended it; and the states of the jobs, as
+            they are in the last checkpoint, if the run is to move.
+        """
+        run, store = self._run, self._store
+        further = FurtherPrograms(run.layout, run.slots, run.plan.further_limits)
+        with further, self._open_stream(further) as stream:
+            while not (stops := self._must_end(stop.requested)):
+                if self._replanning.look() is not None:
+                    break
+                if not stream.start():
+                    more = self._suggest()
+                    if self._take_requests(waits=True) or more:
+                        continue
+                    if not self._wait(stream, stop):
+                        break
+                    continue
+                if self._config.checkpoint_every:
+                    store.prepare(run.slots)
+                for border in stream.run():
+                    self._at_border(stream, border, stop)
+                self._take_requests()
+            self.round = stream.round
+            moves = not stops and self._replanning.look() is not None
+            if (is_saved := store.latest() == self.round) and not moves:
+                return stops, None
+            read_slot = stream.snapshot()
+            if not is_saved:
+                self._save(stream, read_slot)
+            assert read_slot is not None, "steps are in flight"
+            states = JobStates.of(self._live.jobs, read_slot)
+            return stops, states if moves else None
+
+    def _move(self, states: JobStates) -> None:
+        """Goes on with other replicas; the checkpoint of this border is on the disk.
+
+        Until the record has the new replicas, a run that is resumed moves by itself
+        before its first step.
+        """
+        self._run = run = self._replanning.move(states)
+        self._saved_stream = None
+        self.memory = RunMemory(run.plan.need, run.plan.num_slots, read_devices)
+        self._on_move(run)
+        self._record()
+
     def _at_border(self, stream: Stream, border: Border, stop: StopRequest) -> None:
         """Does what is due between two microbatches."""
         self._send_written()
         if self._suggest():
             self._record()
+        if moves := self._replanning.look() is not None:
+            stream.stop()
         if border.ends_window or processes.count() == 1:
             # Several processes act alike only where they look at the same border.
             if self._must_end(stop.requested):
@@ -146,7 +191,9 @@ class Session:
         found = border.snapshot
         is_due = self._num_due(stream.round) > self._num_saved
         is_due |= border.ends_round and self._early_exit.wants_checkpoint()
-        if found is None and border.ends_round and is_due:
+        # Before a move, what is in flight is finished first: a run that resumes from a
+        # checkpoint here would run it on the other replicas.
+        if found is None and border.ends_round and is_due and not moves:
             found = stream.snapshot()
         if found is not None:
             stream.end_round()
@@ -187,7 +234,7 @@ class Session:
         executor = StagedExecutor(
             run.layout,
             run.model.params,
-            self._slots,
+            run.slots,
             limits,
             further.wait_for,
             run.further_bases,
@@ -221,11 +268,11 @@ class Session:
 
     def _make_samples(self, slots: Mapping[str, int]) -> dict[str, list[dict]]:
         assert self._run.sampler is not None
-        return self._run.sampler.generate(slots, self._slots.tables)
+        return self._run.sampler.generate(slots, self._run.slots.tables)
 
     def _measure(self, jobs: Sequence[JobState]) -> dict[str, float]:
         assert self._run.meter is not None
-        return self._run.meter.measure(jobs, self._slots.tables)
+        return self._run.meter.measure(jobs, self._run.slots.tables)
 
     # ---- events and requests -------------------------------------------------------
 
@@ -288,6 +335,7 @@ class Session:
             added=list(live.added),
             answers=self._inbox.answers,
             suggested=[n for n in self._suggestions.saved() if n in live.added],
+            mesh=run.chosen_mesh,
         )
         self._store.write_record(record, lambda: resolved_settings(run.plan, live.jobs))
 
@@ -326,6 +374,7 @@ class Session:
             stream.saved(),
             self._early_exit.saved(),
             self._suggestions.saved(),
+            self._replanning.saved(),
         )
         for job in jobs:  # copies of jobs, and jobs of other runs, have them already
             if job.has_begun and job.references and job.name not in self._referenced:
@@ -347,5 +396,5 @@ class Session:
         if job.parked is not None:
             adapter = job.parked.adapter(job.like)
         else:
-            adapter = self._slots.read(job.slot, job.like)
+            adapter = self._run.slots.read(job.slot, job.like)
         self._store.export(self.round, job, adapter, self._run.model)

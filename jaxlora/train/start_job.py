@@ -1,6 +1,7 @@
 """The state of a job that has done nothing, with the adapter that it starts from."""
 
 import dataclasses
+from typing import Any
 
 from jaxlora.adapters.adapter import Adapter, TokenRowValues
 from jaxlora.adapters.fresh import (
@@ -22,13 +23,20 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     """Returns a job that has done nothing, with the adapter that it starts from."""
     if prepared.start is not None:
         return JobState(prepared, prepared.start)
-    kernels = {
-        name: kernel_of(model.params, f"{linear_path(name)}.kernel", model.base_format)
-        for name in prepared.modules
-    }
-    paths = {name: f"{linear_path(name)}.bias" for name in prepared.modules}
-    biases = {n: model.params[p] for n, p in paths.items() if p in model.params}
-    given = prepared.settings, prepared.modules, kernels
+    paths = {name: linear_path(name) for name in prepared.modules}
+    params, base_format = model.params, model.base_format
+    given = prepared.settings, prepared.modules
+
+    def kernels() -> dict[str, Any]:
+        """Looks the weights up when they are needed: the base may move meanwhile."""
+        return {
+            name: kernel_of(params, f"{path}.kernel", base_format)
+            for name, path in paths.items()
+        }
+
+    def biases() -> dict[str, Any]:
+        found = {name: f"{path}.bias" for name, path in paths.items()}
+        return {name: params[bias] for name, bias in found.items() if bias in params}
 
     def whole(adapter: Adapter, rows: dict[str, TokenRowValues]) -> Adapter:
         score = None
@@ -41,11 +49,13 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
         stored = unquantized_reader(model)
 
     def draw() -> Adapter:
-        rows = fresh_rows(token_ids, model.params)
+        rows = fresh_rows(token_ids, params)
         is_eva = prepared.settings.eva_settings is not None
         first = eva_start(prepared, model) if is_eva else {}
-        made = fresh_adapter(*given, model.dtype, biases, stored, first)
+        given_base = kernels(), model.dtype, biases()
+        made = fresh_adapter(*given, *given_base, stored, first)
         return whole(made, rows)
 
     rows = blank_rows(token_ids, model.config.hidden_size)
-    return JobState(prepared, whole(blank_adapter(*given, biases), rows), draw)
+    blank = blank_adapter(*given, kernels(), biases())
+    return JobState(prepared, whole(blank, rows), draw)

@@ -26,7 +26,7 @@ from jaxlora.train.early_exit import EarlyExit, SweepControl
 from jaxlora.train.ending import explained
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
-from jaxlora.train.open_run import open_run
+from jaxlora.train.open_run import OpenedRun, open_run
 from jaxlora.train.plan.prepared_job import prepare_job
 from jaxlora.train.plan.resolve import check_comparable
 from jaxlora.train.plan.run_plan import RunPlan
@@ -250,10 +250,19 @@ class Trainer:
                     store,
                     found,
                     lock,
+                    self._has_moved,
                 )
                 opened.pop_all()  # from here on, the session closes the files
                 interrupted = session.train(callbacks, self, is_resumed=resume)
             return self._report(session, interrupted)
+
+    def _has_moved(self, run: OpenedRun) -> None:
+        """Takes the run on the replicas to which it has moved."""
+        # Of a result, these are the programs that were compiled since it began.
+        compiled = self.layout.num_compilations() - self._num_compiled
+        self._num_compiled = run.num_compiled - compiled
+        self._opened, self.plan = run, run.plan
+        self.layout, self.slots = run.layout, run.slots
 
     def _check_resumes(self, drop_state: bool) -> None:
         identity = self._opened.identity(self.jobs)

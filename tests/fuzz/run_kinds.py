@@ -51,7 +51,7 @@ def without_computing(**stream_methods) -> Iterator[None]:
             patches.enter_context(mock.patch.object(Stream, name, function))
         for owner, name, stub in (
             (JobLifecycle, "evaluate", lambda *_: None),
-            (RunPlan, "fit", lambda self, _: self),
+            (RunPlan, "fit", lambda self, *_: self),
             (trainer, "write_report", lambda *_, **__: None),
         ):
             patches.enter_context(mock.patch.object(owner, name, stub))

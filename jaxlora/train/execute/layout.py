@@ -4,13 +4,14 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
@@ -53,6 +54,16 @@ class Stage:
             path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(specs[path]))
             for path, x in self.spec.base_shapes().items()
         }
+
+    def empty_shapes(self) -> AdapterState:
+        """Shapes of the state of empty slots, as it lies on the devices."""
+        empty = self.steps.empty.prepare().out_info
+        places = self.placement.all_committed(self.steps.state_specs)
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+            empty,
+            places,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,16 +153,23 @@ class Layout:
 
     def empty_slots(self) -> StagedSlots:
         """Makes the slots of all stages, without adapters."""
+        return self._slots([stage.steps.make_empty for stage in self.stages])
+
+    def slot_shapes(self) -> StagedSlots:
+        """Makes slots that have shapes in the place of tables, to compile programs."""
+        return self._slots([stage.empty_shapes for stage in self.stages])
+
+    def _slots(self, empty: Sequence[Callable[[], AdapterState]]) -> StagedSlots:
         tables = [
             SlotTable(
                 stage.spec,
                 stage.steps.write_slot,
                 stage.placement,
                 read_slot=stage.steps.read_slot,
-                empty=stage.steps.make_empty,
+                empty=make,
                 evaluation_weights=stage.steps.evaluation_weights,
             )
-            for stage in self.stages
+            for stage, make in zip(self.stages, empty, strict=True)
         ]
         return StagedSlots([stage.spec for stage in self.stages], tables)
 

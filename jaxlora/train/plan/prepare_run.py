@@ -18,7 +18,7 @@ from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
 from jaxlora.problems import Path, Problems
 from jaxlora.train.execute.samples import sample_prompts
-from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.auto_mesh.machine import Machine, this_machine
 from jaxlora.train.plan.check_objective import check_objective
 from jaxlora.train.plan.chosen_modules import ChosenModules, choose_modules
 from jaxlora.train.plan.found_inputs import missing_inputs
@@ -146,11 +146,13 @@ class PreparedRun:
 
     Attributes:
         plan: The plan of the run.
+        machine: The machine that it is planned for.
         jobs: Its jobs, whose data are read.
         reader: Reads the data of further jobs.
     """
 
     plan: RunPlan
+    machine: Machine
     jobs: list[PreparedJob]
     reader: DataReader
 
@@ -186,6 +188,7 @@ def prepare_run(
     jobs = prepare_jobs(config.jobs, inputs.modules, inputs.model.config, reader)
     log_notes(note for job in jobs for note in job.notes)
     on_read(inputs.model, jobs)
-    plan = resolve(config, inputs.model, jobs, this_machine(held_bytes), on_accepted)
+    machine = this_machine(held_bytes)
+    plan = resolve(config, inputs.model, jobs, machine, on_accepted)
     log_notes(plan.notes)
-    return PreparedRun(plan=plan, jobs=jobs, reader=reader)
+    return PreparedRun(plan=plan, machine=machine, jobs=jobs, reader=reader)

@@ -121,8 +121,8 @@ def _with_mesh(
 ) -> tuple[RunConfig, Note]:
     """Replaces `mesh: auto`, and `remat: auto` with it; returns the reason too."""
     alone = config.replace(mesh=ONE_DEVICE)
-    spec, _ = decoder_spec(alone, model, jobs, _bounds(alone, jobs).max_tokens)
-    demand = _demand(jobs, lambda config: _bounds(config, jobs))
+    spec, _ = decoder_spec(alone, model, jobs, run_bounds(alone, jobs).max_tokens)
+    demand = _demand(jobs, lambda config: run_bounds(config, jobs))
     choice = choose_mesh(config, spec, demand, machine)
     config = config.replace(mesh=str(choice.sizes), remat=choice.remat)
     return config, Note(choice.reason)
@@ -137,7 +137,7 @@ def _with_replicas(
     """Chooses replicas, or their sizes, and `remat: auto`; returns the reason too."""
     replicas = config.replicas
     alone = config.replace(replicas=None)
-    bounds = _bounds(alone, jobs)
+    bounds = run_bounds(alone, jobs)
     spec, _ = decoder_spec(alone, model, jobs, bounds.max_tokens)
     if replicas is None or replicas == "auto":
         positions = first_positions(jobs)
@@ -297,7 +297,7 @@ def _draft(
     jobs: Sequence[PreparedJob],
     machine: Machine,
 ) -> _Draft:
-    bounds = _bounds(config, jobs)
+    bounds = run_bounds(config, jobs)
     spec, choices = decoder_spec(config, model, jobs, bounds.max_tokens)
     available = machine.memory_of(config.num_devices)
     spec, storage = choose_storage(config, spec, bounds, available)
@@ -324,7 +324,8 @@ def _demand(
     )
 
 
-def _bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:
+def run_bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:
+    """Returns the bounds of a run's capacity; its mesh is not `auto`."""
     held_out = [job.eval_data for job in jobs if job.eval_data is not None]
     return Bounds.of(config, [job.train_data for job in jobs], held_out)
 

@@ -148,7 +148,9 @@ class RunPlan:
         return dataclasses.replace(plan, shapes=shapes)
 
     def fit(
-        self, compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]]
+        self,
+        compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]],
+        memory: capacity.ReadMemory | None = None,
     ) -> "RunPlan":
         """Returns the plan with a capacity and a `remat` that fit when compiled.
 
@@ -157,6 +159,7 @@ class RunPlan:
         Args:
             compile_stages: Compiles the passes of all stages of a plan, while base and
                 slots are on the devices.
+            memory: See `capacity.fit`.
 
         Raises:
             ConfigError: The run does not fit, and its capacity cannot be lowered.
@@ -165,7 +168,8 @@ class RunPlan:
         def compile_config(config: RunConfig) -> Sequence[StagePrograms]:
             return compile_stages(self.with_config(config))
 
-        found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
+        args = self.config, self.stages, self.bounds, compile_config, memory
+        found = capacity.fit(*args)
         plan = self.with_config(found.config)
         return dataclasses.replace(plan, need=found.need, notes=found.notes)
 

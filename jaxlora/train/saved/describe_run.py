@@ -15,6 +15,7 @@ from jaxlora.hf.names import linear_names
 from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_replan import SavedReplan
 from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.run.saved_sweep import SavedSweep
@@ -106,6 +107,7 @@ def saved_run(
     stream: SavedStream,
     sweep: SavedSweep | None,
     suggested: Mapping[str, dict[str, float]],
+    replan: SavedReplan | None,
 ) -> SavedRun:
     """Returns what a checkpoint keeps besides the tensors of the jobs.
 
@@ -117,6 +119,7 @@ def saved_run(
         stream: The microbatches that follow.
         sweep: Decisions of the sweep; None if there is none.
         suggested: The place on each axis of configurations that were suggested.
+        replan: The comparison of replicas that is due.
     """
     return SavedRun(
         identity=identity,
@@ -129,6 +132,7 @@ def saved_run(
         stream=stream,
         sweep=sweep,
         suggested=dict(suggested),
+        replan=replan,
         places={job.name: job.place for job in jobs if job.place is not None},
     )
 

@@ -13,6 +13,7 @@ from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_replan import SavedReplan
 from jaxlora.run.saved_run import RunRecord, SavedAdapter, SavedRequests, SavedRun
 from jaxlora.train.saved.checkpoint import Checkpoints
 
@@ -52,6 +53,14 @@ def saved_run(jobs=JOBS) -> SavedRun:
         base_model="nobody/tiny",
         linear_names=list(LINEARS),
         requests=SavedRequests(),
+        replan=SavedReplan(
+            deployment="64 tokens, none",
+            jobs=["now"],
+            steps={"now": 4},
+            slots={"now": 1},
+            why="done left",
+            due=12,
+        ),
     )
 
 

@@ -1,0 +1,41 @@
+"""A comparison of replicas that is due, as a checkpoint holds it."""
+
+import dataclasses
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxlora.run.saved_fields import STRICT, JobName, OneLine
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SavedReplan:
+    """For which jobs the replicas of a run were compared, and with what.
+
+    Attributes:
+        deployment: The replicas that ran.
+        jobs: The jobs for which they were compared last, or are to be.
+        steps: Steps that each of these jobs had done when one joined or left, which the
+            comparison is made from; empty: it is made.
+        slots: The slots of those that had one.
+        why: Which jobs had joined or left.
+        due: Steps of all jobs of the run, in all, at which it takes effect.
+    """
+
+    __pydantic_config__ = STRICT
+
+    deployment: OneLine
+    jobs: list[JobName]
+    steps: dict[JobName, _Count] = dataclasses.field(default_factory=dict)
+    slots: dict[JobName, _Count] = dataclasses.field(default_factory=dict)
+    why: str = ""
+    due: _Count = 0
+
+    def __post_init__(self):
+        """Checks that the jobs are the same ones; see `read_sealed`."""
+        if self.steps and self.steps.keys() != set(self.jobs):
+            raise ValueError("replan.steps has other jobs than replan.jobs.")
+        if not self.slots.keys() <= self.steps.keys():
+            raise ValueError("replan.slots has jobs that replan.steps has not.")
