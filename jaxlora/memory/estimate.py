@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -278,17 +279,36 @@ def _kept_bytes(
         ).jaxpr
     given = set(traced.invars)
     kept = {v for v in traced.outvars if isinstance(v, jax_core.Var)} - given
-    sources = {
-        equation.outvars[0]: equation.invars[0]
-        for equation in traced.eqns
-        if equation.primitive.name == "reshape"
-    }
+    sources = dict(_reshapes(traced))
     same = kept & sources.keys()
     reshaped = {v for v in same if any(sources[v] is other for other in kept)}
     return (
         num_bytes([v.aval for v in kept - reshaped]),
         num_bytes([v.aval for v in reshaped]),
     )
+
+
+def _reshapes(
+    jaxpr: jax_core.Jaxpr,
+) -> Iterator[tuple[jax_core.Var, jax_core.Var]]:
+    """Yields each reshape of an array, and the array, also those of shared layers."""
+    for equation in jaxpr.eqns:
+        match equation.primitive.name:
+            case "reshape":
+                if isinstance(equation.invars[0], jax_core.Var):
+                    yield equation.outvars[0], equation.invars[0]
+            case "jit":
+                inner = equation.params["jaxpr"].jaxpr
+                pairs = zip(inner.outvars, equation.outvars, strict=True)
+                given = zip(inner.invars, equation.invars, strict=True)
+                outer = {
+                    a: b
+                    for a, b in (*given, *pairs)
+                    if isinstance(a, jax_core.Var) and isinstance(b, jax_core.Var)
+                }
+                for new, old in _reshapes(inner):
+                    if new in outer and old in outer:
+                        yield outer[new], outer[old]
 
 
 def _hidden_bytes(spec: DecoderSpec) -> int:

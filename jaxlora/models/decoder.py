@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxlora.data.objectives import NEXT_TOKEN
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.layer import DecoderLayer, Remat, run_layer
+from jaxlora.models.layer import DecoderLayer, Remat, run_whole_layers
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import head_dim, run_sharded_layers
 from jaxlora.models.token_rows import TokenRows
@@ -20,7 +20,7 @@ from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.loss import HeadRows
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import make_final_norm
-from jaxlora.modules.routing import Routing
+from jaxlora.modules.routing import Place, Routing
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding import layerwise
@@ -216,7 +216,11 @@ class Decoder(nnx.Module):
             routing: Slot of each row, and the keys of dropout masks.
         """
         rows = packed_rows(self.config, positions, segment_ids, self.options.lengths)
-        routing = with_shared_inputs(self._linears(), routing)
+        linears: dict[Place, MultiLoraLinear] = {
+            (int(path.split(".")[1]), linear.projection): linear
+            for path, linear in self._linears().items()
+        }
+        routing = with_shared_inputs(linears, routing)
         layers = {i: self.layers[str(i)] for i in self._numbers}
         remat, fsdp = self.options.remat, self.options.fsdp
         if fsdp > 1:
@@ -225,10 +229,7 @@ class Decoder(nnx.Module):
             return run_sharded_layers(
                 layers, self.config, remat, fsdp, base_format, h, rows, routing
             )
-        before = h
-        for layer in layers.values():
-            before, h = h, run_layer(layer, remat, h, rows, routing)
-        return h, before
+        return run_whole_layers(layers, remat, h, rows, routing)
 
     def __call__(
         self,
@@ -251,7 +252,7 @@ class Decoder(nnx.Module):
 
     def keep_norms(self) -> None:
         """Computes the norms of DoRA once, for weights and slots that stay."""
-        for linear in self._linears():
+        for linear in self._linears().values():
             linear.keep_norms(self.options.dtype)
 
     def final_norm(self, h: Float[Array, "U D"]) -> Float[Array, "U D"]:
@@ -259,7 +260,7 @@ class Decoder(nnx.Module):
         assert self.norm is not None
         return self.norm(h)
 
-    def _linears(self) -> list[MultiLoraLinear]:
+    def _linears(self) -> dict[str, MultiLoraLinear]:
         """All linears, by path, which is the order of `SlotSettings`.
 
         In that order, XLA sees that stacking their settings gives `SlotSettings` back.
@@ -269,7 +270,7 @@ class Decoder(nnx.Module):
             for path, module in nnx.iter_modules(self)
             if isinstance(module, MultiLoraLinear)
         }
-        return [linears[path] for path in sorted(linears)]
+        return dict(sorted(linears.items()))
 
     def own_head_rows(self, block_adapter: Int[Array, " NB"]) -> HeadRows | None:
         """Rows of the head that slots train; None: no slot does.
@@ -311,7 +312,7 @@ def _linear(layer, options, slots, adapted, linear: LayerLinear) -> MultiLoraLin
         slots=slots if path in adapted else None,
         use_bias=linear.use_bias,
         dtype=options.dtype,
-        layer=layer,
+        layer=None,
         projection=linear.projection,
         implementation=options.implementation,
         kernel=kernel,

@@ -1,7 +1,7 @@
 """One layer of the decoder."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -127,6 +127,45 @@ def run_layer(
             return _rematerialized(lambda x, h: x.feed_forward(h, routing), layer, h)
         case "layer":
             return _rematerialized(lambda x, h: x(h, rows, routing), layer, h)
+
+
+def run_whole_layers(
+    layers: Mapping[int, DecoderLayer],
+    remat: Remat,
+    h: Float[Array, "U D"],
+    rows: PackedRows,
+    routing: Routing,
+) -> tuple[Float[Array, "U D"], Float[Array, "U D"]]:
+    """Runs layers whose weights are here, not shards of them.
+
+    Layers that differ only in the values of their arrays are traced, differentiated and
+    lowered once. XLA inlines the function that they share.
+
+    Args:
+        layers: The layers, by their numbers in the whole model.
+        remat: Part of each layer that the backward pass recomputes.
+        h: Hidden states before the first of the layers.
+        rows: Attention inputs that all layers share.
+        routing: Slot of each row, and the keys of dropout masks.
+
+    Returns:
+        Hidden states after the last layer, and before it.
+    """
+    # Lengths are sizes of the program, not values; as inputs they would be traced.
+    *arrays, lengths = rows
+
+    def run(graph, state, h, arrays, routing):
+        ropes, segment_ids = arrays
+        rows = PackedRows(ropes, segment_ids, lengths)
+        return run_layer(nnx.merge(graph, state), remat, h, rows, routing)
+
+    if routing.seen is None:  # a function that is traced once cannot add to it
+        run = jax.jit(run, static_argnums=0, inline=True)
+    before = h
+    for number, layer in layers.items():
+        graph, state = nnx.split(layer)
+        before, h = h, run(graph, state, h, arrays, routing.for_layer(number))
+    return h, before
 
 
 def _rematerialized(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxlora.modules.base_param import BaseParam, SlotVariable
 from jaxlora.modules.quantized_kernel import QuantizedKernel, as_dense, make_kernel
-from jaxlora.modules.routing import LinearInput, Routing
+from jaxlora.modules.routing import LinearInput, Place, Routing
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_bias import with_trained_bias
 from jaxlora.modules.trained_tensors import (
@@ -87,7 +87,7 @@ class MultiLoraLinear(nnx.Module):
         slots: SlotShape | None = None,
         use_bias: bool = False,
         dtype: DTypeLike = jnp.bfloat16,
-        layer: int = 0,
+        layer: int | None = 0,
         projection: int = 0,
         implementation: str = "xla",
         kernel: QuantizedWeight | None = None,
@@ -105,7 +105,8 @@ class MultiLoraLinear(nnx.Module):
             slots: Shape of the slot tables; None: a plain frozen linear.
             use_bias: Whether the frozen layer adds a bias.
             dtype: Dtype of kernel, bias and activations.
-            layer: Keys the dropout masks, with `projection`.
+            layer: Keys the dropout masks, with `projection`; None: the routing has
+                their words, see `Routing.for_layer`.
             projection: Keys the dropout masks; differs between layers that share x.
             implementation: Name of the kernel back end in `pallas_kernels.BACKENDS`.
             kernel: Quantized weight, in one of `pallas_kernels.FORMATS`; None: the
@@ -352,7 +353,7 @@ class MultiLoraLinear(nnx.Module):
         return with_trained_bias(y, self.bias[...], table, is_used, blocks)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def place(self) -> Place:
         """Layer and projection, which key the dropout masks."""
         return self.layer, self.projection
 
@@ -362,7 +363,9 @@ class MultiLoraLinear(nnx.Module):
         words, key = routing.words.get(self.place), None
         if words is None:
             assert self.input_parts == 1, "kernels do not know the first feature"
-            key = dropout_keys(*routing.seed_and_step(), *self.place)
+            assert self.layer is not None, "a decoder computes the words"
+            seed, step = routing.seed_and_step()
+            key = dropout_keys(seed, step, self.layer, self.projection)
         return Dropout(key, self.dropout[...], routing.token_index, words)
 
 

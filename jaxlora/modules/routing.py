@@ -3,11 +3,16 @@
 import dataclasses
 import typing
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels import KernelSettings, MaskWords
+
+# Layer and projection of a linear, which key its dropout masks. A decoder's linears do
+# not know their layer: all layers share a trace.
+Place = tuple[int | None, int]
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays
@@ -21,28 +26,30 @@ class Routing:
         token_index: The token's index in its job's global batch; None: no dropout.
         seed: Each slot's job seed; None: no dropout.
         step: Each slot's optimizer step; None: no dropout.
-        words: Random words of the masks, by (layer, projection); see
-            `with_shared_inputs`.
-        settings: Slot settings for the fused kernels, by (layer, projection).
-        seen: Gets the input of each linear, by (layer, projection); None: not wanted.
+        words: Random words of the masks, by place; see `with_shared_inputs`.
+        settings: Slot settings for the fused kernels, by place.
+        seen: Gets the input of each linear, by place; None: not wanted.
     """
 
     block_adapter: Int[Array, " NB"]
     token_index: Int[Array, " T"] | None = None
     seed: Int[Array, " G"] | None = None
     step: Int[Array, " G"] | None = None
-    words: Mapping[tuple[int, int], MaskWords] = dataclasses.field(default_factory=dict)
-    settings: Mapping[tuple[int, int], KernelSettings] = dataclasses.field(
-        default_factory=dict
-    )
-    seen: dict[tuple[int, int], Float[Array, "T K"]] | None = None
+    words: Mapping[Place, MaskWords] = dataclasses.field(default_factory=dict)
+    settings: Mapping[Place, KernelSettings] = dataclasses.field(default_factory=dict)
+    seen: dict[Place, Float[Array, "T K"]] | None = None
 
     def for_layer(self, layer: int) -> "Routing":
-        """Returns the routing without the words and settings of other layers."""
+        """Returns the routing with the words and settings of a decoder's layer alone.
+
+        Their places name no layer, as those of its linears.
+        """
+
+        def own(inputs: Mapping[Place, Any]) -> dict[Place, Any]:
+            return {(None, p): value for (i, p), value in inputs.items() if i == layer}
+
         return dataclasses.replace(
-            self,
-            words={k: v for k, v in self.words.items() if k[0] == layer},
-            settings={k: v for k, v in self.settings.items() if k[0] == layer},
+            self, words=own(self.words), settings=own(self.settings)
         )
 
     def seed_and_step(self) -> tuple[Int[Array, " G"], Int[Array, " G"]]:
@@ -64,12 +71,12 @@ class LinearInput(typing.NamedTuple):
 
     Attributes:
         x: The rows.
-        s: s of linears that take them, by (layer, projection); empty: the linears
-            compute it. See `jaxlora.pallas_kernels.produce`.
+        s: s of linears that take them, by place; empty: the linears compute it. See
+            `jaxlora.pallas_kernels.produce`.
     """
 
     x: Float[Array, "T K"]
-    s: Mapping[tuple[int, int], Float[Array, "T R"]]
+    s: Mapping[Place, Float[Array, "T R"]]
 
     @classmethod
     def of(cls, x: "Float[Array, 'T K'] | LinearInput") -> "LinearInput":

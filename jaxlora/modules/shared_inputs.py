@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.routing import Routing
+from jaxlora.modules.routing import Place, Routing
 from jaxlora.pallas_kernels import (
     MaskWords,
     dropout_keys,
@@ -18,16 +18,23 @@ from jaxlora.pallas_kernels import (
 from jaxlora.sharding.tensor import first_index
 
 
-def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
+def with_shared_inputs(
+    linears: Mapping[Place, MultiLoraLinear], routing: Routing
+) -> Routing:
     """Adds to the routing the inputs that the kernels of all linears can share.
 
     Otherwise each linear would compute its own in small XLA kernels. A decoder would
     have hundreds of these, which take XLA longer to compile than everything else; in
     plain JAX, the random words would be a third of the program.
+
+    Args:
+        linears: The linears of a decoder, by layer and projection.
+        routing: Slot of each row, and the keys of dropout masks.
     """
-    adapted = [linear for linear in linears if linear.slots is not None]
-    if not adapted:
+    found = {place: one for place, one in linears.items() if one.slots is not None}
+    if not found:
         return routing
+    adapted = found.values()
     drops = routing.token_index is not None
     rank = jnp.stack([linear.rank[...] for linear in adapted])
     scaling = jnp.stack([linear.scaling[...] for linear in adapted])
@@ -36,24 +43,23 @@ def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> 
         rank,
         jnp.stack([linear.dropout[...] for linear in adapted]) if drops else None,
     )
-    places = [linear.place for linear in adapted]
     return dataclasses.replace(
         routing,
-        settings=dict(zip(places, settings, strict=True)),
-        words=_mask_words(adapted, routing),
+        settings=dict(zip(found, settings, strict=True)),
+        words=_mask_words(found, routing),
     )
 
 
 def _mask_words(
-    linears: Sequence[MultiLoraLinear], routing: Routing
-) -> dict[tuple[int, int], MaskWords]:
+    linears: Mapping[Place, MultiLoraLinear], routing: Routing
+) -> dict[Place, MaskWords]:
     """Computes the words of the dropout masks, by place."""
     token_index = routing.token_index
     if token_index is None:
         return {}
-    places: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for linear in linears:
-        places[linear.in_features, linear.input_parts].append(linear.place)
+    places: dict[tuple[int, int], list[Place]] = defaultdict(list)
+    for place, linear in linears.items():
+        places[linear.in_features, linear.input_parts].append(place)
     words = {}
     for (num_features, parts), some in places.items():
         layers, projections = np.array(some, np.int32).T[:, :, None]
