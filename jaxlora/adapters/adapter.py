@@ -14,7 +14,8 @@ from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_path
 from jaxlora.models.score import SCORE, SCORE_PATH
-from jaxlora.models.token_rows import ROW_MODULES, ROW_PATHS
+from jaxlora.models.token_rows import ROW_PATHS
+from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -94,12 +95,22 @@ class TokenRowValues:
     """Rows of the embedding, or of the head, that an adapter trains.
 
     Attributes:
-        ids: The token of each row; none occurs twice.
+        ids: The token of each row; none occurs twice. A `range` of all tokens is a
+            whole copy of the module, see `jaxlora.models.whole_tables`.
         rows: The rows, E D, float32.
     """
 
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] | range
     rows: np.ndarray
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole copy of the module."""
+        return isinstance(self.ids, range)
+
+    def path(self, module: str) -> str:
+        """Path of the rows in the slot tables, by the module that they replace."""
+        return (WHOLE_PATHS if self.is_whole else ROW_PATHS)[module]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +132,8 @@ class Adapter:
             `jaxlora.models.score`.
         vera: The matrices of VeRA that all modules share; None: it is not VeRA.
         token_rows: Trained rows, such as those of added tokens, of `embed_tokens`
-            (and of a head that is tied to it) and of an untied `lm_head`.
+            (and of a head that is tied to it) and of an untied `lm_head`; or whole
+            copies of these modules, each by itself.
     """
 
     modules: dict[str, LoraWeights]
@@ -151,9 +163,23 @@ class Adapter:
         )
 
     @property
+    def token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Tokens whose rows of `embed_tokens` and of `lm_head` are trained."""
+        found: dict[str, tuple[int, ...]] = {"embed_tokens": (), "lm_head": ()}
+        for module, values in self.token_rows.items():
+            if not isinstance(values.ids, range):
+                found[module] = values.ids
+        return found
+
+    @property
     def token_indices(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
         """Tokens whose rows are trained, in the form of `trainable_token_indices`."""
-        return row_tokens({m: values.ids for m, values in self.token_rows.items()})
+        return row_tokens(self.token_ids)
+
+    @property
+    def modules_to_save(self) -> tuple[str, ...]:
+        """Names of the modules of which whole copies are trained, sorted."""
+        return tuple(sorted(m for m, v in self.token_rows.items() if v.is_whole))
 
     def limited_to(self, paths: Collection[str]) -> "Adapter":
         """Returns the part of the adapter in some modules, such as those of a stage.
@@ -167,7 +193,11 @@ class Adapter:
             if linear_path(name) in paths
         }
         score = self.score if SCORE in paths else None
-        rows = {m: v for m, v in self.token_rows.items() if ROW_MODULES[m] in paths}
+        rows = {
+            module: values
+            for module, values in self.token_rows.items()
+            if values.path(module).rpartition(".")[0] in paths
+        }
         return dataclasses.replace(self, modules=modules, score=score, token_rows=rows)
 
     def without_spare_ranks(self) -> "Adapter":
@@ -212,7 +242,7 @@ class Adapter:
         if self.score is not None:
             tensors[SCORE_PATH] = self.score
         for module, values in self.token_rows.items():
-            tensors[ROW_PATHS[module]] = values.rows
+            tensors[values.path(module)] = values.rows
         return tensors
 
     def fingerprint(self) -> str:
@@ -270,13 +300,21 @@ class Adapter:
                     f"the adapter has a bias of {name}, and this linear of the base "
                     "model has none. Is it an adapter of another model?"
                 )
-        if "lm_head" in self.token_rows and model.tie_embeddings:
+        by_token = {m: v for m, v in self.token_rows.items() if not v.is_whole}
+        if "lm_head" in by_token and model.tie_embeddings:
             raise AdapterError(
                 "the adapter has rows of lm_head, and the head of the base model is "
                 "tied to its embedding. Use the base with a head of its own that the "
                 "adapter was trained on."
             )
-        for module, values in self.token_rows.items():
+        for module in self.modules_to_save:
+            if (size := len(self.token_rows[module].ids)) != vocab_size:
+                raise AdapterError(
+                    f"the adapter has a whole copy of {module} with {size} tokens, and "
+                    f"the base model has {vocab_size}. Use the base whose embedding "
+                    "has as many, such as the resized one."
+                )
+        for module, values in by_token.items():
             if (largest := max(values.ids)) >= vocab_size:
                 raise AdapterError(
                     f"the adapter has a row of token {largest} in {module}, and the "

@@ -155,12 +155,12 @@ def fresh_score(job: LoraJob, size: int) -> np.ndarray:
 
 
 def blank_rows(
-    token_ids: Mapping[str, tuple[int, ...]], size: int
+    token_ids: Mapping[str, tuple[int, ...] | range], size: int
 ) -> dict[str, TokenRowValues]:
     """Returns the rows of `fresh_rows` as zeros that take no memory.
 
     Args:
-        token_ids: Tokens of `embed_tokens` and of `lm_head`.
+        token_ids: Tokens of `embed_tokens` and of `lm_head`; a `range`: all.
         size: Size of a row.
     """
     return {
@@ -171,18 +171,20 @@ def blank_rows(
 
 
 def fresh_rows(
-    token_ids: Mapping[str, tuple[int, ...]], params: Mapping[str, Any]
+    token_ids: Mapping[str, tuple[int, ...] | range], params: Mapping[str, Any]
 ) -> dict[str, TokenRowValues]:
     """Returns the rows that tokens have in the frozen embedding and head.
 
     Args:
-        token_ids: Tokens of `embed_tokens` and of `lm_head`.
+        token_ids: Tokens of `embed_tokens` and of `lm_head`; a `range`: all.
         params: Frozen weights by path, of which the embedding is V D and the head D V.
+            Without a head, it is tied to the embedding.
     """
     found = {}
     for module, ids in token_ids.items():
         if ids:
-            path, axis = (EMBEDDING, 0) if module == "embed_tokens" else (HEAD, 1)
+            is_head = module == "lm_head" and HEAD in params
+            path, axis = (HEAD, 1) if is_head else (EMBEDDING, 0)
             rows = everywhere(_taken(params[path], np.array(ids, np.int32), axis))
             found[module] = TokenRowValues(ids, np.asarray(rows))
     return found

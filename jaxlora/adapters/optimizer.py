@@ -15,8 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.adapters.division import WHOLE, TableDivision
 from jaxlora.adapters.optimizers.state import (
+    SlotStates,
+    SlotTables,
     States,
     Tables,
+    is_stepped,
     tables_of,
     transformation,
     updated,
@@ -110,12 +113,12 @@ class StepResult:
 
 
 def _adapter_step(
-    tables: tuple[Tables, States],
-    gradients: Tables,
+    tables: tuple[SlotTables, SlotStates],
+    gradients: SlotTables,
     measured: "GradientNorms",
     inputs: OptimizerInputs,
     ranks: dict[str, jax.Array],
-) -> tuple[tuple[Tables, States], StepResult]:
+) -> tuple[tuple[SlotTables, SlotStates], StepResult]:
     """Applies the optimizer of one adapter; `optimizer_step` maps this over the slots.
 
     Every optimizer of the run is computed, and that of the adapter is taken.
@@ -147,14 +150,22 @@ def _adapter_step(
             update = jax.custom_batching.sequential_vmap(update)
         # An optimizer changes its own slots only, so the next one may take its results
         # instead of keeping what was before. They then take memory in turn.
-        weights, own = update(params, state, gradients, clip, inputs, ranks)
+        stepped = [stack for stack in params if is_stepped(name, stack)]
+        old = _only(params, stepped)
+        own_state = {k: _only(tables, stepped) for k, tables in state.items()}
+        own_gradients = _only(gradients, stepped)
+        weights, own = update(old, own_state, own_gradients, clip, inputs, ranks)
         is_own = _chosen(taken, number, inputs) if several else taken
-        params = _select(is_own, weights, params)
+        params = params | _select(is_own, weights, old)
         for kind, stacks in own.items():
             before = {stack: state[kind][stack] for stack in stacks}
             stacks = _select(is_own, stacks, before)
             state = state | {kind: state[kind] | stacks}
     return (params, state), StepResult(norm=norm, is_finite=is_finite)
+
+
+def _only(tables: dict[str, Any], stacks: Sequence[str]) -> dict[str, Any]:
+    return {stack: tables[stack] for stack in stacks if stack in tables}
 
 
 def _by_itself(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,20 +193,20 @@ def _select(condition: Any, new: Any, old: Any) -> Any:
 
 def _updated(
     name: str,
-    params: Tables,
-    state: States,
-    gradients: Tables,
+    params: SlotTables,
+    state: SlotStates,
+    gradients: SlotTables,
     clip: jax.Array,
     inputs: OptimizerInputs,
     ranks: dict[str, jax.Array],
-) -> tuple[Tables, States]:
+) -> tuple[SlotTables, SlotStates]:
     """Returns the weights and the state of one adapter after a step of an optimizer.
 
     Gradients are multiplied by `clip` here, so that no product of all is kept.
     """
     optimizer, settings = OPTIMIZERS[name], inputs.settings[name]
-    weights: Tables = {}
-    own: States = {}
+    weights: SlotTables = {}
+    own: SlotStates = {}
     for stack, weight in params.items():
         tensor = tensor_of(stack).name
         rate = inputs.learning_rate

@@ -10,7 +10,6 @@ from jaxlora.adapters.optimizers.state import Kind, evaluated, own_shapes
 from jaxlora.adapters.optimizers.table import ADAMW, OPTIMIZERS
 from jaxlora.hf.names import linear_path
 from jaxlora.models.score import SCORE_PATH
-from jaxlora.models.token_rows import ROW_PATHS
 from jaxlora.modules.trained_tensors import tensor_paths, unpadded
 
 # The parts of a slot's state that outlast a global batch: the weights, and each state
@@ -36,7 +35,7 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
     score = None if like.score is None else np.array(rows[SCORE_PATH])
     tokens = {
         module: dataclasses.replace(
-            old, rows=np.array(rows[ROW_PATHS[module]][: len(old.ids)])
+            old, rows=np.array(rows[old.path(module)][: len(old.ids)])
         )
         for module, old in like.token_rows.items()
     }

@@ -96,6 +96,7 @@ class SlotTable:
             trains_bias=np.zeros(shape, bool) if spec.slots.trains_bias else None,
             vera=jax.tree.map(_host_zeros, spec.vera_shapes()),
             token_ids=jax.tree.map(_host_zeros, spec.token_id_shapes()),
+            trains_whole=jax.tree.map(_host_zeros, spec.trains_whole_shapes()),
         )
         self._is_vera_new = True
         self._of_base: SlotSettings | None = None
@@ -185,6 +186,9 @@ class SlotTable:
                 self._host_settings.trains_bias[place] = trains_bias
         self._set_vera(slot, adapter)
         for module, tokens in adapter.token_rows.items():
+            if tokens.is_whole:
+                self._host_settings.trains_whole[module][0, slot] = True
+                continue
             ids = self._host_settings.token_ids[module]
             ids[0, slot, : len(tokens.ids)] = tokens.ids
         self._upload_settings()

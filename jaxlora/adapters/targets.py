@@ -107,7 +107,7 @@ def choose_linears(
     Raises:
         ConfigError: A target or an exclusion matches nothing, is not a valid regular
             expression, takes too long to match, or names an embedding or the head,
-            which stay frozen.
+            which have no LoRA.
     """
     where, excluding = targets.where, targets.exclude_modules
     for key in ("target_modules", "exclude_modules"):
@@ -273,8 +273,9 @@ def _check_targets(
     for entry in entries:
         if frozen := _frozen_module(targets, entry, patterns):
             raise ConfigError(
-                f"{where} names {entry!r}, which matches {frozen}. The embedding and "
-                f"the head stay frozen; adapters go on the linears: {', '.join(exist)}."
+                f"{where} names {entry!r}, which matches {frozen}. Adapters go on the "
+                f"linears: {', '.join(exist)}. To train a whole copy of the embedding "
+                "or the head beside them, set modules_to_save."
             )
         if not isinstance(wanted, str):
             _check_entry(where, entry, linear_names, exist)

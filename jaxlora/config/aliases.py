@@ -84,11 +84,7 @@ _OPTIMIZER = (
     "Set optimizer: adamw, adamw_8bit, schedule_free_adamw, lion, sgd, muon or "
     "adafactor."
 )
-_FROZEN = "Leave it out: the embedding, the head, norms and biases stay frozen."
-_WHOLE = (
-    "Leave it out: whole embeddings and heads stay frozen. For added tokens, set "
-    "trainable_token_indices, which trains their rows of the embedding and the head."
-)
+_FROZEN = "Leave it out: norms and biases stay frozen."
 _LOSS_ON = (
     "Set loss_on in data: completion trains on the answers only, last on the last one "
     "of a chat, all on every token."
@@ -201,6 +197,8 @@ OF_JOB = OtherNames(
         "lora_rank": "rank",
         "lora_dropout": "dropout",
         "lora_target_modules": "target_modules",
+        "lora_modules_to_save": "modules_to_save",
+        "additional_target": "modules_to_save",
         "peft_init_lora_weights": "init_lora_weights",
         "peft_loftq_config": "loftq_config",
         "peft_eva_config": "eva_config",
@@ -240,9 +238,11 @@ OF_JOB = OtherNames(
         "evals_per_epoch": "Set eval_every, in optimizer steps.",
         "lora_target": "Set target_modules: a list of suffixes, or all-linear.",
         "lora_target_linear": "Set `target_modules: all-linear`.",
-        "modules_to_save": _WHOLE,
-        "lora_modules_to_save": _WHOLE,
-        "additional_target": _WHOLE,
+        "ensure_weight_tying": "Leave it out: modules_to_save copies embedding and "
+        "head each by itself, and trainable_token_indices train both ends if they are "
+        "tied.",
+        "embedding_learning_rate": "Leave it out: all that an adapter trains has the "
+        "job's learning_rate.",
         "bias": "Set `train_bias: true` for lora_only; other biases stay frozen.",
         "lora_bias": _FROZEN,
         "lora_model_dir": "Set init_from: the PEFT folder to start from.",

@@ -10,7 +10,7 @@ from jaxlora.config.aliases import OF_JOB
 from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.generation_settings import BASE
-from jaxlora.config.rules import OF_A_JOB, row_tokens
+from jaxlora.config.rules import OF_A_JOB, row_tokens, whole_modules
 from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.starts import (
     EVA,
@@ -93,6 +93,8 @@ class LoraJob(StrictModel):
         trainable_token_indices: Tokens whose rows of the embedding are trained, too,
             and of a head that is tied to it; such as added tokens. As a dict, also
             those of a head that is not: `{embed_tokens: [...], lm_head: [...]}`.
+        modules_to_save: Modules of which the adapter trains whole copies, as in PEFT:
+            `embed_tokens`, `lm_head` or both.
         train_bias: Also train the biases of the adapted linears that have one, as
             PEFT's `bias: lora_only`.
         rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
@@ -171,6 +173,7 @@ class LoraJob(StrictModel):
     trainable_token_indices: (
         Indices | dict[Literal["embed_tokens", "lm_head"], Indices]
     ) = ()
+    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
     train_bias: Bool = False
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
@@ -248,6 +251,11 @@ class LoraJob(StrictModel):
     @classmethod
     def _tokens_have_rows(cls, tokens: object) -> object:
         return row_tokens(tokens)
+
+    @pydantic.field_validator("modules_to_save", mode="before")
+    @classmethod
+    def _modules_are_copied_whole(cls, modules: object) -> object:
+        return whole_modules(modules)
 
     @property
     def token_ids(self) -> dict[str, tuple[int, ...]]:

@@ -139,11 +139,12 @@ def row_tokens(tokens: Any) -> Any:
     if tokens is None:
         return ()
     by_module = tokens if isinstance(tokens, dict) else {"embed_tokens": tokens}
-    others = sorted(str(name) for name in by_module.keys() - set(_WITH_ROWS))
+    others = sorted(str(name) for name in by_module.keys() - set(WHOLE_MODULES))
     if others:
         raise ValueError(
-            f"only rows of {' and '.join(_WITH_ROWS)} are trained, not of {others[0]}. "
-            "Give a list of tokens, or {embed_tokens: [...], lm_head: [...]}."
+            f"only rows of {' and '.join(WHOLE_MODULES)} are trained, not of "
+            f"{others[0]}. Give a list of tokens, or "
+            "{embed_tokens: [...], lm_head: [...]}."
         )
     for given in by_module.values():
         counts = collections.Counter(
@@ -151,12 +152,45 @@ def row_tokens(tokens: Any) -> Any:
         )
         if twice := [token for token, num in counts.items() if num > 1]:
             raise ValueError(f"token {twice[0]} occurs twice. Give each token once.")
-    ordered = {m: by_module[m] for m in _WITH_ROWS if by_module.get(m)}
+    ordered = {m: by_module[m] for m in WHOLE_MODULES if by_module.get(m)}
     return ordered if "lm_head" in ordered else by_module.get("embed_tokens") or ()
 
 
-# Modules of which rows are trained.
-_WITH_ROWS = "embed_tokens", "lm_head"
+# Modules of which rows, or whole copies, are trained.
+WHOLE_MODULES = "embed_tokens", "lm_head"
+
+
+def whole_modules(modules: Any) -> Any:
+    """Returns the modules of `modules_to_save`, sorted.
+
+    PEFT takes the end of a module's name, so the whole name is one, too. LLaMA-Factory
+    joins names by commas.
+
+    Raises:
+        ValueError: Another module is named.
+    """
+    if modules is None:
+        return ()
+    given = modules.split(",") if isinstance(modules, str) else modules
+    if not isinstance(given, list | tuple):
+        return modules
+    names = [str(name).strip().removeprefix("model.") for name in given]
+    if others := sorted(set(names) - set(WHOLE_MODULES)):
+        raise ValueError(
+            f"only {' and '.join(WHOLE_MODULES)} are trained as whole copies, not "
+            f"{others[0]}. Leave it out; a reward model has its score head without it."
+        )
+    return tuple(sorted(set(names)))
+
+
+def _modules_are_trained_in_one_way(job: Any) -> tuple[str, str] | None:
+    both = [m for m in job.modules_to_save if job.token_ids[m]]
+    if not both:
+        return None
+    return "modules_to_save", (
+        f"modules_to_save trains all rows of {both[0]}, and trainable_token_indices "
+        "some of them. Keep one."
+    )
 
 
 # Settings of LoRA that VeRA does not have, and their defaults.
@@ -319,6 +353,7 @@ OF_A_JOB: tuple[Rule, ...] = (
     _streams_need_no_totals,
     _schedule_has_its_settings,
     *START_RULES,
+    _modules_are_trained_in_one_way,
     _vera_has_its_settings,
     _layers_are_of_a_list,
 )

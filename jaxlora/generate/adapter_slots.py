@@ -81,13 +81,14 @@ def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:
         ),
         num_token_rows=_most_rows(adapters, "embed_tokens"),
         num_head_rows=_most_rows(adapters, "lm_head"),
+        whole_modules=tuple(sorted({m for a in adapters for m in a.modules_to_save})),
     )
 
 
 def _most_rows(adapters: tuple[Adapter, ...], module: str) -> int:
-    """Returns the largest number of rows of a module that an adapter has."""
+    """Returns the largest number of single rows of a module that an adapter has."""
     found = (adapter.token_rows.get(module) for adapter in adapters)
-    return max(0 if rows is None else len(rows.ids) for rows in found)
+    return max(0 if rows is None or rows.is_whole else len(rows.ids) for rows in found)
 
 
 def _tables(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> Tables:
@@ -120,13 +121,21 @@ def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
         module: np.full(id_shape.shape, -1, np.int32)
         for module, id_shape in spec.token_id_shapes().items()
     }
+    trains_whole = {
+        module: np.zeros(set_shape.shape, np.bool_)
+        for module, set_shape in spec.trains_whole_shapes().items()
+    }
     for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
         for module, rows in adapter.token_rows.items():
-            token_ids[module][0, slot, : len(rows.ids)] = rows.ids
+            if rows.is_whole:
+                trains_whole[module][0, slot] = True
+            else:
+                token_ids[module][0, slot, : len(rows.ids)] = rows.ids
     return SlotSettings(
         scaling=jnp.asarray(scaling),
         dropout=jnp.asarray(dropout),
         rank=jnp.asarray(rank),
         trains_bias=jnp.asarray(trains_bias) if spec.slots.trains_bias else None,
         token_ids=jax.tree.map(jnp.asarray, token_ids),
+        trains_whole=jax.tree.map(jnp.asarray, trains_whole),
     )

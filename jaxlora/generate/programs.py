@@ -23,6 +23,7 @@ from jaxlora.modules.attention import LayerRopes, layer_ropes
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.routing import Routing
 from jaxlora.modules.trained_tensors import tensor_of
+from jaxlora.modules.whole_head import with_whole_logits
 from jaxlora.programs.program import Prepared, Program
 
 MAX_STEPS = 32  # most tokens of each sequence that one call of `decode` generates
@@ -369,13 +370,17 @@ def last_logits(
     """
     last = decoder.final_norm(h.reshape(len(slots), -1, h.shape[1])[:, -1])
     head, transposed = decoder.stored_head(before)
-    return head_logits(
+    cap, whole = decoder.config.logit_softcap, decoder.whole_heads(slots)
+    logits = head_logits(
         last,
         head,
         head_transposed=transposed,
-        logit_softcap=decoder.config.logit_softcap,
+        logit_softcap=cap,
         own=decoder.own_head_rows(slots),
     )
+    if whole is not None:
+        logits = with_whole_logits(logits, last, whole, logit_softcap=cap)
+    return logits
 
 
 def run_layer(

@@ -214,8 +214,11 @@ def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> Decode
 def _first_are_alike(spec: DecoderSpec) -> bool:
     """Whether the first two layers keep as many bytes that no token adds to.
 
-    These are slices of the slot tables. The embedding and the loss keep none.
+    These are slices of the slot tables. The embedding and the loss keep none, unless
+    slots train whole copies.
     """
+    if spec.trains_whole_shapes():
+        return False
 
     def linears(number: int) -> set[tuple[str, str | None]]:
         paths = spec.stage(number, number + 1).adapted

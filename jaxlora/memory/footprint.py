@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.optimizers.state import state_shapes
+from jaxlora.adapters.optimizers.state import is_stepped, state_shapes
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.memory.inputs import batch_shapes
 from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.scheduler import Limits
 
@@ -211,6 +212,23 @@ def _own_bytes(program: jax.stages.Compiled) -> int | None:
     return new + found.temp_size_in_bytes + found.generated_code_size_in_bytes
 
 
+def whole_table_bytes(spec: DecoderSpec) -> int:
+    """Bytes of a backward pass with whole embeddings and heads that slots train.
+
+    There are their gradients, of all slots, before these are added to the pending ones,
+    and of one slot at a time the head in the dtype of the hidden states, and the sum of
+    its gradient.
+    """
+    tables = spec.adapter_shapes()
+    whole = {n: tables[n] for n in WHOLE_PATHS.values() if n in tables}
+    if not whole:
+        return 0
+    assert spec.slots is not None
+    one = spec.config.vocab_size * spec.config.hidden_size
+    head = WHOLE_PATHS["lm_head"] in whole
+    return num_bytes(whole) + head * one * (4 + spec.options.dtype.itemsize)
+
+
 def fixed_bytes(spec: DecoderSpec, use: StageUse) -> int:
     """Bytes of a step that do not depend on T, at the loss or at the optimizer.
 
@@ -226,6 +244,8 @@ def fixed_bytes(spec: DecoderSpec, use: StageUse) -> int:
             at_loss += config.vocab_size * config.hidden_size * itemsize
             # Beside one layer: `gathered_bytes` counts two.
             at_loss -= gathered_bytes(spec, use) - layer_bytes(part.base_shapes())
+    # The head's gradient stays while the layers run, and the embedding's comes last.
+    at_loss += whole_table_bytes(spec)
     return max(at_loss, optimizer_bytes(spec, use))
 
 
@@ -258,7 +278,8 @@ def _stepped_bytes(spec: DecoderSpec, slots: SlotShape, num_tensor: int) -> int:
     that mixes elements takes some copies of a slot's weights on the way. Parts of
     tables are joined for it before the step.
     """
-    num_mixed = sum(OPTIMIZERS[name].mixes_elements for name in slots.optimizers)
+    mixing = [name for name in slots.optimizers if OPTIMIZERS[name].mixes_elements]
+    num_mixed = len(mixing)
     if len(slots.optimizers) == 1 and not num_mixed:
         return 0
     _, shapes = spec.part_shapes(1 if num_mixed else num_tensor)
@@ -267,7 +288,8 @@ def _stepped_bytes(spec: DecoderSpec, slots: SlotShape, num_tensor: int) -> int:
         joined = 2 * num_bytes(shapes) + _state_bytes(spec, shapes)
     weights = num_bytes(shapes)
     states = (num_bytes(state_shapes([name], shapes)) for name in slots.optimizers)
-    on_the_way = num_mixed * _MIXED_COPIES * weights // slots.num_slots
+    mixed = {n: s for n, s in shapes.items() if all(is_stepped(m, n) for m in mixing)}
+    on_the_way = num_mixed * _MIXED_COPIES * num_bytes(mixed) // slots.num_slots
     return joined + weights + max(states) + on_the_way
 
 

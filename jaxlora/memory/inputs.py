@@ -79,6 +79,7 @@ def settings_shapes(spec: DecoderSpec) -> SlotSettings:
     rank: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     is_set: Any = jax.ShapeDtypeStruct(shape, jnp.bool_)
     ids: Any = spec.token_id_shapes()
+    is_whole: Any = spec.trains_whole_shapes()
     return SlotSettings(
         scaling=each,
         dropout=each,
@@ -87,4 +88,5 @@ def settings_shapes(spec: DecoderSpec) -> SlotSettings:
         trains_bias=is_set if spec.slots.trains_bias else None,
         vera=spec.vera_shapes(),
         token_ids=ids,
+        trains_whole=is_whole,
     )

@@ -15,6 +15,7 @@ _KEPT_TOKENS = (
 )
 _PLUGINS = "Plugins of Axolotl do not run here; the kernels are chosen by the device."
 _NOT_FINITE = "A job whose loss is not finite fails by itself."
+_ONE_RATE = "All that an adapter trains has the job's learning_rate."
 _REASONS = {
     "model_type": "The family is read from config.json.",
     "model_config": "The model is that of the checkpoint's config.json.",
@@ -56,7 +57,9 @@ _REASONS = {
     "lora_fan_in_fan_out": "Linears are never transposed here.",
     "lora_target_parameters": "Adapters are on linears; experts are not supported.",
     "quantize_moe_experts": "Mixtures of experts are not supported.",
-    "loraplus_lr_embedding": "The embedding stays frozen.",
+    "loraplus_lr_embedding": "Embeddings have no LoRA here.",
+    "embedding_lr": _ONE_RATE,
+    "embedding_lr_scale": _ONE_RATE,
     "unfrozen_parameters": "The weights of the base stay frozen.",
     "sample_packing_sequentially": "Each optimizer step is packed by itself.",
     "batch_size": "It follows from gradient_accumulation_steps.",

@@ -290,8 +290,24 @@ def take_trainer_rest(migration: Migration, own_reasons: dict[str, str]) -> None
     if given.get("max_grad_norm") == 0:
         migration.job["max_grad_norm"] = migration.take("max_grad_norm") or None
     migration.take_rest(own_reasons)
+    _check_optimizer(migration)
     migration.job.setdefault("seed", 42)
     _check_evaluation(migration)
+
+
+def _check_optimizer(migration: Migration) -> None:
+    """Leaves out an optimizer that cannot train whole modules or rows of tokens."""
+    job = migration.job
+    found = OPTIMIZERS.get(job.get("optimizer", "adamw"))
+    for setting in ("modules_to_save", "trainable_token_indices"):
+        if job.get(setting) and found is not None and found.mixes_elements:
+            del job["optimizer"]
+            job.pop("optimizer_args", None)
+            migration.left_out["optimizer"] = (
+                f"{found.name} cannot be combined with {setting}: AdamW takes its "
+                "place, which may need another learning_rate."
+            )
+            return
 
 
 def _note_epochs_of_evaluation(migration: Migration) -> None:

@@ -22,7 +22,7 @@ _REASONS = {
     "ddp_timeout": reasons.DEVICES,
     "create_new_adapter": "init_from continues the adapter of the folder.",
     "infer_backend": _NO_INFERENCE,
-    "loraplus_lr_embedding": "The embedding stays frozen.",
+    "loraplus_lr_embedding": "Embeddings have no LoRA here.",
 }
 # Settings of training that is more than an adapter, with another loss, or none.
 _OTHER_TRAINING = (

@@ -9,6 +9,7 @@ import pydantic
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.aliases import OF_JOB, OF_RUN
+from jaxlora.config.rules import WHOLE_MODULES
 from jaxlora.errors import ConfigError
 from jaxlora.migrate.reasons import find_reason
 from jaxlora.printable import one_line
@@ -29,12 +30,14 @@ _SAME_NAME = {
     "projection_prng_key",
     "d_initial",
     "trainable_token_indices",
+    "modules_to_save",
     "use_dora",
     "use_rslora",
     "rank_pattern",
     "alpha_pattern",
     "seed",
 }
+_WHOLE = "modules_to_save"
 _NOT_KNOWN = "This key is not known to `jaxlora migrate`."
 
 
@@ -70,6 +73,7 @@ class Migration:
             own_reasons: Why settings of the tool are left out, by their keys. Others
                 have their reason in `reasons` or in `jaxlora.config.aliases`.
         """
+        self._take_whole_modules()
         for key in list(self.given):
             value = self.take(key)
             if value is None or value is False:  # It turns nothing on.
@@ -82,6 +86,24 @@ class Migration:
                 self._put(self.run, ours, key, value)
             else:
                 self.left_out[key] = find_reason(key) or _hint(key) or _NOT_KNOWN
+
+    def _take_whole_modules(self) -> None:
+        """Takes the modules that are trained as whole copies; others are left out."""
+        for key in (k for k in list(self.given) if _same_meaning(k) == _WHOLE):
+            given = self.take(key, ())
+            names = given.split(",") if isinstance(given, str) else given
+            if not isinstance(names, list | tuple):
+                self.left_out[key] = f"{given!r:.80} is no list of modules."
+                continue
+            names = [str(name).strip().removeprefix("model.") for name in names]
+            if own := [name for name in names if name in WHOLE_MODULES]:
+                self._put(self.job, _WHOLE, key, sorted(set(own)))
+            if others := [name for name in names if name not in WHOLE_MODULES]:
+                self.left_out[key] = (
+                    f"{', '.join(others)}: only {' and '.join(WHOLE_MODULES)} are "
+                    "trained as whole copies. The score head of a reward model is "
+                    "trained without this setting."
+                )
 
     def _put(self, place: dict[str, Any], ours: str, key: str, value: Any) -> None:
         if ours in place:

@@ -14,6 +14,7 @@ from jaxlora.models.layer import DecoderLayer, Remat, run_whole_layers
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import head_dim, run_sharded_layers
 from jaxlora.models.token_rows import TokenRows
+from jaxlora.models.whole_tables import WholeTables
 from jaxlora.modules.attention import AttentionImplementation, packed_rows
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.length_classes import SegmentLengths
@@ -23,6 +24,7 @@ from jaxlora.modules.norm import make_final_norm
 from jaxlora.modules.routing import Place, Routing
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.whole_head import WholeHeads
 from jaxlora.sharding import layerwise
 from jaxlora.sharding.tensor import own_indices, scatter_rows
 
@@ -118,6 +120,10 @@ class Decoder(nnx.Module):
             stage, or if no slot has any.
         head_rows: Rows of an untied head that slots train; None except on the last
             stage, or if no slot has any.
+        whole_embedding: Copies of the embedding that slots train; None except on the
+            first stage, or if no slot has one.
+        whole_head: Copies of the head that slots train; None except on the last stage,
+            or if no slot has one.
     """
 
     def __init__(
@@ -172,6 +178,14 @@ class Decoder(nnx.Module):
             of_head = TokenRows(slots.num_slots, slots.num_head_rows, width)
         self.token_rows, self.head_rows = rows, of_head
 
+        def whole(module: str, is_here: bool) -> WholeTables | None:
+            if not is_here or slots is None or module not in slots.whole_modules:
+                return None
+            return WholeTables(slots.num_slots, config.vocab_size, width)
+
+        self.whole_embedding = whole("embed_tokens", is_first)
+        self.whole_head = whole("lm_head", is_last)
+
     def embed(
         self, token_ids: Int[Array, " T"], block_adapter: Int[Array, " NB"]
     ) -> Float[Array, "U D"]:
@@ -195,6 +209,8 @@ class Decoder(nnx.Module):
             h = scatter_rows(jnp.where(is_own[:, None], h, 0), tensor)
         if self.token_rows is not None:
             h = self.token_rows.looked_up(h, token_ids, block_adapter)
+        if self.whole_embedding is not None:
+            h = self.whole_embedding.looked_up(h, token_ids, block_adapter)
         if self.config.family.scales_embedding:
             # The factor is rounded to the dtype, as in transformers.
             h *= jnp.asarray(self.config.hidden_size**0.5, h.dtype)
@@ -282,6 +298,16 @@ class Decoder(nnx.Module):
             return None
         rows = self.token_rows if self.lm_head is None else self.head_rows
         return None if rows is None else rows.of_head(block_adapter)
+
+    def whole_heads(self, block_adapter: Int[Array, " NB"]) -> WholeHeads | None:
+        """Heads that slots train as a whole; None: no slot does.
+
+        Args:
+            block_adapter: Slot of each block of hidden states; -1: none.
+        """
+        if self.whole_head is None:
+            return None
+        return self.whole_head.of_head(block_adapter)
 
     def stored_head(self, before: Float[Array, "T D"]) -> tuple[Array, bool]:
         """The output projection in its stored layout, without a copy; whether V D.

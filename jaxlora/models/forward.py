@@ -21,6 +21,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import SoftLabels, target_nll
 from jaxlora.modules.routing import Routing
+from jaxlora.modules.whole_head import whole_nll
 from jaxlora.sharding.tensor import gather_rows, whole_rows
 
 Base = dict[str, Array]
@@ -119,17 +120,23 @@ def label_nll(
         ],
     )
     head, transposed = decoder.stored_head(before)
-    tensor = decoder.options.tensor
-    return target_nll(
+    labels, cap = _labels(decoder, batch), decoder.config.logit_softcap
+    whole, by_frozen = decoder.whole_heads(batch.block_adapter), is_target
+    if whole is not None:
+        by_frozen = is_target & (whole.slots(len(hidden)) < 0)
+    nll = target_nll(
         hidden,
         head,
-        _labels(decoder, batch),
-        is_target,
+        labels,
+        by_frozen,
         head_transposed=transposed,
-        logit_softcap=decoder.config.logit_softcap,
+        logit_softcap=cap,
         own=decoder.own_head_rows(batch.block_adapter),
-        vocab_parts=tensor,
+        vocab_parts=decoder.options.tensor,
     )
+    if whole is not None:
+        nll += whole_nll(hidden, whole, labels, is_target, logit_softcap=cap)
+    return nll
 
 
 def _labels(decoder: Decoder, batch: PackedBatch) -> Int[Array, " T"] | SoftLabels:

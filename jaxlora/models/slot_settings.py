@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.models.token_rows import ROW_MODULES
+from jaxlora.models.whole_tables import WHOLE_MODULES
 from jaxlora.modules.vera import VeraTables
 
 
@@ -33,6 +34,8 @@ class SlotSettings:
         token_ids: Tokens whose rows a slot trains, by name of the module in which
             these are frozen (`embed_tokens`, `lm_head`); -1: none. A module is absent
             if no slot trains rows of it on this stage.
+        trains_whole: Whether a slot trains a whole copy of a module, by its name, which
+            is absent if no slot does on this stage.
     """
 
     scaling: Float[Array | np.ndarray, "M G"]
@@ -42,6 +45,9 @@ class SlotSettings:
     trains_bias: Bool[Array | np.ndarray, "M G"] | None = None
     vera: VeraTables | None = None
     token_ids: dict[str, Int[Array | np.ndarray, "1 G E"]] = dataclasses.field(
+        default_factory=dict
+    )
+    trains_whole: dict[str, Bool[Array | np.ndarray, "1 G"]] = dataclasses.field(
         default_factory=dict
     )
 
@@ -55,11 +61,13 @@ class SlotSettings:
             f"{path}.{field.name}": values[i]
             for i, path in enumerate(adapted)
             for field in dataclasses.fields(self)
-            if field.name not in ("vera", "token_ids")
+            if field.name not in ("vera", "token_ids", "trains_whole")
             and (values := getattr(self, field.name)) is not None
         }
         for module, ids in self.token_ids.items():
             found[f"{ROW_MODULES[module]}.ids"] = ids[0]
+        for module, is_trained in self.trains_whole.items():
+            found[f"{WHOLE_MODULES[module]}.is_trained"] = is_trained[0]
         if (vera := self.vera) is not None:
             # Slices of them would be kept for the backward pass.
             shared = {"vera_a": vera.a, "vera_b": vera.b, "has_vera": vera.is_used}

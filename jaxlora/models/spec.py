@@ -20,6 +20,7 @@ from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.models.tensor_parallel import part_config, table_axes
 from jaxlora.models.token_rows import ROW_PATHS
+from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
@@ -27,7 +28,7 @@ from jaxlora.modules.vera import VeraTables
 from jaxlora.sharding.layerwise import compiler_options
 
 # Trained tensors that are no part of a linear.
-_OUTSIDE_LINEARS = SCORE_PATH, *ROW_PATHS.values()
+_OUTSIDE_LINEARS = SCORE_PATH, *ROW_PATHS.values(), *WHOLE_PATHS.values()
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
@@ -296,6 +297,17 @@ class DecoderSpec:
             module: jax.ShapeDtypeStruct((1, slots.num_slots, size), np.int32)
             for module, size in sizes.items()
             if size
+        }
+
+    def trains_whole_shapes(self) -> Shapes:
+        """Shapes of `SlotSettings.trains_whole`."""
+        if (slots := self.slots) is None:
+            return {}
+        is_here = {"embed_tokens": self.has_embedding, "lm_head": self.has_head}
+        return {
+            module: jax.ShapeDtypeStruct((1, slots.num_slots), np.bool_)
+            for module in slots.whole_modules
+            if is_here[module]
         }
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

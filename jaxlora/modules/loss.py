@@ -95,16 +95,16 @@ def target_nll(
             numbers for each row are exchanged. Slots cannot train rows then.
     """
     assert own is None or vocab_parts == 1
-    options = _Head(head_transposed, logit_softcap, vocab_parts)
+    options = HeadOptions(head_transposed, logit_softcap, vocab_parts)
     return _target_nll(hidden, head, labels, is_target, own, options)
 
 
-class _Head(NamedTuple):
+class HeadOptions(NamedTuple):
     """The head that makes logits; see `target_nll`."""
 
     transposed: bool
     softcap: float | None
-    parts: int
+    parts: int = 1
 
     def num_logits(self, head: Array) -> int:
         return head.shape[0 if self.transposed else 1]
@@ -116,8 +116,8 @@ def _target_nll(hidden, head, labels, is_target, own, options):
         return (_nll(hidden, head, labels, options, own, *slots)[0],)
 
     rows = hidden, labels, *_slots_of(own, len(hidden))
-    chunk = _chunk_rows(options.num_logits(head), len(hidden))
-    (nll,), place = _over_targets(compute, is_target, *rows, chunk=chunk)
+    chunk = chunk_rows(options.num_logits(head), len(hidden))
+    (nll,), place = over_targets(compute, is_target, *rows, chunk=chunk)
     return jnp.where(is_target, nll[place], 0.0)
 
 
@@ -127,11 +127,11 @@ def _slots_of(own: HeadRows | None, num_rows: int) -> tuple[Array, ...]:
 
 def _forward(hidden, head, labels, is_target, own, options):
     def compute(hidden, labels, *slots):
-        return _nll_and_gradient(hidden, head, labels, options, own, *slots)
+        return nll_and_gradient(hidden, head, labels, options, own, *slots)
 
     rows = hidden, labels, *_slots_of(own, len(hidden))
-    chunk = _chunk_rows(options.num_logits(head), len(hidden))
-    out, place = _over_targets(compute, is_target, *rows, chunk=chunk)
+    chunk = chunk_rows(options.num_logits(head), len(hidden))
+    out, place = over_targets(compute, is_target, *rows, chunk=chunk)
     nll, gradient, *of_own = out
     kept = None if own is None else (hidden, own, *of_own)
     return jnp.where(is_target, nll[place], 0.0), (gradient, place, is_target, kept)
@@ -167,21 +167,19 @@ def _row_gradients(hidden, dlogits, own: HeadRows) -> Float[Array, "G E D"]:
 _target_nll.defvjp(_forward, _backward)
 
 
-def _chunk_rows(vocab_size: int, num_rows: int) -> int:
+def chunk_rows(vocab_size: int, num_rows: int) -> int:
+    """Returns the number of rows whose logits are computed at a time."""
     rows = _MAX_LOGITS_BYTES // (4 * vocab_size)
     rows = max(rows // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
     return min(rows, _MAX_CHUNK, num_rows)
 
 
-def _over_targets(compute, is_target, *rows, chunk: int):
-    """Runs `compute` on the target rows, gathered to the front.
+def gathered_targets(
+    is_target: Bool[Array, " T"], chunk: int
+) -> tuple[Int[Array, "C R"], Int[Array, " T"]]:
+    """Returns the numbers of the target rows in chunks, and each row's place in these.
 
-    All chunks have one shape, so the result for a row does not depend on how many other
-    rows are targets. The last chunk is filled up with row 0. Chunks without a target
-    are skipped.
-
-    Returns:
-        The results of `compute` for the gathered rows, and each row's place in them.
+    The last chunk that has one is filled up with row 0, and so are those after it.
     """
     t = len(is_target)
     # Without the barrier XLA would count again for every value that is gathered.
@@ -191,6 +189,19 @@ def _over_targets(compute, is_target, *rows, chunk: int):
     source = source.at[jnp.where(is_target, place, len(source))].set(
         jnp.arange(t, dtype=jnp.int32), mode="drop"
     )
+    return source.reshape(num_chunks, chunk), place
+
+
+def over_targets(compute, is_target, *rows, chunk: int):
+    """Runs `compute` on the target rows, gathered to the front.
+
+    All chunks have one shape, so the result for a row does not depend on how many other
+    rows are targets. Chunks without a target are skipped.
+
+    Returns:
+        The results of `compute` for the gathered rows, and each row's place in them.
+    """
+    source, place = gathered_targets(is_target, chunk)
     num_targets = is_target.sum()
 
     def compute_rows(taken):
@@ -204,12 +215,12 @@ def _over_targets(compute, is_target, *rows, chunk: int):
         outs = jax.lax.cond(first < num_targets, compute_rows, zeros, taken)
         return first + chunk, outs
 
-    _, outs = jax.lax.scan(step, 0, source.reshape(num_chunks, chunk))
+    _, outs = jax.lax.scan(step, 0, source)
     outs = tuple(out.reshape(-1, *out.shape[2:]) for out in outs)
     return outs, jnp.maximum(place, 0)
 
 
-def _product(x, head, axis: int):
+def product(x: Array, head: Array, axis: int) -> Array:
     """Contracts the features of x with an axis of the head, without a copy of it."""
     dims = (((1,), (axis,)), ((), ()))
     return jax.lax.dot_general(x, head, dims, preferred_element_type=jnp.float32)
@@ -224,7 +235,7 @@ def head_logits(
     own: HeadRows | None = None,
 ) -> Float[Array, "T V"]:
     """Computes the logits of rows, in float32; for the arguments see `target_nll`."""
-    logits = _product(hidden, head, 1 if head_transposed else 0)
+    logits = product(hidden, head, 1 if head_transposed else 0)
     if own is not None:
         logits = _with_own(logits, hidden, own, own.slots(len(hidden)))
     return softcap(logits, logit_softcap)
@@ -234,7 +245,7 @@ def _with_own(logits, hidden, own: HeadRows, slots):
     """Replaces the logits of the tokens of each row's slot."""
     num_slots, num_rows, _ = own.rows.shape
     rows = own.rows.astype(hidden.dtype).reshape(num_slots * num_rows, -1)
-    of_all = _product(hidden, rows, 1).reshape(-1, num_slots, num_rows)
+    of_all = product(hidden, rows, 1).reshape(-1, num_slots, num_rows)
     is_mine = slots[:, None] == jnp.arange(num_slots)
     new = jnp.where(is_mine[:, :, None], of_all, 0.0).sum(axis=1)
     place = _own_places(own, slots, logits.shape[1])
@@ -247,8 +258,8 @@ def _own_places(own: HeadRows, slots, vocab_size: int) -> Int[Array, "T E"]:
     return jnp.where((slots[:, None] >= 0) & (ids >= 0), ids, vocab_size)
 
 
-def _nll(hidden, head, labels, options: _Head, own=None, slots: Any = None):
-    logits = _product(hidden, head, 1 if options.transposed else 0)
+def _nll(hidden, head, labels, options: HeadOptions, own=None, slots: Any = None):
+    logits = product(hidden, head, 1 if options.transposed else 0)
     if own is not None:
         logits = _with_own(logits, hidden, own, slots)
     capped = logits = softcap(logits, options.softcap)
@@ -281,14 +292,39 @@ def _of_all_parts(logits, ids, parts: int):
     return jnp.log(both[:, 0]) + most, both[:, 1:]
 
 
-def _nll_and_gradient(
-    hidden, head, labels, options: _Head, own=None, slots: Any = None
+def nll_and_gradient(
+    hidden, head, labels, options: HeadOptions, own=None, slots: Any = None
 ):
-    """Returns each row's loss and `dlogits head^T`, where dlogits = softmax - one hot.
+    """Returns each row's loss and `dlogits head^T`; see `nll_and_dlogits`.
 
-    With `SoftLabels`, dlogits = scale (softmax times the sum of shares - shares).
-    A soft cap multiplies dlogits by its slope, `1 - (logits / cap)^2`. If slots have
-    rows of their own, the third result is dlogits of the tokens of these.
+    If slots have rows of their own, the third result is dlogits of the tokens of these.
+    """
+    nll, dlogits = nll_and_dlogits(hidden, head, labels, options, own, slots)
+    axis = 0 if options.transposed else 1
+    if own is None:
+        gradient = product(dlogits.astype(head.dtype), head, axis)
+        return nll, gradient.astype(hidden.dtype)
+    place = _own_places(own, slots, dlogits.shape[1])
+    numbers = jnp.arange(len(dlogits))[:, None]
+    of_own = dlogits.at[numbers, place].get(mode="fill", fill_value=0)
+    frozen = dlogits.at[numbers, place].set(0, mode="drop")
+    gradient = product(frozen.astype(head.dtype), head, axis)
+    is_mine = (slots[:, None] == jnp.arange(len(own.rows)))[:, :, None]
+    spread = jnp.where(is_mine, of_own[:, None], 0).reshape(len(dlogits), -1)
+    # 0 times NaN would reach other slots; the loss of the slot itself is NaN.
+    finite = jnp.where(jnp.isfinite(own.rows), own.rows, 0).astype(hidden.dtype)
+    rows = finite.reshape(spread.shape[1], -1)
+    gradient += product(spread.astype(hidden.dtype), rows, 0)
+    return nll, gradient.astype(hidden.dtype), of_own
+
+
+def nll_and_dlogits(
+    hidden, head, labels, options: HeadOptions, own=None, slots: Any = None
+):
+    """Returns each row's loss, and its gradient by the logits, softmax - one hot.
+
+    With `SoftLabels`, it is scale (softmax times the sum of shares - shares). A soft
+    cap multiplies it by its slope, `1 - (logits / cap)^2`.
     """
     nll, logits, log_total = _nll(hidden, head, labels, options, own, slots)
     if isinstance(labels, SoftLabels):
@@ -299,22 +335,7 @@ def _nll_and_gradient(
         dlogits = jnp.exp(logits - log_total[:, None]) - hit
     if options.softcap is not None:
         dlogits *= 1 - (logits / options.softcap) ** 2
-    axis = 0 if options.transposed else 1
-    if own is None:
-        gradient = _product(dlogits.astype(head.dtype), head, axis)
-        return nll, gradient.astype(hidden.dtype)
-    place = _own_places(own, slots, logits.shape[1])
-    numbers = jnp.arange(len(logits))[:, None]
-    of_own = dlogits.at[numbers, place].get(mode="fill", fill_value=0)
-    frozen = dlogits.at[numbers, place].set(0, mode="drop")
-    gradient = _product(frozen.astype(head.dtype), head, axis)
-    is_mine = (slots[:, None] == jnp.arange(len(own.rows)))[:, :, None]
-    spread = jnp.where(is_mine, of_own[:, None], 0).reshape(len(logits), -1)
-    # 0 times NaN would reach other slots; the loss of the slot itself is NaN.
-    finite = jnp.where(jnp.isfinite(own.rows), own.rows, 0).astype(hidden.dtype)
-    rows = finite.reshape(spread.shape[1], -1)
-    gradient += _product(spread.astype(hidden.dtype), rows, 0)
-    return nll, gradient.astype(hidden.dtype), of_own
+    return nll, dlogits
 
 
 def _soft_dlogits(logits, log_total, labels: SoftLabels, parts: int):

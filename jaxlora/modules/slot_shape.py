@@ -30,6 +30,8 @@ class SlotShape:
         has_score: Whether slots have a score head; see `jaxlora.models.score`.
         num_token_rows: Largest number of rows of the embedding that a slot trains.
         num_head_rows: Largest number of rows of an untied head that a slot trains.
+        whole_modules: Modules (`embed_tokens`, `lm_head`) of which slots train whole
+            copies; see `jaxlora.models.whole_tables`.
         has_lora: Whether there are tables for A and B, beside those of VeRA. They are
             as large in slots with VeRA, which do not need them.
 
@@ -47,6 +49,7 @@ class SlotShape:
     has_score: bool = False
     num_token_rows: int = 0
     num_head_rows: int = 0
+    whole_modules: tuple[str, ...] = ()
     has_lora: bool = True
 
     @property

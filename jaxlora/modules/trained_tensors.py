@@ -220,6 +220,11 @@ TOKEN_ROW_WEIGHTS = TrainedTensor(
     start=None,
 )
 
+# A whole copy of the embedding or the head, V D; see `jaxlora.models.whole_tables`.
+WHOLE_TABLE = TrainedTensor(
+    name="table", peft_name="weight", dimensions=("N", "K"), start=None
+)
+
 
 def tensor_of(path: str) -> TrainedTensor:
     """The trained tensor that a path, or the name of a stack of tables, ends in.
@@ -228,7 +233,8 @@ def tensor_of(path: str) -> TrainedTensor:
         ValueError: The path ends in none of the table's names.
     """
     name = path.rpartition(".")[2]
-    for tensor in (*trained_tensors(), SCORE_WEIGHT, TOKEN_ROW_WEIGHTS):
+    outside = SCORE_WEIGHT, TOKEN_ROW_WEIGHTS, WHOLE_TABLE
+    for tensor in (*trained_tensors(), *outside):
         if tensor.name == name:
             return tensor
     raise ValueError(f"{path!r} is no name of a trained tensor.")

@@ -44,7 +44,7 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
             score = fresh_score(prepared.settings, model.config.hidden_size)
         return dataclasses.replace(adapter, score=score, token_rows=rows)
 
-    token_ids, stored = prepared.settings.token_ids, None
+    token_ids, stored = prepared.trained_rows(model.config.vocab_size), None
     if prepared.settings.loftq_bits is not None:
         stored = unquantized_reader(model)
 

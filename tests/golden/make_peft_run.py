@@ -121,8 +121,32 @@ JOBS = {
         "max_grad_norm": 1.0,
         "seed": 8,
     },
+    "i": {
+        "rank": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head"],
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "lr_schedule": "linear",
+        "warmup_steps": 1,
+        "max_grad_norm": 1.0,
+        "seed": 11,
+    },
+    "j": {
+        "rank": 4,
+        "lora_alpha": 8,
+        "target_modules": ["v_proj", "up_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "lr_schedule": "linear",
+        "warmup_steps": 1,
+        "max_grad_norm": 1.0,
+        "seed": 10,
+    },
 }
-TIED = {"g"}
+TIED = {"g", "j"}
 
 
 def save_base() -> None:
@@ -201,6 +225,7 @@ def adapted(job: dict, *, is_tied: bool):
         rank_pattern=job.get("rank_pattern", {}),
         alpha_pattern=job.get("alpha_pattern", {}),
         trainable_token_indices=job.get("trainable_token_indices"),
+        modules_to_save=job.get("modules_to_save"),
     )
     return peft.get_peft_model(base, config)
 
@@ -225,15 +250,16 @@ def optimizer_of(model, job: dict):
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
         {
-            "params": [p for n, p in named if f"_{part}" in n],
+            "params": [p for n, p in named if part in n],
             "lr": job["learning_rate"] * ratio,
         }
         for part, ratio in (
-            ("A", 1.0),
-            ("B", job.get("lora_plus_ratio", 1.0)),
-            ("magnitude_vector", 1.0),
-            ("lambda_", 1.0),
-            ("tokens_delta", 1.0),
+            ("lora_A", 1.0),
+            ("lora_B", job.get("lora_plus_ratio", 1.0)),
+            ("_magnitude_vector", 1.0),
+            ("_lambda_", 1.0),
+            ("_tokens_delta", 1.0),
+            ("modules_to_save", 1.0),
         )
     ]
     optimizer = torch.optim.AdamW(groups, weight_decay=job.get("weight_decay", 0.0))

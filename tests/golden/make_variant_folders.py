@@ -24,7 +24,7 @@ from make_peft_run import VOCAB, save, tie
 OUT = pathlib.Path(__file__).parent / "variant_folders"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NUM_DORA, NUM_VERA, NUM_PISSA, NUM_ROWS, NUM_BIAS = 24, 12, 8, 4, 2
-NUM_HEADS = 3
+NUM_HEADS, NUM_WHOLE = 3, 6
 
 
 def random_settings(draw: random.Random) -> dict:
@@ -194,6 +194,23 @@ def save_rows(name, model, given, settings: dict, ids: list[int], wanted: dict) 
     wanted[f"{name}.merged"] = logits_of(model.merge_and_unload(), tokens)
 
 
+def make_whole(name: str, seed: int, wanted: dict) -> None:
+    """Saves whole copies of embedding and head; the head of odd ones was tied."""
+    torch.manual_seed(seed)
+    modules = (["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"])[seed % 3]
+    model = base()
+    if seed % 2:
+        tie(model)
+    settings = random_settings(random.Random(seed)) | {"use_dora": seed % 4 == 0}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", modules_to_save=modules, **settings)
+    model = peft.get_peft_model(model, config)
+    for key, weight in model.named_parameters():
+        if "lora_B" in key or "modules_to_save" in key:
+            torch.nn.init.normal_(weight, std=0.2)
+    save(model, OUT / name)
+    record(name, model, wanted)
+
+
 if __name__ == "__main__":
     shutil.rmtree(OUT, ignore_errors=True)
     wanted: dict[str, np.ndarray] = {}
@@ -209,6 +226,8 @@ if __name__ == "__main__":
         make_bias(f"bias{number:02}", 400 + number, wanted)
     for number in range(NUM_HEADS):
         make_head_rows(f"heads{number:02}", 500 + number, wanted)
+    for number in range(NUM_WHOLE):
+        make_whole(f"whole{number:02}", 600 + number, wanted)
     np.savez_compressed(OUT / "wanted.npz", **wanted)
     for file in OUT.rglob("*.safetensors"):
         file.chmod(0o644)

@@ -18,6 +18,7 @@ VALUES = {
     "rank": 3,
     "dropout": 0.25,
     "target_modules": ("q_proj",),
+    "modules_to_save": ("lm_head",),
     "use_rslora": True,
     "use_dora": True,
     "init_lora_weights": "gaussian",
@@ -119,7 +120,6 @@ def test_a_setting_that_has_to_be_converted():
         ({"completion_only_loss": None}, r"Leave it out\.$"),
         ({"gradient_checkpointing": False}, r"Leave it out: nothing is recomputed"),
         ({"packing": False}, r"Leave it out: samples are always packed"),
-        ({"modules_to_save": None}, r"Leave it out: whole embeddings and heads"),
     ],
 )
 def test_hints_answer_the_value(setting, hint):

@@ -90,8 +90,10 @@ def export_gguf(
 
 def _check_plain(adapter: Adapter, folder: pathlib.Path) -> None:
     more = [setting for setting in tensor_settings() if adapter.is_set(setting)]
-    if adapter.token_rows:
+    if adapter.token_indices:
         more.append("trainable_token_indices")
+    if adapter.modules_to_save:
+        more.append("modules_to_save")
     if adapter.base_format is not None:
         raise AdapterError(
             f"{folder} is relative to a base in {adapter.base_format} (LoftQ), which "

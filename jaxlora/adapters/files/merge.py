@@ -25,6 +25,7 @@ _DTYPES = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def merge_adapter(
@@ -39,9 +40,10 @@ def merge_adapter(
 
     With DoRA, each column of the sum is scaled to the length of its magnitude. Trained
     rows of tokens replace those of the embedding, and of a head that is tied to it;
-    trained biases replace those of their linears. An adapter that started from the
-    error of a quantized base (LoftQ) is merged into the weights that it adapts as they
-    are after quantizing.
+    trained biases replace those of their linears. Whole copies replace embedding and
+    head each by itself, so a tied base becomes one with a head of its own. An adapter
+    that started from the error of a quantized base (LoftQ) is merged into the weights
+    that it adapts as they are after quantizing.
 
     It computes in float32 and rounds once. Tensors are streamed: the host never holds
     more than one shard. Quantized linears are dequantized, also those without an
@@ -76,6 +78,8 @@ def merge_adapter(
     config_json = checkpoint.config_json
     if dtype is not None:
         config_json = checkpoint.dense_config(dtype)
+    if adapter.modules_to_save:
+        config_json = {**config_json, "tie_word_embeddings": False}
     tensors = _merged(checkpoint, adapter, None if dtype is None else _DTYPES[dtype])
     extra = tokenizer_files(checkpoint.folder)
     return save_checkpoint(out_folder, tensors, config_json, extra)
@@ -86,12 +90,14 @@ def _merged(
 ) -> Iterator[tuple[str, np.ndarray]]:
     of_embedding = adapter.token_rows.get("embed_tokens")
     of_head = adapter.token_rows.get("lm_head")
-    if checkpoint.config.tie_embeddings:
+    unties = checkpoint.config.tie_embeddings and bool(adapter.modules_to_save)
+    if checkpoint.config.tie_embeddings and not unties:
         of_head = of_embedding
-    rows = {"model.embed_tokens.weight": of_embedding, "lm_head.weight": of_head}
-    for name, array in checkpoint.dense_tensors():
+    rows = {_EMBEDDING: of_embedding, _HEAD: of_head}
+    for name, array in _with_head(checkpoint) if unties else checkpoint.dense_tensors():
         wanted = array.dtype if dtype is None else dtype
-        where = f"{checkpoint.files[name].path}: {name}"
+        file = checkpoint.files.get(name) or checkpoint.files[_EMBEDDING]
+        where = f"{file.path}: {name}"
         check_finite(array, where, ModelError, wanted)
         weights = adapter.modules.get(name.removesuffix(".weight"))
         if weights is not None:
@@ -110,6 +116,14 @@ def _merged(
             array = array.astype(np.float32)
             array[list(own_rows.ids)] = own_rows.rows
         yield name, array.astype(wanted, copy=False)
+
+
+def _with_head(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors with a head of its own, as which the embedding begins."""
+    for name, array in checkpoint.dense_tensors():
+        yield name, array
+        if name == _EMBEDDING and _HEAD not in checkpoint.files:
+            yield _HEAD, array
 
 
 def _quantized(

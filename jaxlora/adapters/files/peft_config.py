@@ -10,6 +10,7 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
 from jaxlora.models.score import SCORE
+from jaxlora.models.whole_tables import WHOLE_MODULES
 from jaxlora.modules.trained_tensors import tensor_settings
 
 # Settings that are read below, or checked against the weights.
@@ -86,21 +87,30 @@ def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
     _check_values(path, config)
     config["train_bias"] = config.get("bias") == "lora_only"
     known = {*_READ, *_HARMLESS, *tensor_settings(), "trainable_token_indices"}
-    if set(config.get("modules_to_save") or ()) <= {SCORE, "classifier"}:
-        known.add("modules_to_save")  # PEFT adds both to a sequence classifier
+    config["modules_to_save"] = _whole_modules(path, config.get("modules_to_save"))
+    known.add("modules_to_save")
     for key, value in config.items():
         if key not in known and value not in (None, False, [], {}):
-            cure = ""
-            if key == "modules_to_save":
-                cure = (
-                    " Merge the adapter into its base with peft; or train the rows of "
-                    "the tokens that matter, by trainable_token_indices."
-                )
             raise AdapterError(
                 f"{path} sets {key}={shown(value)}, which is not supported and may "
-                f"change what the adapter computes.{cure}"
+                "change what the adapter computes. Merge it into its base with peft."
             )
     return config
+
+
+def _whole_modules(path: pathlib.Path, given: Any) -> list[str]:
+    """Returns the modules of which the folder has whole copies, but no score head."""
+    names = given or []
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        # PEFT adds both to a sequence classifier.
+        modules = {n.removeprefix("model.") for n in names} - {SCORE, "classifier"}
+        if modules <= WHOLE_MODULES.keys():
+            return sorted(modules)
+    raise AdapterError(
+        f"{path} sets modules_to_save={shown(given)}; only whole copies of "
+        f"{' and '.join(WHOLE_MODULES)} are read. Merge the adapter into its base with "
+        "peft."
+    )
 
 
 def _check_values(path: pathlib.Path, config: Mapping[str, Any]) -> None:

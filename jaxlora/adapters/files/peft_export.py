@@ -25,6 +25,7 @@ from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     TOKEN_ROW_WEIGHTS,
+    WHOLE_TABLE,
     tensor_settings,
 )
 
@@ -36,6 +37,10 @@ _TOKEN_ADAPTER = TOKEN_ROW_WEIGHTS.peft_name
 TOKEN_ROW_KEYS = {
     "embed_tokens": f"{PREFIX}model.embed_tokens.{_TOKEN_ADAPTER}",
     "lm_head": f"{PREFIX}lm_head.{_TOKEN_ADAPTER}",
+}
+WHOLE_KEYS = {
+    "embed_tokens": f"{PREFIX}model.embed_tokens.{WHOLE_TABLE.peft_name}",
+    "lm_head": f"{PREFIX}lm_head.{WHOLE_TABLE.peft_name}",
 }
 
 
@@ -85,7 +90,8 @@ def export_peft(
         for matrix, name in ((adapter.vera.a, "vera_A"), (adapter.vera.b, "vera_B")):
             tensors[f"base_model.{name}"] = np.ascontiguousarray(matrix.T, np.float32)
     for module, values in adapter.token_rows.items():
-        tensors[TOKEN_ROW_KEYS[module]] = values.rows.astype(np.float32)
+        keys = WHOLE_KEYS if values.is_whole else TOKEN_ROW_KEYS
+        tensors[keys[module]] = values.rows.astype(np.float32)
     if adapter.score is not None:
         tensors[f"{PREFIX}{SCORE_PATH}"] = adapter.score[None].astype(np.float32)
     scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
@@ -122,7 +128,7 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
     # PEFT has a kind of its own for VeRA, and another word for biases.
     del given["use_vera"]
     given["bias"] = "lora_only" if given.pop("train_bias") else "none"
-    if adapter.token_rows:
+    if adapter.token_indices:
         given["trainable_token_indices"] = adapter.token_indices
     if (bits := adapter.loftq_bits) is not None:
         # PEFT ignores it beside another start, and so does not quantize again.
@@ -162,6 +168,7 @@ def _vera_config(
 def _common_config(
     adapter: Adapter, base: BaseName, linear_names: Sequence[str]
 ) -> dict[str, Any]:
+    score = [] if adapter.score is None else [SCORE]
     return {
         "auto_mapping": None,
         "base_model_name_or_path": base.name,
@@ -170,7 +177,7 @@ def _common_config(
         "inference_mode": True,
         "layers_pattern": None,
         "layers_to_transform": None,
-        "modules_to_save": None if adapter.score is None else [SCORE],
+        "modules_to_save": [*adapter.modules_to_save, *score] or None,
         "revision": base.revision,
         "target_modules": _target_modules(list(adapter.modules), linear_names),
         "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",

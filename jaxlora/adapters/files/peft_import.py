@@ -14,6 +14,7 @@ from jaxlora.adapters.files.peft_export import (
     PREFIX,
     TOKEN_ROW_KEYS,
     WEIGHTS_FILE,
+    WHOLE_KEYS,
 )
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.adapters.vera import VeraMatrices
@@ -117,7 +118,7 @@ def _token_rows(
         raise AdapterError(f"{path}, trainable_token_indices: {error}") from None
     by_module = tokens if isinstance(tokens, dict) else {"embed_tokens": tokens}
     size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
-    found = {}
+    found = _whole(folder, config, others, size)
     for module, key in TOKEN_ROW_KEYS.items():
         ids, rows = by_module.get(module, ()), others.get(key)
         is_list = isinstance(ids, list | tuple)
@@ -128,6 +129,11 @@ def _token_rows(
             )
         if rows is None and not ids:
             continue
+        if module in found:
+            raise AdapterError(
+                f"{path} has {module} in modules_to_save and in trainable_token_indices"
+                "; the adapter can have only one of them. Correct the file."
+            )
         if rows is None or rows.shape != (len(ids), size):
             there = "lacks it" if rows is None else f"has {list(rows.shape)}"
             raise AdapterError(
@@ -136,6 +142,35 @@ def _token_rows(
                 f"{there}. Is it an adapter of another model?"
             )
         found[module] = TokenRowValues(tuple(ids), rows.astype(np.float32))
+    return found
+
+
+def _whole(
+    folder: pathlib.Path,
+    config: Mapping[str, Any],
+    others: Mapping[str, np.ndarray],
+    size: int,
+) -> dict[str, TokenRowValues]:
+    """Returns the whole copies, whose number of tokens `Adapter.check_base` checks."""
+    found = {}
+    for module, key in WHOLE_KEYS.items():
+        table, is_named = others.get(key), module in config["modules_to_save"]
+        if is_named != (table is not None):
+            has, lacks = (CONFIG_FILE, WEIGHTS_FILE)[:: 1 if is_named else -1]
+            raise AdapterError(
+                f"{folder}: {has} has a whole copy of {module}, and {lacks} does not "
+                "(modules_to_save and the weights must agree). Save it again with peft."
+            )
+        if table is None:
+            continue
+        if table.ndim != 2 or table.shape[1] != size:
+            raise AdapterError(
+                f"{folder}: {key} has shape {list(table.shape)}, and the hidden states "
+                f"of the base model have {size} features. Is it an adapter of another "
+                "model?"
+            )
+        rows = table.astype(np.float32)
+        found[module] = TokenRowValues(range(len(rows)), rows)
     return found
 
 
@@ -186,8 +221,8 @@ def _read_tensors(
     """Reads the trained tensors of each module, as PEFT stores and names them.
 
     Returns:
-        The tensors, the score head if there is one, and those outside modules by key:
-        the matrices of VeRA, and rows of tokens.
+        The tensors, the score head if there is one, and those outside linears by key:
+        the matrices of VeRA, rows of tokens, and whole embeddings and heads.
     """
     path = folder / WEIGHTS_FILE
     has_pickle = os.path.lexists(folder / "adapter_model.bin")
@@ -202,7 +237,8 @@ def _read_tensors(
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
     score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
-    names = arrays.keys() & {_VERA_A, _VERA_B, *TOKEN_ROW_KEYS.values()}
+    outside = {*TOKEN_ROW_KEYS.values(), *WHOLE_KEYS.values()}
+    names = arrays.keys() & {_VERA_A, _VERA_B, *outside}
     others = {name: arrays.pop(name) for name in names}
     modules: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():

@@ -18,7 +18,7 @@ import optax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer
-from jaxlora.modules.trained_tensors import tensor_of
+from jaxlora.modules.trained_tensors import TOKEN_ROW_WEIGHTS, WHOLE_TABLE, tensor_of
 
 # A name of tables that outlast a global batch: of the weights, or of a state tensor.
 Kind = str
@@ -26,7 +26,9 @@ Shape = tuple[int, ...]
 
 Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stacks.py
 States = dict[Kind, dict[str, Shaped[Array, "G ..."]]]  # of those stacks that have it
-Rows = dict[str, Float[Array, "L ..."]]  # of one slot, by name of the stack
+# Of one slot. Stacks differ in L, so no axis has a name.
+SlotTables = dict[str, Float[Array, "..."]]
+SlotStates = dict[Kind, dict[str, Shaped[Array, "..."]]]
 
 _COUNT = "count"
 
@@ -125,6 +127,20 @@ def _key(key: Any) -> str:
     return next(str(one) for one in found if one is not None)
 
 
+def is_stepped(optimizer: str, name: str) -> bool:
+    """Whether an optimizer steps a trained tensor.
+
+    Rows of tokens and whole embeddings are no matrices that features pass through, and
+    jobs cannot have them with an optimizer that combines elements of a matrix.
+
+    Args:
+        optimizer: Name of the optimizer.
+        name: A path or stack that ends in the name of the tensor.
+    """
+    is_outside = tensor_of(name) in (TOKEN_ROW_WEIGHTS, WHOLE_TABLE)
+    return not (is_outside and OPTIMIZERS[optimizer].mixes_elements)
+
+
 def state_tensors(
     optimizer: Optimizer, tensor: str, shape: Shape
 ) -> tuple[StateTensor, ...]:
@@ -152,6 +168,8 @@ def state_shapes(
     found: dict[Kind, dict[str, jax.ShapeDtypeStruct]] = {}
     for optimizer in optimizers:
         for name, table in shapes.items():
+            if not is_stepped(optimizer, name):
+                continue
             before, own = table.shape[:axes], table.shape[axes:]
             for leaf in state_tensors(OPTIMIZERS[optimizer], name, own):
                 shape = jax.ShapeDtypeStruct((*before, *leaf.shape), leaf.dtype)
@@ -240,7 +258,7 @@ def evaluated(optimizer: str, path: str, weight: Any, state: Mapping[Kind, Any])
 
 
 def tables_of(
-    optimizer: str, stack: str, shape: tuple[int, ...], state: States
+    optimizer: str, stack: str, shape: tuple[int, ...], state: SlotStates
 ) -> dict[Kind, jax.Array]:
     """Returns the tables of an optimizer for a stack, by kind."""
     tensors = state_tensors(OPTIMIZERS[optimizer], stack, shape)
@@ -248,8 +266,8 @@ def tables_of(
 
 
 def started(
-    rows: Rows, optimizer: Int[Array, ""], optimizers: Sequence[str]
-) -> dict[Kind, dict[str, Shaped[Array, "L ..."]]]:
+    rows: SlotTables, optimizer: Int[Array, ""], optimizers: Sequence[str]
+) -> SlotStates:
     """Returns the state of a slot whose job begins; zero where it has none.
 
     Args:
@@ -260,6 +278,8 @@ def started(
     found: dict[Kind, dict[str, jax.Array]] = {}
     for number, name in enumerate(optimizers):
         for stack, weights in rows.items():
+            if not is_stepped(name, stack):
+                continue
             start = functools.partial(
                 initial_state, OPTIMIZERS[name], tensor_of(stack).name
             )
@@ -289,6 +309,9 @@ def evaluation_weights(
             continue
         new = {}
         for stack, weights in params.items():
+            if not is_stepped(name, stack):
+                new[stack] = weights
+                continue
             kept = tables_of(name, stack, weights.shape[2:], state)
             one = functools.partial(evaluated, name, stack)
             found = jax.vmap(jax.vmap(one))(weights, kept)

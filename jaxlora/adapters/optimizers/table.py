@@ -300,12 +300,13 @@ def _check_combines(job: LoraJob, found: Optimizer) -> None:
             "them for a part of a matrix. Set `optimizer: adamw`, lion, sgd or "
             "schedule_free_adamw, or choose another start."
         )
-    if job.trainable_token_indices and found.mixes_elements:
-        raise ConfigError(
-            f"trainable_token_indices cannot be combined with {found.name}, which "
-            "takes a matrix as a whole: the rows of tokens are none. Set "
-            "`optimizer: adamw`, lion, sgd or schedule_free_adamw."
-        )
+    for setting in ("trainable_token_indices", "modules_to_save"):
+        if getattr(job, setting) and found.mixes_elements:
+            raise ConfigError(
+                f"{setting} cannot be combined with {found.name}, which combines "
+                "elements of a matrix: the rows of tokens are none. Set "
+                "`optimizer: adamw`, lion, sgd or schedule_free_adamw."
+            )
 
 
 def _check_args(job: LoraJob, optimizer: Optimizer) -> None:

@@ -46,6 +46,7 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     """
     shapes = linear_shapes(model)
     _check_tokens(job, model)
+    _check_whole(job, model)
     if job.init_from is None:
         modules = resolve_targets(job, tuple(shapes))
         check_ranks(job, modules, shapes)
@@ -98,6 +99,30 @@ def _check_tokens(job: LoraJob, model: ModelConfig) -> None:
         )
 
 
+def _check_whole(job: LoraJob, model: ModelConfig) -> None:
+    whole = job.modules_to_save
+    if "lm_head" in whole and find_objective(job.objective).has_score:
+        raise ConfigError(
+            f"job {job.name!r}: modules_to_save has lm_head, which objective "
+            f"{job.objective} does not use. Leave it out."
+        )
+    if not (whole and model.tie_embeddings):
+        return
+    if job.trainable_token_indices:
+        raise ConfigError(
+            f"job {job.name!r}: the head of this base is tied to its embedding, so "
+            "trainable_token_indices train rows of both, and modules_to_save copies "
+            f"{whole[0]} alone. Keep one of the two settings."
+        )
+    logger.info(
+        "job %r: the head of this base is tied to its embedding, and modules_to_save "
+        "copies each by itself, as in PEFT: %s trained, and the merged model has a "
+        "head of its own.",
+        job.name,
+        f"only {whole[0]} is" if len(whole) == 1 else "both are",
+    )
+
+
 def _check_stated_settings(
     job: LoraJob, start: Adapter, linear_names: Sequence[str]
 ) -> None:
@@ -116,6 +141,8 @@ def _check_stated_settings(
     if job.trainable_token_indices != ids:
         shown = ids if isinstance(ids, dict) else list(ids)
         differences.append(f"has trainable_token_indices={shown}")
+    if job.modules_to_save != start.modules_to_save:
+        differences.append(f"has modules_to_save={list(start.modules_to_save)}")
     key = None if start.vera is None else start.vera.key
     if "projection_prng_key" in stated and key not in (None, job.projection_prng_key):
         differences.append(f"has projection_prng_key={key}")

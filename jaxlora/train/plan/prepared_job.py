@@ -218,8 +218,12 @@ class PreparedJob:
         """Tokens whose rows of `embed_tokens` and of `lm_head` the job trains."""
         if self.start is None:
             return self.settings.token_ids
-        given = {module: rows.ids for module, rows in self.start.token_rows.items()}
-        return {"embed_tokens": (), "lm_head": ()} | given
+        return self.start.token_ids
+
+    def trained_rows(self, vocab_size: int) -> dict[str, tuple[int, ...] | range]:
+        """Returns the tokens of `token_ids`, and all tokens of whole modules."""
+        whole = dict.fromkeys(self.settings.modules_to_save, range(vocab_size))
+        return self.token_ids | whole
 
     def lengths(self, step: int) -> list[int]:
         """Returns the tokens of each group of an optimizer step's global batch."""
@@ -283,7 +287,7 @@ def _read_job(
                 for line in data.summaries()
             ),
             *_notes_on_positions(job.name, _lengths(train, held_out), model),
-            _note_on_modules(job.name, chosen.modules),
+            _note_on_modules(job, chosen.modules),
         ),
     )
     if prepared.runs_reference:
@@ -352,13 +356,13 @@ def _note_on_reference(job: PreparedJob) -> Note:
     )
 
 
-def _note_on_modules(name: str, modules: Mapping[str, ModuleLora]) -> Note:
+def _note_on_modules(job: LoraJob, modules: Mapping[str, ModuleLora]) -> Note:
     ranks = "/".join(map(str, sorted({module.rank for module in modules.values()})))
     kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules)
-    return Note(
-        f"rank {ranks} on {counted(len(modules), 'module')}: {', '.join(kinds)}",
-        job=name,
-    )
+    text = f"rank {ranks} on {counted(len(modules), 'module')}: {', '.join(kinds)}"
+    if job.modules_to_save:
+        text += f"; whole copies of {' and '.join(job.modules_to_save)}"
+    return Note(text, job=job.name)
 
 
 def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray:

@@ -201,6 +201,7 @@ def _check_adapters(
         given = [name for name in _WHOLE if job.is_set(name)]
         has_rows = any(job.token_ids.values())
         given += ["trainable_token_indices"] if has_rows else []
+        given += ["modules_to_save"] if job.settings.modules_to_save else []
         if tensor > 1 and given:
             cure = f"a mesh without it, not {sizes}"
             if config.replica_shapes:

@@ -104,6 +104,9 @@ def _slot_shape(config: RunConfig, jobs: Sequence[PreparedJob]) -> SlotShape:
         has_score=any(job.objective.has_score for job in jobs),
         num_token_rows=max(len(job.token_ids["embed_tokens"]) for job in jobs),
         num_head_rows=max(len(job.token_ids["lm_head"]) for job in jobs),
+        whole_modules=tuple(
+            sorted({m for j in config.jobs for m in j.modules_to_save})
+        ),
         has_lora=not all(job.use_vera for job in config.jobs),
     )
 
@@ -185,6 +188,13 @@ def _check_tables(prepared: PreparedJob, spec: DecoderSpec) -> None:
                 f"job {name!r} has {num} trainable_token_indices of {module}, and the "
                 f"slots of this run hold {size}. Start the run with a job that has as "
                 "many."
+            )
+    for module in prepared.settings.modules_to_save:
+        if module not in spec.slots.whole_modules:
+            raise ConfigError(
+                f"job {name!r} has modules_to_save, and the slots of this run were "
+                f"made without whole copies of {module}. Start the run with a job that "
+                "has them, or train this one in another run."
             )
     if not (prepared.is_set("use_vera") or spec.slots.has_lora):
         raise ConfigError(

@@ -20,7 +20,8 @@ from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.common.atomic import make_folder
 from jaxlora.errors import CheckpointError
 from jaxlora.run.identity import RunIdentity, check_same_run
-from jaxlora.run.saved_run import SavedCheckpoint, SavedRun, SavedTensors, sealed
+from jaxlora.run.saved_adapter import SavedTensors
+from jaxlora.run.saved_run import SavedCheckpoint, SavedRun, sealed
 from jaxlora.train.saved.read_checkpoint import (
     FORMAT,
     ITEM,

@@ -15,8 +15,9 @@ from jaxlora.hf.names import linear_names
 from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_adapter import SavedAdapter
 from jaxlora.run.saved_replan import SavedReplan
-from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
+from jaxlora.run.saved_run import SavedRequests, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.train.job_state import JobState
@@ -154,7 +155,7 @@ def _check_not_extended(
 
 def _saved_adapter(job: JobState) -> SavedAdapter:
     vera = job.like.vera
-    ids = {module: list(rows.ids) for module, rows in job.like.token_rows.items()}
+    ids = job.like.token_ids
     return SavedAdapter(
         modules={
             name: (weights.rank, weights.lora_alpha)
@@ -164,8 +165,9 @@ def _saved_adapter(job: JobState) -> SavedAdapter:
         dropout=job.like.dropout,
         keep_best=job.settings.keep_best,
         has_score=job.like.score is not None,
-        token_ids=ids.get("embed_tokens", []),
-        head_token_ids=ids.get("lm_head", []),
+        token_ids=list(ids["embed_tokens"]),
+        head_token_ids=list(ids["lm_head"]),
+        modules_to_save=list(job.like.modules_to_save),
         vera=None if vera is None else dataclasses.astuple(vera),
         loftq_bits=job.like.loftq_bits,
         has_spare_ranks=job.like.has_spare_ranks,

@@ -33,6 +33,7 @@ from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.modules.whole_head import with_whole_logits
 from jaxlora.train.execute.step import CompiledSteps
 from tests.golden_base import biased, tied
 from tests.oracle import relative_error
@@ -63,7 +64,7 @@ def bases(tmp_path_factory) -> dict[str, pathlib.Path]:
 
 def base_of(name: str) -> str:
     """The base model of a golden adapter."""
-    if name in ("rows01", "rows03"):
+    if name in ("rows01", "rows03", "whole01", "whole03", "whole05"):
         return "tied"
     return "biased" if name.startswith("bias") else "plain"
 
@@ -82,6 +83,7 @@ def logits_of(model, adapters) -> dict[str, np.ndarray]:
         settings=tensor_settings(),
         num_token_rows=6,
         num_head_rows=6,
+        whole_modules=("embed_tokens", "lm_head"),
     )
     paths = {
         linear_path(name) for adapter in adapters.values() for name in adapter.modules
@@ -107,8 +109,9 @@ def logits_of(model, adapters) -> dict[str, np.ndarray]:
         routing = Routing(block_adapter=blocks)
         hidden = decoder(*map(jnp.asarray, (tokens, positions, segments)), routing)
         head, transposed = decoder.stored_head(hidden)
-        own = decoder.own_head_rows(blocks)
-        return head_logits(hidden, head, head_transposed=transposed, own=own)
+        own, whole = decoder.own_head_rows(blocks), decoder.whole_heads(blocks)
+        logits = head_logits(hidden, head, head_transposed=transposed, own=own)
+        return with_whole_logits(logits, hidden, whole)
 
     out = np.asarray(run(model.params, table.state.params, table.settings))
     return dict(zip(adapters, np.split(out, len(adapters)), strict=True))
@@ -151,6 +154,7 @@ def test_the_same_settings_select_the_same_linears(model, adapters):
     same = "lora_alpha", "use_rslora", "target_modules", "rank_pattern"
     same = *same, "alpha_pattern", "layers_to_transform", "r", "use_dora"
     same = *same, "projection_prng_key", "d_initial", "trainable_token_indices"
+    same = *same, "modules_to_save"
     num_with_layers = 0
     for name, adapter in adapters.items():
         path = GOLDEN / "variant_folders" / name / "adapter_config.json"

@@ -26,7 +26,8 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import TrainedTensor
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
+from jaxlora.run.saved_adapter import SavedAdapter
+from jaxlora.run.saved_run import SavedRequests, SavedRun
 from jaxlora.train.execute.step import CompiledSteps
 from jaxlora.train.saved.checkpoint import Checkpoints
 from tests import tiny

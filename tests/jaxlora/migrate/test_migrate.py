@@ -184,8 +184,12 @@ def test_axolotl_on_instructions(migrated):
     assert any("8 sequences of 4096 tokens" in text for text in migration.to_do)
     assert any("jaxlora[datasets]" in text for text in migration.to_do)
     assert "warmup" not in str(migration.to_do)
-    wanted = {"lora_modules_to_save", "evals_per_epoch", "special_tokens", "optimizer"}
+    wanted = {"evals_per_epoch", "special_tokens", "optimizer"}
     assert wanted <= migration.left_out.keys()
+    # The 8-bit state has blocks, which whole embeddings do not train with.
+    assert job.modules_to_save == ("embed_tokens", "lm_head")
+    assert job.optimizer == "adamw"
+    assert "adamw_8bit cannot be combined with mod" in migration.left_out["optimizer"]
 
 
 def test_axolotl_on_chats(migrated):
@@ -252,7 +256,19 @@ def test_peft(migrated):
     assert settings(job, "rank", "lora_alpha", "dropout") == (16, 8.0, 0.1)
     assert job.target_modules == ("q_proj", "v_proj") and job.use_rslora
     assert job.rank_pattern == {"layers.0.*": 4}
-    assert migration.left_out.keys() == {"task_type", "modules_to_save"}
+    assert migration.left_out.keys() == {"task_type"}
+    assert job.modules_to_save == ("lm_head",)
+
+
+def test_whole_modules_of_other_tools(migrated):
+    """One name or several, with others that are not trained."""
+    given = {"model_name_or_path": "someone/Qwen-0.6B", "use_peft": True}
+    text = json.dumps(given | {"lora_modules_to_save": ["lm_head", "norm"]})
+    migration, run = migrated(text)
+    assert run.jobs[0].modules_to_save == ("lm_head",)
+    assert migration.left_out["lora_modules_to_save"].startswith("norm: only embed_tok")
+    _, run = migrated(f"{LLAMA_FACTORY}\nadditional_target: embed_tokens,lm_head\n")
+    assert run.jobs[0].modules_to_save == ("embed_tokens", "lm_head")
 
 
 def test_trl(migrated):

@@ -106,9 +106,9 @@ def test_the_number_of_targets_changes_no_row(monkeypatch):
 
 @pytest.mark.parametrize("vocab_size", [288, 32_000, 128_256, 151_936, 262_144])
 def test_logits_of_a_chunk_fit(vocab_size):
-    rows = loss._chunk_rows(vocab_size, 8192)
+    rows = loss.chunk_rows(vocab_size, 8192)
     assert rows % 128 == 0 and rows * vocab_size * 4 <= 512 * 2**20
-    assert loss._chunk_rows(vocab_size, 64) == 64
+    assert loss.chunk_rows(vocab_size, 64) == 64
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -13,8 +13,9 @@ from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_adapter import SavedAdapter
 from jaxlora.run.saved_replan import SavedReplan
-from jaxlora.run.saved_run import RunRecord, SavedAdapter, SavedRequests, SavedRun
+from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
 from jaxlora.train.saved.checkpoint import Checkpoints
 
 K, N, RANK = 6, 5, 2

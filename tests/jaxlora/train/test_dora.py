@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.adapters.files.peft_export import TOKEN_ROW_KEYS
+from jaxlora.adapters.files.peft_export import TOKEN_ROW_KEYS, WHOLE_KEYS
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
@@ -82,6 +82,7 @@ def train_on(jobs, tmp_path_factory):
     run[0] = run[0].replace(trainable_token_indices=rows)
     run[2] = run[2].replace(train_bias=True, target_modules=["k_proj"])
     run[3] = vera(run[3], rank=6, projection_prng_key=5)
+    run[3] = run[3].replace(modules_to_save=["embed_tokens", "lm_head"])
     copy = {"name": "copy", "clone_of": {"job": run[3].name, "step": 2}}
     run.append(run[3].replace(**copy, learning_rate=3e-3))
 
@@ -119,8 +120,8 @@ def train_on(jobs, tmp_path_factory):
 def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, mesh):
     """Magnitudes start from shards of the weights, and are parked, saved and staged.
 
-    So are the vectors of VeRA, beside matrices for the linears of all stages, and the
-    states of other optimizers.
+    So are the vectors of VeRA, beside matrices for the linears of all stages, whole
+    embeddings and heads, and the states of other optimizers.
     """
     one, other = train_on("stage=1"), train_on(mesh, stop=True)
     assert len(one) == len(other) == 5
@@ -131,6 +132,8 @@ def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, mesh):
         assert any(VERA_B.peft_name in key for key in tensors) == is_vera
         for key in TOKEN_ROW_KEYS.values():
             assert (key in tensors) == (name == "job0")
+        for key in WHOLE_KEYS.values():
+            assert (key in tensors) == is_vera
         has_bias = any(TRAINED_BIAS.peft_name in key for key in tensors)
         assert has_bias == (name == "job2")
         for key, array in tensors.items():

@@ -30,7 +30,7 @@ def job(name: str, objective: str, path: str, args: dict | None = None, **change
 
 
 def test_in_the_step_it_is_the_one_that_is_kept(train, tmp_path):
-    """After steps with DoRA and rows of tokens, which have to be off for it."""
+    """After steps with DoRA, rows of tokens and heads, which have to be off for it."""
     path = write_pairs(tmp_path / "pairs.jsonl", 9, seed=0)
     held_out = {"path": write_pairs(tmp_path / "held_out.jsonl", 3, seed=1)}
     more = {"use_dora": True, "trainable_token_indices": [65, 98]}
@@ -39,6 +39,8 @@ def test_in_the_step_it_is_the_one_that_is_kept(train, tmp_path):
         for name in ("dpo", "kto")
         for how in ("kept", "in_step")
     ]
+    more = {"modules_to_save": ["lm_head"], "trainable_token_indices": ()}
+    twins[2:] = [one.replace(**more) for one in twins[2:]]
     twins = [one.replace(eval_data=held_out, eval_every=2) for one in twins]
     found = train(twins)
     for name in ("dpo", "kto"):

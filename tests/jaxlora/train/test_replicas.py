@@ -305,7 +305,7 @@ def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
         kto | {"eval_fraction": 0.0, "eval_every": None, "use_vera": True},
         {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"}
         | {"trainable_token_indices": [100, 101]},
-        {"optimizer": "sgd", "use_dora": True},
+        {"optimizer": "sgd", "use_dora": True, "modules_to_save": ["lm_head"]},
     )
     jobs = [
         # VeRA has no scaling.

@@ -187,7 +187,8 @@ def is_divided(spec: DecoderSpec, tensor: int, block_tokens: int) -> bool:
     slots = spec.slots
     if block_tokens % tensor:
         return False
-    if slots and (slots.has_vera or slots.trains_bias or spec.token_id_shapes()):
+    outside = spec.token_id_shapes() or spec.trains_whole_shapes()
+    if slots and (slots.has_vera or slots.trains_bias or outside):
         return tensor == 1
     try:
         check_divides(spec.config, tensor, spec.options.base_format)

@@ -1,0 +1,127 @@
+"""Whole embeddings and heads of several slots in a microbatch, by their definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxlora.models.whole_tables import WholeTables
+from jaxlora.modules import loss
+from jaxlora.modules.loss import SoftLabels
+from jaxlora.modules.whole_head import whole_nll, with_whole_logits
+from tests.oracle import relative_error
+
+G, V, D, BLOCK = 4, 50, 16, 8
+BLOCKS = np.array([1, 0, -1, 1, 2, 0])
+TRAINED = np.array([True, True, False, True])  # of the last slot there are no rows
+T = len(BLOCKS) * BLOCK
+MINE = np.repeat(np.isin(BLOCKS, (0, 1)), BLOCK)
+
+
+def make() -> tuple[WholeTables, jax.Array, jax.Array]:
+    """The copies of the slots; hidden states and tokens, many of them equal."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    layer = WholeTables(G, V, D)
+    layer.is_trained[...] = jnp.asarray(TRAINED)
+    drawn = jax.random.normal(keys[0], (G, V, D))
+    layer.table[...] = jnp.where(TRAINED[:, None, None], drawn, 0)
+    tokens = jax.random.randint(keys[1], (T,), 0, V) % 7
+    return layer, jax.random.normal(keys[2], (T, D)), tokens.at[3].set(V - 1)
+
+
+def with_table(layer: WholeTables, table: jax.Array) -> WholeTables:
+    """The layer with other copies, which may be traced."""
+    graph, tables, rest = nnx.split(layer, nnx.LoRAParam, ...)
+    tables["table"] = tables["table"].replace(table)
+    return nnx.merge(graph, tables, rest)
+
+
+def test_each_slot_looks_up_its_own_rows():
+    layer, frozen, tokens = make()
+    weight = jax.random.normal(jax.random.key(3), (T, D))
+    slots = jnp.repeat(jnp.asarray(BLOCKS), BLOCK)
+
+    def ours(table, frozen):
+        own = with_table(layer, table)
+        h = own.looked_up(frozen, tokens, jnp.asarray(BLOCKS))
+        return (h * weight).sum(), h
+
+    def wanted(table, frozen):
+        h = jnp.where(MINE[:, None], table[slots, tokens], frozen)
+        return (h * weight).sum(), h
+
+    arguments = layer.table[...], frozen
+    found, h = jax.grad(ours, argnums=(0, 1), has_aux=True)(*arguments)
+    exact, h_wanted = jax.grad(wanted, argnums=(0, 1), has_aux=True)(*arguments)
+    np.testing.assert_array_equal(h, h_wanted)
+    for one, other in zip(found, exact, strict=True):
+        assert relative_error(one, other) < 1e-6
+    assert found[0][0].any() and found[0][1].any() and not found[0][2:].any()
+
+
+@pytest.mark.parametrize("has_shares", [False, True])
+def test_each_slot_has_its_own_head(has_shares, monkeypatch):
+    """Several chunks for a slot, none for another; labels of one token or several."""
+    monkeypatch.setattr(loss, "_CHUNK_MULTIPLE", 4)
+    monkeypatch.setattr(loss, "_MAX_LOGITS_BYTES", 4 * V * 8)
+    assert loss.chunk_rows(V, T) == 8
+    layer, hidden, labels = make()
+    keys = jax.random.split(jax.random.key(5), 3)
+    is_target = jax.random.uniform(keys[0], (T,)) < 0.7
+    weight, cap = jax.random.normal(keys[1], (T,)), 5.0
+    hidden = jnp.where(is_target[:, None], hidden, jnp.nan)
+    slots, shares = jnp.repeat(jnp.asarray(BLOCKS), BLOCK), None
+    given = labels
+    if has_shares:
+        ids = jnp.stack([labels, (labels + 11) % V], axis=1)
+        drawn = jax.random.uniform(keys[2], (T, 2))
+        shares = SoftLabels(ids, drawn, jnp.linspace(0.5, 1.5, T))
+        given = shares
+
+    def ours(table, hidden, weight=weight):
+        whole = with_table(layer, table).of_head(jnp.asarray(BLOCKS))
+        nll = whole_nll(hidden, whole, given, is_target, logit_softcap=cap)
+        return (nll * weight).sum(), nll
+
+    def wanted(table, hidden):
+        x = jnp.where((is_target & MINE)[:, None], hidden, 0)
+        logits = cap * jnp.tanh(jnp.einsum("td,tvd->tv", x, table[slots]) / cap)
+        if shares is None:
+            logp = jax.nn.log_softmax(logits)
+            nll = -jnp.take_along_axis(logp, labels[:, None], axis=1)[:, 0]
+        else:
+            logp = jax.nn.log_softmax(logits * shares.scale[:, None])
+            picked = jnp.take_along_axis(logp, shares.ids, axis=1)
+            nll = -(shares.shares * picked).sum(axis=1)
+        nll = jnp.where(is_target & MINE, nll, 0)
+        return (nll * weight).sum(), nll
+
+    arguments = layer.table[...], hidden
+    found, nll = jax.grad(ours, argnums=(0, 1), has_aux=True)(*arguments)
+    exact, nll_wanted = jax.grad(wanted, argnums=(0, 1), has_aux=True)(*arguments)
+    assert relative_error(nll, nll_wanted) < 1e-6
+    for one, other in zip(found, exact, strict=True):
+        assert relative_error(one, other) < 1e-5
+    _check_divergence(ours, arguments, (nll, *found), is_target)
+    whole = layer.of_head(jnp.asarray(BLOCKS))
+    logits = with_whole_logits(jnp.ones((T, V)), jnp.ones((T, D)), whole)
+    assert (logits[~MINE] == 1).all()
+    own = layer.table[...][slots[MINE]].sum(axis=2)
+    assert relative_error(logits[MINE], own) < 1e-5
+
+
+def _check_divergence(ours, arguments, healthy, is_target):
+    """A copy that has diverged changes no bit of other slots."""
+    table, hidden = arguments[0].at[0, 1].set(jnp.nan), arguments[1]
+    found, nll = jax.grad(ours, argnums=(0, 1), has_aux=True)(table, hidden)
+    sick = np.repeat(BLOCKS == 0, BLOCK)
+    assert np.isnan(nll[sick & is_target]).all()
+    for one, other in zip((nll, found[1]), (healthy[0], healthy[2]), strict=True):
+        np.testing.assert_array_equal(one[~sick], other[~sick])
+    np.testing.assert_array_equal(found[0][1:], healthy[1][1:])
+    # So does a loss whose weight has diverged, of the first row, which is of slot 1.
+    weight = jnp.ones(T)
+    wanted, _ = jax.grad(ours, has_aux=True)(*arguments, weight)
+    found, _ = jax.grad(ours, has_aux=True)(*arguments, weight.at[0].set(jnp.nan))
+    np.testing.assert_array_equal(found[0], wanted[0])

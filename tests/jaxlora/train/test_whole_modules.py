@@ -1,0 +1,222 @@
+"""Whole copies of embedding and head in a run, each job as if it were alone."""
+
+import dataclasses
+import json
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+import pytest
+
+import jaxlora
+from jaxlora import LoraJob, RunConfig, Trainer, import_peft, merge_adapter
+from jaxlora.adapters.files.gguf_export import export_gguf
+from jaxlora.adapters.files.peft_export import export_peft
+from jaxlora.adapters.slots import SlotTable
+from jaxlora.errors import AdapterError, ConfigError
+from jaxlora.hf.config import model_config
+from jaxlora.hf.names import linear_names, linear_shapes
+from jaxlora.memory.estimate import step_bytes
+from jaxlora.memory.footprint import StageUse, fixed_bytes, stage_resident
+from jaxlora.models.sharded import EMBEDDING
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.train.execute.step import CompiledSteps
+from jaxlora.train.plan.chosen_modules import choose_modules
+from tests import tiny
+from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
+from tests.oracle import relative_error
+
+BOTH = ("embed_tokens", "lm_head")
+
+
+def copies(outcome, name: str, model) -> dict[str, np.ndarray]:
+    folder = outcome.result.output_dir / "adapters" / name
+    found = import_peft(folder, linear_shapes(model.config)).token_rows
+    return {module: values.rows for module, values in found.items()}
+
+
+def test_jobs_train_their_own_copies_as_if_alone(train, jobs, model, tmp_path, caplog):
+    """With a tied head, beside another module, rows of tokens, and one that joins."""
+    assert model.config.tie_embeddings
+    first = jobs[0].replace(modules_to_save=BOTH, use_dora=True)
+    second = jobs[1].replace(modules_to_save=["lm_head"])
+    rows = jobs[2].replace(trainable_token_indices=[97, 104])
+    late = jobs[3].replace(name="late", steps=2, modules_to_save=["embed_tokens"])
+    joined = []
+
+    def join(trainer):
+        if not joined:
+            joined.append(trainer.add_job(late))
+
+    settings = {"microbatch_tokens": 256, "max_concurrent_jobs": 3, "window_steps": 1}
+    with caplog.at_level(logging.INFO, logger="jaxlora"):
+        together = train([first, second, rows], on_window=join, **settings)
+    assert "; whole copies of embed_tokens and lm_head" in caplog.text
+    assert "as in PEFT: only lm_head is trained" in caplog.text
+    alone = train([first, late, rows.replace(steps=1)], **settings)
+    names = [first.name, late.name]
+    assert_same_training(together, alone, names)
+    start = np.asarray(model.params[EMBEDDING], np.float32)
+    for name, modules in zip(names, (BOTH, ("embed_tokens",)), strict=True):
+        found, wanted = copies(together, name, model), copies(alone, name, model)
+        assert found.keys() == wanted.keys() == set(modules)
+        for module, table in found.items():
+            assert relative_error(table, wanted[module]) < ROUNDING
+            assert relative_error(table, start) > 1e-4
+    own = copies(together, first.name, model)
+    assert relative_error(own["lm_head"], own["embed_tokens"]) > 1e-3
+    folder = together.result.output_dir / "adapters" / first.name
+    _check_slots_forget(together.trainer.layout.stages[0].spec, folder, model)
+    _check_uses(folder, model, tmp_path)
+
+
+def _check_slots_forget(spec, folder, model):
+    """A slot that was left has the base's modules again."""
+    table = SlotTable(spec, CompiledSteps(spec).write_slot)
+    table.load(1, import_peft(folder, linear_shapes(model.config)), "adamw")
+    for trained in table.settings.trains_whole.values():
+        np.testing.assert_array_equal(trained, [[False, True, False]])
+    for trained in table.without_adapters.trains_whole.values():
+        assert not np.asarray(trained).any()
+    table.clear(1)
+    for trained in table.settings.trains_whole.values():
+        assert not np.asarray(trained).any()
+
+
+def _check_uses(folder, model, tmp_path):
+    """Generation, the merged model, more training, and what GGUF cannot hold."""
+    merged = merge_adapter(model.folder, folder, tmp_path / "merged")
+    assert not json.loads((merged / "config.json").read_text())["tie_word_embeddings"]
+    merged = jaxlora.load_model(merged, dtype="float32")
+    texts = ["Abc", "xyz and so on"]
+    given = jaxlora.generate(model, texts, adapters=[folder], max_new_tokens=6)
+    wanted = jaxlora.generate(merged, texts, max_new_tokens=6)
+    for one, other in zip(given, wanted, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    with pytest.raises(AdapterError, match="has use_dora, and llama"):
+        export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
+    job = LoraJob(name="more", data={"path": "x"}, init_from=str(folder), use_dora=True)
+    with pytest.raises(ConfigError, match=r"modules_to_save=\['embed_tokens', 'lm_he"):
+        choose_modules(job, model.config)
+    start = choose_modules(job.replace(modules_to_save=BOTH), model.config).start
+    assert start.modules_to_save == BOTH
+    larger = dataclasses.replace(model.config, vocab_size=300)
+    with pytest.raises(AdapterError, match="of embed_tokens with 288 tokens, and"):
+        start.check_base(larger)
+    out = export_peft(
+        dataclasses.replace(start, modules=_without_dora(start)),
+        tmp_path / "plain",
+        base_model="base",
+        linear_names=linear_names(model.config),
+    )
+    with pytest.raises(AdapterError, match="has modules_to_save, and llama"):
+        export_gguf(out, tmp_path / "a.gguf", base=str(model.folder))
+    path = out / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
+    with pytest.raises(AdapterError, match="safetensors has a whole copy of embed_tok"):
+        merge_adapter(model.folder, out, tmp_path / "other")
+    both = {"trainable_token_indices": {"lm_head": [1]}, "modules_to_save": list(BOTH)}
+    path.write_text(json.dumps(config | both))
+    with pytest.raises(AdapterError, match="lm_head in modules_to_save and in trainab"):
+        merge_adapter(model.folder, out, tmp_path / "other")
+
+
+def _without_dora(adapter):
+    return {
+        name: dataclasses.replace(
+            weights,
+            tensors={"lora_a": weights.a, "lora_b": weights.b},
+        )
+        for name, weights in adapter.modules.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"modules_to_save": ["norm"]}, "are trained as whole copies, not norm"),
+        (
+            {
+                "modules_to_save": ["lm_head"],
+                "trainable_token_indices": {"lm_head": [1]},
+            },
+            "trains all rows of lm_head, and trainable_token_indices some of them",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(settings, match):
+    with pytest.raises((ConfigError, pydantic.ValidationError), match=match):
+        LoraJob(name="a", data={"path": "x"}, **settings)
+
+
+def test_forms_of_the_setting():
+    for given in (["lm_head", "model.embed_tokens"], "embed_tokens, lm_head", BOTH):
+        job = LoraJob(name="a", data={"path": "x"}, modules_to_save=given)
+        assert job.modules_to_save == BOTH
+        assert LoraJob(**job.model_dump(mode="json")) == job
+    for given in (None, [], ()):
+        job = LoraJob(name="a", data={"path": "x"}, lora_modules_to_save=given)
+        assert job.modules_to_save == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"optimizer": "muon"}, "modules_to_save cannot be combined with muon"),
+        (
+            {"trainable_token_indices": [5], "modules_to_save": ["lm_head"]},
+            "modules_to_save copies lm_head alone. Keep one of the two",
+        ),
+        ({"objective": "reward"}, "lm_head, which objective reward does not use"),
+    ],
+)
+def test_jobs_that_do_not_fit(train, jobs, settings, match):
+    with pytest.raises(ConfigError, match=match):
+        train([jobs[0].replace(**{"modules_to_save": BOTH} | settings)])
+
+
+@pytest.mark.needs_devices(2)
+def test_the_tensor_axis_is_refused(jobs, model, tmp_path):
+    config = RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path),
+        jobs=[jobs[0].replace(modules_to_save=["lm_head"])],
+        mesh="tensor=2",
+    )
+    with pytest.raises(ConfigError, match="has modules_to_save, which meshes with the"):
+        Trainer(config)
+
+
+def test_a_job_that_joins_needs_tables(train, jobs):
+    done = train([jobs[3].replace(steps=1)])
+    with pytest.raises(ConfigError, match="made without whole copies of lm_head"):
+        done.trainer.add_job(jobs[1].replace(modules_to_save=["lm_head"]))
+
+
+def test_memory_counts_the_copies():
+    """Weights, gradients and state of all slots, and gradients of a microbatch."""
+    spec = DecoderSpec(
+        config=model_config(tiny.CONFIG),
+        options=jaxlora.DecoderOptions(
+            dtype=jnp.dtype(jnp.float32), max_segment_tokens=16
+        ),
+        slots=jaxlora.SlotShape(num_slots=3, rank=4),
+        adapted=("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"),
+    )
+    slots = dataclasses.replace(spec.slots, whole_modules=BOTH)
+    whole = dataclasses.replace(spec, slots=slots)
+    use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
+    one = 288 * 32 * 4
+    found, plain = stage_resident(whole, use), stage_resident(spec, use)
+    assert found.adapter_bytes - plain.adapter_bytes == 4 * 2 * 3 * one
+    assert fixed_bytes(whole, use) - fixed_bytes(spec, use) >= 2 * 3 * one
+    first, last = whole.stage(0, 1), whole.stage(1, 2)
+    assert set(first.trains_whole_shapes()) == {"embed_tokens"}
+    assert set(last.trains_whole_shapes()) == {"lm_head"}
+    kept, without = (step_bytes(s, 16, None) for s in (whole, spec))
+    assert kept.kept_by_layer == pytest.approx(without.kept_by_layer, rel=1e-4)
+    # The hidden states and their gradient once more, not the logits.
+    assert 0 < kept.kept_at_ends - without.kept_at_ends < 5 * 32 * 4
