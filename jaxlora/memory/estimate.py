@@ -19,6 +19,7 @@ from jaxlora.memory.footprint import (
     gathered_bytes,
     num_bytes,
     stage_resident,
+    whole_table_bytes,
 )
 from jaxlora.memory.inputs import batch_shapes, key_shapes, settings_shapes
 from jaxlora.memory.linear_scratch import scratch_bytes
@@ -26,6 +27,7 @@ from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
+from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
 from jaxlora.pallas_kernels import get_backend
@@ -327,8 +329,11 @@ def _gradient_copies(spec: DecoderSpec, use: StageUse) -> int:
     """
     if spec.has_head:
         return 0
-    slots = num_bytes(spec.part_shapes(use.num_tensor)[1]) / use.num_replicas
-    return math.ceil(_GRADIENT_COPIES * slots)
+    tables = spec.part_shapes(use.num_tensor)[1]
+    # Gradients of whole copies are neither stacked nor cast.
+    layers = {n: s for n, s in tables.items() if n not in WHOLE_PATHS.values()}
+    slots = num_bytes(layers) / use.num_replicas
+    return math.ceil(_GRADIENT_COPIES * slots) + whole_table_bytes(spec)
 
 
 def _mlp_bytes(spec: DecoderSpec) -> int:
