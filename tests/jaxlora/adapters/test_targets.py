@@ -148,10 +148,10 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
             "names 'lm_head', which matches lm",
         ),
         ({"target_modules": ["model.embed_tokens"]}, "names 'model.embed_tokens'"),
-        ({"target_modules": "lm_head"}, "embedding and the head stay frozen"),
+        ({"target_modules": "lm_head"}, "the head beside them, set modules_to_save"),
         (
             {"target_modules": ".*(q_proj|lm_head)"},
-            r"names '\.\*\(q_proj\|lm_head\)', which matches lm_head\. The embedding",
+            r"names '\.\*\(q_proj\|lm_head\)', which matches lm_head\. Adapters go",
         ),
         ({"target_modules": r".*_tokens|.*q_proj"}, "which matches model.embed_tokens"),
         (
