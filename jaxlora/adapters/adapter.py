@@ -263,6 +263,13 @@ class Adapter:
             digest.update(self.score.tobytes())
         return digest.hexdigest()
 
+    def product_fingerprint(self) -> str:
+        """Returns a hash of what the adapter computes: its weights and scalings."""
+        digest = hashlib.sha256(self.fingerprint().encode())
+        for name, weights in sorted(self.modules.items()):
+            digest.update(f"{name} {self.scaling(weights)!r}".encode())
+        return digest.hexdigest()
+
     @property
     def base_format(self) -> str | None:
         """Format of the weights that the adapter is relative to; None: any."""

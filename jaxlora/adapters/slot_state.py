@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Array, Int, Shaped
 
@@ -13,6 +14,7 @@ from jaxlora.adapters.division import WHOLE, TableDivision
 from jaxlora.adapters.optimizer import AdapterState, Pending
 from jaxlora.adapters.optimizers.state import (
     Kind,
+    Tables,
     started,
     state_shapes,
 )
@@ -22,6 +24,8 @@ from jaxlora.adapters.parked_slot import (
 )
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.stacks import Stack, to_paths
+from jaxlora.modules.trained_tensors import unpadded
 
 
 def empty_state(
@@ -43,13 +47,18 @@ def empty_state(
         n: zeros(n, *(parts if n in division.weights else terms)) for n in shapes
     }
     return AdapterState(
-        params={name: zeros(name) for name in shapes},
+        params=zero_tables(shapes),
         optimizer_state={
             kind: {n: jnp.zeros(s.shape, s.dtype) for n, s in tables.items()}
             for kind, tables in state_shapes(optimizers, shapes).items()
         },
         pending=Pending(gradients=gradients, is_finite=is_finite),
     )
+
+
+def zero_tables(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Tables:
+    """Makes weights of zeros, by name of the stack."""
+    return {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
 
 
 def state_specs(
@@ -135,6 +144,39 @@ def row_shapes(spec: DecoderSpec) -> dict[str, tuple[Any, ...]]:
     if len(rows) > 1:
         found["restoring a job"] = (rows,)
     return found
+
+
+def padded_rows(
+    stacks: Sequence[Stack],
+    tables: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """Returns a slot's rows of tables, for the host to write.
+
+    Args:
+        stacks: The stacks that have these tables.
+        tables: The tables, or their shapes, by name of the stack.
+        tensors: The slot's tensors without padding, by path; those that are absent are
+            zero.
+    """
+    rows = {n: np.zeros(table.shape[1:], table.dtype) for n, table in tables.items()}
+    views = to_paths(stacks, rows, axis=0)
+    for path, tensor in tensors.items():
+        views[path][unpadded(tensor.shape)] = tensor
+    return rows
+
+
+def write_reference(
+    params: Tables, slot: Int[Array, ""], rows: dict[str, Shaped[Array, "L ..."]]
+) -> Tables:
+    """Replaces the weights of a slot's reference; see `ReferenceTable`.
+
+    Args:
+        params: The weights of all slots, by name of the stack.
+        slot: Number of the slot, int32.
+        rows: The weights of the slot.
+    """
+    return {name: _with_row(t, slot, rows[name]) for name, t in params.items()}
 
 
 def write_slot(

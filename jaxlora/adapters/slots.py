@@ -1,6 +1,5 @@
 """The slots: a fixed set of tables that jobs join and leave without recompiling."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,17 +23,19 @@ from jaxlora.adapters.parked_slot import (
     ReadSlot,
     adapter_from_rows,
 )
+from jaxlora.adapters.reference_table import ReferenceTable
+from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.adapters.slot_state import (
+    padded_rows,
     read_slot_rows,
     zero_state,
 )
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.hf.names import linear_path
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import Stack, to_paths
-from jaxlora.modules.trained_tensors import TRAINED_BIAS, unpadded
-from jaxlora.sharding.global_arrays import everywhere, put, to_host
+from jaxlora.modules.trained_tensors import unpadded
+from jaxlora.sharding.global_arrays import everywhere, to_host
 
 # The compiled `read_slot_rows`.
 ReadRows = Callable[[Tables, np.int32], jax.Array]
@@ -49,7 +50,6 @@ class SlotTable:
 
     Attributes:
         state: Adapters and optimizer state of all slots.
-        settings: Scaling, dropout and rank of the slots in every adapted linear.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class SlotTable:
         read_slot: ReadRows | None = None,
         empty: Callable[[], AdapterState] | None = None,
         evaluation_weights: EvaluationWeights | None = None,
+        reference: ReferenceTable | None = None,
     ):
         """Makes empty slots.
 
@@ -72,11 +73,11 @@ class SlotTable:
             empty: Makes the state of empty slots; None: `zero_state` does.
             evaluation_weights: The compiled `evaluation_weights`; None: no optimizer
                 of the run evaluates other weights than those in training.
+            reference: The references of the slots; None: each is the base.
         """
         self._spec, self._write_slot = spec, write_slot
         self._evaluation_weights = evaluation_weights
         self._read_slot = read_slot or jax.jit(read_slot_rows)
-        self._placement = placement
         assert spec.slots is not None
         num_slots = spec.slots.num_slots
         if empty is None:
@@ -84,41 +85,32 @@ class SlotTable:
             self.state = zero_state(shapes, num_slots, placement, optimizers)
         else:
             self.state = empty()
-        self._places = {path: i for i, path in enumerate(spec.adapted)}
-        shape = len(self._places), num_slots
-        self._host_settings = SlotSettings(
-            scaling=np.zeros(shape, np.float32),
-            dropout=np.zeros(shape, np.float32),
-            rank=np.zeros(shape, np.int32),
-            trained_rank=(
-                np.zeros(shape, np.int32) if spec.slots.keeps_start else None
-            ),
-            trains_bias=np.zeros(shape, bool) if spec.slots.trains_bias else None,
-            vera=jax.tree.map(_host_zeros, spec.vera_shapes()),
-            token_ids=jax.tree.map(_host_zeros, spec.token_id_shapes()),
-            trains_whole=jax.tree.map(_host_zeros, spec.trains_whole_shapes()),
-        )
-        self._is_vera_new = True
-        self._of_base: SlotSettings | None = None
-        for slot in range(num_slots):
-            self._clear_settings(slot)
-        self._upload_settings()
+        self._settings = SettingsTable(spec, placement)
+        self._reference = reference
         # By slot: shapes of the tensors of each kind without their padding, by path,
         # and the name of the optimizer.
         self._shapes: dict[int, dict[Kind, dict[str, Shape]]] = {}
         self._optimizers: dict[int, str] = {}
 
     @property
-    def without_adapters(self) -> SlotSettings:
-        """Settings with which every slot gives the base, whatever its weights are."""
-        if self._of_base is None:
-            host = dataclasses.replace(self._host_settings, vera=None)
-            zeros = jax.tree.map(np.zeros_like, host)
-            for ids in zeros.token_ids.values():
-                ids[:] = -1
-            where = self._placement.sharding(self._placement.by_linear_and_slot)
-            self._of_base = put(zeros, where)
-        return dataclasses.replace(self._of_base, vera=self.settings.vera)
+    def settings(self) -> SlotSettings:
+        """Scaling, dropout and rank of the slots in every adapted linear."""
+        return self._settings.settings
+
+    @property
+    def of_reference(self) -> tuple[Tables, SlotSettings]:
+        """Weights and settings with which a program gives the reference of each slot.
+
+        That of a slot is the base, unless `refer` gave it an adapter.
+        """
+        if self._reference is not None:
+            return self._reference.params, self._reference.settings
+        return self.state.params, self._settings.of_base
+
+    def refer(self, slot: int, adapter: Adapter) -> None:
+        """Makes an adapter the reference of a slot, until the slot is cleared."""
+        assert self._reference is not None, "the run has references that are adapters"
+        self._reference.load(slot, adapter)
 
     @property
     def kept(self) -> dict[Kind, Any]:
@@ -172,26 +164,7 @@ class SlotTable:
         shapes = {p: array.shape for p, array in adapter.by_path().items()}
         self._shapes[slot] = {PARAMS: shapes, **own_shapes(optimizer, shapes)}
         self._optimizers[slot] = optimizer
-        self._clear_settings(slot)
-        for name, weights in adapter.modules.items():
-            place = self._places[linear_path(name)], slot
-            self._host_settings.scaling[place] = adapter.scaling(weights)
-            self._host_settings.dropout[place] = adapter.dropout
-            self._host_settings.rank[place] = weights.rank
-            if self._host_settings.trained_rank is not None:
-                trained = adapter.trained_rank(weights)
-                self._host_settings.trained_rank[place] = trained
-            if self._host_settings.trains_bias is not None:
-                trains_bias = TRAINED_BIAS.name in weights.tensors
-                self._host_settings.trains_bias[place] = trains_bias
-        self._set_vera(slot, adapter)
-        for module, tokens in adapter.token_rows.items():
-            if tokens.is_whole:
-                self._host_settings.trains_whole[module][0, slot] = True
-                continue
-            ids = self._host_settings.token_ids[module]
-            ids[0, slot, : len(tokens.ids)] = tokens.ids
-        self._upload_settings()
+        self._settings.set(slot, adapter)
 
     def has_job(self, slot: int) -> bool:
         """Whether a slot has an adapter in it."""
@@ -202,8 +175,9 @@ class SlotTable:
         self._write(slot, {})
         self._shapes.pop(slot, None)
         self._optimizers.pop(slot, None)
-        self._clear_settings(slot)
-        self._upload_settings()
+        self._settings.clear(slot)
+        if self._reference is not None:
+            self._reference.clear(slot)
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, as it is evaluated and exported.
@@ -290,52 +264,13 @@ class SlotTable:
         written = tuple(kept) if len(tensors) > 1 else tuple(tensors)
         rows: dict[Kind, dict[str, np.ndarray]] = {}
         for kind in written:
-            rows[kind] = {
-                name: np.zeros(table.shape[1:], table.dtype)
-                for name, table in kept[kind].items()
-            }
-            views = to_paths(self._stacks(rows[kind]), rows[kind], axis=0)
-            for path, tensor in tensors.get(kind, {}).items():
-                views[path][unpadded(tensor.shape)] = tensor
+            stacks = self._stacks(kept[kind])
+            rows[kind] = padded_rows(stacks, kept[kind], tensors.get(kind, {}))
         args = self.state, np.int32(slot), rows
         if written == (PARAMS,):
             assert self._spec.slots is not None
             args = *args, np.int32(self._spec.slots.optimizers.index(optimizer))
         self.state = self._write_slot(*args)
-
-    def _clear_settings(self, slot: int) -> None:
-        vera = self._host_settings.vera
-        self._is_vera_new |= vera is not None and bool(vera.is_used[0, slot])
-        for values in jax.tree.leaves(self._host_settings):
-            values[:, slot] = 0
-        for ids in self._host_settings.token_ids.values():
-            ids[:, slot] = -1
-
-    def _set_vera(self, slot: int, adapter: Adapter) -> None:
-        """Sets the parts of VeRA's matrices that the linears here take."""
-        tables = self._host_settings.vera
-        if tables is None or adapter.vera is None:
-            return
-        tables.is_used[0, slot] = self._is_vera_new = True
-        for table, matrix in ((tables.a, adapter.vera.a), (tables.b, adapter.vera.b)):
-            shape = map(min, table.shape[2:], matrix.shape)
-            part = unpadded(tuple(shape))
-            table[0, slot][part] = matrix[part]
-
-    def _upload_settings(self) -> None:
-        # The arrays are copied, as a pending upload may read or share their memory.
-        host, where = self._host_settings, self._placement.by_linear_and_slot
-        is_new, self._is_vera_new = self._is_vera_new, False
-        copied = host if is_new else dataclasses.replace(host, vera=None)
-        copies = jax.tree.map(np.copy, copied)
-        settings: SlotSettings = put(copies, self._placement.sharding(where))
-        if not is_new:  # as they are large
-            settings = dataclasses.replace(settings, vera=self.settings.vera)
-        self.settings = settings
-
-
-def _host_zeros(shape: jax.ShapeDtypeStruct) -> np.ndarray:
-    return np.zeros(shape.shape, shape.dtype)
 
 
 def _own(

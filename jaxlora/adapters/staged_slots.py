@@ -58,6 +58,11 @@ class StagedSlots:
         for table, paths in zip(self.tables, self._adapted, strict=True):
             table.restore(slot, parked.limited_to(paths), like.limited_to(paths))
 
+    def refer(self, slot: int, adapter: Adapter) -> None:
+        """Makes an adapter the reference of a slot, until the slot is cleared."""
+        for table, paths in zip(self.tables, self._adapted, strict=True):
+            table.refer(slot, adapter.limited_to(paths))
+
     def has_job(self, slot: int) -> bool:
         """Whether a slot has an adapter in it."""
         return self.tables[0].has_job(slot)

@@ -21,19 +21,21 @@ RowInputs = dict[str, Float[Array, "T ..."]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveSetting:
-    """A setting of an objective: a number, or one of several words.
+    """A setting of an objective: a number, one of several words, or a folder.
 
     Attributes:
         default: Its value where a job does not give it.
         above: Numbers are greater than this; None: at least 0.
         below: Numbers are less than this.
         choices: The words; empty: it is a number.
+        takes_folder: Whether other texts than the words name a folder.
     """
 
     default: float | str
     above: float | None = None
     below: float = math.inf
     choices: tuple[str, ...] = ()
+    takes_folder: bool = False
 
     def check(self, name: str, value: float | str) -> None:
         """Checks a value.
@@ -42,10 +44,12 @@ class ObjectiveSetting:
             ConfigError: The setting has no such value.
         """
         if self.choices:
-            if value not in self.choices:
+            is_folder = self.takes_folder and isinstance(value, str) and value
+            if not is_folder and value not in self.choices:
+                folder = " or a folder" if self.takes_folder else ""
                 raise ConfigError(
                     f"objective_args: {name}={value!r} must be one of "
-                    f"{', '.join(self.choices)}."
+                    f"{', '.join(self.choices)}{folder}."
                 )
             return
         lowest = "at least 0" if self.above is None else f"above {self.above:g}"
@@ -91,8 +95,8 @@ class Objective:
             preferences.
         needs_reference: Whether samples need their `reference_logp`. If one has none,
             `losses` and `metrics` find it in the input `reference_nll`: the negative
-            log likelihoods of the rows by the base, which are 0 if no sample of the
-            microbatch lacks it.
+            log likelihoods of the rows by the reference, which are 0 if no sample of
+            the microbatch lacks it.
         group_size: Number of consecutive samples that a term may depend on. They make a
             group, such as a chosen and a rejected answer: the unit of a job's batch
             size, of its order, and of packing.
@@ -190,7 +194,9 @@ class Objective:
 # Settings of an objective that compares with a reference: what it is, and whether its
 # log-probabilities are computed once and kept, or in each step.
 REFERENCE_SETTINGS: Mapping[str, ObjectiveSetting] = {
-    "reference": ObjectiveSetting(default="base", choices=("base", "start")),
+    "reference": ObjectiveSetting(
+        default="base", choices=("base", "start"), takes_folder=True
+    ),
     "reference_logps": ObjectiveSetting(
         default="auto", choices=("auto", "kept", "in_step")
     ),

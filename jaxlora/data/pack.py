@@ -35,8 +35,8 @@ class PackedBatch:
             rows. None: every group of the run is one sample.
         token_index: Index of each token in the global batch of its job.
         block_adapter: Slot of each token block; -1 for padding blocks.
-        reference_nll: Negative log likelihood of each row's label by the base without
-            adapters, in nats; 0 if no sample needs it. None: no objective of the run
+        reference_nll: Negative log likelihood of each row's label by the reference of
+            its job, in nats; 0 if no sample needs it. None: no objective of the run
             has a reference.
     """
 

@@ -1,7 +1,7 @@
 """Objectives over pairs of a chosen and a rejected completion of one prompt.
 
 Each completion has a score v: the sum of the log-probabilities of its tokens, or their
-mean. In DPO, those by the base without the adapter, the reference, are subtracted from
+mean. In DPO, those by the reference, such as the base alone, are subtracted from
 the sum. The loss of a pair is
 
     win softplus(-x) + lose softplus(x) + hinge max(0, 1 - x) + square x^2,

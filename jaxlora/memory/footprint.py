@@ -80,8 +80,8 @@ class Footprint:
         base_bytes: Bytes of the frozen weights, or of the device's shards of them.
         gathered_bytes: Bytes of the weights that are gathered from all shards while
             their layers run.
-        adapter_bytes: Bytes of the slots: adapters, optimizer state, gradients, and
-            the matrices of VeRA.
+        adapter_bytes: Bytes of the slots: adapters, optimizer state, gradients, the
+            matrices of VeRA, and references that are adapters.
         fixed_bytes: Bytes of the training step that do not depend on the tokens.
         bytes_per_token: Bytes per token of a microbatch.
         transient_bytes_per_token: Bytes per token that are needed only while the fixed
@@ -89,7 +89,7 @@ class Footprint:
         scratch_bytes: Further bytes that are needed only while the fixed bytes are
             free, and do not depend on the tokens.
         gradient_bytes: The part of `adapter_bytes` that a checkpoint does not copy:
-            gradients, and the matrices of VeRA.
+            gradients, the matrices of VeRA, and references.
     """
 
     base_bytes: int
@@ -147,11 +147,13 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
     base, tables = spec.part_shapes(use.num_tensor)
     gradients = math.ceil(num_bytes(tables) / use.num_replicas)
     state = math.ceil(_state_bytes(spec, tables) / use.num_replicas)
-    vera = math.ceil(num_bytes(spec.vera_shapes()) / use.num_replicas)
+    frozen = math.ceil(num_bytes(spec.vera_shapes()) / use.num_replicas)
+    if spec.slots is not None and spec.slots.has_references:
+        frozen = 2 * frozen + gradients  # those of the references, and their weights
     return Footprint(
         base_bytes=shard_bytes(base, use.num_shards),
-        adapter_bytes=2 * gradients + state + vera,
-        gradient_bytes=gradients + vera,
+        adapter_bytes=2 * gradients + state + frozen,
+        gradient_bytes=gradients + frozen,
         fixed_bytes=0,
         bytes_per_token=0.0,
     )

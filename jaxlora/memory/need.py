@@ -19,6 +19,7 @@ class MemoryNeed:
         where: The devices, as what follows a number of bytes; empty if there is one.
         available: Memory that there is; None: it is not known.
         start_bytes: Memory of the start of a job by EVA, while no step runs; 0: none.
+        has_references: Whether `adapter_bytes` has adapters that are references.
     """
 
     base_bytes: int
@@ -28,6 +29,7 @@ class MemoryNeed:
     where: str
     available: DeviceMemory | None
     start_bytes: int = 0
+    has_references: bool = False
 
     @staticmethod
     def of(
@@ -47,6 +49,7 @@ class MemoryNeed:
         tightest = found.tightest(tokens)
         stage = found.stages[tightest]
         step = stage.total_bytes(tokens) - stage.resident_bytes if tokens else 0
+        slots = stages.spec.slots
         return MemoryNeed(
             base_bytes=stage.base_bytes,
             adapter_bytes=stage.adapter_bytes,
@@ -54,6 +57,7 @@ class MemoryNeed:
             tokens=tokens,
             where=stages.describe(tightest),
             available=available,
+            has_references=slots is not None and slots.has_references,
         )
 
     @property

@@ -7,12 +7,14 @@ from jaxlora.data.objectives import find_objective
 from jaxlora.errors import ConfigError
 from jaxlora.migrate.migration import Migration
 
+# The name under which TRL's script loads the adapter that is the reference.
+_REFERENCE = "ref_adapter_name"
 _NO_COUNTERPART = (
     *("f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "use_weighting"),
     *("sync_ref_model", "discopop_tau", "rpo_alpha", "reference_free", "alpha"),
     *("loss_weights", "ref_model", "ref_model_adapters", "ref_model_name_or_path"),
     *("dpo_loss_weights", "dpo_use_weighting", "dpo_norm_loss", "pref_ftx"),
-    *("pref_bco_weight", "ld_alpha", "reference_adapter", "ref_adapter_name"),
+    *("pref_bco_weight", "ld_alpha", "reference_adapter", _REFERENCE),
 )
 # Values of these that change nothing.
 _NEUTRAL = (None, False, 0, 0.0, "", "reverse_kl", [], {})
@@ -27,6 +29,8 @@ _LEFT_OUT = {
     "generate_during_eval": "Set samples of the run.",
     "ref_model_init_kwargs": "The reference is the base of the run.",
     "force_use_ref_model": "The reference is the base of the run.",
+    "model_adapter_name": "The adapter in training is the job's.",
+    "ref_model_quantization_bit": "The reference is on the base of the run.",
 }
 # Axolotl's settings of the objectives.
 _OF_AXOLOTL = (
@@ -102,6 +106,12 @@ def set_trl(migration: Migration, name: str) -> None:
         value = migration.take(key)
         if value is not None:
             args[key] = value
+    if name in ("dpo", "kto") and (adapter := migration.take(_REFERENCE)):
+        args["reference"] = str(adapter)
+        migration.to_do.append(
+            "objective_args.reference: give the folder of the adapter that the script "
+            f"loads as {adapter!r}; it may adapt other linears, with another rank."
+        )
     is_sigmoid = name == "dpo" and args.get("loss_type", "sigmoid") == "sigmoid"
     if is_sigmoid and args.get("label_smoothing"):
         migration.to_do.append(_SMOOTHED)
@@ -198,7 +208,29 @@ def set_llama_factory(migration: Migration, stage: str) -> None:
         name, args = "dpo", {"beta": beta, "loss_type": loss}
         if loss == "sigmoid":
             args["label_smoothing"] = smoothing
+    if name in ("dpo", "kto"):
+        args["reference"] = _llama_factory_reference(migration)
     _finish(migration, name, args, has_dropout=name == "reward")
+
+
+def _llama_factory_reference(migration: Migration) -> str | None:
+    """Returns the adapter of a reference model that is the base; None: it has none.
+
+    Other reference models stay among the settings, and are refused there.
+    """
+    key = "ref_model_adapters"
+    adapters = migration.given.get(key)
+    if not migration.given.get("ref_model"):
+        if migration.take(key):
+            migration.left_out[key] = "LLaMA-Factory reads it beside ref_model only."
+        return None
+    if migration.given["ref_model"] != migration.given.get("model_name_or_path"):
+        return None
+    if isinstance(adapters, str) and "," in adapters:
+        return None
+    migration.take("ref_model")
+    found = migration.take(key)
+    return None if found is None else str(found)
 
 
 def _check_loss(loss: Any, known: tuple[str, ...]) -> None:

@@ -34,6 +34,8 @@ class SlotShape:
             copies; see `jaxlora.models.whole_tables`.
         has_lora: Whether there are tables for A and B, beside those of VeRA. They are
             as large in slots with VeRA, which do not need them.
+        has_references: Whether there are further tables of weights, for adapters with
+            which objectives compare; see `jaxlora.adapters.reference_table`.
 
     Raises:
         ValueError: A size is not positive.
@@ -51,6 +53,7 @@ class SlotShape:
     num_head_rows: int = 0
     whole_modules: tuple[str, ...] = ()
     has_lora: bool = True
+    has_references: bool = False
 
     @property
     def tensors(self) -> tuple[TrainedTensor, ...]:

@@ -141,8 +141,10 @@ def _add_memory(table: Table, need: MemoryNeed, stored: str) -> None:
         word = "yes" if need.fits else "no"
         table.add_row("fits", literal(f"{word}: needs {total} of {there}{each}"))
     table.add_row("  base weights", format_bytes(need.base_bytes) + stored)
-    adapters = f"{format_bytes(need.adapter_bytes)}, with optimizer state and gradients"
-    table.add_row("  adapters", adapters)
+    parts = "optimizer state and gradients"
+    if need.has_references:
+        parts = "optimizer state, gradients and references"
+    table.add_row("  adapters", f"{format_bytes(need.adapter_bytes)}, with {parts}")
     if need.tokens:
         step = f"{format_bytes(need.step_bytes)}, for {need.tokens:,} tokens"
         table.add_row("  a training step", step)

@@ -44,6 +44,7 @@ FIXED_IN_JOB: dict[str, str] = {
     "eva_config": "the job has started by it",
     "init_from": "the job has started from it",
     "init_from_fingerprint": "the job has started from it",
+    "reference_fingerprint": "the job has been compared with it",
     "clone_of": "the job has started as that copy",
     "objective": "the saved optimizer state was made with its gradients",
     "objective_args": "the saved optimizer state was made with its gradients",

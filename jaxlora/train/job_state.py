@@ -239,7 +239,7 @@ class JobState:
     def _referred(
         self, samples: Sequence[TokenizedSample], which: str, numbers: Any
     ) -> Sequence[TokenizedSample]:
-        """Returns samples with the log-probabilities of the base, if they are used.
+        """Returns samples with the log-probabilities by the reference, if it is used.
 
         Args:
             samples: The samples.
@@ -258,8 +258,11 @@ class JobState:
     def reference_source(self) -> dict[str, str]:
         """Returns what `references` are computed from, besides the base."""
         names = ["data_fingerprint", "eval_data_fingerprint"]
-        if self.prepared.refers_to_start:
-            names.append("init_from_fingerprint")
+        match self.prepared.objective_settings.get("reference"):
+            case "start":
+                names.append("init_from_fingerprint")
+            case str(folder) if folder != "base":
+                names.append("reference_fingerprint")
         source = {name: self.prepared.fingerprints[name] or "" for name in names}
         if self.prepared.baseline is not None and self.prepared.stream is None:
             # Which samples are recombined follows from the order of the job's batches.

@@ -136,6 +136,9 @@ def job_settings(path: pathlib.Path) -> dict[str, Any]:
     for name in ("init_from", "continue_from"):
         if settings.get(name):
             settings[name] = _absolute(settings[name])
+    args = settings.get("objective_args", {})
+    if args.get("reference") not in (None, "base", "start"):
+        args["reference"] = _absolute(args["reference"])
     return settings
 
 

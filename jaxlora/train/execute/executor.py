@@ -116,6 +116,14 @@ class Executor(Protocol):
         """
         ...
 
+    def refer(self, slot: int, adapter: Adapter) -> None:
+        """Makes an adapter the reference of a slot's job, for passes in the step.
+
+        It stays so until the slot is released. Without this, the base is the reference.
+        The slots have `SlotShape.has_references`.
+        """
+        ...
+
     def copy(self, slot: int) -> ParkedSlot:
         """Returns the whole state of a slot, without gradients that are pending.
 
@@ -191,14 +199,14 @@ class Executor(Protocol):
         ...
 
     def log_likelihoods(
-        self, slot: int, batch: JobBatch, *, of_base: bool
+        self, slot: int, batch: JobBatch, adapter: Adapter | None
     ) -> np.ndarray:
         """Returns the log likelihood of the targets of each sample, without dropout.
 
         Args:
-            slot: A slot.
+            slot: A free slot, which is free again afterwards.
             batch: The samples, for the slot.
-            of_base: Whether the base is meant, and not the adapter in the slot.
+            adapter: The adapter that is meant; None: the base without one.
 
         Returns:
             Sums over the targets of each sample, in nats, float64.

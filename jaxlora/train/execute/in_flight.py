@@ -59,8 +59,8 @@ class InFlight:
             batches: Its rows, on the devices of each stage.
             keys: Keys of its dropout masks.
             slots: Slots of its rows.
-            runs_reference: Whether the reference runs with it: a forward pass of the
-                base on each stage, just before the tick's own.
+            runs_reference: Whether the references run with it: a forward pass of them
+                on each stage, just before the tick's own.
         """
         self._ticks[tick] = _Entered(
             batches=batches,
@@ -117,11 +117,12 @@ class InFlight:
         return inputs if stage == 0 else (*inputs, self._hidden.pop((stage, tick)))
 
     def _refer(self, stage: int, tick: int, baseline: jax.Array | None) -> PackedBatch:
-        """Queues the base's pass over a tick's rows; returns them with its result."""
+        """Queues the references' pass over a tick's rows; returns them with its nll."""
         rows, table = self._ticks[tick].batches[stage], self._tables[stage]
         h = () if stage == 0 else (self._of_reference.pop((stage, tick)),)
+        params, settings = table.of_reference
         found = self._stages[stage].steps.evaluate(
-            *(self._bases[stage], table.state.params, table.without_adapters, rows),
+            *(self._bases[stage], params, settings, rows),
             *(SlotKeys(baseline=baseline), *h),
         )
         if stage == len(self._stages) - 1:

@@ -71,6 +71,8 @@ class JobLifecycle:
             RuntimeError, LookupError, ValueError: They break a rule.
         """
         self.by_slot = {job.slot: job for job in self.jobs if job.has_slot}
+        for slot, job in self.by_slot.items():
+            self.side_work.refer_in_step(job, slot)
         steps = {slot: job.progress.step for slot, job in self.by_slot.items()}
         numbers = {slot: self.number(job) for slot, job in self.by_slot.items()}
         found = saved and self._ticks.restore(saved, steps, numbers, self.describe())
@@ -282,6 +284,8 @@ class JobLifecycle:
 
     def _start(self, job: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""
+        if job.lacks_references:
+            self.side_work.refer(job, slot)
         parked, job.parked = job.parked, None
         if parked is None:
             self._executor.load(slot, job.start, job.settings.optimizer)
@@ -289,8 +293,7 @@ class JobLifecycle:
         else:
             self._executor.restore(slot, parked, job.like)
             verb, event = "continues", JobResumeEvent
-        if job.lacks_references:
-            self.side_work.refer(job, slot)
+        self.side_work.refer_in_step(job, slot)
         job.update(status="running", reason="", slot=slot)
         self.by_slot[slot] = job
         self.num_changes += 1

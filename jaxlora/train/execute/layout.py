@@ -168,6 +168,7 @@ class Layout:
                 read_slot=stage.steps.read_slot,
                 empty=make,
                 evaluation_weights=stage.steps.evaluation_weights,
+                reference=stage.steps.make_references(),
             )
             for stage, make in zip(self.stages, empty, strict=True)
         ]

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_tick, runs_reference
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
@@ -121,8 +122,18 @@ class FurtherReplicas:
         self._parts.pop(slot, None)
         for replica in self._replicas.values():
             replica.settings = replica.received(self._table.settings)
-            replica.without_adapters = replica.received(self._table.without_adapters)
+            if replica.reference is None:
+                _, settings = self._table.of_reference
+                replica.of_base = replica.received(settings)
+            else:
+                replica.reference.clear(slot)
         self.copy_weights([slot])
+
+    def refer(self, slot: int, adapter: Adapter) -> None:
+        """Makes an adapter the reference of a slot, until `copy` of the slot."""
+        for replica in self._replicas.values():
+            assert replica.reference is not None, "references may be adapters"
+            replica.reference.load(slot, adapter)
 
     def copy_weights(self, slots: Collection[int]) -> None:
         """Sends the weights of slots to the replicas, which take them when needed."""
@@ -232,7 +243,8 @@ class _Replica:
     Attributes:
         stage: Its decoder.
         settings: Settings of the slots.
-        without_adapters: Settings with which the slots give the base.
+        reference: The references of the slots; None: each is the base.
+        of_base: Settings with which the slots give the base.
         new: Weights of slots that no microbatch has needed yet.
     """
 
@@ -241,7 +253,8 @@ class _Replica:
         self.stage: Stage = one.stage
         self.new: dict[int, jax.Array] = {}
         self.settings: Any = None
-        self.without_adapters: Any = None
+        self.reference = self.stage.steps.make_references()
+        self.of_base: Any = None
         self._base = base
         state = self.stage.steps.make_empty()
         self._params, self._pending = state.params, state.pending
@@ -273,9 +286,11 @@ class _Replica:
         if placement.mesh is not None:  # one device's program uploads them faster
             rows = put(rows, placement.sharding(placement.rows))
         if one.runs_reference:
+            params, settings = self._params, self.of_base
+            if self.reference is not None:
+                params, settings = self.reference.params, self.reference.settings
             found = steps.evaluate(
-                *(self._base, self._params, self.without_adapters, rows),
-                SlotKeys(baseline=keys.baseline),
+                *(self._base, params, settings, rows), SlotKeys(baseline=keys.baseline)
             )
             rows = dataclasses.replace(rows, reference_nll=found.nll)
         self._pending, losses, _ = steps.accumulate(

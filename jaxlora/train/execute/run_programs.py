@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxlora.programs.program import (
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage
 from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
-from jaxlora.train.execute.step import PreparedPasses
+from jaxlora.train.execute.prepared_passes import PreparedPasses
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,8 @@ def _updates(
         what=f"optimizer step{name}",
     )
     number = jax.ShapeDtypeStruct((), "int32")
-    writes = [
+    writes = list(_references(stage, table, name))
+    writes += [
         steps.write_slot.prepare(state, number, *rows, what=f"{what}{name}")
         for what, rows in row_shapes(stage.spec).items()
     ]
@@ -294,3 +295,16 @@ def _updates(
         what = f"weights to evaluate{name}"
         found.append(steps.evaluation_weights.prepare(*args, what=what))
     return [*found, step, steps.empty.prepare(), *writes, *reads]
+
+
+def _references(stage: Stage, table: SlotTable, name: str) -> Iterator[Prepared]:
+    """Starts to compile what writes adapters that are references, if any can be."""
+    assert stage.spec.slots is not None
+    if not stage.spec.slots.has_references:
+        return
+    params, _ = table.of_reference
+    shapes = params.items()
+    rows = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in shapes}
+    number = jax.ShapeDtypeStruct((), "int32")
+    what = f"writing a reference{name}"
+    yield stage.steps.write_reference.prepare(params, number, rows, what=what)

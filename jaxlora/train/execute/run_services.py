@@ -27,7 +27,7 @@ class RunServices:
         requests: Requests to stop and to pause jobs; more may come at any time.
         early_exit: Decides which jobs of a sweep end early.
         export: Writes a job's adapter.
-        keep_references: Writes the log-probabilities of a job's samples by the base.
+        keep_references: Writes the log-probabilities of a job's samples.
         send: Sends an event to the callbacks.
         make_samples: Generates texts with the adapters in slots, for evaluations.
         measure: Measures the answers of jobs that are evaluated.

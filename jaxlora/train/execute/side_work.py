@@ -116,27 +116,38 @@ class SideWork:
     def refer(self, job: JobState, slot: int) -> None:
         """Computes and keeps the log-probabilities of a job's samples by the reference.
 
-        Jobs of the same objective and data, as of a sweep, have the same ones.
+        Jobs of the same objective, data and reference, as of a sweep, have the same
+        ones.
 
         Args:
             job: The job.
-            slot: Its slot, with the adapter that it starts from.
+            slot: A free slot.
         """
-        of_base = not job.prepared.refers_to_start
+        reference = job.prepared.reference
         source = job.settings.objective, *sorted(job.reference_source().items())
         with self._timed():
             if source not in self._references:
                 self._references[source] = {
-                    which: self._executor.log_likelihoods(slot, batch, of_base=of_base)
+                    which: self._executor.log_likelihoods(slot, batch, reference)
                     for which, batch in job.plain_batches(slot).items()
                 }
             job.references = self._references[source]
             self._run.keep_references(job)
         count = counted(sum(map(len, job.references.values())), "sample")
         logger.info(
-            "%s: the log-probabilities of %s by the %s were computed once, and are "
-            "kept",
+            "%s: the log-probabilities of %s by %s were computed once, and are kept",
             job.name,
             count,
-            "base" if of_base else "adapter that it starts from",
+            job.prepared.describe_reference(),
         )
+
+    def refer_in_step(self, job: JobState, slot: int) -> None:
+        """Makes an adapter the reference of a job's steps, if it compares with one.
+
+        Args:
+            job: The job.
+            slot: Its slot.
+        """
+        reference = job.prepared.reference
+        if job.runs_reference and reference is not None:
+            self._executor.refer(slot, reference)

@@ -27,6 +27,7 @@ from jaxlora.scheduler.algorithms import greedy
 from jaxlora.scheduler.lanes import Lane, Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.execute.baselines import Baselines
+from jaxlora.train.execute.evaluated_groups import all_groups, rounds
 from jaxlora.train.execute.executor import Outcomes, TickSource, TickWork
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.layout import Layout
@@ -72,6 +73,7 @@ class StagedExecutor:
         spec = layout.stages[0].spec
         assert spec.slots is not None
         self._num_slots = spec.slots.num_slots
+        self._optimizers = spec.slots.optimizers
         self._layout, self._limits = layout, limits
         self._objectives = spec.options.objectives
         self._bases = layout.bases(params)
@@ -94,6 +96,11 @@ class StagedExecutor:
         self._check_free(slot)
         self.slots.restore(slot, parked, like)
         self._further.copy(slot)
+
+    def refer(self, slot: int, adapter: Adapter) -> None:
+        """Makes an adapter the reference of a slot, until the slot is released."""
+        self.slots.refer(slot, adapter)
+        self._further.refer(slot, adapter)
 
     def _check_free(self, slot: int) -> None:
         is_leaving = self._stream is not None and self._stream.is_leaving(slot)
@@ -221,7 +228,7 @@ class StagedExecutor:
         baseline = self._baselines.add(self._baselines.none, recombined, weights)
         ranges = {slot: dict(job.eval_ranges) for slot, job in jobs.items()}
         queued, numbers = [], []
-        for number, sets in enumerate(_rounds(batches, ranges)):
+        for number, sets in enumerate(rounds(batches, ranges)):
             for losses in self._queue_evaluation(batches, baseline, weights, sets):
                 queued.append(losses)
                 numbers.append(number)
@@ -253,15 +260,26 @@ class StagedExecutor:
         }
 
     def log_likelihoods(
-        self, slot: int, batch: JobBatch, *, of_base: bool
+        self, slot: int, batch: JobBatch, adapter: Adapter | None
     ) -> np.ndarray:
         """Returns the log likelihood of the targets of each sample, in nats."""
+        self._check_free(slot)
+        assert not self.slots.has_job(slot), f"slot {slot} has a job"
+        if adapter is None:
+            return self._log_likelihoods(slot, batch)
+        self.slots.load(slot, adapter, self._optimizers[0])
+        found = self._log_likelihoods(slot, batch)
+        self.slots.clear(slot)
+        return found
+
+    def _log_likelihoods(self, slot: int, batch: JobBatch) -> np.ndarray:
+        """Returns those by the adapter in a slot, or by the base if it is empty."""
         batches, size = {slot: batch}, batch.objective.group_size
         out, queued = np.zeros(len(batch.samples)), []
         tables = self.slots.tables
-        weights = [table.weights for table in tables]
-        settings = [t.without_adapters if of_base else t.settings for t in tables]
-        for tick in self._evaluation_ticks(batches, _all_groups(batches)):
+        weights = [table.state.params for table in tables]
+        settings = [table.settings for table in tables]
+        for tick in self._evaluation_ticks(batches, all_groups(batches)):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
             args = self._upload(packed), self._baselines.none, weights
             nll = self._evaluate_with(settings, *args).nll
@@ -289,7 +307,7 @@ class StagedExecutor:
         groups: Mapping[int, range] | None = None,
     ) -> Iterator[JobLosses]:
         """Queues the evaluation of groups of batches (None: all), tick by tick."""
-        for tick in self._evaluation_ticks(batches, groups or _all_groups(batches)):
+        for tick in self._evaluation_ticks(batches, groups or all_groups(batches)):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
             yield self._evaluate(packed, baseline, weights)
 
@@ -350,8 +368,8 @@ class StagedExecutor:
         """
         uploaded, tables = self._upload(packed), self.slots.tables
         if runs_reference(packed):
-            settings = [table.without_adapters for table in tables]
-            found = self._evaluate_with(settings, uploaded, baseline, weights)
+            params, settings = zip(*(t.of_reference for t in tables), strict=True)
+            found = self._evaluate_with(settings, uploaded, baseline, params)
             last = dataclasses.replace(uploaded[-1], reference_nll=found.nll)
             uploaded = [*uploaded[:-1], last]
         settings = [table.settings for table in tables]
@@ -374,23 +392,3 @@ class StagedExecutor:
             keys = SlotKeys(baseline=baseline if stage.spec.has_head else None)
             h = (stage.steps.evaluate(*args, uploaded[number], keys, *h),)
         return h[0]
-
-
-def _all_groups(batches: Mapping[int, JobBatch]) -> dict[int, range]:
-    return {slot: range(batch.num_groups) for slot, batch in batches.items()}
-
-
-def _rounds(
-    batches: Mapping[int, JobBatch], ranges: Mapping[int, Mapping[str, range]]
-) -> list[dict[int, range]]:
-    """Returns the groups that are evaluated together, by slot: a data set of each job.
-
-    Microbatches then hold samples of one data set of a job, so that their sums are
-    those of the data set.
-    """
-    whole = _all_groups(batches)
-    sets = {slot: [*ranges[slot].values()] or [whole[slot]] for slot in batches}
-    return [
-        {slot: groups[number] for slot, groups in sets.items() if number < len(groups)}
-        for number in range(max(map(len, sets.values())))
-    ]

@@ -1,6 +1,5 @@
 """The compiled functions of training: pure, of fixed shapes, for all slots at once."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -22,16 +21,18 @@ from jaxlora.adapters.optimizer import (
 )
 from jaxlora.adapters.optimizers.state import evaluation_weights
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, evaluates_other_weights
+from jaxlora.adapters.reference_table import ReferenceTable
 from jaxlora.adapters.slot_state import (
     empty_state,
     read_slot_rows,
     state_specs,
+    write_reference,
     write_slot,
+    zero_tables,
 )
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.objectives import has_reference
 from jaxlora.data.pack import PackedBatch
-from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import baseline_shape, batch_shapes, key_shapes
 from jaxlora.models.forward import (
     JobLosses,
@@ -43,35 +44,12 @@ from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec, SlotShape
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
+from jaxlora.train.execute.prepared_passes import PreparedPasses
 from jaxlora.train.execute.stage_passes import StagePasses
 
 # Programs that only read and write arrays, or launch few kernels. XLA would compile
 # several kernels for each fusion, time them, and choose by times that vary.
 _SHORT: dict[str, Any] = {"xla_gpu_autotune_level": 0}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedPasses:
-    """The passes of a stage that are being compiled; see `StagePrograms`.
-
-    Attributes:
-        last: The pass with gradients; `forward` is before it on all but the last stage.
-        reference: The evaluation by the base, of a run with a reference.
-    """
-
-    last: Prepared
-    forward: Prepared | None = None
-    reference: Prepared | None = None
-
-    @property
-    def each(self) -> list[Prepared]:
-        """The passes."""
-        return [p for p in (self.forward, self.last, self.reference) if p is not None]
-
-    def compiled(self) -> StagePrograms:
-        """Waits for the programs."""
-        forward = None if self.forward is None else self.forward.compiled()
-        return StagePrograms(last=self.last.compiled(), forward=forward)
 
 
 class CompiledSteps:
@@ -102,6 +80,9 @@ class CompiledSteps:
         read_slot: Reads rows of a slot; see `jaxlora.adapters.slots`.
         evaluation_weights: Makes the weights that are evaluated; None: no optimizer
             evaluates other weights than those in training.
+        empty_reference: Makes weights of references that are all the base; it and the
+            next one are not used without references that are adapters.
+        write_reference: Replaces the weights of a slot's reference.
         state_specs: Partition specs of the state of the slots.
     """
 
@@ -250,6 +231,19 @@ class CompiledSteps:
             donate_argnums=0,
             out_shardings=written,
         )
+        self.empty_reference = program(
+            "empty references",
+            functools.partial(zero_tables, self._shapes),
+            (),
+            out_shardings=p.all_committed(state.params),
+        )
+        self.write_reference = program(
+            "writing a reference",
+            write_reference,
+            (),
+            donate_argnums=0,
+            out_shardings=None if written is None else written.params,
+        )
         whole = None if p.mesh is None else p.sharding(PartitionSpec())
         read = functools.partial(read_slot_rows, where=whole)
         self.read_slot = program("reading a slot", read, (0,), out_shardings=whole)
@@ -289,6 +283,14 @@ class CompiledSteps:
             donate_argnums=(0, 1),
             compiler_options=_SHORT,
         )
+
+    def make_references(self) -> ReferenceTable | None:
+        """Makes references that are all the base; None: no adapter can be one."""
+        assert self._spec.slots is not None
+        if not self._spec.slots.has_references:
+            return None
+        empty = self.empty_reference.prepare().compiled()
+        return ReferenceTable(self._spec, empty, self.write_reference, self._placement)
 
     def make_empty(self) -> AdapterState:
         """Makes the state of empty slots; a run logs the program with its others."""

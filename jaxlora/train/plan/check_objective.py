@@ -3,6 +3,7 @@
 from jaxlora.config import LoraJob
 from jaxlora.data.objectives import find_objective
 from jaxlora.errors import ConfigError
+from jaxlora.train.plan.reference import check_folder
 
 
 def check_objective(job: LoraJob) -> None:
@@ -11,6 +12,7 @@ def check_objective(job: LoraJob) -> None:
     Raises:
         ConfigError: There is no such objective, it has no such settings, or the
             reference cannot be had.
+        AdapterError: The folder of its reference is not there.
     """
     settings = find_objective(job.objective).settings_of(job.objective_args)
     to_start = settings.get("reference") == "start"
@@ -21,16 +23,7 @@ def check_objective(job: LoraJob) -> None:
             f"{job.name!r} has none: an adapter starts as the base. Set init_from, or "
             "leave reference out."
         )
-    if to_start and (is_stream or how == "in_step"):
-        why, cure = "reference_logps is in_step", "Leave reference_logps out"
-        if is_stream:
-            why, cure = "its data are streamed", "Set data.limit"
-        raise ConfigError(
-            f"objective_args: the log-probabilities of reference=start of job "
-            f"{job.name!r} are computed once, before the adapter changes, and {why}. "
-            f"{cure}, or merge the adapter into the base (jaxlora merge) and leave "
-            "reference out."
-        )
+    check_folder(job)
     if is_stream and how == "kept":
         raise ConfigError(
             f"objective_args: reference_logps=kept of job {job.name!r} needs all "

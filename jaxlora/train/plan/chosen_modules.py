@@ -19,6 +19,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.train.plan.reference import read_reference, refers_to_start
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,13 @@ class ChosenModules:
     Attributes:
         modules: Rank and scaling of each linear that it adapts, by module name.
         start: Adapter of `init_from`; None: the job starts from fresh weights.
+        reference: Adapter with which the objective compares; None: it is the base, or
+            there is no reference.
     """
 
     modules: Mapping[str, ModuleLora]
     start: Adapter | None
+    reference: Adapter | None = None
 
 
 def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
@@ -56,7 +60,8 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         if (eva := job.eva_settings) is not None:
             rho = eva["rho"]
             modules = {name: module.widened(rho) for name, module in modules.items()}
-        return ChosenModules(modules=modules, start=None)
+        reference = read_reference(job, model)
+        return ChosenModules(modules=modules, start=None, reference=reference)
     has_score = find_objective(job.objective).has_score
     size = model.hidden_size if has_score else None
     start = import_peft(job.init_from, shapes, score_size=size)
@@ -73,7 +78,8 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         )
         for name, weights in start.modules.items()
     }
-    return ChosenModules(modules=modules, start=start)
+    reference = start if refers_to_start(job) else read_reference(job, model)
+    return ChosenModules(modules=modules, start=start, reference=reference)
 
 
 def _check_tokens(job: LoraJob, model: ModelConfig) -> None:

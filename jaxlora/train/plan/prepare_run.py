@@ -108,7 +108,10 @@ def _check_jobs(
             check_objective(job)
         with problems.at("jobs", number, "optimizer"):
             find_optimizer(job)
-        if inputs is not None and not problems.has("jobs", number, "init_from"):
+        has_problem = any(
+            problems.has("jobs", number, key) for key in ("init_from", "objective")
+        )
+        if inputs is not None and not has_problem:
             key = "target_modules" if job.init_from is None else "init_from"
             with problems.at("jobs", number, key):
                 modules.append(choose_modules(job, inputs.model.config))

@@ -46,6 +46,8 @@ class PreparedJob:
         settings: Settings of the job.
         modules: Rank and scaling of each linear that it adapts, by module name.
         start: Adapter of `init_from`; None: the job starts from fresh weights.
+        reference: Adapter with which the objective compares; None: it is the base, or
+            there is no reference.
         train_data: Training samples; of a stream, those of the first window, without
             their tokens.
         eval_data: Held-out samples, if any.
@@ -56,6 +58,7 @@ class PreparedJob:
     settings: LoraJob
     modules: Mapping[str, ModuleLora]
     start: Adapter | None
+    reference: Adapter | None = None
     train_data: TokenizedData
     eval_data: TokenizedData | None
     stream: SampleStream | None = None
@@ -102,11 +105,16 @@ class PreparedJob:
     def fingerprints(self) -> dict[str, Any]:
         """Hashes of the inputs that the settings only name."""
         held_out, start, stream = self.eval_data, self.start, self.stream
-        return {
+        found: dict[str, Any] = {
             "data_fingerprint": (stream or self.train_data).fingerprint,
             "eval_data_fingerprint": None if held_out is None else held_out.fingerprint,
             "init_from_fingerprint": None if start is None else start.fingerprint(),
-        } | ({} if stream is None else {"data_shards": stream.shards})
+        }
+        if stream is not None:
+            found["data_shards"] = stream.shards
+        if self.reference is not None and self.reference is not start:
+            found["reference_fingerprint"] = self.reference.product_fingerprint()
+        return found
 
     @property
     def objective(self) -> Objective:
@@ -132,10 +140,15 @@ class PreparedJob:
             out["eval"] = np.roll(np.arange(len(self.eval_data.samples)), 1)
         return out
 
-    @property
-    def refers_to_start(self) -> bool:
-        """Whether the reference is the adapter that the job starts from."""
-        return self.objective_settings.get("reference") == "start"
+    def describe_reference(self) -> str:
+        """Names what the objective compares with."""
+        match self.objective_settings.get("reference"):
+            case "base":
+                return "the base"
+            case "start":
+                return "the adapter that it starts from"
+            case folder:
+                return f"the adapter in {folder}"
 
     @functools.cached_property
     def runs_reference(self) -> bool:
@@ -147,7 +160,7 @@ class PreparedJob:
         """
         how = self.objective_settings.get("reference_logps")
         if not self.chooses_reference:
-            return how is not None and how != "kept" and not self.refers_to_start
+            return how is not None and how != "kept"
         is_used_once = self.num_steps <= self.order.batches_per_epoch
         return is_used_once and self.has_many_tokens
 
@@ -155,8 +168,17 @@ class PreparedJob:
     def chooses_reference(self) -> bool:
         """Whether `runs_reference` is chosen by cost."""
         is_auto = self.objective_settings.get("reference_logps") == "auto"
-        is_stream = self.settings.data.is_stream
-        return is_auto and not is_stream and not self.refers_to_start
+        return is_auto and not self.settings.data.is_stream
+
+    @property
+    def needs_reference_table(self) -> bool:
+        """Whether an adapter may be the reference in its steps.
+
+        If `runs_reference` is chosen by cost, a job that was resumed with other
+        settings goes on as it began.
+        """
+        may_run = self.chooses_reference and self.has_many_tokens
+        return self.reference is not None and (self.runs_reference or may_run)
 
     @property
     def has_many_tokens(self) -> bool:
@@ -275,6 +297,7 @@ def _read_job(
         settings=job,
         modules=chosen.modules,
         start=chosen.start,
+        reference=chosen.reference,
         train_data=train,
         eval_data=held_out,
         stream=stream,
@@ -350,8 +373,8 @@ def _note_on_reference(job: PreparedJob) -> Note:
             "jobs with the same data, set reference_logps: kept"
         )
     return Note(
-        "the log-probabilities by the base are computed in each step, by a forward "
-        f"pass more, {why}.",
+        f"the log-probabilities by {job.describe_reference()} are computed in each "
+        f"step, by a forward pass more, {why}.",
         job=job.name,
     )
 

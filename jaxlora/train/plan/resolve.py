@@ -23,6 +23,7 @@ from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.auto_replicas.choose import ReplicaLists
 from jaxlora.train.plan.auto_replicas.room import RoomFinder
 from jaxlora.train.plan.job_slots import JobPosition
+from jaxlora.train.plan.loaded import loaded_by
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.quantized_base import describe_base
@@ -197,8 +198,8 @@ def _check_adapters(
     """Refuses trained tensors that the mesh cannot divide, or that two stages need."""
     sizes = config.mesh_sizes
     tensor = max([sizes.tensor, *(one.tensor for one in config.replica_shapes)])
-    for job in jobs:
-        given = [name for name in _WHOLE if job.is_set(name)]
+    for job in [one for prepared in jobs for one in loaded_by(prepared)]:
+        given = [name for name in _WHOLE if name in job.settings]
         has_rows = any(job.token_ids.values())
         given += ["trainable_token_indices"] if has_rows else []
         given += ["modules_to_save"] if job.settings.modules_to_save else []
@@ -207,13 +208,13 @@ def _check_adapters(
             if config.replica_shapes:
                 cure = "replicas without it"
             raise ConfigError(
-                f"job {job.name!r} has {given[0]}, which meshes with the axis tensor "
-                f"do not support. Set {cure}."
+                f"{job.whose} has {given[0]}, which meshes with the axis tensor do not "
+                f"support. Set {cure}."
             )
         if sizes.stage > 1 and has_rows and model.config.tie_embeddings:
             raise ConfigError(
-                f"job {job.name!r} has trainable_token_indices, and the head of this "
-                "base is tied to its embedding, which is on another pipeline stage. "
+                f"{job.whose} has trainable_token_indices, and the head of this base "
+                "is tied to its embedding, which is on another pipeline stage. "
                 f"Set a mesh of one stage, not {sizes}."
             )
 

@@ -22,6 +22,7 @@ from jaxlora.train.plan.kernel_choice import (
     choose_attention,
     choose_kernels,
 )
+from jaxlora.train.plan.loaded import Loaded, loaded_by
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob, longest_group, longest_sample
 
@@ -44,7 +45,8 @@ def decoder_spec(
         ConfigError: No kernels or attention can run the model here.
     """
     model, dtype = planned.config, planned.dtype
-    adapted = {linear_path(name) for job in jobs for name in job.modules}
+    loaded = [one for job in jobs for one in loaded_by(job)]
+    adapted = {linear_path(name) for one in loaded for name in one.ranks}
     if config.slot_targets is not None:
         where = "slot_targets"
         targets = Targets(where=where, target_modules=config.slot_targets)
@@ -73,7 +75,7 @@ def decoder_spec(
     spec = DecoderSpec(
         config=model,
         options=options,
-        slots=_slot_shape(config, jobs),
+        slots=_slot_shape(config, jobs, loaded),
         adapted=tuple(sorted(adapted)),
     )
     on_device = dataclasses.replace(spec, config=part)
@@ -83,11 +85,13 @@ def decoder_spec(
     return spec, KernelChoices(kernels=kernels, attention=attention)
 
 
-def _slot_shape(config: RunConfig, jobs: Sequence[PreparedJob]) -> SlotShape:
-    """Returns the shape of slots that can hold each of the jobs."""
+def _slot_shape(
+    config: RunConfig, jobs: Sequence[PreparedJob], loaded: Sequence[Loaded]
+) -> SlotShape:
+    """Returns the shape of slots that can hold each of the jobs and its reference."""
     return SlotShape(
         num_slots=config.max_concurrent_jobs or len(jobs),
-        rank=config.slot_rank or max(max(job.ranks.values()) for job in jobs),
+        rank=config.slot_rank or max(max(one.ranks.values()) for one in loaded),
         use_dropout=(
             any(job.dropout > 0 for job in config.jobs)
             if config.slot_dropout is None
@@ -96,18 +100,17 @@ def _slot_shape(config: RunConfig, jobs: Sequence[PreparedJob]) -> SlotShape:
         settings=tuple(
             setting
             for setting in tensor_settings()
-            if any(getattr(job, setting) for job in config.jobs)
+            if any(setting in one.settings for one in loaded)
         ),
         keeps_start=any(job.keeps_start for job in config.jobs),
         dora_dropout=any(job.use_dora and job.dropout > 0 for job in config.jobs),
         optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
         has_score=any(job.objective.has_score for job in jobs),
-        num_token_rows=max(len(job.token_ids["embed_tokens"]) for job in jobs),
-        num_head_rows=max(len(job.token_ids["lm_head"]) for job in jobs),
-        whole_modules=tuple(
-            sorted({m for j in config.jobs for m in j.modules_to_save})
-        ),
-        has_lora=not all(job.use_vera for job in config.jobs),
+        num_token_rows=max(len(one.token_ids["embed_tokens"]) for one in loaded),
+        num_head_rows=max(len(one.token_ids["lm_head"]) for one in loaded),
+        whole_modules=tuple(sorted({m for one in loaded for m in one.whole_modules})),
+        has_lora=not all("use_vera" in one.settings for one in loaded),
+        has_references=any(job.needs_reference_table for job in jobs),
     )
 
 
@@ -132,9 +135,11 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
             there are too few tokens to start from.
     """
     _check_dropout(prepared, spec)
-    _check_tables(prepared, spec)
     _check_kinds(prepared, spec)
-    _check_modules(prepared, spec)
+    for one in loaded_by(prepared):
+        _check_tables(one, spec)
+        _check_modules(one, spec)
+    _check_start(prepared, spec)
     _check_lengths(prepared, spec, max_tokens)
     if prepared.settings.eva_settings is not None:
         check_tokens(prepared)
@@ -164,18 +169,18 @@ def _check_dropout(prepared: PreparedJob, spec: DecoderSpec) -> None:
         )
 
 
-def _check_tables(prepared: PreparedJob, spec: DecoderSpec) -> None:
+def _check_tables(one: Loaded, spec: DecoderSpec) -> None:
     assert spec.slots is not None
-    name, largest = prepared.name, max(prepared.ranks.values())
+    whose, largest = one.whose, max(one.ranks.values())
     if largest > spec.slots.rank:
         raise ConfigError(
-            f"job {name!r} has rank {largest}, above the slots' rank "
-            f"{spec.slots.rank}. Lower it, or set slot_rank to at least {largest}."
+            f"{whose} has rank {largest}, above the slots' rank {spec.slots.rank}. "
+            f"Lower it, or set slot_rank to at least {largest}."
         )
-    for setting in tensor_settings():
-        if prepared.is_set(setting) and setting not in spec.slots.settings:
+    for setting in one.settings:
+        if setting not in spec.slots.settings:
             raise ConfigError(
-                f"job {name!r} has {setting}, and the slots of this run were made "
+                f"{whose} has {setting}, and the slots of this run were made "
                 f"without. Start the run with a job that has {setting}: true."
             )
     sizes = {
@@ -183,29 +188,36 @@ def _check_tables(prepared: PreparedJob, spec: DecoderSpec) -> None:
         "lm_head": spec.slots.num_head_rows,
     }
     for module, size in sizes.items():
-        if (num := len(prepared.token_ids[module])) > size:
+        if (num := len(one.token_ids[module])) > size:
             raise ConfigError(
-                f"job {name!r} has {num} trainable_token_indices of {module}, and the "
+                f"{whose} has {num} trainable_token_indices of {module}, and the "
                 f"slots of this run hold {size}. Start the run with a job that has as "
                 "many."
             )
-    for module in prepared.settings.modules_to_save:
+    for module in one.whole_modules:
         if module not in spec.slots.whole_modules:
             raise ConfigError(
-                f"job {name!r} has modules_to_save, and the slots of this run were "
-                f"made without whole copies of {module}. Start the run with a job that "
-                "has them, or train this one in another run."
+                f"{whose} has modules_to_save, and the slots of this run were made "
+                f"without whole copies of {module}. Start the run with a job that has "
+                "them, or train this one in another run."
             )
-    if not (prepared.is_set("use_vera") or spec.slots.has_lora):
+    if not ("use_vera" in one.settings or spec.slots.has_lora):
         raise ConfigError(
-            f"job {name!r} trains A and B, and this run was started for jobs with "
-            "use_vera alone, which have none. Start the run with a job of LoRA."
+            f"{whose} has A and B, and this run was started for jobs with use_vera "
+            "alone, which have none. Start the run with a job of LoRA."
         )
 
 
 def _check_kinds(prepared: PreparedJob, spec: DecoderSpec) -> None:
     assert spec.slots is not None
     name = prepared.name
+    if prepared.needs_reference_table and not spec.slots.has_references:
+        raise ConfigError(
+            f"job {name!r} compares with {prepared.describe_reference()} in each step, "
+            "and this run was started without such a job, so that there is no memory "
+            "for its reference. Set objective_args.reference_logps: kept, or start the "
+            "run with such a job."
+        )
     if prepared.settings.optimizer not in spec.slots.optimizers:
         raise ConfigError(
             f"job {name!r} has optimizer {prepared.settings.optimizer!r}, and this run "
@@ -220,40 +232,39 @@ def _check_kinds(prepared: PreparedJob, spec: DecoderSpec) -> None:
         )
 
 
-def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
-    name = prepared.name
-    for module in prepared.modules:
+def _check_modules(one: Loaded, spec: DecoderSpec) -> None:
+    for module in one.ranks:
         path = linear_path(module)
-        _check_format(prepared, module, spec.options.weight_format(path))
-        if prepared.settings.keeps_start and spec.options.weight_format(path):
-            raise ConfigError(
-                f"job {name!r} has init_lora_weights "
-                f"{prepared.settings.init_lora_weights}, which takes a part of {module}"
-                ", and this weight is quantized. Use a base that is not, or leave "
-                "init_lora_weights out."
-            )
+        if one.adapter is not None:
+            one.adapter.check_format(spec.options.weight_format(path))
         if path not in spec.adapted:
             raise ConfigError(
-                f"job {name!r} adapts {module}, which has no slots in this run. Add "
-                "the module to slot_targets when the run starts."
+                f"{one.whose} adapts {module}, which has no slots in this run. Add the "
+                "module to slot_targets when the run starts."
             )
 
 
-def _check_format(
-    prepared: PreparedJob, module: str, weight_format: str | None
-) -> None:
-    """Checks that a weight is quantized if, and only if, the job starts from that."""
-    settings = prepared.settings
-    if prepared.start is not None:
-        prepared.start.check_format(weight_format)
-    if (bits := settings.loftq_bits) is None or LOFTQ_FORMATS[bits] == weight_format:
-        return
-    wanted, stored = LOFTQ_FORMATS[bits], weight_format or "not quantized"
-    raise ConfigError(
-        f"job {prepared.name!r} has init_lora_weights=loftq, which starts from the "
-        f"error of weights in {wanted}, and {module} is {stored}. Set quantize_base: "
-        f"{wanted}, exclude the module, or leave init_lora_weights out."
-    )
+def _check_start(prepared: PreparedJob, spec: DecoderSpec) -> None:
+    """Checks that weights are quantized if, and only if, the job starts from that."""
+    name, settings = prepared.name, prepared.settings
+    for module in prepared.modules:
+        weight_format = spec.options.weight_format(linear_path(module))
+        if settings.keeps_start and weight_format:
+            raise ConfigError(
+                f"job {name!r} has init_lora_weights {settings.init_lora_weights}, "
+                f"which takes a part of {module}, and this weight is quantized. Use a "
+                "base that is not, or leave init_lora_weights out."
+            )
+        if (bits := settings.loftq_bits) is None or (
+            wanted := LOFTQ_FORMATS[bits]
+        ) == weight_format:
+            continue
+        raise ConfigError(
+            f"job {name!r} has init_lora_weights=loftq, which starts from the error of "
+            f"weights in {wanted}, and {module} is {weight_format or 'not quantized'}. "
+            f"Set quantize_base: {wanted}, exclude the module, or leave "
+            "init_lora_weights out."
+        )
 
 
 def _check_lengths(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:

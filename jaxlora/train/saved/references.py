@@ -1,4 +1,4 @@
-"""Keeps the log-probabilities of a job's samples by the base, as a run resumes.
+"""Keeps the log-probabilities of samples by a job's reference, as a run resumes.
 
 Recomputed with another layout they would differ in their last bits, and so would all
 further steps.
@@ -75,7 +75,7 @@ def read_references(folder: pathlib.Path, job: JobState, base: str) -> None:
             found = {name: file.get_tensor(name) for name in names}
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
-            f"{path}: the log-probabilities of job {job.name!r} by the base cannot be "
+            f"{path}: log-probabilities of job {job.name!r} by its reference cannot be "
             f"read ({error}). Without them the job cannot go on as it began: restore "
             "the file, or train into another output_dir."
         ) from error
@@ -85,8 +85,8 @@ def read_references(folder: pathlib.Path, job: JobState, base: str) -> None:
     sizes = {name: x.size for name, x in found.items()}
     if key != _key(job, base) or sizes != wanted:
         raise CheckpointError(
-            f"{path} is of other data or of another base than job {job.name!r} has. "
-            "Restore the file, or train into another output_dir."
+            f"{path} is of other data, another base or another reference than job "
+            f"{job.name!r} has. Restore the file, or train into another output_dir."
         )
     job.references = found
 

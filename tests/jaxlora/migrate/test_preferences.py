@@ -16,6 +16,10 @@ KEPT = {
         ("dpo", {"beta": 0.2, "loss_type": "ipo"}),
     ),
     "trl beta": (TRL + "beta: 0.2\n", ("dpo", {"beta": 0.2})),
+    "trl reference": (
+        TRL + "beta: 0.2\nref_adapter_name: sft\nmodel_adapter_name: train\n",
+        ("dpo", {"beta": 0.2, "reference": "sft"}),
+    ),
     "trl list": (
         TRL + "loss_type: [sigmoid]\nlabel_smoothing: 0.1\n",
         ("dpo", {"loss_type": "sigmoid", "label_smoothing": 0.1}),
@@ -75,6 +79,14 @@ KEPT = {
         ("kto", {"beta": 0.1, "undesirable_weight": 0.5}),
     ),
     "llama_factory rm": (LLAMA + "stage: rm\n", ("reward", {})),
+    "llama_factory reference": (
+        LLAMA + "stage: kto\nref_model: m\nref_model_adapters: saves/sft\n",
+        ("kto", {"beta": 0.1, "reference": "saves/sft"}),
+    ),
+    "llama_factory base": (
+        LLAMA + "stage: kto\nref_model: m\n",
+        ("kto", {"beta": 0.1}),
+    ),
 }
 
 
@@ -102,6 +114,7 @@ def test_dropout_and_rates_are_those_of_the_tool(migrated):
     ("name", "line"),
     [
         ("trl beta", "names no trainer"),
+        ("trl reference", "folder of the adapter that the script loads as 'sft'"),
         ("trl list", "ignores it with the loss `sigmoid` since 0.29"),
         ("llama_factory orpo", "each chosen answer"),
         ("llama_factory kto", "over 1000 records"),
@@ -125,6 +138,10 @@ def test_what_another_tool_computes_otherwise_is_said(migrated, name, line):
         (AXOLOTL + PAIRS + "rl: dpo\ndpo_use_weighting: true\n", "dpo_use_weighting"),
         (LLAMA + "stage: dpo\npref_loss: kto_pair\n", "'kto_pair' has no counterpart"),
         (LLAMA + "stage: dpo\npref_ftx: 1.0\n", "pref_ftx is 1.0"),
+        (
+            LLAMA + "stage: dpo\nref_model: other\nref_model_adapters: a\n",
+            "ref_model is 'other', which changes the loss",
+        ),
         (LLAMA + "stage: ppo\n", "stage: sft, pt, dpo, kto or rm"),
     ],
 )

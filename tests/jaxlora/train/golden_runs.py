@@ -56,12 +56,12 @@ def train_together(model, jobs: list[JobState], capacity: int = 128):
     slots, limits = layout.empty_slots(), Limits(capacity=capacity, block_tokens=8)
     executor = StagedExecutor(layout, model.params, slots, limits)
     for slot, job in enumerate(jobs):
-        executor.load(slot, job.start, job.settings.optimizer)
         if job.lacks_references:
             job.references = {
-                which: executor.log_likelihoods(slot, batch, of_base=True)
+                which: executor.log_likelihoods(slot, batch, None)
                 for which, batch in job.plain_batches(slot).items()
             }
+        executor.load(slot, job.start, job.settings.optimizer)
         job.update(status="running", slot=slot)
     steps = {job.name: [] for job in jobs}
     every = [

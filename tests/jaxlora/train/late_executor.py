@@ -109,11 +109,14 @@ class LateExecutor:
             assert slot in self._may_release, "its step may be in flight"
         del self.steps[slot]
 
+    def refer(self, slot: int, adapter: Adapter) -> None:
+        raise AssertionError("no reference is an adapter")
+
     def snapshot(self) -> None:
         raise AssertionError("no checkpoint is due")
 
     def log_likelihoods(
-        self, slot: int, batch: JobBatch, *, of_base: bool
+        self, slot: int, batch: JobBatch, adapter: Adapter | None
     ) -> np.ndarray:
         return np.zeros(len(batch.samples))
 

@@ -129,8 +129,8 @@ def test_the_reference_is_the_base_without_the_adapter(
     monkeypatch.setattr(
         StagedExecutor,
         "log_likelihoods",
-        lambda self, slot, batch, *, of_base: (
-            computed.append(slot) or count(self, slot, batch, of_base=of_base)
+        lambda self, slot, batch, adapter: (
+            computed.append(slot) or count(self, slot, batch, adapter)
         ),
     )
     twin = job.replace(name="twin", objective_args={"beta": 1.0})
@@ -173,12 +173,12 @@ def test_a_resumed_run_ends_in_the_same_bits(
     monkeypatch.setattr(StagedExecutor, "log_likelihoods", None)
     data, moved = kept.read_bytes(), kept.with_suffix(".moved")
     kept.rename(moved)
-    with pytest.raises(CheckpointError, match="by the base cannot be read"):
+    with pytest.raises(CheckpointError, match="by its reference cannot be read"):
         trainer("cut").train(resume=True)
     other = data.replace(model.fingerprint.encode(), b"0" * len(model.fingerprint))
     assert other != data
     kept.write_bytes(other)
-    with pytest.raises(CheckpointError, match="of other data or of another base"):
+    with pytest.raises(CheckpointError, match="of other data, another base or another"):
         trainer("cut").train(resume=True)
     moved.rename(kept)
     assert not trainer("cut").train(resume=True).interrupted
