@@ -13,6 +13,7 @@ from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_whole_layers
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import head_dim, run_sharded_layers
+from jaxlora.models.tensor_parallel import output_parts
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
 from jaxlora.modules.attention import AttentionImplementation, packed_rows
@@ -26,7 +27,7 @@ from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.whole_head import WholeHeads
 from jaxlora.sharding import layerwise
-from jaxlora.sharding.tensor import own_indices, scatter_rows
+from jaxlora.sharding.tensor import own_indices, own_part, scatter_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,7 @@ class DecoderOptions:
             than 1, the decoder must run inside `jax.shard_map` that is manual over an
             axis `tensor` of that size. Hidden states between the halves of its layers
             have a part of the rows then.
+        kv_parts: Number of these devices that have different key-value heads.
         objectives: Objectives of the jobs that it can train.
     """
 
@@ -66,6 +68,7 @@ class DecoderOptions:
     mean_segment_tokens: int = 64
     fsdp: int = 1
     tensor: int = 1
+    kv_parts: int = 1
     objectives: tuple[str, ...] = (NEXT_TOKEN.name,)
 
     def __post_init__(self):
@@ -208,8 +211,13 @@ class Decoder(nnx.Module):
         if is_own is not None:
             h = scatter_rows(jnp.where(is_own[:, None], h, 0), tensor)
         if self.token_rows is not None:
-            h = self.token_rows.looked_up(h, token_ids, block_adapter)
+            own = token_ids, block_adapter
+            if tensor > 1:  # a block is divided into as many as there are devices
+                blocks = jnp.repeat(block_adapter, tensor)
+                own = own_part(token_ids, 0), own_part(blocks, 0)
+            h = self.token_rows.looked_up(h, *own)
         if self.whole_embedding is not None:
+            assert tensor == 1, "whole copies are not divided"
             h = self.whole_embedding.looked_up(h, token_ids, block_adapter)
         if self.config.family.scales_embedding:
             # The factor is rounded to the dtype, as in transformers.
@@ -343,5 +351,6 @@ def _linear(layer, options, slots, adapted, linear: LayerLinear) -> MultiLoraLin
         implementation=options.implementation,
         kernel=kernel,
         input_parts=options.tensor if linear.divides == "K" else 1,
+        output_parts=output_parts(linear, options.tensor, options.kv_parts),
         rngs=nnx.Rngs(0),
     )

@@ -214,7 +214,10 @@ class DecoderSpec:
 
     def divided(self, *, fsdp: int = 1, tensor: int = 1) -> "DecoderSpec":
         """Returns this decoder divided among the devices of these axes."""
-        options = dataclasses.replace(self.options, fsdp=fsdp, tensor=tensor)
+        kv_parts = min(tensor, self.config.num_kv_heads)
+        options = dataclasses.replace(
+            self.options, fsdp=fsdp, tensor=tensor, kv_parts=kv_parts
+        )
         return dataclasses.replace(self, options=options)
 
     def part(self, tensor: int) -> "DecoderSpec":

@@ -10,6 +10,11 @@ to a pass: the kernels run unchanged on the parts.
 With fewer key-value heads than devices, several devices use the same one. W, A and B of
 k and v are then whole on all devices, which use the columns of their own head.
 
+A trained bias follows its frozen one: it is divided with the outputs, or one device
+adds it. Trained rows of tokens, and VeRA's matrices, are whole on each device. A device
+looks up the rows of its own part of a microbatch, and replaces the logits of its own
+part of the vocabulary.
+
 References:
     Megatron-LM, arXiv 1909.08053, section 3.
 """
@@ -101,6 +106,19 @@ def part_config(config: ModelConfig, tensor: int) -> ModelConfig:
 def shares_heads(config: ModelConfig, linear: str, tensor: int) -> bool:
     """Whether several devices use the same columns of a linear, by its name."""
     return linear in _KEY_VALUE and tensor > config.num_kv_heads
+
+
+def output_parts(linear: LayerLinear, tensor: int, kv_parts: int) -> int:
+    """Returns into how many parts devices divide the output features of a linear.
+
+    Args:
+        linear: The linear.
+        tensor: Number of devices.
+        kv_parts: Number of them that use different key-value heads.
+    """
+    if linear.divides == "K":
+        return 1
+    return kv_parts if linear.name in _KEY_VALUE else tensor
 
 
 def divided_dimension(

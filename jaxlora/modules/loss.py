@@ -92,9 +92,9 @@ def target_nll(
         vocab_parts: Devices among which the vocabulary is divided. The head is a
             device's part of it then, and so is the gradient of hidden a term of a sum
             over them; see `jaxlora.sharding.tensor`. Logits are never gathered: three
-            numbers for each row are exchanged. Slots cannot train rows then.
+            numbers for each row are exchanged. A device replaces the rows of its own
+            part, so their gradient is a term of a sum, too.
     """
-    assert own is None or vocab_parts == 1
     options = HeadOptions(head_transposed, logit_softcap, vocab_parts)
     return _target_nll(hidden, head, labels, is_target, own, options)
 
@@ -237,31 +237,40 @@ def head_logits(
     """Computes the logits of rows, in float32; for the arguments see `target_nll`."""
     logits = product(hidden, head, 1 if head_transposed else 0)
     if own is not None:
-        logits = _with_own(logits, hidden, own, own.slots(len(hidden)))
+        logits = _with_own(logits, hidden, own, own.slots(len(hidden)), parts=1)
     return softcap(logits, logit_softcap)
 
 
-def _with_own(logits, hidden, own: HeadRows, slots):
+def _with_own(logits, hidden, own: HeadRows, slots, parts: int):
     """Replaces the logits of the tokens of each row's slot."""
     num_slots, num_rows, _ = own.rows.shape
     rows = own.rows.astype(hidden.dtype).reshape(num_slots * num_rows, -1)
     of_all = product(hidden, rows, 1).reshape(-1, num_slots, num_rows)
     is_mine = slots[:, None] == jnp.arange(num_slots)
     new = jnp.where(is_mine[:, :, None], of_all, 0.0).sum(axis=1)
-    place = _own_places(own, slots, logits.shape[1])
+    place = _own_places(own, slots, logits.shape[1], parts)
     return logits.at[jnp.arange(len(logits))[:, None], place].set(new, mode="drop")
 
 
-def _own_places(own: HeadRows, slots, vocab_size: int) -> Int[Array, "T E"]:
-    """Returns the tokens of each row's slot; the size of the vocabulary: none."""
-    ids = own.ids[jnp.maximum(slots, 0)]
-    return jnp.where((slots[:, None] >= 0) & (ids >= 0), ids, vocab_size)
+def _own_places(own: HeadRows, slots, size: int, parts: int) -> Int[Array, "T E"]:
+    """Returns which logits are of the tokens of each row's slot; `size`: none here.
+
+    Args:
+        own: The rows.
+        slots: Slot of each row of logits.
+        size: Number of logits on each device.
+        parts: Number of devices.
+    """
+    places, is_here = own_indices(own.ids.reshape(-1), size, parts)
+    is_here &= own.ids.reshape(-1) >= 0
+    by_slot = jnp.where(is_here, places, size).reshape(own.ids.shape)
+    return jnp.where(slots[:, None] >= 0, by_slot[jnp.maximum(slots, 0)], size)
 
 
 def _nll(hidden, head, labels, options: HeadOptions, own=None, slots: Any = None):
     logits = product(hidden, head, 1 if options.transposed else 0)
     if own is not None:
-        logits = _with_own(logits, hidden, own, slots)
+        logits = _with_own(logits, hidden, own, slots, options.parts)
     capped = logits = softcap(logits, options.softcap)
     soft = labels if isinstance(labels, SoftLabels) else None
     if soft is not None:
@@ -304,7 +313,7 @@ def nll_and_gradient(
     if own is None:
         gradient = product(dlogits.astype(head.dtype), head, axis)
         return nll, gradient.astype(hidden.dtype)
-    place = _own_places(own, slots, dlogits.shape[1])
+    place = _own_places(own, slots, dlogits.shape[1], options.parts)
     numbers = jnp.arange(len(dlogits))[:, None]
     of_own = dlogits.at[numbers, place].get(mode="fill", fill_value=0)
     frozen = dlogits.at[numbers, place].set(0, mode="drop")

@@ -92,6 +92,7 @@ class MultiLoraLinear(nnx.Module):
         implementation: str = "xla",
         kernel: QuantizedWeight | None = None,
         input_parts: int = 1,
+        output_parts: int = 1,
         rngs: nnx.Rngs | None = None,
     ):
         """Makes the layer with a random or a quantized kernel, and empty slots.
@@ -114,6 +115,8 @@ class MultiLoraLinear(nnx.Module):
             input_parts: Devices among which the input features are divided. K is the
                 number of this device then, and the output a term of a sum over them;
                 see `jaxlora.sharding.tensor`.
+            output_parts: Parts into which devices divide the output features. N is the
+                number of this device then.
             rngs: Source of the random kernel; not needed for a quantized one.
 
         Raises:
@@ -122,6 +125,7 @@ class MultiLoraLinear(nnx.Module):
         """
         k, n = in_features, out_features
         self.in_features, self.input_parts = k, input_parts
+        self.output_parts = output_parts
         self.kernel = make_kernel(kernel, (k, n), dtype, rngs)
         self.bias = BaseParam(jnp.zeros((n,), dtype)) if use_bias else None
         self.layer, self.projection = layer, projection
@@ -310,6 +314,8 @@ class MultiLoraLinear(nnx.Module):
             getattr(self, VERA_D.name)[...],
             getattr(self, VERA_B.name)[...],
             self.in_features,
+            self.input_parts,
+            self.output_parts,
         )
         if not slots.has_lora:
             return vera
@@ -346,11 +352,11 @@ class MultiLoraLinear(nnx.Module):
     ) -> Float[Array, "T N"]:
         """Returns its output with the bias that each block's slot trains, if any."""
         assert self.slots is not None
-        if self.bias is None or not self.slots.trains_bias:
+        if (frozen := self._bias) is None or not self.slots.trains_bias:
             return y
-        table, is_used = getattr(self, TRAINED_BIAS.name)[...], self.trains_bias[...]
-        blocks = routing.block_adapter
-        return with_trained_bias(y, self.bias[...], table, is_used, blocks)
+        table = counted_once(getattr(self, TRAINED_BIAS.name)[...], self.input_parts)
+        is_used, blocks = self.trains_bias[...], routing.block_adapter
+        return with_trained_bias(y, frozen, table, is_used, blocks)
 
     @property
     def place(self) -> Place:

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jaxlora.sharding.rules import TENSOR
+from jaxlora.sharding.tensor import own_slice
+
 Pair = tuple[Float[Array, "G K R"], Float[Array, "G R N"]]
 
 
@@ -40,18 +43,34 @@ def vera_pair(
     vector_d: Float[Array, "G R"],
     vector_b: Float[Array, "G N"],
     in_features: int,
+    input_parts: int = 1,
+    output_parts: int = 1,
 ) -> Pair:
     """Returns the matrices A and B of LoRA that a linear's VeRA is equal to.
+
+    Which rows and columns of the shared matrices a device takes depends on the linear,
+    so all devices have the whole matrices.
 
     Args:
         a: Shrink matrices of the slots.
         b: Expand matrices of the slots.
         vector_d: Trained factors of the ranks.
         vector_b: Trained factors of the output features.
-        in_features: K of the linear.
+        in_features: K of the linear, on this device.
+        input_parts: Number of parts into which devices divide the input features.
+        output_parts: Number of parts into which they divide the output features.
     """
-    of_a = a[:, :in_features] * vector_d[:, None]
-    return of_a, b[:, :, : vector_b.shape[1]] * vector_b[:, None]
+    own_a = _own(a, 1, in_features, input_parts)
+    own_b = _own(b, 2, vector_b.shape[1], output_parts)
+    return own_a * vector_d[:, None], own_b * vector_b[:, None]
+
+
+def _own(matrix: jax.Array, axis: int, size: int, parts: int) -> jax.Array:
+    """Returns the first features of a matrix, or this device's part of them."""
+    first = jax.lax.slice_in_dim(matrix, 0, size * parts, axis=axis)
+    if parts == 1:
+        return first
+    return own_slice(first, axis, parts, jax.lax.axis_size(TENSOR))
 
 
 def chosen_pair(is_used: Bool[Array, " G"], vera: Pair, lora: Pair) -> Pair:

@@ -72,7 +72,5 @@ def _plain(spec: DecoderSpec) -> DecoderSpec:
         implementation="xla",
         attention="xla",
         remat="none",
-        fsdp=1,
-        tensor=1,
     )
-    return dataclasses.replace(spec, options=options)
+    return dataclasses.replace(spec, options=options).divided()

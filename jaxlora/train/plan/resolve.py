@@ -188,28 +188,21 @@ def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> Non
         )
 
 
-# Settings of jobs whose tensors are not divided along `tensor`.
-_WHOLE = ("use_vera", "train_bias")
-
-
 def _check_adapters(
     config: RunConfig, model: PlannedModel, jobs: Sequence[PreparedJob]
 ) -> None:
-    """Refuses trained tensors that the mesh cannot divide, or that two stages need."""
+    """Refuses rows and copies that the mesh cannot divide, or that two stages need."""
     sizes = config.mesh_sizes
     tensor = max([sizes.tensor, *(one.tensor for one in config.replica_shapes)])
     for job in [one for prepared in jobs for one in loaded_by(prepared)]:
-        given = [name for name in _WHOLE if name in job.settings]
         has_rows = any(job.token_ids.values())
-        given += ["trainable_token_indices"] if has_rows else []
-        given += ["modules_to_save"] if job.settings.modules_to_save else []
-        if tensor > 1 and given:
+        if job.whole_modules and tensor > 1:
             cure = f"a mesh without it, not {sizes}"
             if config.replica_shapes:
                 cure = "replicas without it"
             raise ConfigError(
-                f"{job.whose} has {given[0]}, which meshes with the axis tensor do not "
-                f"support. Set {cure}."
+                f"{job.whose} has modules_to_save, which meshes with the axis tensor "
+                f"do not support. Set {cure}."
             )
         if sizes.stage > 1 and has_rows and model.config.tie_embeddings:
             raise ConfigError(

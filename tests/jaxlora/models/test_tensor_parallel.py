@@ -24,6 +24,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.vera import VeraTables
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps
@@ -39,6 +40,8 @@ ROUNDING = 5e-6
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 EACH_KIND = ("q", "o", "up", "down")  # divided by outputs and by inputs
 DORA = {"settings": ("use_dora",), "dora_dropout": True}
+BIASES_AND_VERA = {"settings": ("use_vera", "train_bias")}
+ROWS = {"num_token_rows": 3, "num_head_rows": 2}
 
 
 def make_spec(
@@ -108,8 +111,28 @@ def batch() -> PackedBatch:
 
 
 def settings(spec: DecoderSpec) -> SlotSettings:
-    shape = len(spec.adapted), SLOTS
+    """Settings of three slots, of which two have each of the kinds that slots can have.
+
+    Tokens whose rows are trained are in the samples, and on all devices.
+    """
+    shape, slots = (len(spec.adapted), SLOTS), spec.slots
+    assert slots is not None
+    rng = np.random.default_rng(3)
+    vera = spec.vera_shapes()
+    if vera is not None:
+        a, b = (rng.normal(size=x.shape).astype(x.dtype) for x in (vera.a, vera.b))
+        vera = VeraTables(a=a, b=b, is_used=np.array([[True, False, True]]))
+    is_trained = np.broadcast_to([True, True, False], shape)
+    ids = {}
+    for module, like in spec.token_id_shapes().items():
+        own = [*batch().token_ids[4:6], *batch().token_ids[20:22]]
+        own += [*batch().token_ids[40:42]] if module == "embed_tokens" else []
+        ids[module] = np.full(like.shape, -1, np.int32)
+        ids[module][0, :2] = np.reshape(own, (2, -1))
     return SlotSettings(
+        vera=vera,
+        trains_bias=is_trained.copy() if slots.trains_bias else None,
+        token_ids=ids,
         scaling=np.full(shape, 1.5, np.float32),
         dropout=np.broadcast_to(np.float32([0.3, 0.0, 0.1]), shape).copy(),
         rank=np.broadcast_to(np.int32([4, 3, 2]), shape).copy(),
@@ -147,7 +170,13 @@ def step_of(spec: DecoderSpec, mesh: str | None):
 
 SPECS = {
     "biases": {},
-    "tied": {"layers": 1, "tied": True, "adapted": ("k", "v", "o", "down")},
+    "tied": {
+        "layers": 1,
+        "tied": True,
+        "adapted": ("k", "v", "o", "down"),
+        "shape": (("num_token_rows", 3),),
+    },
+    "vera": {"layers": 1, "shape": tuple((BIASES_AND_VERA | ROWS).items())},
     "dora": {"layers": 1, "adapted": EACH_KIND, "shape": tuple(DORA.items())},
     "int8": {
         "layers": 1,
@@ -173,7 +202,9 @@ def wanted(name: str):
         ("tensor=2", "biases"),
         ("tensor=2", "dora"),
         ("tensor=4", "tied"),  # more devices than key-value heads
+        ("tensor=4", "vera"),
         ("tensor=2", "int8"),
+        pytest.param("tensor=2", "vera", marks=pytest.mark.grid),
         pytest.param("tensor=4", "biases", marks=pytest.mark.grid),
         pytest.param("tensor=4", "dora", marks=pytest.mark.grid),
         pytest.param("tensor=2", "nf4", marks=pytest.mark.grid),

@@ -140,15 +140,3 @@ def test_a_tied_head_has_no_rows_of_its_own(jobs, tied, tmp_path):
     )
     with pytest.raises(ConfigError, match="tied to its embedding, whose rows it follo"):
         Trainer(config)
-
-
-@pytest.mark.needs_devices(2)
-def test_the_tensor_axis_is_refused(jobs, model, tmp_path):
-    config = RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path),
-        jobs=[jobs[0].replace(trainable_token_indices={"lm_head": [5]})],
-        mesh="tensor=2",
-    )
-    with pytest.raises(ConfigError, match="trainable_token_indices, which meshes with"):
-        Trainer(config)

@@ -161,8 +161,7 @@ def _shared_meshes(
     """Returns the meshes of this many devices, some of which share each microbatch.
 
     The sums along `tensor` are not hidden behind other work, so it stays within a host.
-    Where the rate of the links is not known, there are none, nor for slots with tensors
-    that are not divided along it.
+    Where the rate of the links is not known, there are none.
     """
     if math.isinf(machine.speed.link_bytes):
         return []
@@ -177,18 +176,16 @@ def _shared_meshes(
 
 
 def is_divided(spec: DecoderSpec, tensor: int, block_tokens: int) -> bool:
-    """Whether `tensor` devices can share each layer of a decoder with its slots.
+    """Whether `tensor` devices can share each layer of a decoder.
 
     Args:
         spec: The decoder.
         tensor: Number of devices.
         block_tokens: Tokens of a block, whose rows are divided.
     """
-    slots = spec.slots
     if block_tokens % tensor:
         return False
-    outside = spec.token_id_shapes() or spec.trains_whole_shapes()
-    if slots and (slots.has_vera or slots.trains_bias or outside):
+    if spec.slots and spec.trains_whole_shapes():
         return tensor == 1
     try:
         check_divides(spec.config, tensor, spec.options.base_format)
