@@ -30,6 +30,7 @@ from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps
 from jaxlora.train.plan.auto_mesh.predict import EXCHANGED_AGAIN, EXCHANGES
 from tests import tiny
+from tests.jaxlora.models.test_remat import primitives
 from tests.oracle import relative_error
 from tests.pallas_kernels.problems import QUICK_TO_COMPILE
 
@@ -308,7 +309,8 @@ def num_traced(layers: int, remat) -> int:
     traced = jax.make_jaxpr(jax.grad(loss), axis_env=[("tensor", 2)])(
         spec.adapter_shapes(), spec.base_shapes(), settings(spec), batch(), KEYS
     )
-    return len(re.findall(r"(?:all_gather|reduce_scatter)\[", str(traced)))
+    found = Counter(primitives(traced.jaxpr))
+    return found["all_gather"] + found["reduce_scatter"]
 
 
 @pytest.mark.parametrize(

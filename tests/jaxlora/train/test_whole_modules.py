@@ -77,7 +77,8 @@ def _check_slots_forget(spec, folder, model):
     table.load(1, import_peft(folder, linear_shapes(model.config)), "adamw")
     for trained in table.settings.trains_whole.values():
         np.testing.assert_array_equal(trained, [[False, True, False]])
-    for trained in table.without_adapters.trains_whole.values():
+    _, of_base = table.of_reference
+    for trained in of_base.trains_whole.values():
         assert not np.asarray(trained).any()
     table.clear(1)
     for trained in table.settings.trains_whole.values():
