@@ -142,7 +142,7 @@ def make_run(tmp_path_factory) -> Callable[..., pathlib.Path]:
             {
                 "name": f"job{i}",
                 "data": {"path": str(data[i])},
-                "target_modules": ["q_proj", "down_proj"],
+                "target_modules": ["down_proj"],
                 "batch_size": 3 + i,
                 "rank": 2 + i,
                 "dropout": 0.1,
@@ -178,8 +178,8 @@ def folder_of(run_file: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def in_one_process(make_run):
-    """Returns the results of the run in this process, on the same mesh."""
+def whole(make_run):
+    """Returns the results of the run in this process, which nothing stops."""
     run_file = make_run()
     assert main(["train", str(run_file)]) == 0
     return results(run_file)

@@ -1,6 +1,8 @@
 """Two processes train a run as one process trains it on the same mesh."""
 
 import json
+import pathlib
+import shutil
 import signal
 from typing import Any
 
@@ -20,18 +22,19 @@ from tests.jaxlora.distributed.conftest import (
 )
 
 NEVER = -1, 0  # a process that sends itself no signal
+_LATE_JOINS = 8  # windows after which no other job has a step left
 
 
-def test_two_processes_train_like_one_also_when_killed_and_interrupted(
-    make_run, in_one_process
-):
-    """Process 1 is killed, and after a resume it alone gets a signal to stop.
+def test_two_processes_train_like_one_also_when_killed_and_interrupted(make_run, whole):
+    """Process 1 is killed. A copy of the run then ends in one process, on the same
+    mesh, with the bits of a run that nothing stopped.
 
-    One process ends the run, on the same mesh: where both have stopped, and with the
-    bits of a run that nothing stopped. `test_requests_reach_both_processes` ends one in
-    both.
+    The run itself goes on in two processes, where requests wait that reach both: one
+    job is stopped, and one joins when both processes have read its data. Then process 1
+    alone gets a signal, and both stop.
     """
     run_file = make_run()
+    folder = folder_of(run_file)
     killed = (6, signal.SIGKILL)
     first, second = train_in_two([run_file, run_file], signals=(NEVER, killed))
     assert second.status == -signal.SIGKILL
@@ -39,13 +42,58 @@ def test_two_processes_train_like_one_also_when_killed_and_interrupted(
     assert "start all processes again with --resume" in first.stderr
     assert "Traceback" not in first.stderr
 
-    stopped = (2, signal.SIGTERM)
+    copy = make_run()
+    shutil.copytree(folder, folder_of(copy))
+    assert main(["train", str(copy), "--resume"]) == 0
+    assert results(copy) == whole
+
+    posted = _post_requests(run_file)
+    stopped = (_LATE_JOINS, signal.SIGTERM)
     both = train_in_two([run_file, run_file], "--resume", signals=(NEVER, stopped))
     assert [one.status for one in both] == [130, 130], both
     assert "a checkpoint was written" in both[0].stdout
+    # Process 1 writes nothing and has nothing to say.
+    assert "adapters" not in both[1].stdout and "job0" not in both[1].stderr
+    # The names of its files end in the process that wrote them, and another number.
+    boards = (folder / "tensorboard").rglob("events.*")
+    assert len({board.name.split(".")[-2] for board in boards}) == 2, "one each start"
+    assert not (folder / "run.lock").exists()
+    mailbox = Mailbox(folder)
+    answers = [mailbox.take_answer(name) for name in posted]
+    assert [answer.is_accepted for answer in answers] == [True, True, False]
+    assert "no.jsonl" in answers[2].text
 
     assert main(["train", str(run_file), "--resume"]) == 0
-    assert results(run_file) == in_one_process
+    jobs = json.loads((folder / "summary.json").read_text())["jobs"]
+    assert {name: jobs[name]["status"] for name in jobs} == {
+        "job0": "stopped",
+        "job1": "finished",
+        "late": "finished",
+    }
+    # Other neighbours only round differently, so its state was restored in both.
+    ours, theirs = losses_of("job1", results(run_file)), losses_of("job1", whole)
+    assert ours.keys() == theirs.keys()
+    assert [*ours.values()] == pytest.approx([*theirs.values()], rel=1e-4)
+
+
+def losses_of(job: str, found) -> dict[tuple[str, int], float]:
+    """Returns the losses of a job, by the kind of the event and the step."""
+    _, losses = found
+    return {(kind, step): loss for kind, name, step, loss in losses if name == job}
+
+
+def _post_requests(run_file: pathlib.Path) -> list[str]:
+    """Asks a run to stop a job, to add one, and to add one whose data are missing."""
+    late = json.loads(run_file.read_text())["jobs"][1]
+    late |= {"name": "late", "steps": _LATE_JOINS + 4}
+    lost = late | {"name": "lost", "data": {"path": "no.jsonl"}}
+    requests = (
+        ControlRequest(action="stop", job="job0"),
+        ControlRequest(action="add", job="late", settings=late),
+        ControlRequest(action="add", job="lost", settings=lost),
+    )
+    mailbox = Mailbox(folder_of(run_file))
+    return [mailbox.post(request) for request in requests]
 
 
 @pytest.mark.grid
@@ -62,43 +110,6 @@ def test_a_microbatch_is_shared_by_two_processes(make_run):
     assert [row[:3] for row in losses] == [row[:3] for row in wanted]
     expected = pytest.approx([loss for *_, loss in wanted], rel=1e-5)
     assert [loss for *_, loss in losses] == expected
-
-
-def test_requests_reach_both_processes(make_run):
-    """One job is stopped, and one joins when both processes have read its data."""
-    run_file = make_run()
-    folder = folder_of(run_file)
-    folder.mkdir()
-    mailbox = Mailbox(folder)
-    mailbox.create()
-    late = json.loads(run_file.read_text())["jobs"][1] | {"name": "late"}
-    requests = (
-        ControlRequest(action="stop", job="job0"),
-        ControlRequest(action="add", job="late", settings=late),
-        ControlRequest(
-            action="add",
-            job="lost",
-            settings=late | {"name": "lost", "data": {"path": "no.jsonl"}},
-        ),
-    )
-    posted = [mailbox.post(request) for request in requests]
-    first, second = train_in_two([run_file, run_file])
-    assert first.status == 0 and second.status == 0, first.stderr + second.stderr
-    # Process 1 writes nothing and has nothing to say.
-    assert "3 adapters, trained together" in first.stdout
-    assert "adapters" not in second.stdout and "job0" not in second.stderr
-    boards = list((folder / "tensorboard").rglob("events.*"))
-    assert len({board.parent for board in boards}) == len(boards)
-    assert not (folder / "run.lock").exists()
-    answers = [mailbox.take_answer(name) for name in posted]
-    assert [answer.is_accepted for answer in answers] == [True, True, False]
-    assert "no.jsonl" in answers[2].text
-    jobs = json.loads((folder / "summary.json").read_text())["jobs"]
-    assert {name: jobs[name]["status"] for name in jobs} == {
-        "job0": "stopped",
-        "job1": "finished",
-        "late": "finished",
-    }
 
 
 @pytest.fixture
