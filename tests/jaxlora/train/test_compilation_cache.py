@@ -32,6 +32,7 @@ def unset(monkeypatch, tmp_path):
         jax.config.update(name, value)
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 def test_a_trainer_keeps_what_it_compiles(model, jobs, tmp_path, caplog):
     caplog.set_level(logging.INFO, "jaxlora")
     config = RunConfig(
@@ -104,12 +105,16 @@ def test_a_folder_of_others_is_not_used(tmp_path, monkeypatch, caplog, others):
 
 
 DAMAGED = """
-import sys, jax
+import pathlib, sys, jax
 from jaxlora.cli import main as cli
 from jaxlora.train.compilation_cache import keep_compiled_programs
 with cli._logging(False):
     keep_compiled_programs()
-    print(jax.jit(lambda x: x + 1)(1))
+    for _ in range(2):
+        print(jax.jit(lambda x: x + 1)(1))
+        jax.clear_caches()
+        for entry in pathlib.Path(sys.argv[1]).glob("*-cache"):
+            entry.write_bytes(entry.read_bytes()[:9])
 """
 
 
@@ -117,14 +122,9 @@ def test_a_damaged_entry_is_said_in_a_line(tmp_path):
     folder = tmp_path / "cache" / "jaxlora" / "xla"
     env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    command = [sys.executable, "-c", DAMAGED]
-    for _ in range(2):
-        ended = subprocess.run(
-            command, env=env, capture_output=True, text=True, check=True
-        )
-        assert ended.stdout == "2\n"
-        for entry in folder.glob("*-cache"):
-            entry.write_bytes(entry.read_bytes()[:9])
+    command = [sys.executable, "-c", DAMAGED, str(folder)]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert ended.stdout == "2\n2\n"
     lines = [line for line in ended.stderr.splitlines() if "Error reading" in line]
     assert lines and all(f"remove {folder}." in line for line in lines)
     assert "UserWarning" not in ended.stderr and "warnings.warn" not in ended.stderr

@@ -40,9 +40,10 @@ def test_jobs_train_beside_dora_as_if_alone(train, jobs):
     one = {"target_modules": ("down_proj",)}
     first, second = dora(jobs[0], **one), jobs[1].replace(**one)
     third = dora(jobs[2], dropout=0.0)
-    slots = {"slot_targets": one["target_modules"]}
+    slots = {"slot_targets": one["target_modules"], "microbatch_tokens": 256}
     together, lora = train([first, second, third], **slots), train([second], **slots)
-    with_dropout = train([first], microbatch_tokens=256, **slots)
+    # In the programs of the run of three.
+    with_dropout = train([first], max_concurrent_jobs=3, **slots)
     assert_same_training(together, lora, [second.name])
     assert_same_training(together, with_dropout, [first.name])
     assert all(w.magnitude is None for w in together.adapters[second.name].values())
@@ -50,13 +51,13 @@ def test_jobs_train_beside_dora_as_if_alone(train, jobs):
     slots = dataclasses.replace(trainer.layout.stages[0].spec.slots, dora_dropout=False)
     spec = dataclasses.replace(trainer.layout.stages[0].spec, slots=slots)
     with pytest.raises(ConfigError, match="started without a job that has both"):
-        check_fits(trainer.jobs[0].prepared, spec, 512)
+        check_fits(trainer.jobs[0].prepared, spec, 256)
     start = {"init_lora_weights": "pissa", "dropout": 0.0, "weight_decay": 0.0}
     kept = dataclasses.replace(
         trainer.jobs[0].prepared, settings=trainer.jobs[0].settings.replace(**start)
     )
     with pytest.raises(ConfigError, match="started without a job of this kind"):
-        check_fits(kept, spec, 512)
+        check_fits(kept, spec, 256)
     with pytest.raises(ConfigError, match="has use_dora, and the slots of this run"):
         lora.trainer.add_job(third)
 
@@ -68,9 +69,8 @@ def train_on(jobs, tmp_path_factory):
     common = {"steps": 4, "eval_fraction": 0.0, "eval_every": None}
     run = [job.replace(**common, target_modules=("q_proj",)) for job in jobs[:5]]
     run = [dora(run[0]), run[4], dora(run[2]), run[3]]
-    # States of other shapes than the weights': factors, and blocks of codes.
+    # A state of other shapes than the weights': factors.
     run[1] = run[1].replace(optimizer="adafactor", adam_eps=1e-8)
-    run[2] = run[2].replace(optimizer="adamw_8bit")
     # A head of its own, as rows of a tied one would be on two stages.
     untied = tiny.CONFIG | {"tie_word_embeddings": False}
     model = tiny.write_model(tmp_path_factory.mktemp("base") / "a", config=untied)
@@ -80,7 +80,7 @@ def train_on(jobs, tmp_path_factory):
     model = biased(model, model)
     rows = {"embed_tokens": (100, 101, 110), "lm_head": (100, 111)}
     run[0] = run[0].replace(trainable_token_indices=rows)
-    run[2] = run[2].replace(train_bias=True, target_modules=["k_proj"])
+    run[2] = run[2].replace(train_bias=True)
     run[3] = vera(run[3], rank=6, projection_prng_key=5)
     run[3] = run[3].replace(modules_to_save=["embed_tokens", "lm_head"])
     copy = {"name": "copy", "clone_of": {"job": run[3].name, "step": 2}}
@@ -121,7 +121,7 @@ def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, mesh):
     """Magnitudes start from shards of the weights, and are parked, saved and staged.
 
     So are the vectors of VeRA, beside matrices for the linears of all stages, whole
-    embeddings and heads, and the states of other optimizers.
+    embeddings and heads, and the state of another optimizer.
     """
     one, other = train_on("stage=1"), train_on(mesh, stop=True)
     assert len(one) == len(other) == 5
@@ -137,11 +137,7 @@ def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, mesh):
         has_bias = any(TRAINED_BIAS.peft_name in key for key in tensors)
         assert has_bias == (name == "job2")
         for key, array in tensors.items():
-            if name == "job2":  # a moment between two codes of 8 bits may become either
-                same = np.isclose(other[name][key], array, rtol=1e-4, atol=1e-6)
-                assert same.mean() > 0.98, key
-            else:
-                assert relative_error(other[name][key], array) < ROUNDING, key
+            assert relative_error(other[name][key], array) < ROUNDING, key
 
 
 def test_magnitudes_start_from_the_norms_of_what_is_multiplied(linear_shapes):

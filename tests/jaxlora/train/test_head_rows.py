@@ -1,5 +1,6 @@
 """Trained rows of a head that is not tied to the embedding, in a run."""
 
+import functools
 import logging
 
 import numpy as np
@@ -36,12 +37,46 @@ def model(tmp_path_factory):
     return load_model(write_untied(folder, config), dtype="float32")
 
 
-def test_jobs_train_rows_of_the_head_as_if_alone(train, jobs, model, tied, tmp_path):
-    first = jobs[0].replace(trainable_token_indices=BOTH)
-    second = jobs[1].replace(trainable_token_indices={"lm_head": [36, 40, 67]})
-    plain = jobs[3].replace(steps=2)
-    together = train([first, second, plain], microbatch_tokens=256)
-    alone = train([first, plain], microbatch_tokens=256)
+# Rows are no part of a linear, so one linear is enough.
+ADAPTED = ("down_proj",)
+
+
+@pytest.fixture
+def train(train):
+    """All runs share programs."""
+    shape = {"max_concurrent_jobs": 3, "microbatch_tokens": 256}
+    return functools.partial(train, slot_targets=ADAPTED, **shape)
+
+
+@pytest.fixture
+def three(jobs) -> list[LoraJob]:
+    """Two jobs that train rows of the head, and one that does not."""
+    first, second, _, plain = (job.replace(target_modules=ADAPTED) for job in jobs[:4])
+    return [
+        first.replace(trainable_token_indices=BOTH),
+        second.replace(trainable_token_indices={"lm_head": [36, 40, 67]}),
+        plain.replace(steps=2),
+    ]
+
+
+@pytest.fixture(scope="module")
+def done():
+    return {}
+
+
+@pytest.fixture
+def together(train, three, done):
+    """The run of all three, which is trained once."""
+    if not done:
+        done["run"] = train(three)
+    return done["run"]
+
+
+def test_jobs_train_rows_of_the_head_as_if_alone(
+    train, three, together, jobs, model, tied, tmp_path
+):
+    first, second, plain = three
+    alone = train([first, plain])
     assert_same_training(together, alone, [first.name, plain.name])
     shapes = linear_shapes(model.config)
     found, wanted = (
@@ -73,7 +108,7 @@ def _check_slots(trainer, late):
     assert (spec.slots.num_token_rows, spec.slots.num_head_rows) == (6, 4)
     use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
     shapes = spec.adapter_shapes()
-    assert shapes["head_rows.rows"].shape == (2, 1, 4, 32)
+    assert shapes["head_rows.rows"].shape == (3, 1, 4, 32)
     num_values = sum(np.prod(shape.shape) for shape in shapes.values())
     assert stage_resident(spec, use).adapter_bytes == 4 * 4 * num_values
     more = late.replace(trainable_token_indices={"lm_head": [1, 2, 3, 4, 5]})
@@ -98,18 +133,18 @@ def _check_uses(folder, model, tmp_path):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
 
 
-def test_an_adapter_with_rows_of_the_head_is_trained_on(train, jobs, model):
-    first = jobs[1].replace(trainable_token_indices={"lm_head": [36, 40, 67]})
-    done = train([first.replace(steps=2)])
-    folder = done.result.output_dir / "adapters" / first.name
-    start = {"name": "more", "init_from": str(folder), "steps": 2}
+def test_an_adapter_with_rows_of_the_head_is_trained_on(train, three, together, model):
+    first, second, _ = three
+    folder = together.result.output_dir / "adapters" / second.name
+    more = second.replace(name="more", init_from=str(folder), steps=2)
     with pytest.raises(ConfigError, match=r"indices=\{'lm_head': \(36, 40, 67\)\}"):
-        train([first.replace(**start, trainable_token_indices=[36])])
-    more = train([first.replace(**start)])
+        train([more.replace(trainable_token_indices=[36])])
+    # Beside the job with the most rows, as there are programs for as many.
+    found = train([first.replace(steps=1), more])
     shapes = linear_shapes(model.config)
     before = import_peft(folder, shapes).token_rows["lm_head"]
-    found = import_peft(more.result.output_dir / "adapters" / "more", shapes)
-    after = found.token_rows["lm_head"]
+    folder = found.result.output_dir / "adapters" / more.name
+    after = import_peft(folder, shapes).token_rows["lm_head"]
     assert after.ids == before.ids and (after.rows != before.rows).any()
 
 

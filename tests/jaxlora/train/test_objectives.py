@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora import LoraJob
+from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.data.objective import Objective, Terms, next_token_targets
 from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES
 from jaxlora.data.pack import JobBatch, pack_microbatch
@@ -22,6 +22,7 @@ from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.scheduler import Limits
+from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 SCALE, MARGIN = 2.0, 0.5
@@ -159,8 +160,11 @@ def test_groups_lie_in_one_microbatch_as_samples_of_their_own():
     assert weights.nonzero()[0].tolist() == [25, 26, 27]
 
 
-def test_a_job_that_joins_needs_an_objective_of_the_run(jobs, train):
-    trainer = train([jobs[0]], microbatch_tokens=256).trainer
+@pytest.mark.usefixtures("compiled_when_called")
+def test_a_job_that_joins_needs_an_objective_of_the_run(jobs, model, tmp_path):
+    own = {"model": str(model.folder), "output_dir": str(tmp_path / "run")}
+    slots = {"slot_rank": 8, "slot_targets": LINEARS}
+    trainer = Trainer(RunConfig(jobs=jobs[:1], **own, **slots), model)
     with pytest.raises(
         ConfigError, match=r"objective 'pairs'.* started for next_token"
     ):

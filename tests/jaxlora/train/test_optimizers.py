@@ -10,7 +10,7 @@ import optax
 import pytest
 import safetensors.numpy
 
-from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora import FrozenModel, LoraJob, RunConfig, Trainer
 from jaxlora.adapters.optimizer import (
     OptimizerInputs,
     Pending,
@@ -29,6 +29,7 @@ from jaxlora.train.saved.export import export_checkpoint
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests import tiny
 from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 NAMES = ("layer.lora_a", "layer.lora_b")
@@ -177,8 +178,11 @@ def test_jobs_train_beside_another_optimizer_as_if_alone(train, jobs):
     assert_same_training(together, alone, [second.name])
 
 
-def test_a_job_that_joins_needs_an_optimizer_of_the_run(jobs, train):
-    trainer = train([jobs[0]]).trainer
+@pytest.mark.usefixtures("compiled_when_called")
+def test_a_job_that_joins_needs_an_optimizer_of_the_run(jobs, model, tmp_path):
+    own = {"model": str(model.folder), "output_dir": str(tmp_path / "run")}
+    slots = {"slot_rank": 8, "slot_targets": LINEARS}
+    trainer = Trainer(RunConfig(jobs=jobs[:1], **own, **slots), model)
     with pytest.raises(ConfigError, match=r"optimizer 'lion'.* started for adamw"):
         trainer.add_job(lion(jobs[1]))
 
@@ -199,7 +203,7 @@ def check_exports(folder) -> None:
 
 
 @pytest.fixture
-def train_on(two_layers, jobs, tmp_path_factory):
+def train_on(jobs, tmp_path_factory):
     """Trains four jobs; returns the adapters, by job."""
     names = ("adafactor", "adamw_8bit", "lion", "schedule_free_adamw")
     run = [
@@ -214,10 +218,12 @@ def train_on(two_layers, jobs, tmp_path_factory):
         for i, name in enumerate(names)
     ]
 
-    def train(mesh: str, *, stop: bool = False) -> dict[str, dict[str, np.ndarray]]:
+    def train(
+        base: FrozenModel, mesh: str, *, stop: bool = False
+    ) -> dict[str, dict[str, np.ndarray]]:
         folder = tmp_path_factory.mktemp("run")
         config = RunConfig(
-            model=str(two_layers.folder),
+            model=str(base.folder),
             output_dir=str(folder),
             jobs=run,
             max_concurrent_jobs=4,
@@ -237,18 +243,19 @@ def train_on(two_layers, jobs, tmp_path_factory):
     return train
 
 
-def test_a_resumed_run_ends_in_the_same_bits(train_on):
+def test_a_resumed_run_ends_in_the_same_bits(train_on, model):
     """The state of each optimizer is saved and restored beside others."""
-    one, twice = train_on("stage=1"), train_on("stage=1", stop=True)
+    one, twice = train_on(model, "data=1"), train_on(model, "data=1", stop=True)
     assert len(one) == 4
     jax.tree.map(np.testing.assert_array_equal, one, twice)
 
 
-@pytest.mark.grid  # `test_dora.py` has two of the optimizers on a mesh
+@pytest.mark.grid  # `test_dora.py` has two of the optimizers on a mesh, `adamw` too
 @pytest.mark.needs_devices(4)
-def test_a_run_resumed_on_a_mesh_equals_one_device(train_on):
+def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, two_layers):
     """The state of each optimizer is sharded beside others."""
-    one, other = train_on("stage=1"), train_on("data=2,stage=2", stop=True)
+    one = train_on(two_layers, "stage=1")
+    other = train_on(two_layers, "data=2,stage=2", stop=True)
     # A mesh adds the same numbers in another order. Lion takes signs of sums, and a
     # moment between two codes of 8 bits may become either.
     for name, tensors in one.items():

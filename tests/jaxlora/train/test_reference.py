@@ -1,5 +1,6 @@
 """The reference of DPO and KTO: kept or in the step, of the base or of the start."""
 
+import functools
 import pathlib
 
 import numpy as np
@@ -10,14 +11,24 @@ from jaxlora.errors import ConfigError
 from jaxlora.train.plan import prepared_job
 from jaxlora.train.plan.check_objective import check_objective
 from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.outcome import Outcome, outcome
 from tests.jaxlora.train.reference_folders import write_reference
 from tests.jaxlora.train.test_contracts import ROUNDING
 from tests.jaxlora.train.test_preferences import write_pairs
 
 JOB = {"rank": 4, "batch_size": 4, "learning_rate": 2e-2, "max_length": 96, "steps": 4}
-JOB |= {"target_modules": ["q_proj", "v_proj"], "dropout": 0.1}
+# The reference is above all linears, so one of them is enough. DoRA and rows of tokens
+# have to be off for it.
+JOB |= {"target_modules": ["q_proj"], "dropout": 0.1}
+JOB |= {"use_dora": True, "trainable_token_indices": [65, 98]}
+# All runs share programs.
+SHAPE = {"microbatch_tokens": 512, "max_concurrent_jobs": 4, "slot_dropout": True}
+SHAPE |= {"block_tokens": 16, "slot_targets": JOB["target_modules"]}
+
+
+@pytest.fixture
+def train(train):
+    return functools.partial(train, **SHAPE)
 
 
 def job(name: str, objective: str, path: str, args: dict | None = None, **changes):
@@ -34,9 +45,8 @@ def test_in_the_step_it_is_the_one_that_is_kept(train, tmp_path):
     """After steps with DoRA, rows of tokens and heads, which have to be off for it."""
     path = write_pairs(tmp_path / "pairs.jsonl", 9, seed=0)
     held_out = {"path": write_pairs(tmp_path / "held_out.jsonl", 3, seed=1)}
-    more = {"use_dora": True, "trainable_token_indices": [65, 98]}
     twins = [
-        job(f"{name}_{how}", name, path, {"reference_logps": how}, **more)
+        job(f"{name}_{how}", name, path, {"reference_logps": how})
         for name in ("dpo", "kto")
         for how in ("kept", "in_step")
     ]
@@ -62,7 +72,7 @@ def test_in_the_step_it_is_the_one_that_is_kept(train, tmp_path):
     to_start = start.replace(name="start", objective_args={"reference": "start"})
     # With KTO, the programs are those of the run before.
     jobs = [to_start, start.replace(name="plain"), twins[2].replace(steps=1)]
-    again = train(jobs, max_concurrent_jobs=4)
+    again = train(jobs)
     for of in (again.losses, again.evals):
         assert of["start"] == pytest.approx([np.log(2)] * len(of["start"]), abs=1e-4)
         assert of["plain"][0] != pytest.approx(np.log(2), rel=1e-3)
@@ -79,7 +89,9 @@ def test_in_the_step_on_replicas_that_are_meshes(train, model, tmp_path):
         job("dpo", "dpo", path, args | adapter, eval_data=held_out),
         job("kto", "kto", path, args, eval_data=held_out),
     ]
-    jobs = [one.replace(eval_every=2, dropout=0.0) for one in jobs]
+    # The axis `tensor` has no rows of tokens.
+    plain = {"use_dora": False, "trainable_token_indices": (), "dropout": 0.0}
+    jobs = [one.replace(eval_every=2, **plain) for one in jobs]
     alone = train(jobs)
     replicas = [{"tensor": 2, "microbatch_tokens": 512}, {"microbatch_tokens": 256}]
     found = train(jobs, replicas=replicas, microbatch_tokens="auto")
@@ -108,12 +120,10 @@ def test_streams_end_in_the_same_bits_when_resumed(model, tmp_path):
             model=str(model.folder),
             output_dir=str(tmp_path / name),
             jobs=jobs,
-            microbatch_tokens=256,
-            block_tokens=16,
             slot_rank=8,
-            slot_targets=LINEARS,
             window_steps=1,
             checkpoint_every=1,
+            **SHAPE,
         )
 
     whole = outcome(config("whole"), model)
@@ -127,27 +137,25 @@ def test_streams_end_in_the_same_bits_when_resumed(model, tmp_path):
 def test_a_resumed_job_goes_on_with_its_reference(model, tmp_path, monkeypatch):
     """By cost, it would be computed once for more steps than a pass has."""
     monkeypatch.setattr(prepared_job, "_MANY_TOKENS", 10)
-    path = write_pairs(tmp_path / "pairs.jsonl", 13, seed=0)
+    path = write_pairs(tmp_path / "pairs.jsonl", 26, seed=0)
 
     def trainer(steps: int) -> Trainer:
         config = RunConfig(
             model=str(model.folder),
             output_dir=str(tmp_path / "run"),
             jobs=[job(name, name, path, steps=steps) for name in ("dpo", "kto")],
-            microbatch_tokens=256,
-            block_tokens=16,
             slot_rank=8,
-            slot_targets=LINEARS,
             window_steps=1,
             checkpoint_every=1,
+            **SHAPE,
         )
         return Trainer(config, model)
 
-    assert trainer(3).train(callbacks=[InterruptAt(1)]).interrupted
-    again = trainer(9)
+    assert trainer(6).train(callbacks=[InterruptAt(1)]).interrupted
+    again = trainer(14)
     assert not any(one.prepared.runs_reference for one in again.jobs)
     result = again.train(resume=True)
-    assert [one.progress.step for one in result.jobs] == [9, 9]
+    assert [one.progress.step for one in result.jobs] == [14, 14]
     assert all(one.runs_reference and not one.references for one in again.jobs)
 
 
@@ -159,7 +167,7 @@ def test_one_window_trains_as_an_ordinary_data_set(train, tmp_path):
     for data, args in ((stream, {}), ({}, {"reference_logps": "in_step"})):
         steps = {"dpo": 5, "kto": 4}
         jobs = [job(n, n, path, args, data=data, steps=steps[n]) for n in steps]
-        found.append(train(jobs, microbatch_tokens=256))
+        found.append(train(jobs))
     assert found[0].losses == found[1].losses and found[0].bytes == found[1].bytes
 
 
