@@ -26,12 +26,12 @@ TEXTS = ("ab", "a somewhat longer prompt", "x")
 
 
 @pytest.fixture
-def adapters(make_adapter):
+def adapters(make_small):
     """Three adapters of different ranks, targets and scalings."""
     return {
-        "one": make_adapter(("q_proj", "v_proj"), rank=4, seed=1),
-        "two": make_adapter(("up_proj", "down_proj"), rank=2, seed=2),
-        "three": make_adapter(
+        "one": make_small(("q_proj", "v_proj"), rank=4, seed=1),
+        "two": make_small(("up_proj", "down_proj"), rank=2, seed=2),
+        "three": make_small(
             ("q_proj", "down_proj"), rank=3, lora_alpha=2.0, seed=3, use_rslora=True
         ),
     }
@@ -264,15 +264,15 @@ def test_an_answer_ends_at_the_models_last_position(model):
         Generator(model).generate([Prompt("a" * 512)], LIVELY)
 
 
-def test_wrong_input_is_refused_with_the_cure(model, make_adapter, unchecked):
-    generator = Generator(model, {"one": make_adapter()})
+def test_wrong_input_is_refused_with_the_cure(model, make_small, unchecked):
+    generator = Generator(model, {"one": make_small()})
     with pytest.raises(ConfigError, match=r"'two'; there are: base, one\."):
         generator.generate([Prompt("ab", adapter="two")], LIVELY)
     with pytest.raises(ConfigError, match="a prompt is empty"):
         generator.generate([""], LIVELY)
     with pytest.raises(ConfigError, match="named 'base'"):
-        Generator(model, {"base": make_adapter()})
-    both = Generator(model, {"one": make_adapter(), "two": make_adapter()})
+        Generator(model, {"base": make_small()})
+    both = Generator(model, {"one": make_small(), "two": make_small()})
     with pytest.raises(ConfigError, match="names no adapter; there are: one, two"):
         both.stream("ab")
     with pytest.raises(ConfigError, match="Did you mean 'temperature'"):
@@ -282,7 +282,7 @@ def test_wrong_input_is_refused_with_the_cure(model, make_adapter, unchecked):
     for size in (0, "4"):
         with pytest.raises(ConfigError, match=f"batch_size={size!r}"):
             jaxlora.generate(model, ["ab"], batch_size=size)
-    for wrong in ([make_adapter()], {"a": 1}, {1: "a"}, 3):
+    for wrong in ([make_small()], {"a": 1}, {1: "a"}, 3):
         with pytest.raises(ConfigError, match="adapters"):
             jaxlora.generate(model, ["ab"], adapters=wrong)
     with pytest.raises(ConfigError, match="a/base is named 'base'"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxlora import LoraJob, RunConfig
+from jaxlora import LoraJob, RunConfig, load_model
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.generate.generator import TextDecoder
@@ -15,10 +15,18 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.slot_decoder import SlotDecoder
+from tests import tiny
 
 pytestmark = pytest.mark.needs_devices(8)
 SETTINGS = GenerationSettings(max_new_tokens=9, temperature=1.3, seed=7)
 SLOTS = {"a": 0, "b": 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model of two layers, for two stages."""
+    folder = tiny.write_model(tmp_path_factory.mktemp("base") / "two")
+    return load_model(folder, dtype="float32")
 
 
 @pytest.fixture(scope="module")
