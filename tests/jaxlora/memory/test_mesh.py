@@ -110,6 +110,7 @@ def test_microbatches_in_flight(mesh, in_flight, kept, waiting):
     assert [use.num_waiting for use in uses] == waiting
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_a_stage_holds_its_own_weights_and_activations():
     whole, (first, second) = estimate("fsdp=1").stages[0], estimate("stage=2").stages
     assert first.base_bytes + second.base_bytes == whole.base_bytes
@@ -188,6 +189,7 @@ def test_a_tied_embedding_is_on_both_ends():
     assert sum(part.base_bytes for part in parts) == whole.base_bytes + embedding
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_shards_are_gathered_two_layers_at_a_time():
     [whole], [shard] = (estimate(mesh).stages for mesh in ("fsdp=1", "fsdp=4"))
     layer = 64 * (64 + 32 + 32 + 64 + 3 * 256) * 4
@@ -204,6 +206,7 @@ def test_shards_are_gathered_two_layers_at_a_time():
     assert shard.total_bytes(tokens) <= 10**9 < shard.total_bytes(tokens + 1)
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_replicas_may_divide_the_slots():
     [shared] = estimate("data=4").stages
     [pinned] = estimate("data=4", is_pinned=True).stages
@@ -213,6 +216,7 @@ def test_replicas_may_divide_the_slots():
     assert pinned.fixed_bytes == single.fixed_bytes
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_devices_that_share_microbatches_hold_parts(tensor):
     """With four devices, two share each of the key-value heads, and have both."""
@@ -270,6 +274,7 @@ def test_llama_70b_fits_four_devices():
     assert 32 < four < 60
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_a_pipeline_takes_the_most_that_fits_its_tightest_stage(have):
     """The first stage has more in flight, so it has the least room.
 
@@ -286,6 +291,7 @@ def test_a_pipeline_takes_the_most_that_fits_its_tightest_stage(have):
     assert found.fitting_tokens(limit) in range(4999, 5002)  # bytes are rounded
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 @pytest.mark.parametrize("tokens", [8704, "auto"])
 def test_a_stage_that_does_not_fit_is_named(have, tokens):
     mesh = "stage=2,fsdp=2"
