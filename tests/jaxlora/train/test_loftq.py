@@ -18,6 +18,7 @@ from tests import tiny
 from tests.oracle import relative_error
 
 CONFIG = tiny.CONFIG | {"hidden_size": 64, "intermediate_size": 128}
+CONFIG |= {"num_hidden_layers": 1}
 NAME, RANK = "model.layers.0.mlp.down_proj", 4
 TARGETS = ["q_proj", "down_proj"]
 

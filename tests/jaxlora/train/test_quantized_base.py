@@ -15,8 +15,8 @@ from tests.jaxlora.train.mesh_runs import SUM_ROUNDING
 from tests.jaxlora.train.outcome import Outcome
 
 CONFIG = tiny.CONFIG | {"hidden_size": 64, "intermediate_size": 128}
-# Some of the linears that share an input, and one alone; more compile for longer.
-TARGETS = ("q_proj", "gate_proj", "down_proj")
+# One linear of attention and one of the MLP; more compile for longer.
+TARGETS = ("q_proj", "down_proj")
 # Sums in another order move a few activations to the next number in e4m3, which is 6 to
 # 12 % away, and Adam magnifies that from step to step.
 FP8_ROUNDING = 1e-2
@@ -38,7 +38,7 @@ def jobs(folder) -> tuple[LoraJob, ...]:
             data={"path": tiny.write_records(folder / f"{i}.jsonl", 12, seed=i)},
             rank=2 + i,
             dropout=0.1,
-            target_modules=(TARGETS, ("q_proj", "down_proj"))[i],
+            target_modules=(TARGETS, ("down_proj",))[i],
             batch_size=4,
             steps=4,
             learning_rate=1e-2,
