@@ -23,7 +23,7 @@ SHAPE = {
     "block_tokens": 16,
     "max_concurrent_jobs": 4,
     "slot_rank": 8,
-    "slot_targets": r".*(v|down)_proj|.*\.0\..*q_proj|.*\.1\..*gate_proj",
+    "slot_targets": r".*down_proj|.*\.0\..*q_proj|.*\.1\..*v_proj",
     "slot_dropout": True,
     "window_steps": 2,
     "checkpoint_every": None,

@@ -19,7 +19,7 @@ def write_job(folder: pathlib.Path) -> LoraJob:
         data={"path": str(path)},
         eval_fraction=0.25,
         rank=4,
-        target_modules=["q_proj", "v_proj"],
+        target_modules=["q_proj"],
         batch_size=8,
         steps=8,
         lr_schedule="constant",

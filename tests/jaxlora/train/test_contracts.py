@@ -18,7 +18,7 @@ from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests import tiny
 from tests.jaxlora.train import fused
-from tests.jaxlora.train.conftest import LINEARS
+from tests.jaxlora.train.conftest import LINEARS, folder_of
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING, write_untied
 from tests.jaxlora.train.planned_run import plan_and_jobs
 from tests.oracle import relative_error
@@ -86,6 +86,23 @@ def test_each_job_has_its_own_dropout(train, jobs):
     assert found["first"] == pytest.approx(found["last"], rel=1e-5)
     assert found["first"][0] == pytest.approx(found["plain"][0], rel=1e-5)  # B is 0
     assert found["first"][-1] != pytest.approx(found["plain"][-1], rel=1e-4)
+
+
+def test_dropout_depends_on_the_seed_and_the_step(train, three, jobs):
+    """Jobs that start from the same weights, stay there, and see all data each step."""
+    start = folder_of(three) / "adapters" / jobs[0].name
+    still = {"learning_rate": 0.0, "shuffle": False, "batch_size": 18, "steps": 2}
+    still |= {"eval_fraction": 0.0, "eval_every": None, "init_from": str(start)}
+    found = train(
+        [
+            jobs[0].replace(name=name, dropout=dropout, seed=seed, **still)
+            for name, dropout, seed in (("a", 0.5, 1), ("b", 0.5, 2), ("plain", 0.0, 3))
+        ]
+    ).losses
+    first, second = found["plain"]
+    assert first == pytest.approx(second, rel=1e-6)
+    assert found["a"][0] != pytest.approx(found["a"][1], rel=1e-4)
+    assert found["a"][0] != pytest.approx(found["b"][0], rel=1e-4)
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.grid), 3])
@@ -163,16 +180,19 @@ def test_same_bits_twice(train, three, jobs):
     assert one.losses == two.losses
 
 
+OTHERWISE = {
+    "remat": "mlp",
+    "microbatch_tokens": 128,
+    "block_tokens": 32,
+    "window_steps": 2,
+    "packer": "lorafusion",
+}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {
-            "remat": "mlp",
-            "microbatch_tokens": 128,
-            "block_tokens": 32,
-            "window_steps": 2,
-            "packer": "lorafusion",
-        },
+        OTHERWISE,
         pytest.param(
             {"remat": "layer", "window_steps": 1, "packer": "greedy"},
             marks=pytest.mark.grid,
@@ -192,7 +212,7 @@ def test_microbatches_in_parts_teach_the_same(train, three, jobs, monkeypatch):
 
     monkeypatch.setattr(StagedExecutor, "_split_tick", in_parts)
     names = [job.name for job in jobs[:3]]
-    assert_same_training(train(jobs[:3]), three, names)
+    assert_same_training(train(jobs[:3], **OTHERWISE), three, names)
 
 
 def test_seeds_matter(alone, jobs):
@@ -251,15 +271,18 @@ def bench(request, model, jobs, tmp_path_factory):
     jobs = jobs[:3]
     settings = {"microbatch_tokens": 512, "block_tokens": 16}
     settings |= {"slot_rank": 8, "slot_targets": LINEARS}
+    one_layer = tiny.CONFIG | {"num_hidden_layers": 1}
     if request.param == "fp8":
         settings["quantize_base"] = "fp8"
-        model = load_model(model.folder, dtype="float32", quantize="fp8")
+        folder = tmp_path_factory.mktemp("base") / "one"
+        tiny.write_model(folder, config=one_layer)
+        model = load_model(folder, dtype="float32", quantize="fp8")
     if request.param == "fused":
         settings = {"microbatch_tokens": 2048} | fused.SETTINGS
         model = fused.wide_model(tmp_path_factory.mktemp("base") / "wide")
     if request.param in ("rows", "whole"):
         folder = tmp_path_factory.mktemp("base") / "untied"
-        model = load_model(write_untied(folder, tiny.CONFIG), dtype="float32")
+        model = load_model(write_untied(folder, one_layer), dtype="float32")
         both = {"embed_tokens": [67, 73], "lm_head": [36, 67, 40]}
         if request.param == "rows":
             given = both, {"embed_tokens": [68], "lm_head": [67, 37]}, ()

@@ -38,7 +38,7 @@ FOLDER = GOLDEN / "distill_runs"
 FILE = json.loads((FOLDER / "runs.json").read_text())
 ABOUT, RUNS = FILE["about"], FILE["runs"]
 JOB = {"objective": "distill", "rank": 4, "batch_size": 3, "learning_rate": 1e-2}
-JOB |= {"target_modules": ["q_proj", "v_proj"], "steps": 4, "max_length": 64}
+JOB |= {"target_modules": ["q_proj"], "steps": 4, "max_length": 64}
 
 
 def write(path, records) -> str:

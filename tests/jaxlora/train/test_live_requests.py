@@ -18,6 +18,7 @@ from jaxlora.train import inbox
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.inbox import Inbox
 from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.test_preemption import Killed
 
 
@@ -29,7 +30,7 @@ def one_slot(model, job: LoraJob, folder: pathlib.Path) -> RunConfig:
         jobs=[job.model_copy(update={"name": "first", "steps": 8})],
         max_concurrent_jobs=1,
         slot_rank=8,
-        slot_targets=["q_proj", "k_proj", "v_proj", "down_proj"],
+        slot_targets=LINEARS,
         slot_dropout=True,
         microbatch_tokens=512,
         block_tokens=16,

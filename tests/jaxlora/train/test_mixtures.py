@@ -1,4 +1,4 @@
-"""Jobs with several data sets: equal to one file, and the same bits after a kill."""
+"""Jobs with several data sets: equal to one file, and the same bits when resumed."""
 
 import itertools
 import json
@@ -9,16 +9,16 @@ import datasets
 import numpy as np
 import pytest
 
-from jaxlora import LoraJob
+from jaxlora import LoraJob, Trainer, load_run
 from jaxlora.run.log import read_events
 from jaxlora.train.report.summary import print_summary
 from tests import tiny
-from tests.jaxlora.train.conftest import folder_of
-from tests.jaxlora.train.test_resume import command, killed, results
+from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
+from tests.jaxlora.train.test_resume import command, results
 
 JOB = {"rank": 4, "batch_size": 3, "learning_rate": 1e-2, "max_length": 96}
 JOB |= {"target_modules": ["q_proj"]}
-SLOTS = {"max_concurrent_jobs": 2, "slot_targets": JOB["target_modules"]}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_mixture_trains_as_the_same_records_in_one_file(train, paths, tmp_path
                 for data in (mixed, {"path": str(path)})
             ]
         )
-    ours, wanted = (train(side, **SLOTS) for side in zip(*jobs, strict=True))
+    ours, wanted = (train(side) for side in zip(*jobs, strict=True))
     assert ours.losses == wanted.losses and ours.bytes == wanted.bytes
     assert len(ours.losses["interleave"]) > len(ours.losses["concat"]) > 6
 
@@ -65,7 +65,7 @@ def test_losses_are_reported_by_set(train, paths, caplog, capsys):
     both = LoraJob(name="both", eval_data={"datasets": paths}, **common)
     one = LoraJob(name="one", eval_data={"path": paths[1]}, **common)
     caplog.set_level(logging.INFO, logger="jaxlora")
-    found = train([both, one], **SLOTS)
+    found = train([both, one])
     events = [e for e in read_events(folder_of(found) / "metrics.jsonl")]
     evals = [e for e in events if e["event"] == "eval"]
     alone = [e["eval_loss"] for e in evals if e["job"] == "one"]
@@ -90,15 +90,15 @@ def test_losses_are_reported_by_set(train, paths, caplog, capsys):
     assert f"both: step 2: held-out {words}" in caplog.text
 
 
-def test_killed_in_the_middle_of_an_epoch(tmp_path, paths):
+def test_interrupted_in_the_middle_of_an_epoch(tmp_path, paths):
     """Ends in the same bits; the shares must stay."""
     small = tiny.CONFIG | {"num_hidden_layers": 1}
     model = tiny.write_model(tmp_path / "model", config=small)
     data = {"datasets": paths, "mix": "interleave", "probabilities": [0.4, 0.6]}
     job = JOB | {"name": "m", "data": data, "epochs": 2}
     job |= {"eval_fraction": 0.2}
-    run = {"model": str(model), "jobs": [job], "checkpoint_every": 2}
-    run |= {"microbatch_tokens": 256, "block_tokens": 16, "dtype": "float32"}
+    run = {"model": str(model), "jobs": [job], "window_steps": 1, "dtype": "float32"}
+    run |= TWO_SLOTS
     count = itertools.count()
 
     def make(**changes):
@@ -109,7 +109,7 @@ def test_killed_in_the_middle_of_an_epoch(tmp_path, paths):
 
     whole, stopped = make(), make()
     assert command(whole) == 0
-    killed(stopped, "5")
+    assert Trainer(load_run(stopped)).train(callbacks=[InterruptAt(2)]).interrupted
     other = data | {"probabilities": [0.9, 0.1]}
     folder = str(tmp_path / stopped.stem)
     changed = make(jobs=[job | {"data": other}], output_dir=folder)

@@ -93,7 +93,7 @@ def test_jobs_that_join_wait_for_memory_and_all_of_them_end(
         while others:
             trainer.add_job(others.pop(0))
 
-    alone = config.replace(jobs=(first,), window_steps=1, slot_rank=first.rank)
+    alone = config.replace(jobs=(first,), window_steps=1)
     result = Trainer(alone).train(callbacks=at_windows(join))
     assert [job.progress.status for job in result.jobs] == ["finished"] * 3
     assert {job.name: job.progress.step for job in result.jobs} == STEPS

@@ -44,7 +44,7 @@ def make(model, tmp_path):
             data={"path": str(data)},
             eval_fraction=0.25,
             rank=4,
-            target_modules=["q_proj", "v_proj"],
+            target_modules=["q_proj"],
             batch_size=8,
             steps=4,
             lr_schedule="constant",
