@@ -24,12 +24,14 @@ DOCS = pathlib.Path(__file__).parents[3] / "docs"
 def folder(tmp_path_factory):
     """A model, a run file, and what the run left."""
     folder = tmp_path_factory.mktemp("cli")
-    model = tiny.write_model(folder / "model")
+    one_layer = tiny.CONFIG | {"num_hidden_layers": 1}
+    model = tiny.write_model(folder / "model", config=one_layer)
     run = {
         "model": str(model),
         "output_dir": str(folder / "run"),
         "microbatch_tokens": 256,
         "block_tokens": 16,
+        "slot_rank": 3,
         "defaults": {"steps": 2, "max_length": 96, "eval_fraction": 0.1},
         "jobs": [
             {
@@ -173,7 +175,7 @@ def test_plan(folder, capsys, tmp_path):
     assert re.search(r"on 1 device +\n", text) and "no-ops" in text
     assert re.search(rf"wrote {picture}: microbatches 1 to (\d+) of \1\b", text)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    mesh = "stage=2,fsdp=2"
+    mesh = "data=2,fsdp=2"
     text = said(
         capsys, "plan", "--details", folder / "run.yaml", "--mesh", mesh, "--steps", 1
     )
