@@ -168,11 +168,12 @@ def eventful(meshes, small_jobs):
     return train
 
 
+@pytest.mark.grid  # `test_replicas.py` has replicas of two and of four such devices
 @pytest.mark.parametrize(
     "mesh",
     [
         on("tensor=2"),
-        on("data=2,stage=2,tensor=2", is_slow=True),  # each job is on one replica
+        on("data=2,stage=2,tensor=2"),  # each job is on one replica
     ],
 )
 def test_jobs_come_and_go(eventful, mesh):
