@@ -370,8 +370,7 @@ class MultiLoraLinear(nnx.Module):
         if words is None:
             assert self.input_parts == 1, "kernels do not know the first feature"
             assert self.layer is not None, "a decoder computes the words"
-            seed, step = routing.seed_and_step()
-            key = dropout_keys(seed, step, self.layer, self.projection)
+            key = dropout_keys(*routing.seed_and_step(), self.layer, self.projection)
         return Dropout(key, self.dropout[...], routing.token_index, words)
 
 
