@@ -46,6 +46,7 @@ def changed_specs(spec: DecoderSpec) -> dict[str, DecoderSpec]:
         "mean_segment_tokens": 32,
         "fsdp": 2,
         "tensor": 2,
+        "kv_parts": 2,
         "objectives": ("dpo",),
     }
     assert values.keys() == {f.name for f in dataclasses.fields(DecoderOptions)}

@@ -10,11 +10,12 @@ from jaxlora.run.identity import FIXED_IN_JOB, FREE_IN_JOB, RunIdentity
 JOB = LoraJob.model_validate({"name": "a", "data": {"path": "a.jsonl"}, "steps": 4})
 PRINTS = {"data_fingerprint": "d", "eval_data_fingerprint": "e"}
 PRINTS |= {"data_shards": {f"{i}.jsonl": "s" for i in range(9)}}
+ADAPTER_PRINTS = "init_from_fingerprint", "reference_fingerprint"
 THEN = RunIdentity(
     base="f" * 64,
     settings={"dtype": "float32", "window_steps": 4},
     jobs={
-        name: JOB.model_dump(mode="json") | PRINTS | {"init_from_fingerprint": None}
+        name: JOB.model_dump(mode="json") | PRINTS | dict.fromkeys(ADAPTER_PRINTS)
         for name in ("a", "b")
     },
 )
