@@ -24,6 +24,7 @@ from jaxlora.train.execute.layout import Layout
 from jaxlora.train.plan.check_objective import check_objective
 from jaxlora.train.plan.run_plan import RunPlan
 from tests.jaxlora.models.test_logits import NO_ADAPTER, pack
+from tests.jaxlora.train import test_reference
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.outcome import Outcome, outcome
@@ -31,7 +32,6 @@ from tests.jaxlora.train.planned_run import plan_and_jobs
 from tests.jaxlora.train.reference_folders import KINDS, write_reference
 from tests.jaxlora.train.test_contracts import ROUNDING
 from tests.jaxlora.train.test_preferences import write_pairs
-from tests.jaxlora.train.test_reference import job
 from tests.oracle import relative_error
 
 NUM_PAIRS = 9
@@ -49,6 +49,12 @@ def references(model, tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory) -> str:
     return write_pairs(tmp_path_factory.mktemp("pairs") / "a.jsonl", NUM_PAIRS, seed=0)
+
+
+def job(name: str, objective: str, path: str, args: dict, **changes) -> LoraJob:
+    """A job of LoRA and no more; its references may have more."""
+    plain = {"use_dora": False, "trainable_token_indices": ()}
+    return test_reference.job(name, objective, path, args, **plain | changes)
 
 
 def twins(name: str, pairs: str, held_out: str, reference: str) -> list[LoraJob]:
@@ -227,7 +233,7 @@ def test_slots_hold_references_and_their_memory_is_counted(model, references, pa
         planned(model, job("own", "dpo", pairs, args | {"reference_logps": how}))
         for how in HOW
     )
-    assert planned(model, job("own", "dpo", pairs)).spec.slots.rank == 4
+    assert planned(model, job("own", "dpo", pairs, {})).spec.slots.rank == 4
     slots = kept.spec.slots
     assert slots.rank == 6 and slots.has_vera and not slots.has_references
 
@@ -271,7 +277,7 @@ def test_references_that_do_not_fit_the_slots_are_refused(
         added.append(1)
 
     added: list[int] = []
-    train([job("x", "dpo", pairs, steps=1)], on_window=add, window_steps=1)
+    train([job("x", "dpo", pairs, {}, steps=1)], on_window=add, window_steps=1)
     assert added
 
 
