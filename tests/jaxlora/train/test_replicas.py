@@ -125,7 +125,7 @@ def test_equals_one_device(runs, unlike_jobs):
             for replicas in (
                 (mesh(1, 192), mesh(2, 64, 3)),
                 (mesh(4, 192), mesh(2, 96), mesh(1, 64, 2)),
-                (mesh(2, 192), mesh(1, 64, 6)),
+                (mesh(2, 192), mesh(1, 64, 4)),
             )
         ),
     ],
