@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
@@ -12,6 +13,9 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 
+# Shapes stand for tables where programs are compiled for replicas that do not run yet.
+TableShapes = dict[str, jax.ShapeDtypeStruct]
+MakeTables = Callable[[], Tables | TableShapes]
 # The compiled `write_reference`.
 WriteReference = Callable[..., Tables]
 
@@ -31,7 +35,7 @@ class ReferenceTable:
     def __init__(
         self,
         spec: DecoderSpec,
-        empty: Callable[[], Tables],
+        empty: MakeTables,
         write: WriteReference,
         placement: StageSharding = ONE_DEVICE,
     ):
@@ -39,7 +43,7 @@ class ReferenceTable:
 
         Args:
             spec: The decoder, or one stage of it.
-            empty: Makes weights of zeros.
+            empty: Makes weights of zeros, or their shapes.
             write: The compiled function `write_reference` of the decoder.
             placement: Where the slots live.
         """

@@ -3,8 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
-
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.adapters.slots import SlotTable
@@ -75,8 +73,7 @@ class StagedSlots:
     def delete(self) -> None:
         """Frees the memory of the devices; nothing may be called any more."""
         for table in self.tables:
-            for array in jax.tree.leaves((table.state, table.settings)):
-                array.delete()
+            table.delete()
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, with the modules and ranks of `like`."""
