@@ -155,8 +155,8 @@ def _table_gradients(rows, table, is_target, slots, options: HeadOptions):
     chunk = chunk_rows(table.shape[1], len(hidden))
 
     def of_slot(number, head):
-        source, _ = gathered_targets(is_target & (slots == number), chunk)
-        count = (is_target & (slots == number)).sum()
+        is_mine = is_target & (slots == number)
+        (source, _), count = gathered_targets(is_mine, chunk), is_mine.sum()
         own = head.astype(hidden.dtype)
 
         def add(i, total):

@@ -36,7 +36,7 @@ _MOST_NAMED = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Weighed:
-    """What a comparison has found.
+    """A comparison that has ended, and the run that it has drafted.
 
     Attributes:
         move: The comparison.

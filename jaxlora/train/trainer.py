@@ -258,7 +258,7 @@ class Trainer:
 
     def _has_moved(self, run: OpenedRun) -> None:
         """Takes the run on the replicas to which it has moved."""
-        # Of a result, these are the programs that were compiled since it began.
+        # A result counts the programs that were compiled since the run began.
         compiled = self.layout.num_compilations() - self._num_compiled
         self._num_compiled = run.num_compiled - compiled
         self._opened, self.plan = run, run.plan

@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stacks.py
 States = dict[Kind, dict[str, Shaped[Array, "G ..."]]]  # of those stacks that have it
-# Of one slot. Stacks differ in L, so no axis has a name.
+# These have the tables of one slot. Stacks differ in L, so no axis has a name.
 SlotTables = dict[str, Float[Array, "..."]]
 SlotStates = dict[Kind, dict[str, Shaped[Array, "..."]]]
 

@@ -60,7 +60,7 @@ SMALL = dataclasses.replace(
     layer_windows=(None,) * 8,
 )
 SPEC = decoder(SMALL, dtype=jnp.dtype("float32"), remat="layer")
-# What layers keep does not depend on how many linears are adapted, and traces of two
+# Layers keep the same arrays however many linears are adapted, and traces of two
 # take half as long.
 TWO_LINEARS = dataclasses.replace(
     SPEC,

@@ -171,7 +171,7 @@ def test_layouts_and_resuming(jobs, model, tmp_path):
 
 
 def test_what_is_stored_is_what_the_records_say(tmp_path, model, monkeypatch):
-    """Of long records, the first tokens; also from the cache, and of a file on disk."""
+    """Long records are cut; so they are from the cache, and in a file on disk."""
     monkeypatch.setattr(record_writer, "TOKENS_IN_MEMORY", 4)
     records = random_records(8, seed=5)
     path = write(tmp_path / "data.jsonl", records)

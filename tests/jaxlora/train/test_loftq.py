@@ -133,7 +133,7 @@ def test_at_the_largest_rank_it_starts_as_the_base_that_is_not_quantized(folder)
 @pytest.mark.grid
 @pytest.mark.needs_devices(2)
 def test_a_mesh_starts_it_alike(folder):
-    """Of weights that are divided among devices."""
+    """It starts from weights that are divided among devices."""
     starts = []
     for mesh in ("fsdp=1", "fsdp=2"):
         still = job(folder, learning_rate=0.0, steps=1)
@@ -146,7 +146,7 @@ def test_a_mesh_starts_it_alike(folder):
 
 
 def _check_merged(folder, adapter_folder, adapter, tmp_path) -> None:
-    """What it adapts is Q(W) + s A B, and other weights are W."""
+    """Adapted weights are Q(W) + s A B, and others are W."""
     out = merge_adapter(folder / "model", adapter_folder, tmp_path / "merged")
     before, after = (
         safetensors.numpy.load_file(path / "model.safetensors")

@@ -32,7 +32,7 @@ def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh, settings)
 
 @pytest.mark.grid
 def test_three_stages(meshes, mesh_jobs):
-    """Of a layer each, with more ticks in flight than stages, or of two and one."""
+    """They have a layer each, with more ticks in flight than stages, or two and one."""
     settings = {"model": str(meshes.three_layers), "pipeline_microbatches": 5}
     one = meshes.once("fsdp=1", mesh_jobs, model=settings["model"])
     for mesh in ("stage=3", "stage=2"):
