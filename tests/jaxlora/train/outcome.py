@@ -1,5 +1,8 @@
 """The results of a run, as tests compare them."""
 
+import numpy as np
+
+import jaxlora
 from jaxlora import RunConfig, Trainer
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.hf.load import FrozenModel
@@ -49,3 +52,13 @@ def outcome(config: RunConfig, model: FrozenModel, **options) -> Outcome:
     """Trains a run; the options are those of `Trainer.train`."""
     trainer = Trainer(config, model)
     return Outcome(trainer, trainer.train(**options), model)
+
+
+def assert_generates_alike(model, folder, merged):
+    """A base with an adapter generates what the merged model does."""
+    texts = ["Abc", "xyz and so on"]
+    given = jaxlora.generate(model, texts, adapters=[folder], max_new_tokens=6)
+    wanted = jaxlora.generate(merged, texts, max_new_tokens=6)
+    for one, other in zip(given, wanted, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)

@@ -16,6 +16,7 @@ from jaxlora.memory.footprint import StageUse, stage_resident
 from jaxlora.train.plan.chosen_modules import choose_modules
 from tests import tiny
 from tests.jaxlora.train.mesh_runs import write_untied
+from tests.jaxlora.train.outcome import assert_generates_alike
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
@@ -123,12 +124,7 @@ def _check_uses(folder, model, tmp_path):
     rows = import_peft(folder, linear_shapes(model.config)).token_rows["lm_head"]
     kernel = np.asarray(merged.params["lm_head.kernel"])
     np.testing.assert_array_equal(kernel[:, list(rows.ids)].T, rows.rows)
-    texts = ["Abc", "xyz and so on"]
-    given = jaxlora.generate(model, texts, adapters=[folder], max_new_tokens=6)
-    wanted = jaxlora.generate(merged, texts, max_new_tokens=6)
-    for one, other in zip(given, wanted, strict=True):
-        assert one.token_ids == other.token_ids
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert_generates_alike(model, folder, merged)
     with pytest.raises(AdapterError, match="has trainable_token_indices, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
 

@@ -25,6 +25,7 @@ from jaxlora.models.sharded import EMBEDDING
 from jaxlora.modules.trained_tensors import TRAINED_BIAS
 from jaxlora.train.execute.step import CompiledSteps
 from tests.golden_base import biased
+from tests.jaxlora.train.outcome import assert_generates_alike
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
@@ -96,12 +97,7 @@ def _check_uses(folder, model, tmp_path):
     """Generation, the merged model, and what GGUF cannot hold."""
     merged = merge_adapter(model.folder, folder, tmp_path / "merged")
     merged = jaxlora.load_model(merged, dtype="float32")
-    texts = ["Abc", "xyz and so on"]
-    given = jaxlora.generate(model, texts, adapters=[folder], max_new_tokens=6)
-    wanted = jaxlora.generate(merged, texts, max_new_tokens=6)
-    for one, other in zip(given, wanted, strict=True):
-        assert one.token_ids == other.token_ids
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert_generates_alike(model, folder, merged)
     with pytest.raises(AdapterError, match="has train_bias, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
     path = folder / "adapter_config.json"

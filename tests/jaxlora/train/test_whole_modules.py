@@ -24,6 +24,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.train.execute.step import CompiledSteps
 from jaxlora.train.plan.chosen_modules import choose_modules
 from tests import tiny
+from tests.jaxlora.train.outcome import assert_generates_alike
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
@@ -90,12 +91,7 @@ def _check_uses(folder, model, tmp_path):
     merged = merge_adapter(model.folder, folder, tmp_path / "merged")
     assert not json.loads((merged / "config.json").read_text())["tie_word_embeddings"]
     merged = jaxlora.load_model(merged, dtype="float32")
-    texts = ["Abc", "xyz and so on"]
-    given = jaxlora.generate(model, texts, adapters=[folder], max_new_tokens=6)
-    wanted = jaxlora.generate(merged, texts, max_new_tokens=6)
-    for one, other in zip(given, wanted, strict=True):
-        assert one.token_ids == other.token_ids
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert_generates_alike(model, folder, merged)
     with pytest.raises(AdapterError, match="has use_dora, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
     job = LoraJob(name="more", data={"path": "x"}, init_from=str(folder), use_dora=True)
