@@ -59,6 +59,7 @@ def test_a_pipeline(tmp_path):
     assert [json.loads(line) for line in lines] == results.rows
     tables = (tmp_path / "mesh.md").read_text()
     assert "| stage=2 | 2 | " in tables and "### compile" in tables
+    assert (tmp_path / "mesh_stage2.png").exists()
 
 
 @pytest.fixture
