@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import pathlib
+import threading
 import time
 from typing import Any
 
@@ -14,12 +15,13 @@ from jaxlora.common.json_file import read_regular_file
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback
-from jaxlora.run.events import Event, StepEvent
+from jaxlora.run.events import Event, RunEndEvent, RunStartEvent, StepEvent
 from jaxlora.run.folder import STATUS_FILE
 from jaxlora.run.saved_fields import STRICT, IsoTime
 from jaxlora.run.status import RunStatus, StatusTracker
 
-_WRITE_SECONDS = 2.0
+_STEP_SECONDS = 2.0  # between writes for steps and windows
+_EVENT_SECONDS = 0.2  # and for the others, such as starts of 64 jobs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,11 @@ class SavedStatus:
 
 
 class StatusFile(Callback):
-    """Writes status.json while a run trains, every two seconds at most."""
+    """Writes status.json while a run trains.
+
+    Training waits while the file goes to the disk, so jobs that start or end together
+    are written together, and steps every two seconds at most.
+    """
 
     def __init__(self, folder: pathlib.Path, tracker: StatusTracker):
         """Makes the object.
@@ -61,24 +67,57 @@ class StatusFile(Callback):
             tracker: Follows the same events, and receives them first.
         """
         self._path, self._tracker = folder / STATUS_FILE, tracker
-        self._written = -_WRITE_SECONDS
+        self._written = -_STEP_SECONDS
+        self._lock = threading.Lock()  # of the file
+        self._soon: threading.Timer | None = None  # writes what has been put off
+        self._failure: BaseException | None = None
 
     def on_event(self, event: Event) -> None:
-        """Writes the file, unless it was written just now.
+        """Writes the file, or puts that off for a moment if it was written just now.
 
         Raises:
             StorageError: It cannot be written.
         """
-        is_frequent = isinstance(event, StepEvent) or event.kind == "window"
-        now = time.monotonic()
-        if is_frequent and now - self._written < _WRITE_SECONDS:
+        if self._failure is not None:
+            raise self._failure
+        if isinstance(event, RunStartEvent | RunEndEvent):
+            self._write()
             return
-        self._written = now
-        status = SavedStatus(
-            written=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            run=self._tracker.status(),
-        )
-        write_text(self._path, json.dumps(dataclasses.asdict(status)) + "\n")
+        is_frequent = isinstance(event, StepEvent) or event.kind == "window"
+        seconds = _STEP_SECONDS if is_frequent else _EVENT_SECONDS
+        left = self._written + seconds - time.monotonic()
+        if left <= 0:
+            self._write()
+        elif not is_frequent and self._soon is None:
+            self._soon = threading.Timer(left, self._write_soon)
+            self._soon.daemon = True
+            self._soon.start()
+
+    def _write(self) -> None:
+        with self._lock:
+            self._written = time.monotonic()
+            now = datetime.datetime.now().astimezone()
+            status = SavedStatus(
+                written=now.isoformat(timespec="seconds"), run=self._tracker.status()
+            )
+            write_text(self._path, json.dumps(dataclasses.asdict(status)) + "\n")
+
+    def _write_soon(self) -> None:
+        self._soon = None  # an event that comes now is put off anew
+        try:
+            self._write()
+        except BaseException as error:
+            self._failure = error
+
+    def close(self) -> None:
+        """Writes what was put off.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        if (soon := self._soon) is not None:
+            soon.cancel()
+            self._write()
 
 
 def read_status(folder: pathlib.Path) -> SavedStatus:

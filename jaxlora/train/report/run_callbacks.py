@@ -59,7 +59,9 @@ def open_callbacks(
     opened.callback(progress.close)
     progress.start()
     samples = [] if config.samples is None else [SampleFile(folder)]
-    files = [StatusFile(folder, tracker), LossPlot(folder), *samples]
+    status = StatusFile(folder, tracker)
+    opened.callback(status.close)
+    files = [status, LossPlot(folder), *samples]
     return [log, *trackers, tracker, *files, progress]
 
 

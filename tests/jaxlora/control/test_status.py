@@ -1,11 +1,13 @@
 """`jaxlora status` shows the state that a run has written, and whether it is alive."""
 
 import json
+import threading
 
 import pytest
 
 from jaxlora.cli.main import main
-from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.errors import CheckpointError, ConfigError, StorageError
+from jaxlora.run.live import status_file
 from jaxlora.run.live.status_file import StatusFile, read_status
 from jaxlora.run.lock import RunLock
 from jaxlora.run.status import StatusTracker
@@ -27,6 +29,7 @@ def folder(tmp_path):
     for event in EVENTS:
         tracker.on_event(event)
         file.on_event(event)
+    file.close()
     return tmp_path
 
 
@@ -84,9 +87,54 @@ def test_nothing_is_left_of_a_run_whose_jobs_have_ended(tmp_path, capsys):
     for event in (start, made_events.job_end("a", 10)):
         tracker.on_event(event)
         file.on_event(event)
+    file.close()
     assert main(["status", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "not running" in text and "--resume" not in text
+
+
+def test_events_that_come_together_are_written_together(tmp_path, monkeypatch):
+    written, done = 0, threading.Event()
+
+    def write(path, text):
+        nonlocal written
+        written += 1
+        jobs = json.loads(text)["run"]["jobs"]
+        if all(job["progress"]["status"] == "finished" for job in jobs):
+            done.set()
+
+    monkeypatch.setattr(status_file, "write_text", write)
+    names = [f"j{i}" for i in range(64)]
+    tracker = StatusTracker()
+    file = StatusFile(tmp_path, tracker)
+    ends = [made_events.job_end(name, 10) for name in names]
+    for event in (made_events.run_start(*map(made_events.info, names)), *ends):
+        tracker.on_event(event)
+        file.on_event(event)
+    # The last ones are written although no further event comes.
+    assert done.wait(20)
+    assert written < len(names) / 2
+
+
+def test_a_write_that_was_put_off_and_fails_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(status_file, "_EVENT_SECONDS", 0.01)
+    tracker = StatusTracker()
+    file = StatusFile(tmp_path, tracker)
+    tracker.on_event(start := made_events.run_start(made_events.info("a")))
+    file.on_event(start)
+    failed = threading.Event()
+
+    def fail(path, text):
+        failed.set()
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(status_file, "write_text", fail)
+    end = made_events.job_end("a", 10)
+    tracker.on_event(end)
+    with pytest.raises(StorageError, match="the disk is full"):
+        while True:
+            file.on_event(end)
+            failed.wait(20)
 
 
 def test_what_is_no_run(tmp_path):
