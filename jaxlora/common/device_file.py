@@ -22,8 +22,13 @@ def device_path(folder: str, device_kind: str) -> pathlib.Path:
     Raises:
         RuntimeError: There is no home folder.
     """
+    return cache_home() / folder / file_name(device_kind)
+
+
+def file_name(device_kind: str) -> str:
+    """Returns the name of a device's file."""
     name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-") or "unnamed"
-    return cache_home() / folder / f"{name}.json"
+    return f"{name}.json"
 
 
 class DeviceFile(pydantic.BaseModel):

@@ -1,7 +1,8 @@
 """Chooses how each region is computed: by the prediction, or by measured times.
 
 Under `auto`, kernels of norms and gates are taken only if they were faster when they
-were measured: their predicted times are not near enough to XLA's to decide.
+were measured, here or for the package: their predicted times are not near enough to
+XLA's to decide.
 """
 
 import dataclasses
@@ -9,8 +10,11 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from jaxlora.fuse.predict.cost import decide, format_time
 from jaxlora.fuse.predict.site_shape import SiteShape
+from jaxlora.fuse.regions import kept
 from jaxlora.fuse.regions.candidates import Candidate, Plan, best_plans, candidates_of
 from jaxlora.fuse.regions.measure import Stopwatch
 from jaxlora.fuse.regions.part import Part, Region, is_transposed
@@ -93,12 +97,16 @@ class Chooser:
             implementation: Name of a back end, which then runs every linear that it
                 can run, or `auto`.
             program: Makes the programs that are timed.
-            stopwatch: Measures times; None: the prediction decides.
+            stopwatch: Measures times; None: those that the package has for the device
+                are used, and else the prediction decides.
         """
         self._is_auto = implementation == "auto"
         self._program = program
         self._stopwatch = stopwatch
         self._known: dict[str, _Found] = {}
+        # A back end that is named runs every linear that it can run.
+        device = jax.devices()[0].device_kind
+        self._shipped = kept.shipped(device) if self._is_auto else {}
 
     def choose(self, region: Region) -> Choice:
         """Chooses how to compute a region."""
@@ -123,14 +131,17 @@ class Chooser:
         usable = [c for c in candidates if self._may_use(region, c)]
         seconds: dict[str, float] = {}
         unmeasured, measured = None, None
-        if self._stopwatch is not None:
+        if self._stopwatch is not None or key in self._shipped:
             plans, plain = best_plans(usable, NUM_MEASURED), _plain(candidates)
             names = {p.name for p in plans}
             timed = [*plans] if plain.name in names else [plain, *plans]
             if not self._is_auto:
                 timed = plans
-            program = lambda plan: self._program(region, plan.parts)
-            seconds, unmeasured = self._stopwatch.times(region, key, timed, program)
+            if self._stopwatch is None:
+                seconds = self._shipped[key].of([plan.name for plan in timed])
+            else:
+                program = lambda plan: self._program(region, plan.parts)
+                seconds, unmeasured = self._stopwatch.times(region, key, timed, program)
             measured = _by_time(timed, seconds)
         if not (plans := measured):
             may_predict = lambda c: c.part is None or not c.part.makers

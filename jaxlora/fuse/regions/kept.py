@@ -4,11 +4,18 @@ There is one file for each kind of device in the user's cache. It holds the time
 plans of regions, by a digest of the region's normal form. A file that is damaged, or
 that another user may have written, counts as missing, and so do times of other versions
 of JAX or jaxlora.
+
+The package has such files too, in `shipped`. They are copies of files of the cache,
+and hold for all versions of JAX with the same first two numbers. A region whose kernels
+or predictions change so that it has another form or other plans is not found in them;
+a test compares them with the benchmark's programs.
 """
 
 import datetime
 import json
 import logging
+import pathlib
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Annotated, Literal
 
@@ -20,6 +27,7 @@ from jaxlora.common.cache_home import make_private
 from jaxlora.common.device_file import (
     DeviceFile,
     device_path,
+    file_name,
     read_private,
     validated,
 )
@@ -27,6 +35,7 @@ from jaxlora.common.device_file import (
 logger = logging.getLogger(__name__)
 
 _FOLDER = "regions"
+_SHIPPED = pathlib.Path(__file__).with_name("shipped")
 _MOST_REGIONS = 1024  # of a device; the oldest goes first
 _Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
@@ -60,6 +69,12 @@ class Measured(pydantic.BaseModel):
             **_versions(),
         )
 
+    def of(self, plans: Sequence[str]) -> dict[str, float]:
+        """Returns the times of plans, by name; none if one of them has no time."""
+        if not set(plans) <= self.seconds.keys():
+            return {}
+        return {name: self.seconds[name] for name in plans}
+
 
 class _File(DeviceFile):
     version: Literal[1]
@@ -85,6 +100,19 @@ def read(device_kind: str) -> dict[str, Measured]:
         one.region: one
         for one in _read_all(device_kind)
         if (one.jax_version, one.jaxlora_version) == tuple(_versions().values())
+    }
+
+
+def shipped(device_kind: str) -> dict[str, Measured]:
+    """Returns what the package has for a device and the installed JAX, by region."""
+    path = _SHIPPED / file_name(device_kind)
+    if not path.exists():
+        return {}
+    series = lambda version: version.split(".")[:2]
+    return {
+        one.region: one
+        for one in parse(path.read_text(), device_kind)
+        if series(one.jax_version) == series(metadata.version("jax"))
     }
 
 

@@ -1,104 +1,285 @@
 """Times functions with LoRA as XLA compiles them, and through `jaxlora.fuse`.
 
-The programs know nothing of jaxlora: a linear, four adapters, and a decoder layer in
-plain JAX. All times are device times of the forward and backward pass, as CUPTI counts
-them, with the predictions of `jaxlora.explain` beside them.
+The programs know nothing of jaxlora: a linear, four adapters, and layers of a decoder
+in plain JAX. Their ways:
 
-Prints a table. With --output-dir, writes fuse.jsonl and fuse.md. Needs a GPU.
+    original  as XLA compiles them
+    fused     through `jaxlora.fuse`, as the prediction decides
+    regions   with --measure-seconds: through `jaxlora.fuse(..., measure_seconds=...)`
+    own       the library's own layers of the same sizes, with masks of their own
+
+All times are device times of the forward and backward pass, as CUPTI counts them, with
+the predictions of `jaxlora.explain` beside them.
+
+Prints tables. With --output-dir, writes fuse.jsonl and fuse.md, and what
+`jaxlora.explain` says of measured regions, as text and as a picture. Needs a GPU.
 
     jaxlora bench fuse --output-dir bench
+    jaxlora bench fuse --programs layer layer-plain --measure-seconds 60 --traffic
+    jaxlora bench fuse --programs --pass-layers 80
 """
 
 import argparse
+import os
 import statistics
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
 import jaxlora
-from jaxlora.bench.fuse.programs import PROGRAMS, Program
+from jaxlora.bench.fuse.kernels import by_kind, kernel_times
+from jaxlora.bench.fuse.own import own_layers
+from jaxlora.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
 from jaxlora.bench.report import (
+    Row,
     Rows,
     about,
     add_output_dir,
-    device_times,
+    pivot,
     require_gpu,
+    sections,
     table,
 )
+from jaxlora.errors import JaxloraError
+from jaxlora.fuse.explain import Explanation
 from jaxlora.fuse.predict.cost import Cost, graph_cost
 from jaxlora.fuse.predict.graph import data_flow
 from jaxlora.fuse.predict.kernel_rates import describe_device
+from jaxlora.pallas_kernels import compile_program
+from jaxlora.profile import traffic
 
-WAYS = ("original", "fused")
+ORIGINAL, FUSED, REGIONS, OWN = WAYS = ("original", "fused", "regions", "own")
+# The least known ways come first, in case that the time is up.
+_ORDER = (REGIONS, OWN, ORIGINAL, FUSED)
+_COLUMNS = (
+    "program", "way", "sites", "us", "speedup", "over_own", "predicted_us",
+    "prediction_error", "predicted_mb", "read_mb", "written_mb",
+    "explain_seconds", "trace_seconds", "compile_seconds",
+)  # fmt: skip
+_PASS_COLUMNS = ("program", "layers", "trace_seconds", "pass_seconds")
 
 
-class Prediction(NamedTuple):
-    """Predicted costs of a training step."""
+def make(name: str, way: str, measure_seconds: float | None) -> Program:
+    """Makes a program, or the same in another way."""
+    found = PROGRAMS[name]
+    if way == OWN:
+        assert isinstance(found, Shape)
+        return own_layers(found)
+    return replaced(found(), way, measure_seconds)
 
-    original: Cost  # as XLA compiles it
-    fused: Cost  # with the fused sites in the kernels
-    sites: int  # number of sites that are fused
+
+def replaced(
+    program: Program, way: str, measure_seconds: float | None = None
+) -> Program:
+    """Returns a program with its function fused, or as it is."""
+    if way == ORIGINAL:
+        return program
+    if way == FUSED:
+        return program.with_function(jaxlora.fuse(program.function, strict=True))
+    # Where XLA is faster in all regions, nothing is fused.
+    fused = jaxlora.fuse(program.function, measure_seconds=measure_seconds)
+    return program.with_function(fused)
 
 
-def predict(program: Program) -> Prediction:
-    """Predicts the costs of a program's step on the present device."""
-    explained = jaxlora.explain(program.function, *program.arguments)
+def predict(program: Program, explained: Explanation, way: str) -> Cost:
+    """Predicts the cost of a program's step on the present device."""
     arguments = jax.eval_shape(program.step_arguments)
     step = jax.make_jaxpr(program.step(program.function))(*arguments)
     original = graph_cost(data_flow(step), describe_device())
-    saved = explained.training_before + explained.training_after * -1.0
-    return Prediction(
-        original=original, fused=original + saved * -1.0, sites=explained.num_fused
-    )
+    if way == ORIGINAL:
+        return original
+    return original + (explained.training_after + explained.training_before * -1.0)
 
 
-def steps(program: Program) -> dict[str, Callable[..., Any]]:
-    """Returns the compiled steps of a program, by the way in which they run."""
-    fused = jaxlora.fuse(program.function, strict=True)
-    functions = program.function, fused
+def flat_step(program: Program) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the step as a function of a flat list of arrays, and these arrays."""
+    leaves, tree = jax.tree.flatten(program.step_arguments())
+    step = program.step(program.function)
+
+    def run(*leaves):
+        return jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))
+
+    return jax.jit(run, compiler_options=program.options or None), tuple(leaves)
+
+
+def time_program(name: str, args: argparse.Namespace) -> Iterator[Row]:
+    """Yields a row for each way of a program, and then again with memory traffic."""
+    timed = []
+    for way in ways_of(name, args):
+        row, *called = time_way(name, way, args)
+        yield row
+        timed.append((row, *called))
+    for row, compiled, leaves in timed if args.traffic else ():
+        yield row | _traffic(compiled, leaves, args.traffic_seconds)
+
+
+def time_way(
+    name: str, way: str, args: argparse.Namespace
+) -> tuple[dict[str, Any], jax.stages.Compiled, tuple[Any, ...]]:
+    """Times a program in one way; returns a row, and what was called."""
+    program = make(name, way, args.measure_seconds)
+    row: dict[str, Any] = {"program": program.name, "way": way}
+    if way != OWN:
+        row |= _explained(name, program, way, args)
+    run, leaves = flat_step(program)
+    start = time.perf_counter()
+    lowered = run.lower(*leaves)
+    traced = time.perf_counter()
+    compiled = compile_program(lowered)
+    ended = time.perf_counter()
+    times = kernel_times(compiled, leaves, args.repeats)
+    row["us"] = round(statistics.median(times.totals), 1)
+    if "predicted_us" in row:
+        row["prediction_error"] = f"{row['predicted_us'] / row['us'] - 1:+.0%}"
+    row |= {
+        "trace_seconds": round(traced - start, 1),
+        "compile_seconds": round(ended - traced, 1),
+        "kinds": by_kind(times.kernels),
+        "kernels": [[name, count, round(us, 1)] for name, count, us in times.ranked()],
+    }
+    return row, compiled, leaves
+
+
+def _explained(
+    name: str, program: Program, way: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns columns of the prediction; writes what is said of measured regions."""
+    original = program if way == ORIGINAL else abstract(PROGRAMS[name])
+    start = time.perf_counter()
+    explained = jaxlora.explain(program.function, *program.arguments)
+    seconds = time.perf_counter() - start
+    predicted = predict(original, explained, way)
+    if way == REGIONS:
+        print(explained, file=sys.stderr, flush=True)
+        if args.output_dir is not None:
+            (args.output_dir / f"{name}.txt").write_text(f"{explained}\n")
+            explained.save(args.output_dir / f"{name}.svg")
     return {
-        way: jax.jit(program.step(function))
-        for way, function in zip(WAYS, functions, strict=True)
+        "sites": 0 if way == ORIGINAL else explained.num_fused,
+        # Regions are measured here, and the times are kept.
+        "explain_seconds": round(seconds, 1),
+        "predicted_us": round(1e6 * predicted.seconds, 1),
+        "predicted_mb": round(predicted.num_bytes / 1e6),
     }
 
 
-def time_program(program: Program, repeats: int) -> dict[str, Any]:
-    """Times both ways of a program; returns a row."""
-    predicted, arguments = predict(program), program.step_arguments()
-    times = {
-        way: statistics.median(device_times(step, *arguments, repeats=repeats))
-        for way, step in steps(program).items()
+def _traffic(
+    compiled: jax.stages.Compiled, leaves: tuple[Any, ...], seconds: float
+) -> dict[str, Any]:
+    """Returns columns of the counted memory traffic, or why it was not counted."""
+    try:
+        kernels = traffic.count(compiled, leaves, seconds)
+    except JaxloraError as error:
+        print(error, file=sys.stderr, flush=True)
+        return {"not_counted": str(error)}
+    total = lambda field: sum(getattr(kernel, field) for kernel in kernels)
+    return {
+        "read_mb": round(total("read") / 1e6),
+        "written_mb": round(total("written") / 1e6),
+        "kernel_traffic": [
+            [k.name, round(k.read / 1e6, 2), round(k.written / 1e6, 2), 1e6 * k.seconds]
+            for k in kernels
+        ],
     }
-    original, fused = (times[way] for way in WAYS)
-    expected = 1e6 * predicted.original.seconds, 1e6 * predicted.fused.seconds
+
+
+def pass_row(layers: int) -> dict[str, Any]:
+    """Times the fusion pass on a decoder whose layers are not in a loop."""
+    program = abstract(lambda: decoder("decoder, unrolled", rate=0.1, layers=layers))
+    start = time.process_time()
+    jax.eval_shape(program.function, *program.arguments)
+    traced = time.process_time()
+    fused = jaxlora.fuse(program.function, strict=True, measure_seconds=0)
+    jax.eval_shape(fused, *program.arguments)
+    ended = time.process_time()
     return {
         "program": program.name,
-        "sites": predicted.sites,
-        "original_us": round(original, 1),
-        "fused_us": round(fused, 1),
-        "speedup": round(original / fused, 3),
-        "predicted_original_us": round(expected[0], 1),
-        "predicted_fused_us": round(expected[1], 1),
-        "original_error": f"{expected[0] / original - 1:+.0%}",
-        "fused_error": f"{expected[1] / fused - 1:+.0%}",
-        "predicted_original_mb": round(predicted.original.num_bytes / 1e6),
-        "predicted_fused_mb": round(predicted.fused.num_bytes / 1e6),
+        "way": "pass",
+        "layers": layers,
+        "trace_seconds": round(traced - start, 2),
+        "pass_seconds": round(ended - traced, 2),
     }
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Formats times, and the milliseconds of each kind of kernels."""
+    last = {(row["program"], row["way"]): row for row in rows}
+    timed = [with_ratios(row, last) for row in last.values() if "us" in row]
+    kinds = [
+        {"kernels, us": kind, "way": f"{row['program']}, {row['way']}", "us": us}
+        for row in timed
+        for kind, us in row["kinds"].items()
+    ]
+    passes = [row for row in rows if row["way"] == "pass"]
+    made = {
+        "Times": table(timed, _COLUMNS),
+        "Kinds of kernels": pivot(kinds, ["kernels, us"], "way", "us"),
+        "The pass, in seconds of a processor": table(passes, _PASS_COLUMNS),
+    }
+    return sections(made)
+
+
+def with_ratios(row: Row, rows: Any) -> dict[str, Any]:
+    """Adds the speed over the original's, and the time over that of own layers."""
+    us = {way: rows.get((row["program"], way), {}).get("us") for way in WAYS}
+    speedup = round(us[ORIGINAL] / row["us"], 3) if us[ORIGINAL] else None
+    over_own = round(row["us"] / us[OWN], 3) if us[OWN] else None
+    return {**row, "speedup": speedup, "over_own": over_own}
 
 
 def add_options(out: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_output_dir(out)
-    out.add_argument("--programs", nargs="*", choices=PROGRAMS, default=[*PROGRAMS])
+    default = ["linear", "plain", "adapters", "layer"]
+    out.add_argument("--programs", nargs="*", choices=PROGRAMS, default=default)
+    out.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    out.add_argument(
+        "--measure-seconds",
+        type=float,
+        help="time to spend on measuring the regions of each program",
+    )
+    out.add_argument(
+        "--traffic",
+        action="store_true",
+        help="count the bytes that each kernel moves, with NVIDIA's Nsight Compute",
+    )
+    out.add_argument(
+        "--traffic-seconds", type=float, default=120, help="limit of each count"
+    )
+    out.add_argument(
+        "--pass-layers",
+        type=int,
+        nargs="*",
+        default=[],
+        help="also time the fusion pass on decoders with these numbers of layers",
+    )
     out.add_argument("--repeats", type=int, default=10)
+
+
+def ways_of(name: str, args: argparse.Namespace) -> list[str]:
+    """Returns the ways in which a program is timed."""
+    is_made = {
+        REGIONS: args.measure_seconds is not None,
+        OWN: isinstance(PROGRAMS[name], Shape),
+    }
+    return [way for way in _ORDER if way in args.ways and is_made.get(way, True)]
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
+    if args.traffic:  # JAX reads these when it takes the device
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} {traffic.NO_GRAPHS}".strip()
+        os.environ.update(traffic.ENVIRONMENT)
     require_gpu("fuse")
     end = about(jax.devices()[0].device_kind)
-    rows = Rows(args.output_dir, "fuse", table)
+    rows = Rows(args.output_dir, "fuse", tables)
     for name in args.programs:
-        rows.add(time_program(PROGRAMS[name](), args.repeats) | end)
+        for row in time_program(name, args):
+            rows.add(dict(row) | end)
+    for layers in args.pass_layers:
+        rows.add(pass_row(layers) | end)
     print(rows.tables())

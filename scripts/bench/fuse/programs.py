@@ -1,4 +1,4 @@
-"""Programs with LoRA that know nothing of jaxlora: a linear, adapters, a layer."""
+"""Programs with LoRA that know nothing of jaxlora: linears, and layers of a decoder."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,10 +7,49 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-TOKENS, SEQUENCE = 8192, 512
-WIDTH, HEADS, KV_HEADS, HEAD_WIDTH, HIDDEN = 4096, 32, 8, 128, 14336
 RANK, RATE = 16, 0.1
 _BF16 = jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a decoder; by default those of Llama-3.1-8B.
+
+    Attributes:
+        tokens: Number of tokens of a call.
+        sequence: Length of each sequence.
+        width: Features of hidden states.
+        heads: Number of heads.
+        kv_heads: Number of key-value heads.
+        head_width: Features of a head.
+        hidden: Features between the linears of an MLP.
+    """
+
+    tokens: int = 8192
+    sequence: int = 512
+    width: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_width: int = 128
+    hidden: int = 14336
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """K and N of the linears of a layer, by name."""
+        q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
+        return {
+            "q": (self.width, q),
+            "k": (self.width, kv),
+            "v": (self.width, kv),
+            "o": (q, self.width),
+            "gate": (self.width, self.hidden),
+            "up": (self.width, self.hidden),
+            "down": (self.hidden, self.width),
+        }
+
+
+LLAMA_8B = Sizes()
+SMOLLM2 = Sizes(width=576, heads=9, kv_heads=3, head_width=64, hidden=1536)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,17 +61,23 @@ class Program:
         function: Takes the trained arrays, then all others.
         trained: The arrays that are trained, as a pytree.
         others: The other arguments; the first is x.
+        options: Options with which XLA compiles it.
     """
 
     name: str
     function: Callable[..., Any]
     trained: Any
     others: tuple[Any, ...]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """All arguments of the function."""
         return self.trained, *self.others
+
+    def with_function(self, function: Callable[..., Any]) -> "Program":
+        """Returns the program with another function of the same arguments."""
+        return dataclasses.replace(self, function=function)
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the forward and backward pass of `function`, fused or not.
@@ -53,6 +98,18 @@ class Program:
         return jax.random.normal(jax.random.key(1), y.shape, y.dtype), *self.arguments
 
 
+def abstract(make: Callable[[], Program]) -> Program:
+    """Returns a program whose arrays have shapes and no values."""
+    made: list[Program] = []
+
+    def arguments():
+        made.append(make())
+        return made[0].arguments
+
+    trained, *others = jax.eval_shape(arguments)
+    return dataclasses.replace(made[0], trained=trained, others=tuple(others))
+
+
 def _dropout(x, key, rate: float):
     if rate == 0:
         return x
@@ -69,7 +126,7 @@ def _normal(seed: int, *shape: int):
     return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(_BF16)
 
 
-def linear(name: str, *, rate: float, tokens: int = TOKENS, width: int = WIDTH):
+def linear(name: str, *, rate: float, tokens: int = 8192, width: int = 4096):
     """One linear with one adapter."""
     trained = {"a": _normal(0, width, RANK), "b": _normal(1, RANK, width)}
 
@@ -81,7 +138,7 @@ def linear(name: str, *, rate: float, tokens: int = TOKENS, width: int = WIDTH):
     return Program(name=name, function=run, trained=trained, others=others)
 
 
-def adapters(name: str, *, rate: float, tokens: int = TOKENS, width: int = WIDTH):
+def adapters(name: str, *, rate: float, tokens: int = 8192, width: int = 4096):
     """One linear with four adapters, by `vmap` over adapters and their rows."""
     trained = {"a": _normal(0, 4, width, RANK), "b": _normal(1, 4, RANK, width)}
 
@@ -111,57 +168,90 @@ def _rotate(x):
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def layer(name: str, *, rate: float) -> Program:
-    """A decoder layer of Llama-3.1-8B with adapters on its seven linears."""
-    width, hidden = WIDTH, HIDDEN
-    q, kv = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
-    sizes = {
-        "q": (width, q),
-        "k": (width, kv),
-        "v": (width, kv),
-        "o": (q, width),
-        "gate": (width, hidden),
-        "up": (width, hidden),
-        "down": (hidden, width),
-    }
+def decoder(
+    name: str, *, rate: float, layers: int = 1, sizes: Sizes = LLAMA_8B
+) -> Program:
+    """Layers of a decoder, one after the other, with adapters on their linears.
 
-    def run(trained, x, frozen, key):
+    They have no head: hidden states come in, and hidden states go out.
+    """
+    names = list(sizes.linears)
+
+    def layer(trained, x, frozen, key):
         def project(name, x):
             a, b = trained[name]
-            number = jax.random.fold_in(key, list(sizes).index(name))
+            number = jax.random.fold_in(key, names.index(name))
             return _lora(x, frozen[name], a, b, number, rate)
 
         def split(x, num_heads):
-            return x.reshape(*x.shape[:2], num_heads, HEAD_WIDTH)
+            return x.reshape(*x.shape[:2], num_heads, sizes.head_width)
 
         normed = _rms_norm(x, frozen["norm"])
         found = jax.nn.dot_product_attention(
-            _rotate(split(project("q", normed), HEADS)),
-            _rotate(split(project("k", normed), KV_HEADS)),
-            split(project("v", normed), KV_HEADS),
+            _rotate(split(project("q", normed), sizes.heads)),
+            _rotate(split(project("k", normed), sizes.kv_heads)),
+            split(project("v", normed), sizes.kv_heads),
             is_causal=True,
             implementation="cudnn" if jax.default_backend() == "gpu" else "xla",
         )
-        x = x + project("o", found.reshape(*x.shape[:2], q))
+        x = x + project("o", found.reshape(*x.shape[:2], -1))
         normed = _rms_norm(x, frozen["norm"])
         gated = jax.nn.silu(project("gate", normed)) * project("up", normed)
         return x + project("down", gated)
 
-    pairs = enumerate(sizes.items())
-    trained = {
-        n: (_normal(2 * i, k, RANK), _normal(2 * i + 1, RANK, m))
-        for i, (n, (k, m)) in pairs
-    }
-    frozen = {n: _normal(20 + i, *s) for i, (n, s) in enumerate(sizes.items())}
-    frozen["norm"] = jnp.ones(width, _BF16)
-    x = _normal(40, TOKENS // SEQUENCE, SEQUENCE, width)
+    def run(trained, x, frozen, key):
+        for number, (lora, weights) in enumerate(zip(trained, frozen, strict=True)):
+            x = layer(lora, x, weights, jax.random.fold_in(key, number))
+        return x
+
+    made = [_weights(sizes, 100 * number) for number in range(layers)]
+    trained, frozen = zip(*made, strict=True)
+    rows = sizes.tokens // sizes.sequence
+    x = _normal(40, rows, sizes.sequence, sizes.width)
     others = x, frozen, jax.random.key(41)
     return Program(name=name, function=run, trained=trained, others=others)
+
+
+def _weights(sizes: Sizes, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the adapters and the frozen weights of a layer."""
+    pairs = [(seed + 2 * i, n, s) for i, (n, s) in enumerate(sizes.linears.items())]
+    trained = {
+        name: (_normal(number, k, RANK), _normal(number + 1, RANK, n))
+        for number, name, (k, n) in pairs
+    }
+    frozen = {name: _normal(50 + number, *size) for number, name, size in pairs}
+    frozen["norm"] = jnp.ones(sizes.width, _BF16)
+    return trained, frozen
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A decoder among the programs; the library's own one has the same.
+
+    Attributes:
+        name: Its name in tables.
+        rate: Rate of dropout.
+        layers: Number of layers.
+        sizes: Sizes of a layer.
+    """
+
+    name: str
+    rate: float = 0.0
+    layers: int = 1
+    sizes: Sizes = LLAMA_8B
+
+    def __call__(self) -> Program:
+        """Makes the program in plain JAX."""
+        return decoder(self.name, rate=self.rate, layers=self.layers, sizes=self.sizes)
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "linear": lambda: linear("8192 x 4096 x 4096, dropout", rate=RATE),
     "plain": lambda: linear("8192 x 4096 x 4096, no dropout", rate=0.0),
     "adapters": lambda: adapters("4 adapters by vmap, dropout", rate=RATE),
-    "layer": lambda: layer("a layer of Llama-3.1-8B, dropout", rate=RATE),
+    "layer": Shape("a layer of Llama-3.1-8B, dropout", RATE),
+    "layer-plain": Shape("a layer of Llama-3.1-8B, no dropout"),
+    "decoder": Shape("4 layers of Llama-3.1-8B, dropout", RATE, 4),
+    "decoder-plain": Shape("4 layers of Llama-3.1-8B, no dropout", layers=4),
+    "small": Shape("4 layers of SmolLM2-135M, dropout", RATE, 4, SMOLLM2),
 }

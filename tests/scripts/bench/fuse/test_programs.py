@@ -1,5 +1,6 @@
 """The benchmark's programs are found by the fusion pass, and keep their values."""
 
+import argparse
 import dataclasses
 
 import jax
@@ -7,20 +8,21 @@ import numpy as np
 import pytest
 
 import jaxlora
-from jaxlora.bench.fuse import benchmark
-from jaxlora.bench.fuse.programs import adapters, layer, linear
+from jaxlora.bench.fuse import benchmark, kernels
+from jaxlora.bench.fuse.own import own_layers
+from jaxlora.bench.fuse.programs import (
+    PROGRAMS,
+    Shape,
+    Sizes,
+    abstract,
+    adapters,
+    linear,
+)
+from jaxlora.profile import traffic
 
-
-def abstract(make):
-    """A program whose arrays have no values."""
-    made = []
-
-    def arguments():
-        made.append(make())
-        return made[0].arguments
-
-    trained, *others = jax.eval_shape(arguments)
-    return dataclasses.replace(made[0], trained=trained, others=tuple(others))
+TINY = Sizes(
+    tokens=128, sequence=64, width=64, heads=4, kv_heads=2, head_width=16, hidden=96
+)
 
 
 def relative_error(got, want):
@@ -34,14 +36,16 @@ def test_linears_keep_their_values_and_gradients(make):
     trained, *others = program
     shapes = abstract(lambda: make("small", rate=0.1, tokens=128, width=64))
     program = dataclasses.replace(shapes, trained=trained, others=tuple(others))
-    arguments = program.step_arguments()
-    results = [run(*arguments) for run in benchmark.steps(program).values()]
-    for want, got in zip(*map(jax.tree.leaves, results), strict=True):
+    results = []
+    for way in (benchmark.ORIGINAL, benchmark.FUSED):
+        run, leaves = benchmark.flat_step(benchmark.replaced(program, way))
+        results.append(run(*leaves))
+    for want, got in zip(*results, strict=True):
         assert relative_error(got, want) < 0.02
 
 
 def test_the_linears_of_a_layer_are_found():
-    program = abstract(lambda: layer("a layer", rate=0.1))
+    program = abstract(PROGRAMS["layer"])
     explained = jaxlora.explain(program.function, *program.arguments)
     found = [n for site in explained.sites for n in site.shape.out_features]
     assert {*found} == {1024, 4096, 14336} and len(found) >= 6
@@ -50,7 +54,74 @@ def test_the_linears_of_a_layer_are_found():
 
 def test_a_prediction_is_of_both_passes():
     program = abstract(lambda: linear("a linear", rate=0.1))
-    predicted = benchmark.predict(program)
-    forward = jaxlora.explain(program.function, *program.arguments).before
-    assert predicted.sites == 1
-    assert predicted.original.seconds > 1.5 * forward.seconds
+    explained = jaxlora.explain(program.function, *program.arguments)
+    original = benchmark.predict(program, explained, benchmark.ORIGINAL)
+    fused = benchmark.predict(program, explained, benchmark.FUSED)
+    assert explained.num_fused == 1
+    assert original.seconds > 1.5 * explained.before.seconds
+    saved = explained.training_before.seconds - explained.training_after.seconds
+    assert original.seconds - fused.seconds == pytest.approx(saved, rel=1e-6, abs=1e-12)
+
+
+def test_own_layers_have_the_sizes_of_the_program():
+    shape = Shape("a layer", 0.1, 1, TINY)
+    own, plain = abstract(lambda: own_layers(shape)), abstract(shape)
+    size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+    assert size(own.trained) == size(plain.trained)
+    assert size(own.others[0]) == size(plain.others[0])
+    # The plain program has one norm for both halves of a layer.
+    assert size(own.others[1]) == size(plain.others[1]) + TINY.width
+    (y, (adapters, x)) = jax.eval_shape(own.step(own.function), *step_shapes(own))
+    assert y.shape == x.shape == (TINY.tokens, TINY.width)
+    assert jax.tree.map(np.shape, adapters) == jax.tree.map(np.shape, own.trained)
+
+
+def step_shapes(program):
+    return jax.eval_shape(program.step_arguments)
+
+
+def test_the_pass_is_timed_without_weights():
+    row = benchmark.pass_row(2)
+    assert row["layers"] == 2 and 0 < row["pass_seconds"] < 60
+    assert benchmark.tables([row]).splitlines()[-1].startswith("| decoder, unrolled |")
+
+
+def test_kernels_are_told_apart_by_their_names():
+    calls = [("lora_expand_sm90", 5.0), ("fusion_1", 2.0), ("lora_shrink_sm90", 1.0)]
+    calls += [("nvjet_tst_128x256", 4.0), ("cudnn_sdpa_fprop", 3.0), ("fusion_1", 1.5)]
+    kinds = kernels.by_kind([*calls, ("lora_produce_sm90", 0.5)])
+    assert [*kinds.values()] == [5.0, 0.5, 1.0, 3.0, 4.0, 3.5]
+    ranked = kernels.KernelTimes(totals=[17.0], kernels=calls).ranked()
+    assert ranked[0] == ("lora_expand_sm90", 1, 5.0)
+    assert ("fusion_1", 2, 3.5) in ranked
+
+
+def test_ways_are_timed_in_order_and_then_counted(monkeypatch):
+    monkeypatch.setitem(PROGRAMS, "tiny", Shape("tiny", 0.1, 1, TINY))
+    seen = []
+
+    def kernel_times(run, arguments, repeats):
+        seen.append(len(arguments))
+        return kernels.KernelTimes(totals=[30.0 / len(seen)], kernels=[("dot", 1.0)])
+
+    def count(compiled, arguments, seconds):
+        one = traffic.KernelTraffic(name="dot", read=3_000_000, written=2_000_000, seconds=1e-6)
+        return [one, one]
+
+    monkeypatch.setattr(benchmark, "kernel_times", kernel_times)
+    compiled = jax.jit(lambda: 0).lower().compile()
+    monkeypatch.setattr(benchmark, "compile_program", lambda lowered: compiled)
+    monkeypatch.setattr(traffic, "count", count)
+    # XLA's options for GPUs are unknown on a CPU.
+    monkeypatch.setattr(benchmark, "own_layers", lambda _: abstract(PROGRAMS["tiny"]))
+    args = argparse.Namespace(
+        ways=(benchmark.ORIGINAL, benchmark.OWN), measure_seconds=None, repeats=1,
+        traffic=True, traffic_seconds=1.0, output_dir=None,
+    )  # fmt: skip
+    rows = [*benchmark.time_program("tiny", args)]
+    assert [row["way"] for row in rows] == ["own", "original"] * 2
+    assert "read_mb" not in rows[0] and rows[2]["read_mb"] == 6
+    (own, original) = ({**row} for row in rows[2:])
+    text = benchmark.tables(rows)
+    assert f"| {own['us']} | {original['us'] / own['us']:.1f} | 1.0 |" in text
+    assert "| XLA's products | 1.0 | 1.0 |" in text
