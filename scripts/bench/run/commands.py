@@ -34,6 +34,7 @@ def run_command(
     environment: Mapping[str, str],
     *,
     kill_when: Callable[[], bool] | None = None,
+    python: str = sys.executable,
 ) -> Done:
     """Runs a Python module to its end.
 
@@ -41,6 +42,7 @@ def run_command(
         arguments: The module and its arguments.
         environment: Variables in addition to those of this process.
         kill_when: Kills the process once this holds.
+        python: The interpreter.
 
     Raises:
         JaxloraError: It failed.
@@ -49,7 +51,7 @@ def run_command(
     lines: list[tuple[float, str]] = []
     was_killed = False
     with subprocess.Popen(
-        [sys.executable, "-m", *arguments],
+        [python, "-m", *arguments],
         env={**_without_own_cache(), **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

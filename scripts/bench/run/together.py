@@ -2,55 +2,57 @@
 
 It makes a checkpoint with random weights and data from Python's documentation, as
 bytes, and runs these commands, each in a process of its own. Programs are compiled
-before by a run of two steps, so that start-up counts and compiling does not:
+before by runs of two steps, so that start-up counts and compiling does not:
 
 - sweep, halving: `jaxlora sweep` of all configurations, without and with early exit.
-- alone: `jaxlora train` of one configuration with batches of 1, 2 and 4. `one at a
-  time` in the table adds up such runs for the batch sizes of the sweep; batches of 3
-  are half-way between those of 2 and 4.
+- alone: `jaxlora train` of one configuration with the smallest and the largest batch.
+  `one at a time` in the table adds up such runs for the batch sizes of the sweep; those
+  between are interpolated.
 - peft: the first step of one configuration of batch 2, and some more, with
   transformers + peft; a configuration takes the first step and as many as it has.
 - packed: configurations of rank 32 and batch 1 at once, whose tokens per second, after
   the first window, are compared with one alone, as in Figure 5 of PLoRA
   (arXiv 2508.02932).
 - kernels: a linear with 2, 8 and 32 adapters of rank 64 in one call, and in calls one
-  after the other, as in PLoRA's Table 7; device time, with the frozen product, and the
-  adapters alone by subtraction.
+  after the other, as in PLoRA's Table 7: device time, with the frozen product, and the
+  adapters alone by subtraction; and the time of calls back to back.
 
     jaxlora bench together --output-dir bench
+    jaxlora bench together --model llama-3.2-1b --steps 100 --limit 300
     jaxlora bench together --model tiny --count 4 --steps 4 --cases sweep alone
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
+import math
+import shutil
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
+import yaml
 
 from jaxlora.bench.report import Row, Rows, about, add_output_dir, sections, table
 from jaxlora.bench.run.benchmark import device_name
-from jaxlora.bench.run.commands import run_command
+from jaxlora.bench.run.commands import Done, run_command
 from jaxlora.bench.run.inputs import Inputs, write_checkpoint
-from jaxlora.bench.shapes import ANY_DEVICE, MODELS, KernelCase
+from jaxlora.bench.run.packed_kernels import kernel_rows
+from jaxlora.bench.shapes import ANY_DEVICE, MODELS
 from jaxlora.run.log import METRICS_FILE, read_events
 
 CASES = ("sweep", "halving", "alone", "peft", "packed", "kernels")
 _BATCHES, _RECORDS, _PEFT_STEPS = (1, 2, 3, 4), 1500, 20
-_PACKED, _KERNELS, _METHOD = (8, 32), (2, 8, 32), "jaxlora mosaic"
-_PAPER = {2: "1.90 to 2.01", 8: "7.51 to 7.98", 32: "26.5 to 31.2"}  # PLoRA's Table 7
-_WIDTHS = {  # of PLoRA's Table 7
-    "3B attention": (2048, 2048),
-    "3B MLP": (2048, 11008),
-    "7B attention": (3584, 3584),
-    "7B MLP": (3584, 18944),
-}
+_LONGEST, _WARM = 1024, "alone warm-up"  # tokens of the longest sample, at most
+_PACKED = (8, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,12 +64,20 @@ class Bench:
         count: Number of configurations.
         steps: Steps of each.
         work: Folder for everything.
+        tokens: `microbatch_tokens` of the sweep.
+        early_exit: The rule of the case `halving`.
+        peft_python: An interpreter with torch, transformers and peft.
+        end: When time is up, by `time.monotonic`.
     """
 
     model: str
     count: int
     steps: int
     work: Path
+    tokens: int | str = "auto"
+    early_exit: Any = "halving"
+    peft_python: str = sys.executable
+    end: float = math.inf
 
     def write(self) -> None:
         """Writes the checkpoint and the data."""
@@ -88,13 +98,14 @@ class Bench:
     ) -> dict[str, Any]:
         """Runs a command on a run file; returns its seconds and those of training."""
         folder = self.work / name.replace(" ", "-")
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier call
         defaults = {
             "data": {"path": str(self.work / "data.jsonl")},
             "steps": steps,
             "rank": 32,
             "target_modules": "all-linear",
             "dropout": 0.05,
-            "max_length": 1024,
+            "max_length": _LONGEST,
             "eval_fraction": 0.01,
             "eval_every": max(1, steps // 4),
             "eval_seed": 0,
@@ -108,10 +119,7 @@ class Bench:
         }
         path = folder.with_suffix(".json")
         path.write_text(json.dumps(content))
-        done = run_command(
-            ["jaxlora", command, str(path)],
-            {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(self.work / "cache")},
-        )
+        done = self._done(["jaxlora", command, str(path)])
         windows = [
             e for e in read_events(folder / METRICS_FILE) if e["event"] == "window"
         ]
@@ -130,9 +138,30 @@ class Bench:
             "best_loss": min(job["best_eval"] for job in found["jobs"].values()),
         }
 
+    def _done(self, command: Sequence[str], python: str = sys.executable) -> Done:
+        """Runs a module to its end.
+
+        Raises:
+            TimeoutError: Time is up.
+        """
+        is_late = lambda: time.monotonic() > self.end
+        environment = {
+            "HF_HUB_OFFLINE": "1",
+            "XDG_CACHE_HOME": str(self.work / "cache"),
+        }
+        done = run_command(command, environment, kill_when=is_late, python=python)
+        if is_late():
+            raise TimeoutError
+        return done
+
+    def warm_up(self, name: str, run: Callable[[int], Any]) -> None:
+        """Lets a command compile its programs by two steps, unless it has done so."""
+        if not (self.work / name.replace(" ", "-") / "summary.json").exists():
+            run(2)
+
     # ---- the cases -------------------------------------------------------------------
 
-    def sweep(self, name: str, steps: int, early_exit: str) -> dict[str, Any]:
+    def sweep(self, name: str, steps: int, early_exit: Any) -> dict[str, Any]:
         """Runs the sweep."""
         space = {
             "learning_rate": _RATES,
@@ -147,33 +176,39 @@ class Bench:
             "sweep",
             steps,
             max_concurrent_jobs=self.count,
-            microbatch_tokens=_capacity(self.model),
+            microbatch_tokens=self.tokens,
             sweep=sweep | {"early_exit": early_exit},
         )
         text = (self.work / name.replace(" ", "-") / "settings.yaml").read_text()
         return dict(found) | {"batches": _batches(text)}
 
     def alone(self, name: str, steps: int, batch: int) -> Row:
-        """Trains one configuration."""
+        """Trains one configuration, in microbatches for its longest sample."""
         job = {"name": "one", "batch_size": batch, "learning_rate": 1e-3}
-        return self.run(name, "train", steps, jobs=[job])
+        tokens = {"microbatch_tokens": _LONGEST}
+        return self.run(name, "train", steps, jobs=[job], **tokens)
 
-    def packed(self, count: int) -> Row:
-        """Trains configurations of rank 32 and batch 1 at once."""
-        sweep = {"count": count, "seed": 1, "parameters": {"learning_rate": _RATES}}
+    def packed(self, name: str, steps: int, count: int) -> Row:
+        """Trains configurations of rank 32 and batch 1 at once.
+
+        A microbatch holds one sample of each, by their mean length.
+        """
+        space = {"learning_rate": _RATES, "batch_size": [1]}
+        sweep = {"count": count, "seed": 1, "parameters": space, "early_exit": "none"}
         return self.run(
-            f"packed {count}",
+            name,
             "sweep",
-            self.steps // 2,
+            steps,
             max_concurrent_jobs=count,
-            sweep=sweep | {"early_exit": "none"},
+            microbatch_tokens=max(_LONGEST, _LONGEST // 4 * count),
+            sweep=sweep,
         )
 
     def peft(self) -> Row:
         """Runs some steps of peft."""
         command = ["jaxlora.bench.run.peft_step", str(self.work / "model")]
         command += [str(self.work / "data.jsonl"), "2", str(_PEFT_STEPS)]
-        done = run_command(command, {"HF_HUB_OFFLINE": "1"})
+        done = self._done(command, self.peft_python)
         ends = [at for at, text in done.lines if text == "step ended"]
         each = (ends[-1] - ends[0]) / (len(ends) - 1)
         return {
@@ -183,71 +218,48 @@ class Bench:
             "step_s": round(each, 4),
         }
 
-    def rows(self, cases: Sequence[str]) -> Iterator[Row]:
-        """Yields the rows of cases."""
+    def compile(self, cases: Sequence[str]) -> None:
+        """Runs two steps of each command, so that its programs are compiled."""
         if {"sweep", "halving"} & set(cases):
-            self.sweep("sweep warm-up", 2, "none")
-        if "sweep" in cases:
-            yield self.sweep("sweep", self.steps, "none")
-        if "halving" in cases:
-            yield self.sweep("halving", self.steps, "halving")
+            name = f"sweep warm-up {self.tokens}"
+            self.warm_up(name, lambda steps: self.sweep(name, steps, "none"))
         if {"alone", "packed"} & set(cases):
-            self.alone("alone warm-up", 2, 1)
-            batches = [1, 2, 4] if "alone" in cases else [1]
-            for batch in batches:
-                yield self.alone(f"alone batch {batch}", self.steps, batch)
-        if "peft" in cases:
-            yield self.peft()
-        if "packed" in cases:
-            yield from map(self.packed, _PACKED)
-        if "kernels" in cases:
-            yield from kernel_rows()
+            self.warm_up(_WARM, lambda steps: self.alone(_WARM, steps, 1))
+        for count in _PACKED if "packed" in cases else ():
+            name = f"packed warm-up {count}"
+            run = lambda steps, name=name, count=count: self.packed(name, steps, count)
+            self.warm_up(name, run)
+
+    def rows(self, cases: Sequence[str]) -> Iterator[Row]:
+        """Yields the rows of cases, in the order in which the cases are given."""
+        for case in cases:
+            if case == "sweep":
+                yield self.sweep("sweep", self.steps, "none")
+            elif case == "halving":
+                yield self.sweep("halving", self.steps, self.early_exit)
+            elif case == "alone":
+                for batch in (min(_BATCHES), max(_BATCHES)):
+                    yield self.alone(f"alone batch {batch}", self.steps, batch)
+            elif case == "peft":
+                yield self.peft()
+            elif case == "packed":
+                if "alone" not in cases:
+                    yield self.alone("alone batch 1", self.steps, 1)
+                for count in _PACKED:
+                    yield self.packed(f"packed {count}", self.steps // 2, count)
+            elif case == "kernels":
+                yield from kernel_rows()
 
 
 _RATES = {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}
 
 
-def _capacity(model: str) -> int:
-    return 1024 if model in ANY_DEVICE else 8192
-
-
 def _batches(settings: str) -> dict[str, int]:
     """Counts the batch sizes of the jobs of a resolved run file."""
-    import yaml
-
     found = collections.Counter(
         str(job.get("batch_size", 1)) for job in yaml.safe_load(settings)["jobs"]
     )
     return dict(sorted(found.items()))
-
-
-def kernel_rows(tokens: int = 1024, rank: int = 64) -> Iterator[Row]:
-    """Yields packed kernels over as many calls one after the other."""
-    from jaxlora.bench.kernels.benchmark import time_jax
-    from jaxlora.bench.kernels.methods import FROZEN
-
-    def medians(shape: tuple[int, int], count: int) -> dict[tuple[str, str], float]:
-        k, n = shape
-        groups = ((k, (n,)),)
-        case = KernelCase("", count * tokens, groups, (rank,) * count, rate=0.0)
-        found = time_jax(case, 12, (FROZEN, _METHOD), 0.0)
-        return {(method, what): timing.median for method, what, timing in found}
-
-    for name, shape in _WIDTHS.items():
-        one = medians(shape, 1)
-        for count in _KERNELS:
-            many = medians(shape, count)
-            row: dict[str, Any] = {"row": "kernels", "linear": name, "adapters": count}
-            for what in ("forward", "both"):
-                one_us, many_us = one[_METHOD, what], many[_METHOD, what]
-                own = one_us - one[FROZEN, what], many_us - many[FROZEN, what]
-                alone = round(count * own[0] / own[1], 2) if min(own) > 0 else None
-                row |= {
-                    f"{what}_us": round(many_us, 1),
-                    f"{what}_speedup": round(count * one_us / many_us, 2),
-                    f"{what}_adapters_alone": alone,
-                }
-            yield row | {"paper": _PAPER[count]}
 
 
 # ---- tables --------------------------------------------------------------------------
@@ -277,14 +289,13 @@ def speeds(found: Mapping[str, Row]) -> Iterator[dict[str, Any]]:
         for name, row in found.items()
         if name.startswith("alone")
     }
-    if alone.keys() >= {1, 2, 4}:
-        alone[3] = (alone[2] + alone[4]) / 2
     for row in (sweep, halving):
         if row is None:
             continue
         batches = {int(size): count for size, count in row["batches"].items()}
-        if alone.keys() >= batches.keys():
-            total = sum(count * alone[size] for size, count in batches.items())
+        if len(alone) > 1:
+            each = np.interp(list(batches), *zip(*sorted(alone.items()), strict=True))
+            total = float(np.dot(list(batches.values()), each))
             yield _speed(row, "one at a time", total)
         if (peft := found.get("peft")) is not None:
             yield _speed(row, "peft", sum(batches.values()) * peft["seconds"])
@@ -312,24 +323,77 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument("--count", type=int, default=64, help="configurations")
     out.add_argument("--steps", type=int, default=200, help="of each")
     out.add_argument(
+        "--microbatch-tokens",
+        type=yaml.safe_load,
+        default="auto",
+        help="of the sweep, by default auto",
+    )
+    out.add_argument(
+        "--early-exit",
+        type=yaml.safe_load,
+        default="halving",
+        help="rule of the case halving, in YAML",
+    )
+    out.add_argument(
         "--cases",
         nargs="*",
         choices=CASES,
         default=CASES,
-        help="without any, the tables of --output-dir are printed",
+        help="in this order; without any, the tables of --output-dir are printed",
+    )
+    out.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds; the rest is left out"
+    )
+    out.add_argument(
+        "--work",
+        type=Path,
+        help="folder for the checkpoint, data and compiled programs, which are kept "
+        "and used again; by default it is temporary",
+    )
+    out.add_argument(
+        "--compile-only", action="store_true", help="into --work, for a later call"
+    )
+    out.add_argument(
+        "--peft-python", default=sys.executable, help="interpreter that has peft"
     )
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
+    began = time.monotonic()
     rows = Rows(args.output_dir, "together", tables)
-    if args.cases:
-        end = {"model": args.model} | about(device_name())
-        with tempfile.TemporaryDirectory(prefix="jaxlora-bench-") as work:
-            bench = Bench(
-                model=args.model, count=args.count, steps=args.steps, work=Path(work)
+    with contextlib.ExitStack() as stack:
+        work = args.work
+        if work is None:
+            made = tempfile.TemporaryDirectory(prefix="jaxlora-bench-")
+            work = Path(stack.enter_context(made))
+        work.mkdir(parents=True, exist_ok=True)
+        bench = Bench(
+            model=args.model,
+            count=args.count,
+            steps=args.steps,
+            work=work,
+            tokens=args.microbatch_tokens,
+            early_exit=args.early_exit,
+            peft_python=args.peft_python,
+            end=began + args.limit,
+        )
+        try:
+            _measure(bench, args, rows)
+        except TimeoutError:
+            print(
+                f"Time is up after {args.limit:.0f} s; what is left was not measured."
             )
-            bench.write()
-            for row in bench.rows(args.cases):
-                rows.add(dict(row) | end)
     print(rows.tables())
+
+
+def _measure(bench: Bench, args: argparse.Namespace, rows: Rows) -> None:
+    if not args.cases:
+        return
+    bench.write()
+    bench.compile(args.cases)
+    if args.compile_only:
+        return
+    end = {"model": args.model, "steps": args.steps} | about(device_name())
+    for row in bench.rows(args.cases):
+        rows.add(dict(row) | end)
