@@ -11,8 +11,8 @@ before by runs of two steps, so that start-up counts and compiling does not:
 - peft: the first step of one configuration of batch 2, and some more, with
   transformers + peft; a configuration takes the first step and as many as it has.
 - packed: configurations of rank 32 and batch 1 at once, whose tokens per second, after
-  the first window, are compared with one alone, as in Figure 5 of PLoRA
-  (arXiv 2508.02932).
+  the first window, are compared with the one alone that has this batch, as in Figure 5
+  of PLoRA (arXiv 2508.02932).
 - kernels: a linear with 2, 8 and 32 adapters of rank 64 in one call, and in calls one
   after the other, as in PLoRA's Table 7: device time, with the frozen product, and the
   adapters alone by subtraction; and the time of calls back to back.
@@ -26,7 +26,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import shutil
@@ -50,9 +49,8 @@ from jaxlora.bench.shapes import ANY_DEVICE, MODELS
 from jaxlora.run.log import METRICS_FILE, read_events
 
 CASES = ("sweep", "halving", "alone", "peft", "packed", "kernels")
-_BATCHES, _RECORDS, _PEFT_STEPS = (1, 2, 3, 4), 1500, 20
+_BATCHES, _PACKED, _RECORDS, _PEFT_STEPS = (1, 2, 3, 4), (8, 32), 1500, 20
 _LONGEST, _WARM = 1024, "alone warm-up"  # tokens of the longest sample, at most
-_PACKED = (8, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +64,7 @@ class Bench:
         work: Folder for everything.
         tokens: `microbatch_tokens` of the sweep.
         early_exit: The rule of the case `halving`.
+        packs: Numbers of configurations of the case `packed`.
         peft_python: An interpreter with torch, transformers and peft.
         end: When time is up, by `time.monotonic`.
     """
@@ -76,16 +75,19 @@ class Bench:
     work: Path
     tokens: int | str = "auto"
     early_exit: Any = "halving"
+    packs: Sequence[int] = _PACKED
     peft_python: str = sys.executable
     end: float = math.inf
 
     def write(self) -> None:
-        """Writes the checkpoint and the data."""
+        """Writes the checkpoint and the data, unless they are there already."""
         write_checkpoint(Inputs(model=self.model), self.work / "model")
+        if (data := self.work / "data.jsonl").exists():
+            return
         text = "\n".join(topics.values()).encode("ascii", "replace").decode()
         rng, at = np.random.default_rng(0), 0
         longest = 200 if self.model in ANY_DEVICE else 900
-        with (self.work / "data.jsonl").open("w") as file:
+        with data.open("w") as file:
             for _ in range(_RECORDS):
                 n = int(np.clip(rng.lognormal(np.log(200), 0.6), 30, longest))
                 at = (at + n) % (len(text) - 2000)
@@ -120,6 +122,8 @@ class Bench:
         path = folder.with_suffix(".json")
         path.write_text(json.dumps(content))
         done = self._done(["jaxlora", command, str(path)])
+        log = "".join(f"{at:.2f} {text}\n" for at, text in done.lines)
+        folder.with_suffix(".log").write_text(log)
         windows = [
             e for e in read_events(folder / METRICS_FILE) if e["event"] == "window"
         ]
@@ -145,10 +149,8 @@ class Bench:
             TimeoutError: Time is up.
         """
         is_late = lambda: time.monotonic() > self.end
-        environment = {
-            "HF_HUB_OFFLINE": "1",
-            "XDG_CACHE_HOME": str(self.work / "cache"),
-        }
+        cache = str(self.work / "cache")
+        environment = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": cache}
         done = run_command(command, environment, kill_when=is_late, python=python)
         if is_late():
             raise TimeoutError
@@ -223,9 +225,9 @@ class Bench:
         if {"sweep", "halving"} & set(cases):
             name = f"sweep warm-up {self.tokens}"
             self.warm_up(name, lambda steps: self.sweep(name, steps, "none"))
-        if {"alone", "packed"} & set(cases):
+        if "alone" in cases:
             self.warm_up(_WARM, lambda steps: self.alone(_WARM, steps, 1))
-        for count in _PACKED if "packed" in cases else ():
+        for count in self.packs if "packed" in cases else ():
             name = f"packed warm-up {count}"
             run = lambda steps, name=name, count=count: self.packed(name, steps, count)
             self.warm_up(name, run)
@@ -243,9 +245,7 @@ class Bench:
             elif case == "peft":
                 yield self.peft()
             elif case == "packed":
-                if "alone" not in cases:
-                    yield self.alone("alone batch 1", self.steps, 1)
-                for count in _PACKED:
+                for count in self.packs:
                     yield self.packed(f"packed {count}", self.steps // 2, count)
             elif case == "kernels":
                 yield from kernel_rows()
@@ -303,10 +303,10 @@ def speeds(found: Mapping[str, Row]) -> Iterator[dict[str, Any]]:
         yield _speed(halving, "sweep", sweep["seconds"])
         yield _speed(halving, "sweep, training", sweep["training_s"], "training_s")
     rate = "steady_tokens_per_second"
-    for count, one in itertools.product(_PACKED, ["alone batch 1"]):
-        if f"packed {count}" in found and one in found:
-            many = found[f"packed {count}"]
-            ratio = round(many[rate] / found[one][rate], 2)
+    for many in found.values():
+        one = found.get("alone batch 1")
+        if many["row"].startswith("packed") and one is not None:
+            ratio = round(many[rate] / one[rate], 2)
             yield {"row": many["row"], "over": "one alone, tokens/s", "speed": ratio}
 
 
@@ -334,6 +334,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
         default="halving",
         help="rule of the case halving, in YAML",
     )
+    out.add_argument("--packed", type=int, nargs="+", default=_PACKED)
     out.add_argument(
         "--cases",
         nargs="*",
@@ -375,6 +376,7 @@ def run(args: argparse.Namespace) -> None:
             work=work,
             tokens=args.microbatch_tokens,
             early_exit=args.early_exit,
+            packs=args.packed,
             peft_python=args.peft_python,
             end=began + args.limit,
         )

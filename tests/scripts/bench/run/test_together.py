@@ -1,10 +1,20 @@
 """Speeds that follow from the rows of `jaxlora bench together`."""
 
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
 from jaxlora.bench.kernels import benchmark
 from jaxlora.bench.kernels.methods import METHODS
 from jaxlora.bench.report import Timing
+from jaxlora.bench.run import together
+from jaxlora.bench.run.commands import Done
 from jaxlora.bench.run.packed_kernels import kernel_rows
-from jaxlora.bench.run.together import speeds, tables
+from jaxlora.bench.run.together import Bench, speeds, tables
+from jaxlora.config.run_file import RunFile
+from jaxlora.run.log import METRICS_FILE
 
 
 def test_speeds_follow_from_the_batches_of_the_sweep():
@@ -59,3 +69,59 @@ def test_kernels_in_one_call_over_as_many_calls(monkeypatch):
         assert row[f"{key}_speed"] == round(8 * 15 / 29, 2)
     assert row["adapters_backward_us"] == 10.0
     assert row["adapters_backward_speed"] == 8.0  # as long for one as for eight
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """A benchmark whose commands end at once; returns it and what they were given."""
+    given = []
+
+    def run_command(arguments, environment, *, kill_when, python):
+        folder = pathlib.Path(
+            json.loads(pathlib.Path(arguments[2]).read_text())["output_dir"]
+        )
+        given.append(
+            (arguments[1], RunFile.read(pathlib.Path(arguments[2])).config({}))
+        )
+        folder.mkdir()
+        window = {"event": "window", "round": 1, "seconds": 1.0, "num_tokens": 10}
+        (folder / METRICS_FILE).write_text(json.dumps(window) + "\n")
+        summary = {"seconds": {"predicted": 1.0}, "jobs": {"a": {"best_eval": 2.0}}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "settings.yaml").write_text("jobs: [{batch_size: 2}]")
+        kill_when()
+        return Done(began=0.0, seconds=5.0, lines=((1.0, "line"),))
+
+    monkeypatch.setattr(together, "run_command", run_command)
+    made = Bench(model="tiny", count=3, steps=8, work=tmp_path)
+    made.write()
+    return made, given
+
+
+def test_what_is_compared_has_the_same_batches(bench):
+    made, given = bench
+    rows = list(made.rows(["sweep", "alone", "packed"]))
+    assert [row["row"] for row in rows] == [
+        "sweep", "alone batch 1", "alone batch 4", "packed 8", "packed 32",
+    ]  # fmt: skip
+    runs = dict(zip((row["row"] for row in rows), given, strict=True))
+    assert [len(config.jobs) for _, config in runs.values()] == [3, 1, 1, 8, 32]
+    for name in ("alone batch 1", "packed 8", "packed 32"):
+        kind, config = runs[name]
+        assert kind == ("train" if name.startswith("alone") else "sweep")
+        assert {(job.batch_size, job.rank) for job in config.jobs} == {(1, 32)}
+    assert {job.batch_size for job in runs["sweep"][1].jobs} <= {1, 2, 3, 4}
+
+
+def test_programs_are_compiled_once(bench):
+    made, given = bench
+    made.compile(["sweep", "halving", "alone"])
+    assert [config.jobs[0].steps for _, config in given] == [2, 2]
+    made.compile(["sweep", "halving", "alone"])
+    assert len(given) == 2
+
+
+def test_nothing_is_measured_after_the_limit(bench):
+    made, _ = bench
+    with pytest.raises(TimeoutError):
+        dataclasses.replace(made, end=0.0).compile(["alone"])
