@@ -13,9 +13,8 @@ before by runs of two steps, so that start-up counts and compiling does not:
 - packed: configurations of rank 32 and batch 1 at once, whose tokens per second, after
   the first window, are compared with the one alone that has this batch, as in Figure 5
   of PLoRA (arXiv 2508.02932).
-- kernels: a linear with 2, 8 and 32 adapters of rank 64 in one call, and in calls one
-  after the other, as in PLoRA's Table 7: device time, with the frozen product, and the
-  adapters alone by subtraction; and the time of calls back to back.
+- kernels: a linear with 2, 8 and 32 adapters of rank 64 in one call, and in as many
+  calls, as in PLoRA's Table 7: device time, and the time of calls back to back.
 
     jaxlora bench together --output-dir bench
     jaxlora bench together --model llama-3.2-1b --steps 100 --limit 300
@@ -182,7 +181,8 @@ class Bench:
             sweep=sweep | {"early_exit": early_exit},
         )
         text = (self.work / name.replace(" ", "-") / "settings.yaml").read_text()
-        return dict(found) | {"batches": _batches(text)}
+        rule = json.dumps(early_exit).strip('"')
+        return dict(found) | {"early_exit": rule, "batches": _batches(text)}
 
     def alone(self, name: str, steps: int, batch: int) -> Row:
         """Trains one configuration, in microbatches for its longest sample."""
@@ -286,7 +286,7 @@ def speeds(found: Mapping[str, Row]) -> Iterator[dict[str, Any]]:
     sweep, halving = found.get("sweep"), found.get("halving")
     alone = {
         int(name.rpartition(" ")[2]): row["seconds"]
-        for name, row in found.items()
+        for name, row in sorted(found.items())
         if name.startswith("alone")
     }
     for row in (sweep, halving):
@@ -294,7 +294,7 @@ def speeds(found: Mapping[str, Row]) -> Iterator[dict[str, Any]]:
             continue
         batches = {int(size): count for size, count in row["batches"].items()}
         if len(alone) > 1:
-            each = np.interp(list(batches), *zip(*sorted(alone.items()), strict=True))
+            each = np.interp(list(batches), list(alone), list(alone.values()))
             total = float(np.dot(list(batches.values()), each))
             yield _speed(row, "one at a time", total)
         if (peft := found.get("peft")) is not None:
@@ -355,7 +355,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
         "--compile-only", action="store_true", help="into --work, for a later call"
     )
     out.add_argument(
-        "--peft-python", default=sys.executable, help="interpreter that has peft"
+        "--peft-python", default=sys.executable, help="interpreter with this and peft"
     )
 
 
@@ -381,7 +381,8 @@ def run(args: argparse.Namespace) -> None:
             end=began + args.limit,
         )
         try:
-            _measure(bench, args, rows)
+            if args.cases:
+                _measure(bench, args, rows)
         except TimeoutError:
             print(
                 f"Time is up after {args.limit:.0f} s; what is left was not measured."
@@ -390,8 +391,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _measure(bench: Bench, args: argparse.Namespace, rows: Rows) -> None:
-    if not args.cases:
-        return
     bench.write()
     bench.compile(args.cases)
     if args.compile_only:
