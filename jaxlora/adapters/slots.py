@@ -213,9 +213,12 @@ class SlotTable:
         return ParkedSlot.of(kinds, self._optimizers[slot])
 
     def snapshot(self) -> ReadSlot:
-        """Copies all slots to the host, between two global batches; see `ReadSlot`."""
+        """Copies all slots to the host, between two global batches; see `ReadSlot`.
+
+        At the end of a run all are empty, and nothing is copied.
+        """
         shapes, optimizers = dict(self._shapes), dict(self._optimizers)
-        tables = to_host(self.kept)
+        tables = to_host(self.kept) if shapes else {}
 
         def read(slot: int) -> ParkedSlot:
             if slot not in shapes:

@@ -1,8 +1,9 @@
 """The files by which a run is resumed: record, checkpoints, exported adapters.
 
-Checkpoints and adapters are written by a thread of their own while training goes on, in
-the order in which they were asked for. So when a checkpoint says that a job has ended,
-the adapter of that job is on the disk. After a failure, nothing more is written.
+Checkpoints and adapters are written by threads of their own while training goes on. A
+checkpoint waits for the adapters that were asked for before it. So when it says that a
+job has ended, the adapter of that job is on the disk. After a failure, nothing more is
+written.
 """
 
 import collections
@@ -11,8 +12,8 @@ import importlib
 import logging
 import pathlib
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
@@ -45,7 +46,8 @@ from jaxlora.train.saved.read_checkpoint import ReadCheckpoint, newest_checkpoin
 
 logger = logging.getLogger(__name__)
 
-_MOST_PENDING = 16  # checkpoints and adapters between two windows
+_MOST_PENDING = 16  # checkpoints and adapters that are not written yet
+_EXPORTERS = 8  # threads, which mostly wait for the disk and for checksums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,6 +101,7 @@ class RunStore:
         self._checkpoints = Checkpoints(checkpoints, keep=keep, is_writer=is_first)
         self._pending: collections.deque[_Pending] = collections.deque()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._exporters = ThreadPoolExecutor(_EXPORTERS, thread_name_prefix="export")
         self._has_failed = threading.Event()
         self._is_prepared = False
 
@@ -184,7 +187,8 @@ class RunStore:
             self._checkpoints.save(number, parked, run)
 
         folder = self._folder / CHECKPOINTS / str(number)
-        self._start(write, CheckpointEvent(round=number, folder=folder))
+        event = CheckpointEvent(round=number, folder=folder)
+        self._start(self._writer, write, event, after=self._pending)
 
     def export(
         self, number: int, job: JobState, adapter: Adapter, model: FrozenModel
@@ -207,17 +211,42 @@ class RunStore:
         event = ExportEvent(
             round=number, job=job.name, step=progress.step, folder=target
         )
-        self._start(write, event)
+        earlier = [
+            pending
+            for pending in self._pending
+            if isinstance(pending.event, ExportEvent) and pending.event.job == job.name
+        ]
+        self._start(self._exporters, write, event, after=earlier)
 
-    def _start(self, write: Callable[[], None], event: Event) -> None:
+    def _start(
+        self,
+        pool: ThreadPoolExecutor,
+        write: Callable[[], None],
+        event: Event,
+        *,
+        after: Iterable[_Pending],
+    ) -> None:
+        """Starts writing once others are written; what waits is bounded, as is memory.
+
+        The others have begun before, so that threads that wait for them cannot keep
+        them from being written.
+        """
         future = None
         if processes.is_first():
-            future = self._writer.submit(self._unless_failed, write)
-            if len(self._pending) >= _MOST_PENDING:  # their weights take memory
-                wait([pending.future for pending in self._pending if pending.future])
+            before = [pending.future for pending in after if pending.future]
+            future = pool.submit(self._unless_failed, write, before)
         self._pending.append(_Pending(event=event, future=future))
+        while len(unfinished := self._unfinished()) >= _MOST_PENDING:
+            wait(unfinished, return_when=FIRST_COMPLETED)
 
-    def _unless_failed(self, write: Callable[[], None]) -> None:
+    def _unfinished(self) -> list[Future[None]]:
+        found = (pending.future for pending in self._pending)
+        return [future for future in found if future and not future.done()]
+
+    def _unless_failed(
+        self, write: Callable[[], None], before: Sequence[Future[None]]
+    ) -> None:
+        wait(before)
         if self._has_failed.is_set():
             return
         try:
@@ -272,6 +301,7 @@ class RunStore:
                 self._num_written(waits=True)
         finally:
             self._writer.shutdown()
+            self._exporters.shutdown()
             self._checkpoints.close()
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlora.adapters import slots
 from jaxlora.adapters.optimizer import OptimizerInputs
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.adapters.parked_slot import ParkedSlot
@@ -164,6 +165,16 @@ def test_the_state_of_every_optimizer_moves_to_another_slot(tables, adapters, na
     larger = tables(6, EVERY)
     larger.restore(1, parked, job)
     assert is_equal(larger.copy(1), parked)
+
+
+def test_a_snapshot_of_empty_slots_copies_nothing(tables, adapters, monkeypatch):
+    table = tables(4)
+    table.load(1, adapters[0], "adamw")
+    table.clear(1)
+    monkeypatch.setattr(slots, "to_host", lambda tree: pytest.fail("copied"))
+    read = table.snapshot()
+    with pytest.raises(ValueError, match="slot 1 is empty"):
+        read(1)
 
 
 def test_an_average_is_read_and_exported(tables, adapters):
