@@ -1,5 +1,6 @@
 """Puts parts in a jaxpr in place of the equations that they compute."""
 
+import bisect
 import dataclasses
 import heapq
 from collections.abc import Hashable, Iterable, Sequence
@@ -46,17 +47,25 @@ class Placed:
         self, opened: Opened, parts: Sequence[Part], added: Sequence[Any]
     ) -> None:
         self.eqns = opened.jaxpr.eqns
-        self.parts = list(parts)
+        self.left = dict(enumerate(parts))  # the parts that are not in kept calls
         self.calls: list[Call] = []  # that are kept
         self.number_of = {
             v: number for number, eqn in enumerate(self.eqns) for v in eqn.outvars
         }
+        self.made_by = {v: n for n, part in self.left.items() for v in part.outputs}
+        # Equations that compute what a part reads or writes, with the part's number.
+        self.touching = sorted(
+            (self.number_of[v], n)
+            for n, part in self.left.items()
+            for v in (*part.inputs, *part.outputs)
+            if v in self.number_of
+        )
         self.names: dict[Any, Any] = {}
         self.nodes: list[Node] = []
         self._place(opened.calls, 0, len(self.eqns))
         for eqn in added:
             self._append_equation(len(self.eqns), eqn)
-        for part in self.parts:
+        for part in self.left.values():
             first = min(self.number_of[out] for out in part.outputs)
             self._append(first, part.inputs, part.outputs, part=part)
         self.results = [self.substitute(v) for v in opened.jaxpr.outvars]
@@ -78,12 +87,11 @@ class Placed:
         )
 
     def _place(self, calls: Sequence[Call], start: int, stop: int) -> None:
-        made = {out for part in self.parts for out in part.outputs}
         place = start
         for call in (*calls, None):
             for number in range(place, stop if call is None else call.start):
                 eqn = self.eqns[number]
-                if made.isdisjoint(eqn.outvars):
+                if not any(self.made_by.get(v) in self.left for v in eqn.outvars):
                     self._append_equation(number, eqn)
             if call is not None:
                 self._place_call(call)
@@ -96,12 +104,15 @@ class Placed:
 
     def _place_call(self, call: Call) -> None:
         """Keeps a call, unless a part has only some of its arrays inside it."""
-        touching = [part for part in self.parts if self._touches(part, call)]
-        if not all(self._is_inside(part, call) for part in touching):
+        low, high = (
+            bisect.bisect(self.touching, (n,)) for n in (call.start, call.stop)
+        )
+        numbers = {n for _, n in self.touching[low:high]} & self.left.keys()
+        if not all(self._is_inside(self.left[n], call) for n in numbers):
             self._place(call.calls, call.start, call.stop)
             return
         # The body is rewritten on its own, and these sites are found again there.
-        self.parts = [part for part in self.parts if part not in touching]
+        self.left = {n: p for n, p in self.left.items() if n not in numbers}
         self.calls.append(call)
         for out, atom in zip(call.eqn.outvars, call.results, strict=True):
             if self._is_within(atom, call):
@@ -128,9 +139,6 @@ class Placed:
             return None
         plan = dataclasses.replace(choice.plan, candidates=kept)
         return dataclasses.replace(choice, plan=plan)
-
-    def _touches(self, part: Part, call: Call) -> bool:
-        return any(self._is_within(v, call) for v in (*part.inputs, *part.outputs))
 
     def _is_inside(self, part: Part, call: Call) -> bool:
         return all(self._is_within(out, call) for out in part.outputs) and all(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -73,11 +74,21 @@ class SiteShape:
         )
 
 
+# The equation that computes each variable, for jaxprs with thousands of equations.
+_WRITERS: weakref.WeakKeyDictionary[core.Jaxpr, dict[Any, core.JaxprEqn]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _writers(jaxpr: core.Jaxpr) -> dict[Any, core.JaxprEqn]:
+    if jaxpr not in _WRITERS:
+        _WRITERS[jaxpr] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    return _WRITERS[jaxpr]
+
+
 def _is_drawn(jaxpr: core.Jaxpr, mask: core.Var | core.Literal) -> bool:
     """Tells whether a jaxpr draws the random bits of a mask."""
-    writers: dict[Any, core.JaxprEqn] = {
-        v: eqn for eqn in jaxpr.eqns for v in eqn.outvars
-    }
+    writers = _writers(jaxpr)
     seen, todo = set(), [mask]
     while todo:
         equation = writers.get(todo.pop())

@@ -8,6 +8,7 @@ weight, is an argument, which XLA computes.
 """
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -178,6 +179,7 @@ class _Walk:
         self.sizes = site.num_tokens, site.in_features
         self.inside: set[int] = set()
         self.splits: dict[core.Var, int] = {}
+        self.todo: list[int] = []  # a heap of numbers of equations, the last one first
         self.leaves: dict[Extent, list[core.Var]] = {
             "tile": [],
             "row": [],
@@ -197,9 +199,11 @@ class _Walk:
             )
         self.splits[x] = split
         number_of = self.makers.number_of
-        for number in range(number_of[x], -1, -1):
+        self.todo = [-number_of[x]]
+        while self.todo:
+            number = -heapq.heappop(self.todo)
             (*outs,) = self.eqns[number].outvars
-            if len(outs) == 1 and outs[0] in self.splits:
+            if len(outs) == 1:
                 self._visit(outs[0], number, is_x=outs[0] is x)
         for var in self.splits:
             if var not in number_of:
@@ -219,6 +223,8 @@ class _Walk:
             return
         self.inside.add(number)
         for atom, split in self._inputs(self.eqns[number], self.splits[var]):
+            if atom not in self.splits and atom in self.makers.number_of:
+                heapq.heappush(self.todo, -self.makers.number_of[atom])
             if self.splits.setdefault(atom, split) != split:
                 raise NotRowWise("it reads an array in two ways")
 

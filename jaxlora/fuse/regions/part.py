@@ -1,6 +1,7 @@
 """Parts of a program that one call of the kernels computes, and regions of them."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ class Part:
         behind = None if self.gate is None else self.gate.maker
         return tuple(m for m in (self.producer, behind) if m is not None)
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[core.Var, ...]:
         """The variables that it reads, each once."""
         made = {*self.outputs, *(maker.read for maker in self.makers)}
@@ -76,7 +77,7 @@ class Part:
         found += [v for site in self.sites for v in inputs_of(site)]
         return tuple(v for v in dict.fromkeys(found) if v not in made)
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[core.Var, ...]:
         """The variables that it computes."""
         roots = tuple(p.root for p in self.sites[-1].projections)

@@ -13,7 +13,7 @@ from jaxlora.common.device_file import device_path
 from jaxlora.errors import ConfigError
 from jaxlora.fuse import api
 from jaxlora.fuse.api import FuseOptions, trace_call
-from jaxlora.fuse.regions import measure
+from jaxlora.fuse.regions import kept, measure
 from jaxlora.fuse.regions.measure import Stopwatch
 from jaxlora.pallas_kernels import BACKENDS
 from tests.jaxlora.fuse.reference_backend import NAME, REFERENCE, reference  # noqa: F401
@@ -194,3 +194,46 @@ def test_the_time_of_a_call_is_that_of_many():
     ran = []
     found = measure.time_call(lambda x: ran.append(x) or jnp.ones(()), (3,))
     assert 0 < found < 0.1 and len(ran) > 5
+
+
+@pytest.fixture
+def shipped(monkeypatch, tmp_path):
+    """Times of the region are in the package, and not in the user's cache."""
+    choose(Clock(9.0, 5.0, 6.0).stopwatch())
+    monkeypatch.setattr(kept, "_SHIPPED", tmp_path / "shipped")
+    kept._SHIPPED.mkdir()
+    return kept_file().rename(kept._SHIPPED / kept_file().name)
+
+
+def test_shipped_times_decide_without_measuring(shipped):
+    for stopwatch in (None, Clock().stopwatch(limit=0)):
+        (choice,) = choose(stopwatch)
+        assert choice.plan.name == BOTH and choice.seconds[XLA] == 9.0
+    arguments = SWIGLU.arguments()
+    arguments["x"] = jnp.concatenate([arguments["x"]] * 2)
+    (other,) = choose(None, arguments=arguments)
+    assert not other.seconds and not any(part.makers for part in other.plan.parts)
+
+
+def test_a_plan_without_a_shipped_time_is_predicted(shipped):
+    shipped.write_text(shipped.read_text().replace(BOTH, "another"))
+    (choice,) = choose(None)
+    assert not choice.seconds and not any(part.makers for part in choice.plan.parts)
+
+
+def test_own_times_go_before_those_that_are_shipped(shipped):
+    measured = json.loads(shipped.read_text())["regions"][0]
+    own = dict.fromkeys(measured["seconds"], 5.0) | {XLA: 4.0}
+    kept.write("cpu", kept.Measured.now(measured["region"], own))
+    assert choose(Clock().stopwatch(limit=0))[0].plan.name == XLA
+    assert choose(None)[0].plan.name == BOTH  # equal on all machines of this kind
+
+
+def test_shipped_times_hold_for_a_series_of_jax(shipped):
+    (version,) = {kept.Measured.now("", {}).jax_version}
+    first, second, *_ = version.split(".")
+    text = shipped.read_text()
+    shipped.write_text(text.replace(version, f"{first}.{second}.999"))
+    assert choose(None)[0].plan.name == BOTH
+    shipped.write_text(text.replace(version, f"{first}.{int(second) + 1}.0"))
+    assert not choose(None)[0].seconds

@@ -105,7 +105,9 @@ def test_ways_are_timed_in_order_and_then_counted(monkeypatch):
         return kernels.KernelTimes(totals=[30.0 / len(seen)], kernels=[("dot", 1.0)])
 
     def count(compiled, arguments, seconds):
-        one = traffic.KernelTraffic(name="dot", read=3_000_000, written=2_000_000, seconds=1e-6)
+        one = traffic.KernelTraffic(
+            name="dot", read=3_000_000, written=2_000_000, seconds=1e-6
+        )
         return [one, one]
 
     monkeypatch.setattr(benchmark, "kernel_times", kernel_times)
