@@ -238,12 +238,14 @@ class _Walk:
         """Tells whether the function reads a variable instead of computing it."""
         if var in self.roots:
             return True
-        if not is_element_wise(self.eqns[number]):
-            self._check_is_written(self.eqns[number])
-            return True
         aval: Any = var.aval
         is_kept = self.makers.is_used_beside(var, self.inside)
-        return is_kept and aval.dtype == self.dtype and not is_x
+        is_kept = is_kept and aval.dtype == self.dtype and not is_x
+        if is_element_wise(self.eqns[number]):
+            return is_kept
+        if not is_kept:
+            self._check_is_written(self.eqns[number])
+        return True
 
     def _check_is_written(self, eqn: Any) -> None:
         """Raises `NotRowWise` if XLA would compute an equation where it is read."""

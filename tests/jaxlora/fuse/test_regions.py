@@ -154,6 +154,19 @@ def test_what_is_read_elsewhere_is_written_by_the_kernels():
         assert relative_error(got, want) < 0.02  # XLA leaves out roundings
 
 
+def test_what_kernels_cannot_compute_is_read_if_something_else_reads_it():
+    """The first layer of a decoder reads rows that are looked up in its embedding."""
+    order = jnp.array([3, 1, 2, 0, 7, 6, 5, 4])
+
+    def function(lora, frozen, x):
+        h = x[:, order]
+        return h + SWIGLU(lora, frozen, h)
+
+    assert plan_of(function) == (["producer and gate(0, 1)"], [])
+    fused = jaxlora.fuse(function, implementation=NAME)
+    assert_alike(fused, function, SWIGLU.arguments())
+
+
 @jax.custom_jvp
 def _own_gradient(x):
     return x * 2
