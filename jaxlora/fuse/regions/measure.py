@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.core import eval_context
 from jax.extend import core
 
 from jaxlora.errors import ConfigError
@@ -112,8 +113,10 @@ class Stopwatch:
 
     def _time(self, jaxpr: core.Jaxpr, region: Region) -> float:
         """Times both passes of a program with random arguments."""
-        # A function is traced while another one may be traced around it.
-        with jax.ensure_compile_time_eval():
+        # Another function may be traced around this one. JAX's public context of this
+        # kind, `ensure_compile_time_eval`, would also evaluate what Mosaic's kernels
+        # compute without arrays, such as the number of a warpgroup.
+        with eval_context():
             frozen = frozen_inputs(region)
             values = [_random(v, number) for number, v in enumerate(jaxpr.invars)]
             trained = [i for i, v in enumerate(jaxpr.invars) if _is_trained(v, frozen)]

@@ -9,6 +9,8 @@ import pytest
 
 import jaxlora
 from jaxlora.fuse.api import FuseOptions, trace_call
+from jaxlora.fuse.regions import measure
+from jaxlora.fuse.regions.measure import Stopwatch
 from tests.jaxlora.fuse.row_functions import SWIGLU
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import mosaic_kernels
@@ -58,3 +60,22 @@ def test_both_passes_by_the_oracle_and_adapters_are_isolated():
     # The first adapter's results and gradients keep their bits beside NaN.
     for one, beside in zip(*map(jax.tree.leaves, (got, other)), strict=True):
         np.testing.assert_array_equal(one[0], beside[0])
+
+
+def test_candidates_are_timed_while_a_function_is_traced(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure, "_compiled", jax.eval_shape)  # kernels are traced
+    options = FuseOptions("mosaic", Stopwatch(100.0, timer=lambda *_: 1.0))
+
+    def linear(lora, frozen, x):
+        normed, own = BLOCK.made(x, frozen["gain"]), lora["l0"]
+        return normed @ frozen["l0"] + (normed @ own["a"]) @ own["b"]
+
+    def run(given):
+        given = given["lora"], given["frozen"], given["x"]
+        (choice,) = trace_call(linear, options, given, {}).rewritten.choices
+        assert [*choice.seconds] == ["producer(0)", "kernels(0)"]
+        return given[-1]
+
+    with mosaic_kernels():
+        jax.eval_shape(run, BLOCK.arguments())
