@@ -109,9 +109,8 @@ def time_program(name: str, args: argparse.Namespace) -> Iterator[Row]:
     """Yields a row for each way of a program, and then again with memory traffic."""
     timed = []
     for way in ways_of(name, args):
-        row, *called = time_way(name, way, args)
-        yield row
-        timed.append((row, *called))
+        timed.append(time_way(name, way, args))
+        yield timed[-1][0]
     for row, compiled, leaves in timed if args.traffic else ():
         yield row | _traffic(compiled, leaves, args.traffic_seconds)
 

@@ -1,6 +1,7 @@
 """The library's own layers, of the sizes of a program in plain JAX."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def own_layers(shape: Shape) -> Program:
         dropout=np.full(rows, shape.rate, np.float32),
         rank=np.full(rows, RANK, np.int32),
     )
-    zeros = np.zeros(1, np.int32)
+    zeros: Any = np.zeros(1, np.int32)
 
     def run(adapters, x, base, settings, batch, keys):
         return run_stage(spec, base, adapters, settings, batch, keys, x)
