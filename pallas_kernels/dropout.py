@@ -139,7 +139,7 @@ def _mix(h: UInt[Array, "*B"]) -> UInt[Array, "*B"]:
 def dropout_keys(
     seed: Int[Array, " G"],
     step: Int[Array, " G"],
-    layer: int | Int[np.ndarray, "P 1"],
+    layer: int | Int[Array | np.ndarray, "P 1"],
     projection: int | Int[np.ndarray, "P 1"],
 ) -> UInt[Array, "*#P G 2"]:
     """Returns two words per slot that differ with seed, step, layer and projection."""

@@ -81,6 +81,9 @@ class RunConfig(BaseSettings):
             `none`, `elementwise` (all but the results of linears and of fused
             attention), `mlp` (with its norm), or `layer`. `auto` takes the one that is
             predicted to train fastest with the microbatches that fit beside it.
+        layers_per_program: Layers of the decoder that each compiled program runs.
+            Alike layers share one, so that a deep model takes as long to compile as a
+            few of its layers. `auto` chooses it for deep models on one device.
         implementation: Which LoRA kernels run: `mosaic` (Hopper), `triton` (NVIDIA
             GPUs from Ampere on) or `xla` (anywhere);
             `auto` takes the first back end of `pallas_kernels.BACKENDS` that can run
@@ -143,6 +146,7 @@ class RunConfig(BaseSettings):
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: Literal["none", "elementwise", "mlp", "layer", "auto"] = "none"
+    layers_per_program: PositiveInt | Literal["auto"] = "auto"
     implementation: str = "auto"
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
     window_steps: PositiveInt = 4

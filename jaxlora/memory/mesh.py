@@ -7,6 +7,7 @@ from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
 from jaxlora.costs.stages import stage_specs
+from jaxlora.errors import ConfigError
 from jaxlora.memory.estimate import StepBytes, part_bytes, stage_estimated
 from jaxlora.memory.footprint import (
     Footprint,
@@ -16,6 +17,7 @@ from jaxlora.memory.footprint import (
     stage_resident,
 )
 from jaxlora.models.layer import Remat
+from jaxlora.models.segments import chosen_layers
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import Limits
@@ -117,6 +119,10 @@ class MeshStages:
             ConfigError: The mesh has more stages than the model has layers.
         """
         sizes = config.mesh_sizes
+        options = dataclasses.replace(
+            spec.options, layers_per_program=_layers_per_program(config, spec)
+        )
+        spec = dataclasses.replace(spec, options=options)
         if speed is None:
             speed = find_speed(device_kind())
         further = [FurtherReplica.of(spec, one) for one in config.replica_shapes[1:]]
@@ -189,6 +195,33 @@ class MeshStages:
             f" on each device of stage {number + 1} of mesh {self.sizes} (layers "
             f"{layers.start} to {layers.stop - 1})"
         )
+
+
+def _layers_per_program(config: RunConfig, spec: DecoderSpec) -> int | None:
+    """Returns the layers that each program of a run has; None: it has all of a stage.
+
+    Raises:
+        ConfigError: The run asks for a number that it cannot have.
+    """
+    asked, sizes = config.layers_per_program, config.mesh_sizes
+    if isinstance(asked, int) and asked >= spec.config.num_layers:
+        return None
+    why = None
+    if sizes.stage > 1:
+        why = f"the stages of mesh {sizes} are programs of their own"
+    elif spec.config.tie_embeddings and spec.slots and spec.slots.num_token_rows:
+        why = (
+            "slots train rows of an embedding that is also the head, which is another "
+            "program then"
+        )
+    if asked == "auto":
+        return None if why or config.num_devices > 1 else chosen_layers(spec)
+    if why:
+        raise ConfigError(
+            f"layers_per_program: {asked} is not supported, as {why}. Set auto, or at "
+            f"least {spec.config.num_layers}, the number of layers."
+        )
+    return asked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,6 +57,8 @@ class DecoderOptions:
             have a part of the rows then.
         kv_parts: Number of these devices that have different key-value heads.
         objectives: Objectives of the jobs that it can train.
+        layers_per_program: Number of layers that each program runs; None: all of them.
+            See `jaxlora.models.segments`.
     """
 
     dtype: jnp.dtype
@@ -70,6 +72,7 @@ class DecoderOptions:
     tensor: int = 1
     kv_parts: int = 1
     objectives: tuple[str, ...] = (NEXT_TOKEN.name,)
+    layers_per_program: int | None = None
 
     def __post_init__(self):
         if self.fsdp < 1:

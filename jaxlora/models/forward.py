@@ -10,6 +10,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.data.objective import RowInputs
@@ -37,11 +38,14 @@ class SlotKeys:
         seed: Each slot's job seed; None in evaluation, where nothing is dropped.
         step: Each slot's optimizer step; None in evaluation.
         baseline: Each slot's baseline; None: no objective of the run has one.
+        first_layer: What is added to the numbers of a decoder's layers, which key the
+            masks; None: nothing. See `jaxlora.models.segments`.
     """
 
     seed: Int[Array, " G"] | None = None
     step: Int[Array, " G"] | None = None
     baseline: Float[Array, " G"] | None = None
+    first_layer: Int[Array | np.ndarray, ""] | None = None
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays
@@ -93,7 +97,11 @@ def run_layers(
     uses_dropout = decoder.slots is not None and decoder.slots.use_dropout
     if uses_dropout and keys is not None and keys.seed is not None:
         routing = dataclasses.replace(
-            routing, token_index=batch.token_index, seed=keys.seed, step=keys.step
+            routing,
+            token_index=batch.token_index,
+            seed=keys.seed,
+            step=keys.step,
+            first_layer=keys.first_layer,
         )
     return decoder.run_layers(h, batch.positions, batch.segment_ids, routing)
 

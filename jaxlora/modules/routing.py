@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels import KernelSettings, MaskWords
@@ -26,6 +27,8 @@ class Routing:
         token_index: The token's index in its job's global batch; None: no dropout.
         seed: Each slot's job seed; None: no dropout.
         step: Each slot's optimizer step; None: no dropout.
+        first_layer: What is added to the numbers of layers that key the masks; None:
+            nothing.
         words: Random words of the masks, by place; see `with_shared_inputs`.
         settings: Slot settings for the fused kernels, by place.
         seen: Gets the input of each linear, by place; None: not wanted.
@@ -35,6 +38,7 @@ class Routing:
     token_index: Int[Array, " T"] | None = None
     seed: Int[Array, " G"] | None = None
     step: Int[Array, " G"] | None = None
+    first_layer: Int[Array | np.ndarray, ""] | None = None
     words: Mapping[Place, MaskWords] = dataclasses.field(default_factory=dict)
     settings: Mapping[Place, KernelSettings] = dataclasses.field(default_factory=dict)
     seen: dict[Place, Float[Array, "T K"]] | None = None
@@ -49,7 +53,10 @@ class Routing:
             return {(None, p): value for (i, p), value in inputs.items() if i == layer}
 
         return dataclasses.replace(
-            self, words=own(self.words), settings=own(self.settings)
+            self,
+            first_layer=None,
+            words=own(self.words),
+            settings=own(self.settings),
         )
 
     def seed_and_step(self) -> tuple[Int[Array, " G"], Int[Array, " G"]]:

@@ -63,6 +63,8 @@ def _mask_words(
     words = {}
     for (num_features, parts), some in places.items():
         layers, projections = np.array(some, np.int32).T[:, :, None]
+        if routing.first_layer is not None:
+            layers = layers + routing.first_layer
         key = dropout_keys(*routing.seed_and_step(), layers, projections)
         made = mask_words(
             key,

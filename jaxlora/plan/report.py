@@ -111,10 +111,12 @@ def _needs_table(planned: RunForecast, price_per_hour: float | None) -> Table:
     _add_memory(table, planned.memory, f", in {stored}")
     table.add_row("mesh", literal(_describe_mesh(planned)))
     config = planned.config
+    how = f"remat {config.remat}"
+    if size := planned.plan.spec.options.layers_per_program:
+        how += f", {size} layers per program"
     table.add_row(
         "microbatches",
-        f"{planned.num_microbatches:,} of {_sizes(config)} tokens, remat "
-        f"{config.remat}",
+        f"{planned.num_microbatches:,} of {_sizes(config)} tokens, {how}",
     )
     if shapes := planned.plan.shapes.tokens:
         table.add_row(

@@ -303,10 +303,10 @@ class Training:
     def lowered(self, batch: PackedBatch) -> dict[str, jax.stages.Lowered]:
         """Returns the programs of a step on one stage, by name, not yet compiled."""
         (stage,), (table,) = self.layout.stages, self.slots.tables
-        base, params, *rest = self.inputs(0, batch)
-        pending = table.state.pending
+        args = list(self.inputs(0, batch))
+        args.insert(2, table.state.pending)
         return {
-            "accumulate": stage.steps.accumulate.lower(base, params, pending, *rest),
+            "accumulate": stage.steps.programs["accumulate"].lower(*args),
             "step": stage.steps.step.lower(
                 table.state, self._first_inputs, (), table.settings.rank
             ),

@@ -61,7 +61,7 @@ class RunPrograms:
         # The passes take longest.
         for (stage, table), name in _named(layout, slots):
             base = stage.base_shapes()
-            found = stage.steps.prepare_passes(
+            found = stage.steps.passes.prepare(
                 base, table.state, table.settings, limits, name
             )
             passes.append(found)
@@ -145,7 +145,7 @@ class FurtherPrograms:
         for stage, (state, settings), name in self._each:
             if self._is_closed:
                 return
-            found = stage.steps.prepare_passes(
+            found = stage.steps.passes.prepare(
                 *(stage.base_shapes(), state, settings, limits),
                 f", {limits.capacity} tokens{name}",
             )
@@ -227,7 +227,7 @@ def _replica(
     state = placed(empty.out_info, placement.shardings(steps.state_specs))
     settings = placed(table.settings)
     own = dataclasses.replace(limits, capacity=one.capacity)
-    passes = steps.prepare_passes(stage.base_shapes(), state, settings, own, name)
+    passes = steps.passes.prepare(stage.base_shapes(), state, settings, own, name)
     weights = state.params, state.pending, slot, placed(row)
     return passes, [
         empty,
@@ -240,20 +240,20 @@ def _evaluation(
     stage: Stage, table: SlotTable, limits: Limits, name: str
 ) -> list[Prepared]:
     steps, baseline = stage.steps, baseline_shape(stage.spec, stage.placement)
-    evaluation = steps.prepare_evaluation(
+    found = steps.passes.prepare_evaluation(
         stage.base_shapes(), table.state.params, table.settings, limits, name
     )
     if baseline is None:
-        return [evaluation]
+        return [*found]
     is_new = jax.ShapeDtypeStruct(baseline.shape, "bool")
-    loss = evaluation.out_info.loss
+    loss = found[-1].out_info.loss
     sums = jax.ShapeDtypeStruct(
         loss.shape,
         loss.dtype,
         sharding=stage.placement.sharding(stage.placement.partial),
     )
     what = f"baseline{name}"
-    return [evaluation, steps.add_baseline.prepare(baseline, sums, is_new, what=what)]
+    return [*found, steps.add_baseline.prepare(baseline, sums, is_new, what=what)]
 
 
 def _updates(

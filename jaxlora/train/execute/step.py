@@ -1,8 +1,8 @@
 """The compiled functions of training: pure, of fixed shapes, for all slots at once."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -31,20 +31,10 @@ from jaxlora.adapters.slot_state import (
     zero_tables,
 )
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.data.objectives import has_reference
-from jaxlora.data.pack import PackedBatch
-from jaxlora.memory.inputs import baseline_shape, batch_shapes, key_shapes
-from jaxlora.models.forward import (
-    JobLosses,
-    SlotKeys,
-    evaluation_options,
-    training_options,
-)
-from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec, SlotShape
-from jaxlora.programs.program import Prepared, Program
-from jaxlora.scheduler import Limits
-from jaxlora.train.execute.prepared_passes import PreparedPasses
+from jaxlora.programs.program import Program
+from jaxlora.train.execute.pass_programs import MakeProgram, PassPrograms
+from jaxlora.train.execute.segment_chain import SegmentChain
 from jaxlora.train.execute.stage_passes import StagePasses
 
 # Programs that only read and write arrays, or launch few kernels. XLA would compile
@@ -59,12 +49,9 @@ class CompiledSteps:
     See `StagePasses` for the arguments.
 
     Attributes:
-        accumulate: Forward and backward pass of the last stage, which adds to the
-            pending gradients. It takes and returns only the pending part of the state,
-            as each array costs host time.
-        forward: Forward pass of another stage.
-        backward: Backward pass of another stage, which adds to the pending gradients.
-        evaluate: Forward pass without dropout and without residuals.
+        passes: Programs of the passes; those of a whole decoder may be a chain.
+        accumulate, forward, backward, evaluate: See `PassPrograms`. A chain has neither
+            `forward` nor `backward`.
         add_baseline: Adds losses of an evaluation to the baselines of slots.
         exchange: Sum of a slot's pending gradients over the devices; not used if no
             devices share a slot.
@@ -107,56 +94,33 @@ class CompiledSteps:
         if placement.num_lanes == 1:
             self._make_replicas()
 
-    def _program(self, what, run, takes, gives, *, varies=(), **options) -> Program:
+    def _program(
+        self, what, run, takes, gives, *, varies=(), spec=None, **options
+    ) -> Program:
         jitted = self._placement.jit(run, takes, gives, **options)
-        identity = "training", what, self._spec, self._placement, options, self._codes
+        own = spec or self._spec
+        identity = "training", what, own, self._placement, options, self._codes
         return Program(jitted, what, identity, varies=varies)
 
     def _make_passes(self) -> None:
         spec, p = self._spec, self._placement
-        passes = StagePasses(spec, p)
-        training = training_options(spec)
-        base, slots, state = spec.base_specs(), p.by_slot, self.state_specs
-        params, pending = state.params, state.pending
-        inputs = p.by_linear_and_slot, p.rows  # settings and batch
-        h = () if spec.has_embedding else (p.hidden,)
-        self.accumulate = self._program(
-            "training step",
-            passes.accumulate,
-            (base, params, pending, *inputs, slots, *h),
-            (pending, p.partial, p.hidden),
-            varies=(4,),
-            donate_argnums=2,
-            compiler_options=training,
-        )
-        self.forward = self._program(
-            "forward pass",
-            passes.forward,
-            (base, params, *inputs, slots, *h),
-            (p.hidden, p.by_device),
-            varies=(3,),
-            compiler_options=training,
-        )
-        self.backward = self._program(
-            "backward pass",
-            passes.backward,
-            (base, params, p.by_device, pending, p.hidden),
-            (pending, p.hidden),
-            varies=(4,),
-            donate_argnums=3,
-            compiler_options=training,
-        )
-        self.evaluate = self._program(
-            "evaluation",
-            passes.evaluate,
-            (base, params, *inputs, slots, *h),
-            _evaluated(p) if spec.has_head else p.hidden,
-            varies=(3,),
-            compiler_options=evaluation_options(spec),
-        )
+        slots = p.by_slot
+        self.passes: PassPrograms | SegmentChain
+        if spec.options.layers_per_program is None:
+            own = PassPrograms(spec, p, self.state_specs, self._program)
+            self.passes = own
+            self.forward, self.backward = own.forward, own.backward
+        else:
+
+            def make(spec: DecoderSpec) -> MakeProgram:
+                return functools.partial(self._program, spec=spec)
+
+            self.passes = SegmentChain(spec, p, self.state_specs, make)
+        self.accumulate: Callable[..., Any] = self.passes.accumulate
+        self.evaluate: Callable[..., Any] = self.passes.evaluate
         self.add_baseline = self._program(
             "baseline",
-            passes.add_baseline,
+            StagePasses(spec, p).add_baseline,
             (slots, p.partial, slots),
             slots,
             compiler_options=_SHORT,
@@ -300,94 +264,15 @@ class CompiledSteps:
         """Makes the state of empty slots; a run logs the program with its others."""
         return self.empty.prepare().compiled()()
 
-    def prepare_passes(
-        self,
-        base: Mapping[str, Any],
-        state: AdapterState,
-        settings: SlotSettings,
-        limits: Limits,
-        name: str = "",
-    ) -> PreparedPasses:
-        """Starts to compile the forward and backward pass as a run calls them.
-
-        Args:
-            base: Frozen weights of the stage, or their shapes.
-            state: State of the slots.
-            settings: Settings of the slots.
-            limits: Limits of the microbatches.
-            name: What the log adds to the name of a pass; empty: there is one stage.
-        """
-        spec, keys = self._spec, key_shapes(self._spec, self._placement)
-        hidden = self.hidden_shape(limits)
-        h = () if spec.has_embedding else (hidden,)
-        inputs = settings, self.batch_shapes(limits), keys, *h
-        reference, params = None, state.params
-        if has_reference(spec.options.objectives):
-            reference = self.prepare_evaluation(base, params, settings, limits, name)
-        if spec.has_head:
-            args = base, state.params, state.pending, *inputs
-            what = f"forward and backward pass{name}" if name else None
-            last = self.accumulate.prepare(*args, what=what)
-            return PreparedPasses(last=last, reference=reference)
-        args = base, state.params, *inputs
-        forward = self.forward.prepare(*args, what=f"forward pass{name}")
-        where = self._placement.sharding(self._placement.by_device)
-        kept = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            forward.out_info[1],
-        )
-        backward = self.backward.prepare(
-            *(base, state.params, kept, state.pending, hidden),
-            what=f"backward pass{name}",
-            # It is the transpose of this trace, which a loaded program has not made.
-            before_tracing=lambda: self.forward.jitted.eval_shape(*args),
-        )
-        return PreparedPasses(last=backward, forward=forward, reference=reference)
-
-    def prepare_evaluation(
-        self,
-        base: Mapping[str, Any],
-        params: Mapping[str, Any],
-        settings: SlotSettings,
-        limits: Limits,
-        name: str = "",
-    ) -> Prepared:
-        """Starts to compile the evaluation of a microbatch; see `prepare_passes`.
-
-        The parameters may be given by their shapes.
-        """
-        keys = SlotKeys(baseline=baseline_shape(self._spec, self._placement))
-        h = () if self._spec.has_embedding else (self.hidden_shape(limits),)
-        args = base, params, settings, self.batch_shapes(limits), keys, *h
-        return self.evaluate.prepare(*args, what=f"evaluation{name}")
-
-    def batch_shapes(self, limits: Limits) -> PackedBatch:
-        """Shapes of the rows of a tick."""
-        return batch_shapes(limits, self._placement, self._spec.options.objectives)
-
-    def hidden_shape(self, limits: Limits) -> jax.ShapeDtypeStruct:
-        """Shape of the hidden states that go from stage to stage."""
-        num_rows = self._placement.num_lanes * limits.capacity
-        return jax.ShapeDtypeStruct(
-            (num_rows, self._spec.config.hidden_size),
-            self._spec.options.dtype,
-            sharding=self._placement.sharding(self._placement.hidden),
-        )
-
     @property
     def programs(self) -> dict[str, Program]:
         """The functions, by the name of their attribute."""
-        return {k: v for k, v in vars(self).items() if isinstance(v, Program)}
+        own = {k: v for k, v in vars(self).items() if isinstance(v, Program)}
+        return self.passes.programs | own
 
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         return sum(one.num_compilations() for one in self.programs.values())
-
-
-def _evaluated(p: StageSharding) -> JobLosses:
-    """Partition specs of the losses of an evaluation, which has those of rows."""
-    sums, rows = cast(Any, (p.partial, p.rows))
-    return JobLosses(loss=sums, metrics=sums, is_finite=sums, nll=rows)
 
 
 @functools.lru_cache(maxsize=32)

@@ -266,7 +266,7 @@ def laid_out(
             lanes=replica_lanes(shapes, seconds),
             bounds=bounds,
             rates=rates,
-            notes=tuple(_tensor_notes(stages, jobs)),
+            notes=(*_program_notes(stages), *_tensor_notes(stages, jobs)),
         )
     loads = [
         Load(num_batches=job.num_steps, batch_tokens=job.batch_tokens) for job in jobs
@@ -285,7 +285,11 @@ def laid_out(
         lanes=lanes,
         bounds=bounds,
         rates=rates,
-        notes=(*_mesh_notes(stages, pinning), *_tensor_notes(stages, jobs)),
+        notes=(
+            *_mesh_notes(stages, pinning),
+            *_program_notes(stages),
+            *_tensor_notes(stages, jobs),
+        ),
     )
 
 
@@ -303,6 +307,15 @@ def _tensor_notes(stages: MeshStages, jobs: Sequence[PreparedJob]) -> list[Note]
         )
         notes.append(Note(text))
     return notes
+
+
+def _program_notes(stages: MeshStages) -> list[Note]:
+    """Says how many layers each program has, if these are not all."""
+    size = stages.spec.options.layers_per_program
+    if size is None:
+        return []
+    num = stages.spec.config.num_layers
+    return [Note(f"layers_per_program: {size} of {num} layers; alike ones share it")]
 
 
 def _mesh_notes(stages: MeshStages, pinning: Pinning) -> list[Note]:

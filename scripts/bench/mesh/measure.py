@@ -69,7 +69,7 @@ class MeshTraining(Training):
         """Returns the memory of the training step on each device, as XLA says."""
         (stage,), (table,) = self.layout.stages, self.slots.tables
         args = self.bases[0], table.state, table.settings, self.case.limits
-        return stage.steps.prepare_passes(*args).compiled().last.memory_analysis()
+        return stage.steps.passes.prepare(*args).compiled().last.memory_analysis()
 
     def probe(self, num_tokens: int, longest: int) -> Probe:
         """Makes a microbatch that all jobs share, with lengths like theirs.

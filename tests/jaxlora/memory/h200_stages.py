@@ -83,7 +83,7 @@ def compile_stage(stage: Stage) -> StagePrograms:
         settings_shapes(spec),
     )
     args = base, state_shapes(stage), settings, LIMITS
-    return stage.steps.prepare_passes(*args).compiled()
+    return stage.steps.passes.prepare(*args).compiled()
 
 
 def compare(words: str, remat: str, devices) -> list[dict[str, int]]:

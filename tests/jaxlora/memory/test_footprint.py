@@ -50,7 +50,7 @@ def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, f
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps.write_slot)
     args = base, table.state, table.settings, limits
-    programs = steps.prepare_passes(*args).compiled()
+    programs = steps.passes.prepare(*args).compiled()
     job = {"name": "a", "data": {"path": "a.jsonl"}}
     stages = MeshStages.of(RunConfig(model="m", jobs=(job,)), spec)
     measured = measured_footprint(stages, [programs], limits)

@@ -1,0 +1,262 @@
+"""Divides a decoder into segments, whose programs alike segments share.
+
+XLA's time to compile a program grows with its layers, and those of a deep decoder are
+alike. So a decoder can run as a chain: its embedding, segments of some layers each, and
+its head. The programs of a segment take its position among the layers as an argument,
+and have nothing else in them that tells it from another one of the same kind.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
+
+_FIRST = 1  # number of the first layer of a segment in its own spec
+_FEW_LAYERS = 16  # are one program by default
+# Layers of a segment to choose from. With fewer, the ends of programs would cost time;
+# with more, a program takes longer to compile.
+_SIZES = range(4, 9)
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are not arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Position of a segment in its decoder, as an argument of its programs.
+
+    Attributes:
+        layer: Number of layers before the segment, less `_FIRST`: what is added to the
+            numbers of its layers to get those of the model.
+        linears: Row of each of its linears in `SlotSettings`.
+        tables: Number of its first table in each of its stacks, sorted by their names.
+    """
+
+    layer: Int[Array | np.ndarray, ""]
+    linears: Int[Array | np.ndarray, " M"]
+    tables: Int[Array | np.ndarray, " S"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Segment:
+    """A segment of a decoder: its embedding, some of its layers, or its head.
+
+    Attributes:
+        spec: The segment as a stage. That of layers is in the middle of a decoder with
+            one more layer at each end, so alike segments have equal specs.
+        paths: Path of each of its frozen weights in the decoder, by path in `spec`.
+        position: Its position, in arrays of NumPy.
+    """
+
+    spec: DecoderSpec
+    paths: Mapping[str, str]
+    position: Position
+
+    def base(self, base: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the segment's frozen weights among those of the decoder."""
+        return {own: base[path] for own, path in self.paths.items()}
+
+
+def segments(spec: DecoderSpec) -> tuple[Segment, ...]:
+    """Divides a whole decoder by `layers_per_program` of its options.
+
+    The last segment of layers has fewer of them if their number is no multiple.
+
+    Args:
+        spec: The decoder.
+
+    Returns:
+        The embedding, the segments of layers, and the head.
+    """
+    size = spec.options.layers_per_program
+    assert size is not None and spec.layers is None
+    options = dataclasses.replace(spec.options, layers_per_program=None)
+    whole = dataclasses.replace(spec, options=options)
+    middle = [
+        _segment(whole, _middle(whole, layers), layers.start - _FIRST)
+        for layers in _cut(whole, size)
+    ]
+    embedding, head = (_end(whole, is_head=is_head) for is_head in (False, True))
+    return _segment(whole, embedding, 0), *middle, _segment(whole, head, 0)
+
+
+def chosen_layers(spec: DecoderSpec) -> int | None:
+    """Chooses the layers of a segment for a short time to compile.
+
+    Args:
+        spec: A whole decoder.
+
+    Returns:
+        Their number; None: one program is compiled as fast, or almost, because the
+        decoder has few layers, or its layers are of many kinds.
+    """
+    num_layers = spec.config.num_layers
+    if num_layers <= _FEW_LAYERS:
+        return None
+    compiled = {size: _num_compiled(spec, size) for size in _SIZES}
+    best = min(compiled, key=lambda size: compiled[size])
+    return best if 2 * compiled[best] <= num_layers else None
+
+
+def _num_compiled(spec: DecoderSpec, size: int) -> int:
+    """Layers in the different segments of so many layers."""
+    kinds = {_middle(spec, layers) for layers in _cut(spec, size)}
+    return sum(len(kind.layer_numbers) for kind in kinds)
+
+
+def _cut(spec: DecoderSpec, size: int) -> list[range]:
+    stop = spec.config.num_layers
+    return [range(i, min(i + size, stop)) for i in range(0, stop, size)]
+
+
+def _end(whole: DecoderSpec, *, is_head: bool) -> DecoderSpec:
+    """Makes the embedding or the head, as a stage without layers.
+
+    Python takes all empty ranges as equal, so the numbers of layers tell them apart.
+    """
+    layers = range(1, 1) if is_head else range(0)
+    return dataclasses.replace(
+        whole,
+        config=_with_layers(whole.config, (None,) * (1 if is_head else 2)),
+        adapted=(),
+        layers=layers,
+    )
+
+
+def _with_layers(config: ModelConfig, windows: Sequence[int | None]) -> ModelConfig:
+    return dataclasses.replace(
+        config, num_layers=len(windows), layer_windows=tuple(windows)
+    )
+
+
+def _middle(whole: DecoderSpec, layers: range) -> DecoderSpec:
+    """Makes a segment of layers, in the middle of a decoder with two more layers."""
+    shift = layers.start - _FIRST
+    config, options = whole.config, whole.options
+    windows = config.layer_windows[layers.start : layers.stop]
+    config = _with_layers(config, (None, *windows, None))
+    if (base_format := options.base_format) is not None:
+        kept = _renumbered(base_format.kept, layers, shift)
+        base_format = BaseFormat(options=base_format.options, kept=kept)
+        options = dataclasses.replace(options, base_format=base_format)
+    return DecoderSpec(
+        config=config,
+        options=options,
+        slots=whole.slots,
+        adapted=_renumbered(whole.adapted, layers, shift),
+        layers=range(_FIRST, _FIRST + len(layers)),
+    )
+
+
+def _renumbered(paths: Iterable[str], layers: range, shift: int) -> tuple[str, ...]:
+    """Returns the paths of some layers, with lower numbers."""
+    here = [path for path in paths if int(path.split(".")[1]) in layers]
+    return tuple(sorted(_shifted(path, -shift) for path in here))
+
+
+def _shifted(path: str, shift: int) -> str:
+    match path.split(".", 2):
+        case "layers", number, rest:
+            return f"layers.{int(number) + shift}.{rest}"
+    return path
+
+
+def _segment(whole: DecoderSpec, own: DecoderSpec, shift: int) -> Segment:
+    rows = {path: row for row, path in enumerate(whole.adapted)}
+    stacks = {stack.name: stack.paths for stack in whole.stacks}
+    first = []
+    for name, paths in _stacks(own).items():
+        there = [_shifted(path, shift) for path in paths]
+        start = stacks[name].index(there[0])
+        assert list(stacks[name][start : start + len(there)]) == there
+        first.append(start)
+    return Segment(
+        spec=own,
+        paths={path: _shifted(path, shift) for path in own.base_shapes()},
+        position=Position(
+            layer=np.asarray(shift, np.int32),
+            linears=np.asarray([rows[_shifted(p, shift)] for p in own.adapted], "i4"),
+            tables=np.asarray(first, np.int32),
+        ),
+    )
+
+
+def _stacks(spec: DecoderSpec) -> dict[str, tuple[str, ...]]:
+    """Paths of the tables of each stack, sorted by its name."""
+    return {s.name: s.paths for s in sorted(spec.stacks, key=lambda s: s.name)}
+
+
+# ---- inside programs -----------------------------------------------------------------
+
+
+def own_tables(
+    spec: DecoderSpec, arrays: Mapping[str, Array], at: Position, *, axis: int
+) -> dict[str, Array]:
+    """Returns a segment's tables in the stacks of its decoder, by name.
+
+    Args:
+        spec: The segment.
+        arrays: The stacks of the decoder.
+        at: Its position.
+        axis: Axis of the layers.
+    """
+    return {
+        name: jax.lax.dynamic_slice_in_dim(arrays[name], at.tables[i], len(paths), axis)
+        for i, (name, paths) in enumerate(_stacks(spec).items())
+    }
+
+
+def with_own_tables(
+    spec: DecoderSpec,
+    arrays: Mapping[str, Array],
+    own: Mapping[str, Array],
+    at: Position,
+    *,
+    axis: int,
+) -> dict[str, Array]:
+    """Returns the stacks of a decoder with other tables of a segment.
+
+    Args:
+        spec: The segment.
+        arrays: The stacks of the decoder.
+        own: The segment's tables.
+        at: Its position.
+        axis: Axis of the layers.
+    """
+    replaced = {
+        name: jax.lax.dynamic_update_slice_in_dim(
+            arrays[name], own[name], at.tables[i], axis
+        )
+        for i, name in enumerate(_stacks(spec))
+    }
+    return {**arrays, **replaced}
+
+
+def own_settings(
+    spec: DecoderSpec, settings: SlotSettings, at: Position
+) -> SlotSettings:
+    """Returns the settings of the slots in a segment's linears and other modules."""
+
+    def rows(values: Any) -> Any:
+        return None if values is None else values[at.linears]
+
+    return SlotSettings(
+        scaling=rows(settings.scaling),
+        dropout=rows(settings.dropout),
+        rank=rows(settings.rank),
+        trained_rank=rows(settings.trained_rank),
+        trains_bias=rows(settings.trains_bias),
+        vera=settings.vera if spec.adapted else None,
+        token_ids={name: settings.token_ids[name] for name in spec.token_id_shapes()},
+        trains_whole={
+            name: settings.trains_whole[name] for name in spec.trains_whole_shapes()
+        },
+    )

@@ -1,0 +1,199 @@
+"""The compiled passes of a stage, or of a kind of segments."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxlora.adapters.optimizer import AdapterState
+from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.data.objectives import has_reference
+from jaxlora.data.pack import PackedBatch
+from jaxlora.memory.inputs import baseline_shape, batch_shapes, key_shapes
+from jaxlora.models.forward import (
+    JobLosses,
+    SlotKeys,
+    evaluation_options,
+    training_options,
+)
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.programs.program import Prepared, Program
+from jaxlora.scheduler import Limits
+from jaxlora.train.execute.prepared_passes import PreparedPasses
+from jaxlora.train.execute.segment_passes import SegmentPasses
+from jaxlora.train.execute.stage_passes import StagePasses
+
+# Makes a program of a decoder: of its name, function, partition specs of what it takes
+# and gives, and options of `Program` and `jax.jit`.
+MakeProgram = Callable[..., Program]
+
+
+class PassPrograms:
+    """The passes of a stage; each has one program for each batch shape.
+
+    See `StagePasses` for the arguments; `SegmentPasses` for those of a segment.
+
+    Attributes:
+        accumulate: Forward and backward pass of the last stage, which adds to the
+            pending gradients. It takes and returns only the pending part of the state,
+            as each array costs host time.
+        forward: Forward pass of another stage.
+        backward: Backward pass of another stage, which adds to the pending gradients.
+        evaluate: Forward pass without dropout and without residuals.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        placement: StageSharding,
+        state: AdapterState,
+        make: MakeProgram,
+        *,
+        is_segment: bool = False,
+    ):
+        """Makes the functions; none is traced yet.
+
+        Args:
+            spec: The stage, the segment, or the whole decoder.
+            placement: Its devices.
+            state: Partition specs of the state of the slots.
+            make: Makes a program of this decoder.
+            is_segment: Whether the slots are those of a whole decoder, of which this is
+                a segment.
+        """
+        self._spec, self._placement = spec, p = spec, placement
+        passes: Any = (SegmentPasses if is_segment else StagePasses)(spec, p)
+        at = (PartitionSpec(),) if is_segment else ()
+        base, params, pending = spec.base_specs(), state.params, state.pending
+        h = () if spec.has_embedding else (p.hidden,)
+        # Settings, batch, and keys.
+        inputs = p.by_linear_and_slot, p.rows, p.by_slot, *at, *h
+        training = training_options(spec)
+        self.accumulate = make(
+            "training step",
+            passes.accumulate,
+            (base, params, pending, *inputs),
+            (pending, p.partial, p.hidden),
+            varies=(4,),
+            donate_argnums=2,
+            compiler_options=training,
+        )
+        self.forward = make(
+            "forward pass",
+            passes.forward,
+            (base, params, *inputs),
+            (p.hidden, p.by_device),
+            varies=(3,),
+            compiler_options=training,
+        )
+        self.backward = make(
+            "backward pass",
+            passes.backward,
+            (base, params, p.by_device, pending, *at, p.hidden),
+            (pending, p.hidden),
+            varies=(5,) if is_segment else (4,),
+            donate_argnums=3,
+            compiler_options=training,
+        )
+        self.evaluate = make(
+            "evaluation",
+            passes.evaluate,
+            (base, params, *inputs),
+            _evaluated(p) if spec.has_head else p.hidden,
+            varies=(3,),
+            compiler_options=evaluation_options(spec),
+        )
+
+    def prepare(
+        self,
+        base: Mapping[str, Any],
+        state: AdapterState,
+        settings: SlotSettings,
+        limits: Limits,
+        name: str = "",
+        at: Sequence[Any] = (),
+    ) -> PreparedPasses:
+        """Starts to compile the forward and backward pass as a run calls them.
+
+        Args:
+            base: Frozen weights of the stage, or their shapes.
+            state: State of the slots.
+            settings: Settings of the slots.
+            limits: Limits of the microbatches.
+            name: What the log adds to the name of a pass; empty: there is one stage.
+            at: The position, of a segment.
+        """
+        spec, keys = self._spec, key_shapes(self._spec, self._placement)
+        hidden = self._hidden_shape(limits)
+        h = () if spec.has_embedding else (hidden,)
+        inputs = settings, self._batch_shapes(limits), keys, *at, *h
+        reference, params = (), state.params
+        if has_reference(spec.options.objectives):
+            reference = self.prepare_evaluation(
+                base, params, settings, limits, name, at
+            )
+        if spec.has_head:
+            args = base, state.params, state.pending, *inputs
+            what = f"forward and backward pass{name}" if name else None
+            last = self.accumulate.prepare(*args, what=what)
+            return PreparedPasses(last=last, reference=reference)
+        args = base, state.params, *inputs
+        forward = self.forward.prepare(*args, what=f"forward pass{name}")
+        if spec.has_embedding and not spec.adapter_shapes():
+            return PreparedPasses(last=forward, reference=reference)
+        where = self._placement.sharding(self._placement.by_device)
+        kept = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            forward.out_info[1],
+        )
+        backward = self.backward.prepare(
+            *(base, state.params, kept, state.pending, *at, hidden),
+            what=f"backward pass{name}",
+            # It is the transpose of this trace, which a loaded program has not made.
+            before_tracing=lambda: self.forward.jitted.eval_shape(*args),
+        )
+        return PreparedPasses(last=backward, forward=forward, reference=reference)
+
+    def prepare_evaluation(
+        self,
+        base: Mapping[str, Any],
+        params: Mapping[str, Any],
+        settings: SlotSettings,
+        limits: Limits,
+        name: str = "",
+        at: Sequence[Any] = (),
+    ) -> tuple[Prepared, ...]:
+        """Starts to compile the evaluation of a microbatch; see `prepare`.
+
+        The parameters may be given by their shapes.
+        """
+        keys = SlotKeys(baseline=baseline_shape(self._spec, self._placement))
+        h = () if self._spec.has_embedding else (self._hidden_shape(limits),)
+        args = base, params, settings, self._batch_shapes(limits), keys, *at, *h
+        return (self.evaluate.prepare(*args, what=f"evaluation{name}"),)
+
+    def _batch_shapes(self, limits: Limits) -> PackedBatch:
+        """Shapes of the rows of a tick."""
+        return batch_shapes(limits, self._placement, self._spec.options.objectives)
+
+    def _hidden_shape(self, limits: Limits) -> jax.ShapeDtypeStruct:
+        """Shape of the hidden states that go from stage to stage."""
+        num_rows = self._placement.num_lanes * limits.capacity
+        return jax.ShapeDtypeStruct(
+            (num_rows, self._spec.config.hidden_size),
+            self._spec.options.dtype,
+            sharding=self._placement.sharding(self._placement.hidden),
+        )
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """The functions, by the name of their attribute."""
+        return {k: v for k, v in vars(self).items() if isinstance(v, Program)}
+
+
+def _evaluated(p: StageSharding) -> JobLosses:
+    """Partition specs of the losses of an evaluation, which has those of rows."""
+    sums, rows = cast(Any, (p.partial, p.rows))
+    return JobLosses(loss=sums, metrics=sums, is_finite=sums, nll=rows)

@@ -1,0 +1,170 @@
+"""The passes of a whole decoder as a chain of programs; see `jaxlora.models.segments`.
+
+A microbatch runs to its end before the next one begins: forward through the segments,
+both passes of the head, and backward through the segments. So a device keeps the
+activations of one microbatch, as it does with a single program. The host queues the
+programs without waiting for any of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxlora.adapters.optimizer import AdapterState, Pending
+from jaxlora.adapters.optimizers.state import Tables
+from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.common.counted import counted
+from jaxlora.data.pack import PackedBatch
+from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.models.segments import Position, Segment, segments
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.programs.program import Prepared, Program
+from jaxlora.scheduler import Limits
+from jaxlora.train.execute.pass_programs import MakeProgram, PassPrograms
+from jaxlora.train.execute.prepared_passes import PreparedPasses
+
+
+class SegmentChain:
+    """The passes of a whole decoder, of which alike segments share their programs."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        placement: StageSharding,
+        state: AdapterState,
+        make: Callable[[DecoderSpec], MakeProgram],
+    ):
+        """Makes the functions; none is traced yet.
+
+        Args:
+            spec: The whole decoder.
+            placement: Its devices.
+            state: Partition specs of the state of the slots.
+            make: Returns what makes the programs of a segment.
+        """
+        self._segments = segments(spec)
+        self._where = placement.sharding(PartitionSpec())
+        kinds: dict[DecoderSpec, PassPrograms] = {}
+        for segment in self._segments:
+            if (own := segment.spec) not in kinds:
+                kinds[own] = PassPrograms(
+                    own, placement, state, make(own), is_segment=True
+                )
+        self._kinds = kinds
+
+    def accumulate(
+        self,
+        base: Base,
+        params: Tables,
+        pending: Pending,
+        settings: SlotSettings,
+        batch: PackedBatch,
+        keys: SlotKeys,
+    ) -> tuple[Pending, JobLosses, None]:
+        """Queues both passes of a microbatch; see `StagePasses.accumulate`."""
+        *before, (head, at) = zip(self._segments, self._positions, strict=True)
+        inputs, own = (settings, batch, keys), dataclasses.replace(keys, baseline=None)
+        h, kept = (), []
+        for segment, place in before:
+            args = segment.base(base), params, settings, batch, own, place
+            out, residuals = self._kinds[segment.spec].forward(*args, *h)
+            h = (out,)
+            kept.append(residuals)
+        pending, losses, dh = self._kinds[head.spec].accumulate(
+            head.base(base), params, pending, *inputs, at, *h
+        )
+        del h
+        for segment, place in reversed(before):
+            residuals = kept.pop()
+            if segment.spec.has_embedding and not segment.spec.adapter_shapes():
+                break
+            pending, dh = self._kinds[segment.spec].backward(
+                segment.base(base), params, residuals, pending, place, dh
+            )
+        return pending, losses, None
+
+    def evaluate(
+        self,
+        base: Base,
+        params: Tables,
+        settings: SlotSettings,
+        batch: PackedBatch,
+        keys: SlotKeys,
+    ) -> JobLosses:
+        """Queues an evaluation of a microbatch; see `StagePasses.evaluate`."""
+        h: tuple[Any, ...] = ()
+        own = dataclasses.replace(keys, baseline=None)
+        for segment, at in zip(self._segments, self._positions, strict=True):
+            each = keys if segment.spec.has_head else own
+            args = segment.base(base), params, settings, batch, each, at
+            h = (self._kinds[segment.spec].evaluate(*args, *h),)
+        return h[0]
+
+    def prepare(
+        self,
+        base: Mapping[str, Any],
+        state: AdapterState,
+        settings: SlotSettings,
+        limits: Limits,
+        name: str = "",
+    ) -> PreparedPasses:
+        """Starts to compile the passes of all segments; see `PassPrograms.prepare`."""
+        each = [
+            self._kinds[segment.spec].prepare(
+                segment.base(base), state, settings, limits, f"{what}{name}", (at,)
+            )
+            for segment, what, at in self._named()
+        ]
+        references = (p for one in each for p in one.reference)
+        *before, head = each
+        return PreparedPasses(
+            last=head.last,
+            segments=tuple(before),
+            reference=tuple(dict.fromkeys(references)),
+        )
+
+    def prepare_evaluation(
+        self,
+        base: Mapping[str, Any],
+        params: Mapping[str, Any],
+        settings: SlotSettings,
+        limits: Limits,
+        name: str = "",
+    ) -> tuple[Prepared, ...]:
+        """Starts to compile the evaluation of a microbatch; the last has its losses."""
+        found: dict[Prepared, None] = {}
+        for segment, what, at in self._named():
+            args = segment.base(base), params, settings, limits, f"{what}{name}", (at,)
+            found |= dict.fromkeys(self._kinds[segment.spec].prepare_evaluation(*args))
+        return tuple(found)
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """The functions, by the number of their segment's kind and their names."""
+        return {
+            f"{number}.{name}": program
+            for number, kind in enumerate(self._kinds.values())
+            for name, program in kind.programs.items()
+        }
+
+    @functools.cached_property
+    def _positions(self) -> list[Position]:
+        """The position of each segment, on the devices."""
+        return [jax.device_put(one.position, self._where) for one in self._segments]
+
+    def _named(self) -> Iterator[tuple[Segment, str, Position]]:
+        """Yields each segment, its name for the log, and the shapes of its position."""
+
+        def shape(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._where)
+
+        for segment in self._segments:
+            name = ", the head" if segment.spec.has_head else ", the embedding"
+            if num := len(segment.spec.layer_numbers):
+                name = f", {counted(num, 'layer')}"
+            yield segment, name, jax.tree.map(shape, segment.position)
