@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from jaxlora.memory.inputs import batch_shapes, key_shapes, settings_shapes
 from jaxlora.memory.linear_scratch import scratch_bytes
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.layer import Remat
+from jaxlora.models.residuals import reshapes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.models.whole_tables import WHOLE_PATHS
@@ -284,36 +284,13 @@ def _kept_bytes(
         ).jaxpr
     given = set(traced.invars)
     kept = {v for v in traced.outvars if isinstance(v, jax_core.Var)} - given
-    sources = dict(_reshapes(traced))
+    sources = dict(reshapes(traced))
     same = kept & sources.keys()
     reshaped = {v for v in same if any(sources[v] is other for other in kept)}
     return (
         num_bytes([v.aval for v in kept - reshaped]),
         num_bytes([v.aval for v in reshaped]),
     )
-
-
-def _reshapes(
-    jaxpr: jax_core.Jaxpr,
-) -> Iterator[tuple[jax_core.Var, jax_core.Var]]:
-    """Yields each reshape of an array, and the array, also those of shared layers."""
-    for equation in jaxpr.eqns:
-        match equation.primitive.name:
-            case "reshape":
-                if isinstance(equation.invars[0], jax_core.Var):
-                    yield equation.outvars[0], equation.invars[0]
-            case "jit":
-                inner = equation.params["jaxpr"].jaxpr
-                pairs = zip(inner.outvars, equation.outvars, strict=True)
-                given = zip(inner.invars, equation.invars, strict=True)
-                outer = {
-                    a: b
-                    for a, b in (*given, *pairs)
-                    if isinstance(a, jax_core.Var) and isinstance(b, jax_core.Var)
-                }
-                for new, old in _reshapes(inner):
-                    if new in outer and old in outer:
-                        yield outer[new], outer[old]
 
 
 def _hidden_bytes(spec: DecoderSpec) -> int:

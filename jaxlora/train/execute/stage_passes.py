@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,51 +14,11 @@ from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys, run_stage
+from jaxlora.models.residuals import Pullback, pull_back
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import added, to_paths
 from jaxlora.models.tensor_parallel import own_heads
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Pullback:
-    """Recipe of a backward pass from the arrays that its forward pass keeps.
-
-    Attributes:
-        structure: Structure of the pytree that `jax.vjp` returned.
-        places: For each of its arrays the number of the argument that it is; None: it
-            is the next of the arrays that are kept.
-    """
-
-    structure: Any
-    places: tuple[int | None, ...]
-
-    def join(self, kept: Sequence[Any], arguments: Any) -> Callable[..., Any]:
-        """Returns the backward pass.
-
-        Args:
-            kept: The arrays that `split` returned.
-            arguments: The arguments, in the same pytree.
-        """
-        given, rest = jax.tree.leaves(arguments), iter(kept)
-        leaves = [next(rest) if p is None else given[p] for p in self.places]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def split(pullback: Any, arguments: Any) -> tuple[Pullback, tuple[Any, ...]]:
-    """Takes the arguments out of what `jax.vjp` returned; returns the other arrays.
-
-    Args:
-        pullback: The second result of `jax.vjp`, in the trace that called it.
-        arguments: A pytree of arguments that need not be kept.
-    """
-    numbers = {id(one): i for i, one in enumerate(jax.tree.leaves(arguments))}
-    leaves, structure = jax.tree.flatten(pullback)
-    # A residual that is an argument is the same object, not only an equal one.
-    places = tuple(numbers.get(id(leaf)) for leaf in leaves)
-    kept = (leaf for leaf, place in zip(leaves, places, strict=True) if place is None)
-    return Pullback(structure=structure, places=places), tuple(kept)
-
 
 Hidden = Float[Array, "T D"]
 
@@ -138,15 +98,11 @@ class StagePasses:
         """
         run = self._runner(base, settings, batch, keys)
         tables = self._by_path(params)
-        if h is None:
-            out, pullback = jax.vjp(lambda tables: run(tables, None), tables)
-        else:
-            out, pullback = jax.vjp(run, tables, h)
-        assert not isinstance(out, JobLosses)
-        pullback, kept = split(pullback, (base, tables))
+        primals = (tables,) if h is None else (tables, h)
+        whole = run if h is not None else lambda tables: run(tables, None)
+        out, pullback, kept = pull_back(whole, primals, (base, tables))
         self._pullbacks[len(out)] = pullback
-        # JAX keeps constants among the residuals as arrays of NumPy.
-        return out, jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
+        return out, jax.tree.map(lambda x: x[None], kept)
 
     def backward(
         self,
