@@ -50,9 +50,6 @@ class StepBytes:
 
     Attributes:
         kept_by_layer: Kept by each layer for its backward pass.
-        reshaped_by_layer: Kept once more by each layer if its backward pass is a
-            program of its own: an array and its reshape are the same memory only
-            within a program.
         kept_at_ends: Kept outside the layers, most of it for the loss.
         recomputed: What one layer keeps beyond `kept_by_layer` while it runs again in
             its backward pass.
@@ -62,7 +59,6 @@ class StepBytes:
     """
 
     kept_by_layer: float
-    reshaped_by_layer: float
     kept_at_ends: float
     recomputed: float
     transient: float
@@ -80,26 +76,28 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
     """
     # Between the halves of layers, devices that share them have parts of the rows.
     hidden = _hidden_bytes(spec) / use.num_tensor
-    by_layer = found.kept_by_layer
-    part = spec.part(use.num_tensor)
-    if not spec.has_head:
-        by_layer += found.reshaped_by_layer
-    kept = len(spec.layer_numbers) * by_layer + _mask_bytes(part)
+    part, is_alone = spec.part(use.num_tensor), _runs_backward_alone(spec)
+    kept = len(spec.layer_numbers) * found.kept_by_layer + _mask_bytes(part)
     if spec.has_head:
         kept += found.kept_at_ends
-    elif spec.has_embedding and spec.options.remat in _INPUT_FOR_GRADIENT:
-        kept -= hidden
-    waiting = use.num_waiting * hidden
-    gaps = 0.0 if spec.has_head else GAPS * use.num_kept * kept
-    transient = found.transient if spec.has_head else found.alone
+    has_input = spec.options.remat in _INPUT_FOR_GRADIENT
+    waiting, weights = use.num_waiting * hidden, 0
+    if spec.options.layers_per_program is not None:
+        kept += has_input * hidden
+        waiting += 2 * hidden  # between two programs, and its gradient
+        weights = _layer_weights(spec, use)
+    elif not spec.has_head and spec.has_embedding:
+        kept -= has_input * hidden
+    gaps = GAPS * use.num_kept * kept if is_alone else 0.0
+    transient = found.alone if is_alone else found.transient
     return dataclasses.replace(
         stage_resident(spec, use),
         gathered_bytes=gathered_bytes(spec, use),
-        fixed_bytes=fixed_bytes(spec, use),
+        fixed_bytes=fixed_bytes(spec, use) + weights,
         bytes_per_token=use.num_kept * kept + gaps + waiting,
         # No layer is recomputed while the loss is.
         transient_bytes_per_token=found.recomputed + transient,
-        scratch_bytes=scratch_bytes(part) + _gradient_copies(spec, use),
+        scratch_bytes=scratch_bytes(part) + _gradient_copies(spec, use) + weights,
     )
 
 
@@ -176,7 +174,7 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
     if spec.config.num_layers > 1:
         whole = _first_layers(spec, 2, remat=remat)
         if _first_are_alike(spec):
-            both, _ = _kept_bytes(whole, tokens, block_tokens)
+            both = _kept_bytes(whole, tokens, block_tokens)
             two = (both - 2 * one.fixed) / tokens
         else:
             two = _kept(whole, tokens, block_tokens).per_token
@@ -194,7 +192,6 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         transient, own = mlp, mlp + hidden
     return StepBytes(
         kept_by_layer=two - one.per_token,
-        reshaped_by_layer=one.reshaped,
         kept_at_ends=2 * one.per_token - two,
         recomputed=recomputed,
         transient=transient,
@@ -234,36 +231,26 @@ class _Kept(NamedTuple):
 
     Attributes:
         per_token: Bytes for each token.
-        reshaped: Bytes for each token of reshapes of arrays that are kept.
         fixed: Bytes that do not depend on the tokens.
     """
 
     per_token: float
-    reshaped: float
     fixed: int
 
 
 @functools.lru_cache(maxsize=64)
 def _kept(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> _Kept:
     """Counts the kept bytes, from traces with two numbers of tokens."""
-    small, reshaped = _kept_bytes(spec, num_tokens, block_tokens)
-    large, more = _kept_bytes(spec, 2 * num_tokens, block_tokens)
+    small = _kept_bytes(spec, num_tokens, block_tokens)
+    large = _kept_bytes(spec, 2 * num_tokens, block_tokens)
     return _Kept(
         per_token=(large - small) / num_tokens,
-        reshaped=(more - reshaped) / num_tokens,
         fixed=2 * small - large,
     )
 
 
-def _kept_bytes(
-    spec: DecoderSpec, num_tokens: int, block_tokens: int
-) -> tuple[int, int]:
-    """Bytes that the forward pass keeps for the backward pass, weights included.
-
-    Returns:
-        The bytes, and those of reshapes of arrays that are kept, which are not among
-        them.
-    """
+def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
+    """Bytes that the forward pass keeps for the backward pass, weights included."""
     limits = Limits(capacity=num_tokens, block_tokens=block_tokens)
 
     def backward(base, params, settings, batch, keys):
@@ -287,10 +274,7 @@ def _kept_bytes(
     sources = dict(reshapes(traced))
     same = kept & sources.keys()
     reshaped = {v for v in same if any(sources[v] is other for other in kept)}
-    return (
-        num_bytes([v.aval for v in kept - reshaped]),
-        num_bytes([v.aval for v in reshaped]),
-    )
+    return num_bytes([v.aval for v in kept - reshaped])
 
 
 def _hidden_bytes(spec: DecoderSpec) -> int:
@@ -298,19 +282,38 @@ def _hidden_bytes(spec: DecoderSpec) -> int:
     return spec.config.hidden_size * jnp.dtype(spec.options.dtype).itemsize
 
 
+def _runs_backward_alone(spec: DecoderSpec) -> bool:
+    """Whether the backward pass of the layers is a program of its own, or several."""
+    return not spec.has_head or spec.options.layers_per_program is not None
+
+
 def _gradient_copies(spec: DecoderSpec, use: StageUse) -> int:
-    """Bytes of the gradients of all layers in a backward pass of its own.
+    """Bytes of the gradients of all layers of a backward pass of its own.
 
     There are those of each layer, those stacked, and weights in the layers' dtype. A
     program with both passes puts them where activations were.
     """
-    if spec.has_head:
+    if not _runs_backward_alone(spec):
         return 0
-    tables = spec.part_shapes(use.num_tensor)[1]
+    size = len(spec.layer_numbers)
     # Gradients of whole copies are neither stacked nor cast.
-    layers = {n: s for n, s in tables.items() if n not in WHOLE_PATHS.values()}
-    slots = num_bytes(layers) / use.num_replicas
-    return math.ceil(_GRADIENT_COPIES * slots) + whole_table_bytes(spec)
+    slots = num_bytes(_layer_tables(spec, use)) / use.num_replicas
+    part = (spec.options.layers_per_program or size) / size
+    own = 0 if spec.has_head else whole_table_bytes(spec)
+    return math.ceil(_GRADIENT_COPIES * part * slots) + own
+
+
+def _layer_weights(spec: DecoderSpec, use: StageUse) -> int:
+    """Bytes of the adapters in the layers' dtype, which segments keep."""
+    layers = _layer_tables(spec, use).values()
+    num = sum(math.prod(shape.shape) for shape in layers)
+    return num * spec.options.dtype.itemsize // use.num_replicas
+
+
+def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of the slot tables of a device, without whole copies of modules."""
+    tables = spec.part_shapes(use.num_tensor)[1]
+    return {n: s for n, s in tables.items() if n not in WHOLE_PATHS.values()}
 
 
 def _mlp_bytes(spec: DecoderSpec) -> int:

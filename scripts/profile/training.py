@@ -27,8 +27,6 @@ from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.base_format import BaseFormat, kernel_of
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.pallas_kernels import compile_program
-from jaxlora.programs.program import no_garbage_collection
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
 from jaxlora.train.job_state import JobState
@@ -300,17 +298,22 @@ class Training:
         """Whether the gradients of a step are; otherwise times are meaningless."""
         return bool(made.is_finite.all())
 
-    def lowered(self, batch: PackedBatch) -> dict[str, jax.stages.Lowered]:
-        """Returns the programs of a step on one stage, by name, not yet compiled."""
+    def compiled(self, batch: PackedBatch) -> Programs:
+        """Compiles the programs of a step on one stage as a run does, by name.
+
+        Args:
+            batch: Rows of a microbatch, which has the capacity of the run.
+        """
         (stage,), (table,) = self.layout.stages, self.slots.tables
-        args = list(self.inputs(0, batch))
-        args.insert(2, table.state.pending)
-        return {
-            "accumulate": stage.steps.programs["accumulate"].lower(*args),
-            "step": stage.steps.step.lower(
-                table.state, self._first_inputs, (), table.settings.rank
-            ),
-        }
+        args = table.state, self._first_inputs, (), table.settings.rank
+        limits = self.plan.config.limits
+        assert len(batch.token_ids) == limits.capacity
+        passes = stage.steps.passes.prepare(
+            self.bases[0], table.state, table.settings, limits
+        )
+        named = {f"pass {i}": one for i, one in enumerate(passes.each)}
+        named["step"] = stage.steps.step.prepare(*args)
+        return {name: one.compiled() for name, one in named.items()}
 
 
 def _fresh_adapter(job: PreparedJob, spec: DecoderSpec) -> Adapter:
@@ -320,12 +323,6 @@ def _fresh_adapter(job: PreparedJob, spec: DecoderSpec) -> Adapter:
         for name in job.modules
     }
     return fresh_adapter(job.settings, job.modules, kernels)
-
-
-def compile_all(lowered: Mapping[str, jax.stages.Lowered]) -> Programs:
-    """Compiles programs, by name."""
-    with no_garbage_collection():
-        return {name: compile_program(program) for name, program in lowered.items()}
 
 
 def program_bytes(programs: Programs) -> int:

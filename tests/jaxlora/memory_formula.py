@@ -24,7 +24,6 @@ def part_bytes(spec: DecoderSpec, tensor: int, *_) -> StepBytes:
     kept_by_layer = kept.get(spec.options.remat, hidden)
     return StepBytes(
         kept_by_layer=kept_by_layer,
-        reshaped_by_layer=0.0,
         kept_at_ends=2 * hidden,
         recomputed=whole - kept_by_layer,
         transient=20 * hidden,

@@ -49,6 +49,7 @@ class SegmentChain:
         """
         self._segments = segments(spec)
         self._where = placement.sharding(PartitionSpec())
+        self._rows = placement.sharding(placement.rows)
         kinds: dict[DecoderSpec, PassPrograms] = {}
         for segment in self._segments:
             if (own := segment.spec) not in kinds:
@@ -67,6 +68,7 @@ class SegmentChain:
         keys: SlotKeys,
     ) -> tuple[Pending, JobLosses, None]:
         """Queues both passes of a microbatch; see `StagePasses.accumulate`."""
+        batch = self._uploaded(batch)
         *before, (head, at) = zip(self._segments, self._positions, strict=True)
         inputs, own = (settings, batch, keys), dataclasses.replace(keys, baseline=None)
         h, kept = (), []
@@ -98,7 +100,7 @@ class SegmentChain:
     ) -> JobLosses:
         """Queues an evaluation of a microbatch; see `StagePasses.evaluate`."""
         h: tuple[Any, ...] = ()
-        own = dataclasses.replace(keys, baseline=None)
+        batch, own = self._uploaded(batch), dataclasses.replace(keys, baseline=None)
         for segment, at in zip(self._segments, self._positions, strict=True):
             each = keys if segment.spec.has_head else own
             args = segment.base(base), params, settings, batch, each, at
@@ -151,6 +153,11 @@ class SegmentChain:
             for number, kind in enumerate(self._kinds.values())
             for name, program in kind.programs.items()
         }
+
+    def _uploaded(self, batch: PackedBatch) -> PackedBatch:
+        """Starts to upload rows once, instead of in the call of each program."""
+        is_there = isinstance(batch.token_ids, jax.Array)
+        return batch if is_there else jax.device_put(batch, self._rows)
 
     @functools.cached_property
     def _positions(self) -> list[Position]:

@@ -99,8 +99,13 @@ class StagePasses:
         run = self._runner(base, settings, batch, keys)
         tables = self._by_path(params)
         primals = (tables,) if h is None else (tables, h)
-        whole = run if h is not None else lambda tables: run(tables, None)
-        out, pullback, kept = pull_back(whole, primals, (base, tables))
+
+        def hidden(tables, h=None) -> Hidden:
+            out = run(tables, h)
+            assert not isinstance(out, JobLosses)
+            return out
+
+        out, pullback, kept = pull_back(hidden, primals, (base, tables))
         self._pullbacks[len(out)] = pullback
         return out, jax.tree.map(lambda x: x[None], kept)
 

@@ -206,12 +206,10 @@ class StagedExecutor:
         """Starts the upload of a tick's rows to the devices of every stage.
 
         To one device, a program's call uploads arrays of the host by itself, in a tenth
-        of the host's time that `device_put` takes. A stage calls one program with them,
-        if it is not a chain of segments.
+        of the host's time that `device_put` takes. A stage calls one program with them.
         """
         self._wait_for(len(packed.token_ids) // self._layout.num_lanes)
-        is_one = self._options.layers_per_program is None
-        if is_one and self._layout.stages[0].placement.num_devices == 1:
+        if self._layout.stages[0].placement.num_devices == 1:
             return [packed] * len(self._layout.stages)
         places = [stage.placement for stage in self._layout.stages]
         return [put(packed, p.sharding(p.rows)) for p in places]

@@ -73,6 +73,10 @@ ROWS = {
     "jaxlora mosaic, remat mlp": _jaxlora("mosaic", remat="mlp"),
     "jaxlora mosaic, remat layer": _jaxlora("mosaic", remat="layer"),
     "jaxlora mosaic, remat elementwise": _jaxlora("mosaic", remat="elementwise"),
+    "jaxlora mosaic, one program": _jaxlora("mosaic", layers_per_program=1000),
+    "jaxlora mosaic, 2 layers per program": _jaxlora("mosaic", layers_per_program=2),
+    "jaxlora mosaic, 4 layers per program": _jaxlora("mosaic", layers_per_program=4),
+    "jaxlora mosaic, 8 layers per program": _jaxlora("mosaic", layers_per_program=8),
     FP8: _fp8(TWO_COPIES),
     f"{FP8}, one copy": _fp8(ONE_COPY),
     f"{FP8}, one copy, remat elementwise": _fp8(ONE_COPY, remat="elementwise"),
@@ -80,6 +84,9 @@ ROWS = {
     f"{FP8} forward": _fp8({"fp8_backward": False}),
     "jaxlora mosaic, int8": _jaxlora("mosaic", quantize_base="int8"),
     "jaxlora mosaic, nf4": _jaxlora("mosaic", quantize_base="nf4"),
+    "jaxlora mosaic, nf4, remat layer": _jaxlora(
+        "mosaic", quantize_base="nf4", remat="layer"
+    ),
     "jaxlora xla, remat layer": _jaxlora("xla", remat="layer"),
     "torch, adapters off": Row(library="torch", has_adapters=False),
     PEER: Row(library="torch"),

@@ -30,6 +30,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.forward import job_losses, training_options
+from jaxlora.pallas_kernels import compile_program
 from jaxlora.profile import step_parts, training
 from jaxlora.profile.tokens import Microbatch
 from jaxlora.profile.training import Training
@@ -82,9 +83,10 @@ class BaseAlone(Training):
         """Whether the gradients of a step are."""
         return all(bool(jnp.isfinite(gradient).all()) for gradient in made)
 
-    def lowered(self, batch: PackedBatch) -> dict[str, jax.stages.Lowered]:
-        """Returns the program, not yet compiled."""
-        return {"accumulate": self._gradient.lower(self.params, batch)}
+    def compiled(self, batch: PackedBatch) -> training.Programs:
+        """Compiles the program."""
+        lowered = self._gradient.lower(self.params, batch)
+        return {"accumulate": compile_program(lowered)}
 
 
 def measure(
@@ -119,7 +121,7 @@ def _measure_jaxlora(
     batches = [m.packed for m in drawn]
     trained = Training(plan, jobs) if row.has_adapters else BaseAlone(plan)
     began = time.perf_counter()
-    programs = training.compile_all(trained.lowered(batches[0]))
+    programs = trained.compiled(batches[0])
     compile_seconds = time.perf_counter() - began
     take_device()
     if not trained.is_finite(trained.start(batches)()):

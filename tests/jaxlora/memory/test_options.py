@@ -43,7 +43,6 @@ STAGES = MeshStages.of(CONFIG, SPEC)
 STEP_BYTES = {
     "none": StepBytes(
         kept_by_layer=151792,
-        reshaped_by_layer=0,
         kept_at_ends=8713,
         recomputed=0,
         transient=253056,
@@ -51,7 +50,6 @@ STEP_BYTES = {
     ),
     "mlp": StepBytes(
         kept_by_layer=57488,
-        reshaped_by_layer=0,
         kept_at_ends=8713,
         recomputed=94304,
         transient=253056,
@@ -59,7 +57,6 @@ STEP_BYTES = {
     ),
     "layer": StepBytes(
         kept_by_layer=8192,
-        reshaped_by_layer=0,
         kept_at_ends=16905,
         recomputed=135408,
         transient=253056,
@@ -155,7 +152,6 @@ def test_a_capacity_has_the_scratch_of_its_own_classes_of_length(monkeypatch):
     spec = decoder(LLAMA_1B, **lengths, **kernels)
     traced = StepBytes(
         kept_by_layer=80301,
-        reshaped_by_layer=0,
         kept_at_ends=4361,
         recomputed=0,
         transient=28672,
