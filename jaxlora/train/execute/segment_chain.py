@@ -8,7 +8,7 @@ programs without waiting for any of them.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,26 +68,24 @@ class SegmentChain:
         keys: SlotKeys,
     ) -> tuple[Pending, JobLosses, None]:
         """Queues both passes of a microbatch; see `StagePasses.accumulate`."""
-        batch = self._uploaded(batch)
+        batch, kept = self._uploaded(batch), []
         *before, (head, at) = zip(self._segments, self._positions, strict=True)
-        inputs, own = (settings, batch, keys), dataclasses.replace(keys, baseline=None)
-        h, kept = (), []
+        h: Sequence[Any] = ()
+        own = dataclasses.replace(keys, baseline=None)
         for segment, place in before:
             args = segment.base(base), params, settings, batch, own, place
-            out, residuals = self._kinds[segment.spec].forward(*args, *h)
-            h = (out,)
+            *h, residuals = self._kinds[segment.spec].forward(*args, *h)
             kept.append(residuals)
         pending, losses, dh = self._kinds[head.spec].accumulate(
-            head.base(base), params, pending, *inputs, at, *h
+            *(head.base(base), params, pending, settings, batch, keys, at, *h)
         )
-        del h
+        del h, residuals  # nothing outlives its backward pass
         for segment, place in reversed(before):
-            residuals = kept.pop()
             if segment.spec.has_embedding and not segment.spec.adapter_shapes():
                 break
-            pending, dh = self._kinds[segment.spec].backward(
-                segment.base(base), params, residuals, pending, place, dh
-            )
+            args = segment.base(base), params, kept.pop(), pending, place, dh
+            pending, dh = self._kinds[segment.spec].backward(*args)
+            del args
         return pending, losses, None
 
     def evaluate(
