@@ -1,25 +1,86 @@
-"""A decoder in segments trains what it trains as one program."""
+"""Runs whose layers are divided among programs that alike layers share."""
+
+import re
+import shutil
 
 import pytest
 
+from jaxlora import Trainer
+from jaxlora.errors import ConfigError
+from jaxlora.run.folder import CHECKPOINTS
+from jaxlora.train.saved.read_checkpoint import read_newest
 from tests import tiny
+from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
+from tests.jaxlora.train.outcome import Outcome
+
+SLOTS = {"max_concurrent_jobs": 3, "slot_targets": r".*(down|q|v)_proj"}
 
 
 @pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    """A model of five layers."""
+def deep(tmp_path_factory) -> dict:
+    """Settings of runs of a model with five layers, of alike slots in each."""
     folder = tmp_path_factory.mktemp("base") / "five"
     tiny.write_model(folder, config=tiny.CONFIG | {"num_hidden_layers": 5})
-    return folder
+    return SLOTS | {"model": str(folder), "window_steps": 1}
 
 
-def test_segments(meshes, mesh_jobs, deep):
-    settings = {"model": str(deep)}
-    one = meshes.once("fsdp=1", mesh_jobs, **settings)
-    other = meshes.once("fsdp=1", mesh_jobs, layers_per_program=2, **settings)
-    print(
-        one.bytes == other.bytes, one.losses == other.losses, one.norms == other.norms
-    )
-    print(one.result.num_compilations, other.result.num_compilations)
-    assert_same_on_meshes(one, other)
+def test_segments_train_what_one_program_trains(meshes, mesh_jobs, deep):
+    """Four jobs through three slots, with dropout, lengths of all kinds and clipping.
+
+    There are eight programs of passes, of segments of two layers and of one.
+    """
+    one = meshes.once("fsdp=1", mesh_jobs, **deep)
+    chain = meshes.once("fsdp=1", mesh_jobs, layers_per_program=2, **deep)
+    assert_same_on_meshes(one, chain)
+    more = chain.result.num_compilations - one.result.num_compilations
+    # Both passes of two kinds of layers, and their evaluations, and the embedding.
+    assert more == 2 * 2 + 2 + 2
+
+
+def test_a_deeper_model_compiles_as_many_programs(meshes, mesh_jobs, deep, tmp_path):
+    counts = []
+    for layers in (2, 6):
+        folder = tmp_path / f"of_{layers}"
+        tiny.write_model(folder, config=tiny.CONFIG | {"num_hidden_layers": layers})
+        settings = deep | {"model": str(folder), "layers_per_program": 1}
+        config = meshes.config("fsdp=1", mesh_jobs[1:2], **settings)
+        trainer = Trainer(config)
+        counts.append(trainer.layout.num_compilations())
+    assert counts[0] == counts[1] > 7
+
+
+def test_an_interrupted_run_continues_in_other_programs(
+    meshes, mesh_jobs, deep, tmp_path
+):
+    config = meshes.config("fsdp=1", mesh_jobs, layers_per_program=2, **deep)
+    trainer = Trainer(config)
+    result = trainer.train(callbacks=[InterruptAt(1)])
+    assert result.interrupted
+    found = read_newest(result.output_dir / CHECKPOINTS)
+    assert found.run.stream is not None and found.run.stream.repeated
+    for size in (2, 5):
+        folder = shutil.copytree(result.output_dir, tmp_path / f"by_{size}")
+        own = config.replace(output_dir=str(folder), layers_per_program=size)
+        trainer = Trainer(own)
+        resumed = Outcome(trainer, trainer.train(resume=True), trainer.model)
+        whole = meshes.once("fsdp=1", mesh_jobs, layers_per_program=2, **deep)
+        assert_same_on_meshes(whole, resumed)
+        if size == 2:
+            assert resumed.bytes == whole.bytes
+
+
+def test_what_cannot_be_divided(meshes, mesh_jobs, deep):
+    """An explicit number is refused with the reason; `auto` takes one program."""
+    rows = [mesh_jobs[1].replace(trainable_token_indices=[67, 73])]
+    config = meshes.config("fsdp=1", rows, layers_per_program=2, **deep)
+    text = "layers_per_program: 2 is not supported, as slots train rows of an embedding"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Trainer(config)
+
+
+@pytest.mark.needs_devices(2)
+def test_stages_are_not_divided(meshes, mesh_jobs):
+    config = meshes.config("stage=2", mesh_jobs, layers_per_program=1)
+    with pytest.raises(ConfigError, match="the stages of mesh stage=2 are programs"):
+        Trainer(config)
