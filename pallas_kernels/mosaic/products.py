@@ -24,7 +24,6 @@ from jaxlora.pallas_kernels.mosaic.shrink import Shrink
 from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
     band_for,
-    columns_for,
     plan_side_items,
     shares_for,
     splits_for,
@@ -219,7 +218,6 @@ def expand_work(
     *,
     transposed: bool,
     band: int | None = None,
-    columns: int | None = None,
     scales: tuple[Array, ...] = (),
 ) -> Work:
     """Makes the work that computes the sum of `x W + mask * (s B)`, + bias.
@@ -232,7 +230,6 @@ def expand_work(
         masks: Mask of each term; empty without dropout.
         transposed: Whether W and B are stored transposed.
         band: Tile rows visited together; None: the tuning table's choice.
-        columns: Columns of a tile, 128 or 256; None: those of fewer rounds.
         scales: Scales of the sum's rows, [T], or of its rows and its columns, [N], for
             x and W in float8_e4m3fn. The product must be `transposed` then.
     """
@@ -240,7 +237,6 @@ def expand_work(
     t, n = x[0].shape[0], w.shape[1] if transposed else w.shape[2]
     k = sum(part.shape[1] for part in x)
     settings = [term.settings for term in terms]
-    columns = columns or columns_for(t, n, device.num_sms())
     return Work(
         role=Expand,
         operands={
@@ -256,19 +252,17 @@ def expand_work(
             "masks": tuple(masks),
         },
         out_types=(("y_gmem", jax.ShapeDtypeStruct((t, n), terms[0].s.dtype)),),
-        num_items=math.ceil(t / TILE_ROWS) * math.ceil(n / columns),
+        num_items=math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS),
         ring=RingShape.wide(
             transposed=transposed,
             num_masks=len(masks),
             mask=tiles_of(masks),
             value_dtype=x[0].dtype if scales else None,
             num_scales=len(scales),
-            columns=columns,
         ),
         static_args=(
             ("transposed", transposed),
             ("band", band or band_for(device.device_kind(), t, k, n)),
-            ("columns", columns),
         ),
     )
 
@@ -365,9 +359,7 @@ def expand_with_outers(
         )
         for work, parts in outers
     ]
-    columns = dict(expand.static_args)["columns"]
-    args = expand.num_items, sum(steps) * columns / COLUMNS, costs, device.num_sms()
-    plan = plan_side_items(*args)
+    plan = plan_side_items(expand.num_items, sum(steps), costs, device.num_sms())
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
         works.append(dataclasses.replace(work, num_side_items=num_items))

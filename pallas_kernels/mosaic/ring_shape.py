@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 ROWS = 64  # token rows of one warpgroup: the M of one wgmma
 STEP = 64  # reduction step: 128 bytes of bf16, the widest swizzle
-COLUMNS = 256  # columns of a tile of the wide product, unless they are few
+COLUMNS = 256  # columns of a tile of the wide product
 COMPUTE_WGS = 2  # warpgroups that compute
 _SHARED_BYTES = 227 * 1024
 
@@ -41,22 +41,14 @@ class MaskTiles:
     Attributes:
         shrink: Those that come with a stage of shrink.
         outer: Those that come with a stage of outer.
-        features: Those of the features of an output tile of expand; its columns are a
-            further axis.
-        tokens: Those of the tokens of an output tile, if there are any.
+        expand: Those that come with an output tile of expand.
         num_expand_copies: Copies that fill those of an output tile.
     """
 
     shrink: tuple[int, ...]
     outer: tuple[int, ...]
-    features: tuple[int, ...]
-    tokens: tuple[int, ...] | None
+    expand: tuple[tuple[int, ...], ...]
     num_expand_copies: int
-
-    def expand(self, num_masks: int, columns: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of the words of some masks of an output tile."""
-        features = (num_masks, *self.features, columns)
-        return (features, (num_masks, *self.tokens)) if self.tokens else (features,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +108,8 @@ class RingShape:
         mask: MaskTiles | None,
         value_dtype: DTypeLike | None = None,
         num_scales: int = 0,
-        columns: int = COLUMNS,
     ) -> "RingShape":
-        """Returns the shape for a product with W in tiles of 64 x 256, or of fewer.
+        """Returns the shape for a product with W in tiles of 64 x 256.
 
         The tiles are 256 x 64 if W is stored transposed. The words of masks take the
         bytes of the second output tile.
@@ -130,10 +121,9 @@ class RingShape:
             value_dtype: Dtype of x and W if it is not that of s and B. W is stored
                 transposed then.
             num_scales: 1 if the result's rows are scaled, 2 if its columns are too.
-            columns: Columns of an output tile.
         """
         num_mask_copies = num_masks * mask.num_expand_copies if mask else 0
-        w_tile = (columns, STEP) if transposed else (STEP, columns)
+        w_tile = (COLUMNS, STEP) if transposed else (STEP, COLUMNS)
         return RingShape(
             num_stages=4,
             x_tile=(COMPUTE_WGS * ROWS, STEP),
@@ -141,8 +131,10 @@ class RingShape:
             stage_words=None,
             num_copies=2,
             out_tile=(COMPUTE_WGS, 1 if num_masks else 2, ROWS, STEP),
-            tile_words=mask.expand(num_masks, columns) if mask else (),
-            tile_scales=(COMPUTE_WGS * ROWS, columns)[:num_scales],
+            tile_words=tuple((num_masks, *words) for words in mask.expand)
+            if mask
+            else (),
+            tile_scales=(COMPUTE_WGS * ROWS, COLUMNS)[:num_scales],
             num_word_copies=max(num_mask_copies + num_scales, 1),
             value_dtype=value_dtype,
         )

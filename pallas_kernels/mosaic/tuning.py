@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from importlib import resources
 
 from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS
-from jaxlora.pallas_kernels.mosaic.ring_shape import COLUMNS, COMPUTE_WGS, ROWS
 
 MAX_SPLITS = 16
 _MAX_SIDE_SMS = 8
@@ -23,10 +22,6 @@ _EXPAND_STEP_US, _SIDE_STEP_US, _SIDE_MASK_US, _OUTER_STEP_US = 0.67, 0.36, 0.19
 _PART_STEPS, _PART_US = 8, 0.35
 _MIN_ITEM_PARTS = 8
 
-# What starting a tile takes, in columns, and the part of the time of whole tiles that
-# half-wide ones must save.
-_TILE_START, _GAIN = 32, 0.9
-
 
 @functools.cache
 def _table() -> dict[str, dict[str, dict[str, int]]]:
@@ -38,23 +33,6 @@ def band_for(device: str, t: int, k: int, n: int) -> int:
     """Returns how many tile rows expand visits together for T x K times K x N."""
     measured = _table().get(device, {}).get(f"expand {t} {k} {n}")
     return measured["band"] if measured else 8
-
-
-def columns_for(t: int, n: int, num_sms: int) -> int:
-    """Returns the columns of an expand tile for T x N: `COLUMNS`, or half of them.
-
-    Tiles come in rounds of one for each multiprocessor. If N is small, half-wide tiles
-    fill the last round better and reach less far beyond N. With many columns they read
-    x more often for nothing.
-    """
-    rows = math.ceil(t / (COMPUTE_WGS * ROWS))
-
-    def time(columns: int) -> float:
-        rounds = math.ceil(rows * math.ceil(n / columns) / num_sms)
-        return rounds * (columns + _TILE_START)
-
-    half = COLUMNS // 2
-    return half if time(half) < _GAIN * time(COLUMNS) else COLUMNS
 
 
 def splits_for(device: str, num_features: int, num_sms: int) -> int:
@@ -133,7 +111,7 @@ class SidePlan:
 
 
 def plan_side_items(
-    num_tiles: int, steps_per_tile: float, outers: Sequence[OuterCost], num_sms: int
+    num_tiles: int, steps_per_tile: int, outers: Sequence[OuterCost], num_sms: int
 ) -> SidePlan:
     """Returns the plan with the least estimated time.
 
@@ -142,7 +120,7 @@ def plan_side_items(
 
     Args:
         num_tiles: Number of tiles of expand.
-        steps_per_tile: Number of steps of 64 of each tile; half-wide ones count half.
+        steps_per_tile: Number of steps of 64 of each tile.
         outers: The outer products, in the order in which they run.
         num_sms: Number of multiprocessors.
     """
@@ -150,7 +128,7 @@ def plan_side_items(
 
 
 def best_plan(
-    num_tiles: int, steps_per_tile: float, outers: Sequence[OuterCost], num_sms: int
+    num_tiles: int, steps_per_tile: int, outers: Sequence[OuterCost], num_sms: int
 ) -> tuple[float, SidePlan]:
     """Returns the plan of `plan_side_items`, after its estimated microseconds."""
     tile_us = steps_per_tile * _EXPAND_STEP_US

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlora.pallas_kernels import kernel_settings
-from jaxlora.pallas_kernels.dropout import dropout_keys, mask_words
-from jaxlora.pallas_kernels.mosaic.mask import make_mask
-from jaxlora.pallas_kernels.mosaic.products import Term, expand, outer, outer_work
+from jaxlora.pallas_kernels.mosaic.products import outer, outer_work
 from jaxlora.pallas_kernels.routing import make_blocks
 from tests.oracle import relative_error
 from tests.pallas_kernels.fused import MOSAIC, mosaic_kernels
@@ -112,30 +110,3 @@ def test_blocks_are_sorted_by_slot_in_their_own_order():
     np.testing.assert_array_equal(found.order, np.argsort(key, kind="stable"))
     np.testing.assert_array_equal(found.starts, [0, 2, 4, 8, 8])
     assert relative_error(found.slot, np.repeat(blocks, 2)) == 0
-
-
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_columns_of_a_tile_change_no_bit(is_masked):
-    """The last tile of either width reaches beyond y."""
-    owner = np.array([1, 0, -1, 2, 2], np.int32)
-    t, k, n, r = 64 * len(owner), 192, 320, 24
-    keys = iter(jax.random.split(jax.random.key(2), 8))
-    x, w, s, b, bias = (
-        jax.random.normal(next(keys), shape, jnp.bfloat16)
-        for shape in ((t, k), (1, n, k), (t, r), (3, n, r), (n,))
-    )
-    rates = jnp.array([[0.3, 0.0, 0.6]]) if is_masked else None
-    ranks = jnp.array([[24, 7, 16]], jnp.int32)
-    one = kernel_settings(jnp.ones((1, 3)), ranks, rates)[0]
-    term = Term(x, w, s, b, one)
-    blocks, masks = make_blocks(jnp.asarray(owner), 3, t), []
-    if is_masked:
-        given = dropout_keys(jnp.arange(3), jnp.arange(3), layer=0, projection=0)
-        words = mask_words(given[None], blocks.slot, jnp.arange(t), n)
-        masks = [make_mask(one) for one in words]
-    args = [term], jnp.zeros(1, jnp.int32), blocks, bias, masks
-    narrow, wide = (
-        expand(*args, transposed=True, columns=columns) for columns in (128, 256)
-    )
-    np.testing.assert_array_equal(np.asarray(narrow), np.asarray(wide))
-    assert np.abs(np.asarray(wide, np.float32)[64:128]).max() > 1

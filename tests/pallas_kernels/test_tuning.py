@@ -10,7 +10,6 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
     SidePlan,
     band_for,
-    columns_for,
     plan_side_items,
     shares_for,
     splits_for,
@@ -81,13 +80,3 @@ def test_gradients_keep_the_multiprocessors_busy(num_features, num_sms):
 
 def test_an_unknown_device_has_a_choice():
     assert band_for("unknown device", 8192, 4096, 4096) > 0
-
-
-def test_tiles_are_half_as_wide_where_that_takes_fewer_columns_in_all():
-    # 192 tiles of 256 columns are 2 rounds, 320 of 128 columns 3.
-    assert columns_for(8192, 576, 132) == 128
-    assert columns_for(8192, 192, 132) == 128  # one round of either
-    # 384 tiles are 3 rounds, which half-wide ones cannot shorten.
-    assert columns_for(8192, 1536, 132) == 256
-    for n in (1024, 4096, 14336):
-        assert columns_for(8192, n, 132) == 256
