@@ -1,7 +1,8 @@
 """The expand kernel: `y = x W + bias + mask * (s B)`, the frozen product and LoRA's.
 
 Grid: one program per multiprocessor, and each takes items in turn. An item is a tile of
-128 x 256 of y. Tiles are visited in bands of rows, so that W stays in the L2 cache.
+128 x 256 of y, or of fewer columns if that makes shorter rounds. Tiles are visited in
+bands of rows, so that W stays in the L2 cache.
 Pipeline: a ring of four stages, each with 128 x 64 of x and 64 x 256 of W. One
 warpgroup loads; two compute 64 rows each, which share one adapter, as a token block is
 a multiple of 64 rows. The LoRA term is one more step for each 64 ranks, with s and B in
@@ -30,7 +31,7 @@ from jaxlora.pallas_kernels.mosaic.mask import (
     load_words,
 )
 from jaxlora.pallas_kernels.mosaic.ring import Ref, Ring, StepRefs, zeros_like
-from jaxlora.pallas_kernels.mosaic.ring_shape import COLUMNS, COMPUTE_WGS, ROWS, STEP
+from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS, STEP
 
 TILE_ROWS = COMPUTE_WGS * ROWS
 
@@ -76,11 +77,18 @@ class Expand:
     transposed: bool
     band: int
 
+    @property
+    def _width(self) -> int:
+        """Number of columns of a tile."""
+        width = self.ring.shape.columns
+        assert width is not None
+        return width
+
     def _block_and_column(self, item):
         t, n = self.y_gmem.shape
-        tiles = (pl.cdiv(t, TILE_ROWS), pl.cdiv(n, COLUMNS))
+        tiles = (pl.cdiv(t, TILE_ROWS), pl.cdiv(n, self._width))
         m, n = plgpu.planar_snake(item, tiles, 0, self.band)
-        return m * COMPUTE_WGS, n * COLUMNS
+        return m * COMPUTE_WGS, n * self._width
 
     def _slot(self, block):
         inside = block < self.slot_gmem.shape[0]
@@ -121,7 +129,7 @@ class Expand:
         """Fills the stages of one tile; returns the next step of the ring."""
         block, column = self._block_and_column(item)
         slots, num_chunks = prefetched
-        rows, columns = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, COLUMNS)
+        rows, columns = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, self._width)
 
         def fill(i, step, *, operands, which, to: StepRefs):
             left_gmem, right_gmem = operands
@@ -150,14 +158,15 @@ class Expand:
 
     def _load_tile_inputs(self, slots, block, column):
         """Fills the scales of the tile and the words of its masks."""
-        parts = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, COLUMNS)
+        columns = pl.ds(column, self._width)
+        parts = pl.ds(block * ROWS, TILE_ROWS), columns
         for scale_gmem, part, scale_smem in zip(
             self.scale_gmem, parts, self.ring.tile_scales_smem or (), strict=False
         ):
             full = self.ring.words_full
             plgpu.copy_gmem_to_smem(scale_gmem.at[part], scale_smem, full)
         words_smem, num_blocks = self.ring.tile_words_smem, self.slot_gmem.shape[0]
-        tile = slots, block, num_blocks, column
+        tile = slots, block, num_blocks, columns
         for p, mask in enumerate(self.masks):
             mask.copy_expand_words(words_smem, p, *tile, self.ring.words_full)
 
@@ -192,7 +201,7 @@ class Expand:
                 end = self.ring.each_step(sum(own), end, one)
             return acc[...], end
 
-        y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+        y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, self._width), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.ring.shape.has_tile_inputs:
             plgpu.barrier_wait(self.ring.words_full)
@@ -205,7 +214,7 @@ class Expand:
             def _(i):
                 self.ring.wait(step + i)
 
-        for i in range(COLUMNS // STEP):
+        for i in range(self._width // STEP):
             start = column + i * STEP
 
             @pl.when((start < self.y_gmem.shape[1]) & (row < self.y_gmem.shape[0]))

@@ -21,7 +21,6 @@ from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.given_mask import WORDS, GivenMask, bit_of_token
 from jaxlora.pallas_kernels.mosaic.ring import Ref, zeros_like
 from jaxlora.pallas_kernels.mosaic.ring_shape import (
-    COLUMNS,
     COMPUTE_WGS,
     ROWS,
     STEP,
@@ -66,7 +65,7 @@ class HashMask:
     tiles: ClassVar[MaskTiles] = MaskTiles(
         shrink=(COMPUTE_WGS * STEP,),
         outer=(2, ROWS),
-        expand=((COMPUTE_WGS, COLUMNS), (COMPUTE_WGS, 2, ROWS)),
+        expand=((COMPUTE_WGS, None), (COMPUTE_WGS, 2, ROWS)),
         num_expand_copies=2 * COMPUTE_WGS,
     )
 
@@ -107,11 +106,10 @@ class HashMask:
         del wg
         return Vectors(_load_pair(words_smem.at[stage, p], PER_COLUMN), features)
 
-    def copy_expand_words(self, words_smem, p, slots, block, num_blocks, column, full):
+    def copy_expand_words(self, words_smem, p, slots, block, num_blocks, columns, full):
         """Copies the words of projection p's mask of an output tile."""
         features_smem, tokens_smem = words_smem
         for wg, slot in enumerate(slots):
-            columns = pl.ds(column, COLUMNS)
             features = self.features.at[jnp.maximum(slot, 0), columns]
             plgpu.copy_gmem_to_smem(features, features_smem.at[p, wg], full)
             # A tile's second half may lie outside.
@@ -151,7 +149,7 @@ class BitMask:
     tiles: ClassVar[MaskTiles] = MaskTiles(
         shrink=(WORDS, COMPUTE_WGS * STEP),
         outer=(WORDS, COMPUTE_WGS * STEP),
-        expand=((COMPUTE_WGS * WORDS, COLUMNS),),
+        expand=((COMPUTE_WGS * WORDS, None),),
         num_expand_copies=1,
     )
 
@@ -185,11 +183,11 @@ class BitMask:
         words = words_smem.at[stage, p, :, pl.ds(wg * STEP, STEP)]
         return Vectors(_token_masks(PER_COLUMN), _load_pair(words, PER_ROW))
 
-    def copy_expand_words(self, words_smem, p, slots, block, num_blocks, column, full):
+    def copy_expand_words(self, words_smem, p, slots, block, num_blocks, columns, full):
         del slots, num_blocks
         (bits_smem,) = words_smem
         rows = pl.ds(block * WORDS, COMPUTE_WGS * WORDS)
-        bits = self.bits.at[rows, pl.ds(column, COLUMNS)]
+        bits = self.bits.at[rows, columns]
         plgpu.copy_gmem_to_smem(bits, bits_smem.at[p], full)
 
     def expand_vectors(self, words_smem, p, wg, columns) -> Vectors:

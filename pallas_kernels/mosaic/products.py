@@ -24,6 +24,7 @@ from jaxlora.pallas_kernels.mosaic.shrink import Shrink
 from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
     band_for,
+    columns_for,
     plan_side_items,
     shares_for,
     splits_for,
@@ -237,6 +238,8 @@ def expand_work(
     t, n = x[0].shape[0], w.shape[1] if transposed else w.shape[2]
     k = sum(part.shape[1] for part in x)
     settings = [term.settings for term in terms]
+    # On an fp8 base, narrower tiles have not been measured.
+    columns = COLUMNS if scales else columns_for(t, n, device.num_sms())
     return Work(
         role=Expand,
         operands={
@@ -252,13 +255,14 @@ def expand_work(
             "masks": tuple(masks),
         },
         out_types=(("y_gmem", jax.ShapeDtypeStruct((t, n), terms[0].s.dtype)),),
-        num_items=math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS),
+        num_items=math.ceil(t / TILE_ROWS) * math.ceil(n / columns),
         ring=RingShape.wide(
             transposed=transposed,
             num_masks=len(masks),
             mask=tiles_of(masks),
             value_dtype=x[0].dtype if scales else None,
             num_scales=len(scales),
+            columns=columns,
         ),
         static_args=(
             ("transposed", transposed),
@@ -359,7 +363,9 @@ def expand_with_outers(
         )
         for work, parts in outers
     ]
-    plan = plan_side_items(expand.num_items, sum(steps), costs, device.num_sms())
+    assert expand.ring.columns is not None
+    wide_steps = sum(steps) * expand.ring.columns / COLUMNS
+    plan = plan_side_items(expand.num_items, wide_steps, costs, device.num_sms())
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
         works.append(dataclasses.replace(work, num_side_items=num_items))

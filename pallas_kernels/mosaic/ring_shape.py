@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 ROWS = 64  # token rows of one warpgroup: the M of one wgmma
 STEP = 64  # reduction step: 128 bytes of bf16, the widest swizzle
-COLUMNS = 256  # columns of a tile of the wide product
+COLUMNS = 256  # the most columns of a tile of the wide product
 COMPUTE_WGS = 2  # warpgroups that compute
 _SHARED_BYTES = 227 * 1024
 
@@ -41,13 +41,14 @@ class MaskTiles:
     Attributes:
         shrink: Those that come with a stage of shrink.
         outer: Those that come with a stage of outer.
-        expand: Those that come with an output tile of expand.
+        expand: Those that come with an output tile of expand; None is the number of
+            columns of the tile.
         num_expand_copies: Copies that fill those of an output tile.
     """
 
     shrink: tuple[int, ...]
     outer: tuple[int, ...]
-    expand: tuple[tuple[int, ...], ...]
+    expand: tuple[tuple[int | None, ...], ...]
     num_expand_copies: int
 
 
@@ -82,6 +83,7 @@ class RingShape:
             rows and columns. None: there are none.
         value_dtype: Dtype of the operands of the steps over K, in the same bytes as
             the 16-bit operands of the rank steps; None: both have the same dtype.
+        columns: Columns of an output tile of the wide product; None: it is another one.
     """
 
     num_stages: int
@@ -99,6 +101,7 @@ class RingShape:
     factor_dtype: DTypeLike = jnp.float32
     result_tile: tuple[int, ...] | None = None
     value_dtype: DTypeLike | None = None
+    columns: int | None = None
 
     @staticmethod
     def wide(
@@ -108,6 +111,7 @@ class RingShape:
         mask: MaskTiles | None,
         value_dtype: DTypeLike | None = None,
         num_scales: int = 0,
+        columns: int = COLUMNS,
     ) -> "RingShape":
         """Returns the shape for a product with W in tiles of 64 x 256.
 
@@ -121,9 +125,10 @@ class RingShape:
             value_dtype: Dtype of x and W if it is not that of s and B. W is stored
                 transposed then.
             num_scales: 1 if the result's rows are scaled, 2 if its columns are too.
+            columns: Columns of a tile, in place of 256: a multiple of 64 below it.
         """
         num_mask_copies = num_masks * mask.num_expand_copies if mask else 0
-        w_tile = (COLUMNS, STEP) if transposed else (STEP, COLUMNS)
+        w_tile = (columns, STEP) if transposed else (STEP, columns)
         return RingShape(
             num_stages=4,
             x_tile=(COMPUTE_WGS * ROWS, STEP),
@@ -131,10 +136,12 @@ class RingShape:
             stage_words=None,
             num_copies=2,
             out_tile=(COMPUTE_WGS, 1 if num_masks else 2, ROWS, STEP),
-            tile_words=tuple((num_masks, *words) for words in mask.expand)
-            if mask
-            else (),
-            tile_scales=(COMPUTE_WGS * ROWS, COLUMNS)[:num_scales],
+            tile_words=tuple(
+                (num_masks, *(columns if n is None else n for n in words))
+                for words in (mask.expand if mask else ())
+            ),
+            tile_scales=(COMPUTE_WGS * ROWS, columns)[:num_scales],
+            columns=columns,
             num_word_copies=max(num_mask_copies + num_scales, 1),
             value_dtype=value_dtype,
         )

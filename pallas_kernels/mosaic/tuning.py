@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS
+from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS
 
 MAX_SPLITS = 16
 _MAX_SIDE_SMS = 8
@@ -23,6 +24,11 @@ _PART_STEPS, _PART_US = 8, 0.35
 _MIN_ITEM_PARTS = 8
 
 
+# Share of expand's time that narrower tiles must save in rounds, as they read x more
+# often.
+_NARROW_GAIN = 0.15
+
+
 @functools.cache
 def _table() -> dict[str, dict[str, dict[str, int]]]:
     text = resources.files("jaxlora.pallas_kernels.mosaic").joinpath(_TABLE).read_text()
@@ -33,6 +39,21 @@ def band_for(device: str, t: int, k: int, n: int) -> int:
     """Returns how many tile rows expand visits together for T x K times K x N."""
     measured = _table().get(device, {}).get(f"expand {t} {k} {n}")
     return measured["band"] if measured else 8
+
+
+def columns_for(t: int, n: int, num_sms: int) -> int:
+    """Returns the number of columns of an expand tile for a result of T x N.
+
+    The tiles run in rounds of one per multiprocessor. With 576 columns, three tiles of
+    192 are as many as three of 256. The choice changes no bit.
+    """
+
+    def time(columns: int) -> int:
+        tiles = math.ceil(t / (COMPUTE_WGS * ROWS)) * math.ceil(n / columns)
+        return math.ceil(tiles / num_sms) * columns
+
+    best = min((256, 192, 128), key=time)
+    return best if time(best) <= (1 - _NARROW_GAIN) * time(256) else 256
 
 
 def splits_for(device: str, num_features: int, num_sms: int) -> int:
@@ -111,7 +132,7 @@ class SidePlan:
 
 
 def plan_side_items(
-    num_tiles: int, steps_per_tile: int, outers: Sequence[OuterCost], num_sms: int
+    num_tiles: int, steps_per_tile: float, outers: Sequence[OuterCost], num_sms: int
 ) -> SidePlan:
     """Returns the plan with the least estimated time.
 
@@ -120,7 +141,8 @@ def plan_side_items(
 
     Args:
         num_tiles: Number of tiles of expand.
-        steps_per_tile: Number of steps of 64 of each tile.
+        steps_per_tile: Number of steps of 64 of each tile of 256 columns; narrower
+            tiles have fewer.
         outers: The outer products, in the order in which they run.
         num_sms: Number of multiprocessors.
     """
@@ -128,7 +150,7 @@ def plan_side_items(
 
 
 def best_plan(
-    num_tiles: int, steps_per_tile: int, outers: Sequence[OuterCost], num_sms: int
+    num_tiles: int, steps_per_tile: float, outers: Sequence[OuterCost], num_sms: int
 ) -> tuple[float, SidePlan]:
     """Returns the plan of `plan_side_items`, after its estimated microseconds."""
     tile_us = steps_per_tile * _EXPAND_STEP_US

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlora.pallas_kernels import kernel_settings
+from jaxlora.pallas_kernels.mosaic import passes, products
 from jaxlora.pallas_kernels.mosaic.products import outer, outer_work
 from jaxlora.pallas_kernels.routing import make_blocks
 from tests.oracle import relative_error
@@ -23,6 +24,20 @@ def _kernels():
 def test_a_ring_that_wraps_around_matches_the_definition():
     sizes = {"blocks": (0,) * 9, "k": 1536, "n": 128}
     MOSAIC.check(*MOSAIC.problem(**sizes, ranks=(8,), rates=(0.3,)))
+
+
+def test_the_width_of_the_tiles_changes_no_bit(monkeypatch):
+    """A tile of 256 columns has columns outside; those of 128 are the default here."""
+    p, rank = MOSAIC.problem((0,), k=192, n=192, ranks=(8,), rates=(0.3,))
+    results = []
+    for width in (256, 192):
+        monkeypatch.setattr(products, "columns_for", lambda *_, width=width: width)
+        for traced in (passes.forward, passes.backward):
+            traced.clear_cache()
+        results.append(MOSAIC.run(p, rank))
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 MANY_SLOTS, FEW_SLOTS = [17, 3, 0, 10], [17, 3]

@@ -10,6 +10,7 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
     SidePlan,
     band_for,
+    columns_for,
     plan_side_items,
     shares_for,
     splits_for,
@@ -62,6 +63,24 @@ def test_side_multiprocessors_take_no_longer_than_expand_with_short_parts():
     assert plan.num_side_sms == 4
     assert 128 < plan.num_side_items[0] < 384  # all 512 would take twice as long
     assert plan.num_side_items[1] == 0
+
+
+@given(st.integers(1, 30000), st.integers(1, 30000), st.integers(2, 132))
+def test_narrow_tiles_shorten_the_rounds(t, n, num_sms):
+    def time(columns):
+        tiles = math.ceil(t / 128) * math.ceil(n / columns)
+        return math.ceil(tiles / num_sms) * columns
+
+    columns = columns_for(t, n, num_sms)
+    assert columns in (128, 192, 256)
+    if columns < 256:
+        assert time(columns) <= 0.85 * time(256)
+        assert time(columns) == min(map(time, (128, 192, 256)))
+
+
+def test_tiles_of_small_models_are_narrow():
+    found = {n: columns_for(8192, n, 132) for n in (192, 576, 1024, 1536, 4096, 14336)}
+    assert found == {192: 128, 576: 192, 1024: 256, 1536: 256, 4096: 256, 14336: 256}
 
 
 def test_many_parts_are_shared_by_more_items():
