@@ -20,6 +20,7 @@ Prints tables. With --output-dir, writes fuse.jsonl and fuse.md, and what
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 import sys
@@ -30,7 +31,7 @@ from typing import Any
 import jax
 
 import jaxlora
-from jaxlora.bench.fuse.kernels import by_kind, kernel_times
+from jaxlora.bench.fuse.kernels import Call, KernelTimes, by_kind, measure_calls
 from jaxlora.bench.fuse.own import own_layers
 from jaxlora.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
 from jaxlora.bench.report import (
@@ -107,18 +108,70 @@ def flat_step(program: Program) -> tuple[Any, tuple[Any, ...]]:
 
 def time_program(name: str, args: argparse.Namespace) -> Iterator[Row]:
     """Yields a row for each way of a program, and then again with memory traffic."""
-    timed = []
+    ways = []
     for way in ways_of(name, args):
-        timed.append(time_way(name, way, args))
-        yield timed[-1][0]
-    for row, compiled, leaves in timed if args.traffic else ():
-        yield row | _traffic(compiled, leaves, args.traffic_seconds)
+        ways.append(compile_way(name, way, args))
+        ways[-1].measure(args.repeats)
+        yield ways[-1].row()
+    # The clock of a device at its power limit depends on what ran before, so the ways
+    # take turns.
+    for _ in range(args.rounds - 1):
+        for one in ways:
+            one.measure(args.repeats)
+    for one in ways:
+        counted = one.traffic(args.traffic_seconds) if args.traffic else {}
+        yield one.row() | counted
 
 
-def time_way(
-    name: str, way: str, args: argparse.Namespace
-) -> tuple[dict[str, Any], jax.stages.Compiled, tuple[Any, ...]]:
-    """Times a program in one way; returns a row, and what was called."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """A program that is compiled in one way.
+
+    Attributes:
+        columns: Columns of its row that are known before it is timed.
+        compiled: The program.
+        leaves: Its arguments.
+        calls: The calls that were timed.
+    """
+
+    columns: dict[str, Any]
+    compiled: jax.stages.Compiled
+    leaves: tuple[Any, ...]
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+    def measure(self, repeats: int) -> None:
+        """Times some calls more."""
+        self.calls.extend(measure_calls(self.compiled, self.leaves, repeats))
+
+    def row(self) -> dict[str, Any]:
+        """Returns its row, with the median of all calls."""
+        times, row = KernelTimes.of(self.calls), {**self.columns}
+        row["us"] = round(statistics.median(times.totals), 1)
+        if "predicted_us" in row:
+            row["prediction_error"] = f"{row['predicted_us'] / row['us'] - 1:+.0%}"
+        ranked = [[name, n, round(us, 1)] for name, n, us in times.ranked()]
+        return row | {"kinds": by_kind(times.kernels), "kernels": ranked}
+
+    def traffic(self, seconds: float) -> dict[str, Any]:
+        """Returns columns of its memory traffic, or why it was not counted."""
+        try:
+            kernels = traffic.count(self.compiled, self.leaves, seconds)
+        except JaxloraError as error:
+            print(error, file=sys.stderr, flush=True)
+            return {"not_counted": str(error)}
+        total = lambda field: sum(getattr(kernel, field) for kernel in kernels)
+        return {
+            "read_mb": round(total("read") / 1e6),
+            "written_mb": round(total("written") / 1e6),
+            "kernel_traffic": [
+                [k.name, *(round(n / 1e6, 2) for n in (k.read, k.written)), k.seconds]
+                for k in kernels
+            ],
+        }
+
+
+def compile_way(name: str, way: str, args: argparse.Namespace) -> Way:
+    """Compiles a program in one way; regions are measured here."""
     program = make(name, way, args.measure_seconds)
     row: dict[str, Any] = {"program": program.name, "way": way}
     if way != OWN:
@@ -129,17 +182,9 @@ def time_way(
     traced = time.perf_counter()
     compiled = compile_program(lowered)
     ended = time.perf_counter()
-    times = kernel_times(compiled, leaves, args.repeats)
-    row["us"] = round(statistics.median(times.totals), 1)
-    if "predicted_us" in row:
-        row["prediction_error"] = f"{row['predicted_us'] / row['us'] - 1:+.0%}"
-    row |= {
-        "trace_seconds": round(traced - start, 1),
-        "compile_seconds": round(ended - traced, 1),
-        "kinds": by_kind(times.kernels),
-        "kernels": [[name, count, round(us, 1)] for name, count, us in times.ranked()],
-    }
-    return row, compiled, leaves
+    row["trace_seconds"] = round(traced - start, 1)
+    row["compile_seconds"] = round(ended - traced, 1)
+    return Way(columns=row, compiled=compiled, leaves=leaves)
 
 
 def _explained(
@@ -162,26 +207,6 @@ def _explained(
         "explain_seconds": round(seconds, 1),
         "predicted_us": round(1e6 * predicted.seconds, 1),
         "predicted_mb": round(predicted.num_bytes / 1e6),
-    }
-
-
-def _traffic(
-    compiled: jax.stages.Compiled, leaves: tuple[Any, ...], seconds: float
-) -> dict[str, Any]:
-    """Returns columns of the counted memory traffic, or why it was not counted."""
-    try:
-        kernels = traffic.count(compiled, leaves, seconds)
-    except JaxloraError as error:
-        print(error, file=sys.stderr, flush=True)
-        return {"not_counted": str(error)}
-    total = lambda field: sum(getattr(kernel, field) for kernel in kernels)
-    return {
-        "read_mb": round(total("read") / 1e6),
-        "written_mb": round(total("written") / 1e6),
-        "kernel_traffic": [
-            [k.name, round(k.read / 1e6, 2), round(k.written / 1e6, 2), 1e6 * k.seconds]
-            for k in kernels
-        ],
     }
 
 
@@ -255,7 +280,8 @@ def add_options(out: argparse.ArgumentParser) -> None:
         default=[],
         help="also time the fusion pass on decoders with these numbers of layers",
     )
-    out.add_argument("--repeats", type=int, default=10)
+    out.add_argument("--repeats", type=int, default=10, help="calls of a round")
+    out.add_argument("--rounds", type=int, default=3, help="in which ways take turns")
 
 
 def ways_of(name: str, args: argparse.Namespace) -> list[str]:

@@ -17,6 +17,8 @@ _KINDS = (
 )
 _OTHER = "element-wise and random numbers"
 
+Call = Sequence[tuple[str, float]]  # name and microseconds of each kernel of a call
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelTimes:
@@ -30,6 +32,16 @@ class KernelTimes:
     totals: Sequence[float]
     kernels: Sequence[tuple[str, float]]
 
+    @staticmethod
+    def of(calls: Sequence[Call]) -> "KernelTimes":
+        """Returns the times of calls that ran the same kernels."""
+        kernels = [
+            (name, statistics.median(call[i][1] for call in calls))
+            for i, (name, _) in enumerate(calls[0])
+        ]
+        totals = [sum(us for _, us in call) for call in calls]
+        return KernelTimes(totals=totals, kernels=kernels)
+
     def ranked(self) -> list[tuple[str, int, float]]:
         """Returns each name with its number of kernels and their microseconds."""
         counts: collections.Counter[str] = collections.Counter()
@@ -41,10 +53,10 @@ class KernelTimes:
         return [(name, counts[name], times[name]) for name in names]
 
 
-def kernel_times(
+def measure_calls(
     run: Callable[..., Any], arguments: Sequence[Any], repeats: int
-) -> KernelTimes:
-    """Measures the device time of each kernel, as CUPTI counts it."""
+) -> list[Call]:
+    """Measures the device time of each kernel of several calls, as CUPTI counts it."""
     from jax.experimental.mosaic.gpu import profiler
 
     cupti = profiler.Cupti(finalize=False)
@@ -52,12 +64,7 @@ def kernel_times(
     assert found is not None, "CUPTI saw no kernel"
     # CUPTI returns the kernels themselves, not a list of calls, for a single call.
     calls: Any = found if isinstance(found[0], list) else [found]
-    kernels = [
-        (name, 1000 * statistics.median(call[i][1] for call in calls))
-        for i, (name, _) in enumerate(calls[0])
-    ]
-    totals = [1000 * sum(ms for _, ms in call) for call in calls]
-    return KernelTimes(totals=totals, kernels=kernels)
+    return [[(name, 1000 * ms) for name, ms in call] for call in calls]
 
 
 def by_kind(kernels: Sequence[tuple[str, float]]) -> Mapping[str, float]:

@@ -100,9 +100,9 @@ def test_ways_are_timed_in_order_and_then_counted(monkeypatch):
     monkeypatch.setitem(PROGRAMS, "tiny", Shape("tiny", 0.1, 1, TINY))
     seen = []
 
-    def kernel_times(run, arguments, repeats):
+    def measure_calls(run, arguments, repeats):
         seen.append(len(arguments))
-        return kernels.KernelTimes(totals=[30.0 / len(seen)], kernels=[("dot", 1.0)])
+        return [[("dot", float(len(seen))), ("fusion", 1.0)]] * repeats
 
     def count(compiled, arguments, seconds):
         one = traffic.KernelTraffic(
@@ -110,20 +110,21 @@ def test_ways_are_timed_in_order_and_then_counted(monkeypatch):
         )
         return [one, one]
 
-    monkeypatch.setattr(benchmark, "kernel_times", kernel_times)
+    monkeypatch.setattr(benchmark, "measure_calls", measure_calls)
     compiled = jax.jit(lambda: 0).lower().compile()
     monkeypatch.setattr(benchmark, "compile_program", lambda lowered: compiled)
     monkeypatch.setattr(traffic, "count", count)
     # XLA's options for GPUs are unknown on a CPU.
     monkeypatch.setattr(benchmark, "own_layers", lambda _: abstract(PROGRAMS["tiny"]))
     args = argparse.Namespace(
-        ways=(benchmark.ORIGINAL, benchmark.OWN), measure_seconds=None, repeats=1,
-        traffic=True, traffic_seconds=1.0, output_dir=None,
+        ways=(benchmark.ORIGINAL, benchmark.OWN), measure_seconds=None, output_dir=None,
+        repeats=1, rounds=3, traffic=True, traffic_seconds=1.0,
     )  # fmt: skip
     rows = [*benchmark.time_program("tiny", args)]
     assert [row["way"] for row in rows] == ["own", "original"] * 2
+    # In turns, products take 1, 3 and 5 us of the one, and 2, 4 and 6 of the other.
+    assert [row["us"] for row in rows] == [2.0, 3.0, 4.0, 5.0]
     assert "read_mb" not in rows[0] and rows[2]["read_mb"] == 6
-    (own, original) = ({**row} for row in rows[2:])
     text = benchmark.tables(rows)
-    assert f"| {own['us']} | {original['us'] / own['us']:.1f} | 1.0 |" in text
-    assert "| XLA's products | 1.0 | 1.0 |" in text
+    assert "| 4.0 | 1.25 | 1.0 |" in text
+    assert "| XLA's products | 3.0 | 4.0 |" in text
