@@ -74,11 +74,11 @@ def test_another_process_calls_the_program_once_while_kernels_are_counted(
         np.testing.assert_array_equal(result[0], counted(*ARGUMENTS)[0])
 
 
-def test_large_arrays_are_random():
+def test_large_arrays_are_not_copied():
     like = jax.ShapeDtypeStruct((300, 300), jnp.bfloat16)
-    made = traffic._made(1, *traffic._described(like))
+    made = traffic._made(*traffic._described(like))
     assert made.shape == like.shape and made.dtype == like.dtype
-    assert 0.05 < float(jnp.std(made.astype(jnp.float32))) < 0.08
+    assert not made.any()
 
 
 @pytest.mark.parametrize(
