@@ -304,7 +304,7 @@ def _gradient_copies(spec: DecoderSpec, use: StageUse) -> int:
 
 
 def _layer_weights(spec: DecoderSpec, use: StageUse) -> int:
-    """Bytes of the adapters in the layers' dtype, which segments keep."""
+    """Bytes of the adapters in the layers' dtype, which sections keep."""
     layers = _layer_tables(spec, use).values()
     num = sum(math.prod(shape.shape) for shape in layers)
     return num * spec.options.dtype.itemsize // use.num_replicas

@@ -64,14 +64,14 @@ class StagePrograms:
     Attributes:
         last: Its backward pass; of the stage with the head, both passes at once.
         forward: Its forward pass; None: `last` has it.
-        segments: Those of the segments of the decoder before its head, if it runs as a
-            chain of them; see `jaxlora.models.segments`. The embedding alone may have
+        sections: Those of the sections of the decoder before its head, if it runs as a
+            chain of them; see `jaxlora.models.sections`. The embedding alone may have
             no backward pass: its `last` is the forward pass.
     """
 
     last: jax.stages.Compiled
     forward: jax.stages.Compiled | None = None
-    segments: tuple["StagePrograms", ...] = ()
+    sections: tuple["StagePrograms", ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,8 +195,8 @@ def stage_measured(
         both = last + kept, forward  # of the backward and of the forward pass
         step_bytes = max(both) + (use.num_kept - 1) * kept
         step_bytes += math.ceil(GAPS * use.num_kept * kept)
-    if programs.segments:
-        step_bytes = _chain_bytes(last, programs.segments, hidden)
+    if programs.sections:
+        step_bytes = _chain_bytes(last, programs.sections, hidden)
     step_bytes += use.num_waiting * hidden
     step_bytes += (_BATCHES + use.num_kept - 1) * num_bytes(
         batch_shapes(limits, objectives=spec.options.objectives)
@@ -211,26 +211,26 @@ def stage_measured(
     )
 
 
-def _chain_bytes(last: int, segments: Sequence[StagePrograms], hidden: int) -> int:
+def _chain_bytes(last: int, sections: Sequence[StagePrograms], hidden: int) -> int:
     """Bytes of the passes of a microbatch through a chain, beside the arguments.
 
     Args:
         last: Bytes of both passes of the head.
-        segments: The programs of the other segments.
-        hidden: Bytes of the hidden states between two segments.
+        sections: The programs of the other sections.
+        hidden: Bytes of the hidden states between two sections.
     """
-    kept, most = 0, 0  # of all segments so far, and of any of their passes
-    for segment in segments:
-        own = _own_bytes(segment.last)
+    kept, most = 0, 0  # of all sections so far, and of any of their passes
+    for section in sections:
+        own = _own_bytes(section.last)
         assert own is not None
-        if segment.forward is not None:
-            forward = _own_bytes(segment.forward)
-            found = segment.forward.memory_analysis()
+        if section.forward is not None:
+            forward = _own_bytes(section.forward)
+            found = section.forward.memory_analysis()
             assert forward is not None and found is not None
             most = max(most, kept + forward)
             kept += found.output_size_in_bytes - hidden
         most = max(most, kept + own)
-    # A pass has the hidden states, or their gradient, of the segment beside it.
+    # A pass has the hidden states, or their gradient, of the section beside it.
     return max(most, kept + last) + hidden + math.ceil(GAPS * kept)
 
 

@@ -17,7 +17,7 @@ from jaxlora.memory.footprint import (
     stage_resident,
 )
 from jaxlora.models.layer import Remat
-from jaxlora.models.segments import chosen_layers
+from jaxlora.models.sections import chosen_layers
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import Limits

@@ -58,7 +58,7 @@ class DecoderOptions:
         kv_parts: Number of these devices that have different key-value heads.
         objectives: Objectives of the jobs that it can train.
         layers_per_program: Number of layers that each program runs; None: all of them.
-            See `jaxlora.models.segments`.
+            See `jaxlora.models.sections`.
     """
 
     dtype: jnp.dtype

@@ -39,7 +39,7 @@ class SlotKeys:
         step: Each slot's optimizer step; None in evaluation.
         baseline: Each slot's baseline; None: no objective of the run has one.
         first_layer: What is added to the numbers of a decoder's layers, which key the
-            masks; None: nothing. See `jaxlora.models.segments`.
+            masks; None: nothing. See `jaxlora.models.sections`.
     """
 
     seed: Int[Array, " G"] | None = None

@@ -1,4 +1,4 @@
-"""The compiled passes of a stage, or of a kind of segments."""
+"""The compiled passes of a stage, or of a kind of sections."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -22,7 +22,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.prepared_passes import PreparedPasses
-from jaxlora.train.execute.segment_passes import SegmentPasses
+from jaxlora.train.execute.section_passes import SectionPasses
 from jaxlora.train.execute.stage_passes import StagePasses
 
 # Makes a program of a decoder: of its name, function, partition specs of what it takes
@@ -33,7 +33,7 @@ MakeProgram = Callable[..., Program]
 class PassPrograms:
     """The passes of a stage; each has one program for each batch shape.
 
-    See `StagePasses` for the arguments; `SegmentPasses` for those of a segment.
+    See `StagePasses` for the arguments; `SectionPasses` for those of a section.
 
     Attributes:
         accumulate: Forward and backward pass of the last stage, which adds to the
@@ -51,21 +51,21 @@ class PassPrograms:
         state: AdapterState,
         make: MakeProgram,
         *,
-        is_segment: bool = False,
+        is_section: bool = False,
     ):
         """Makes the functions; none is traced yet.
 
         Args:
-            spec: The stage, the segment, or the whole decoder.
+            spec: The stage, the section, or the whole decoder.
             placement: Its devices.
             state: Partition specs of the state of the slots.
             make: Makes a program of this decoder.
-            is_segment: Whether the slots are those of a whole decoder, of which this is
-                a segment.
+            is_section: Whether the slots are those of a whole decoder, of which this is
+                a section.
         """
         self._spec, self._placement = spec, p = spec, placement
-        passes: Any = (SegmentPasses if is_segment else StagePasses)(spec, p)
-        at = (PartitionSpec(),) if is_segment else ()
+        passes: Any = (SectionPasses if is_section else StagePasses)(spec, p)
+        at = (PartitionSpec(),) if is_section else ()
         base, params, pending = spec.base_specs(), state.params, state.pending
         h = () if spec.has_embedding else (p.hidden,)
         # Settings, batch, and keys.
@@ -93,7 +93,7 @@ class PassPrograms:
             passes.backward,
             (base, params, p.by_device, pending, *at, p.hidden),
             (pending, p.hidden),
-            varies=(5,) if is_segment else (4,),
+            varies=(5,) if is_section else (4,),
             donate_argnums=3,
             compiler_options=training,
         )
@@ -123,7 +123,7 @@ class PassPrograms:
             settings: Settings of the slots.
             limits: Limits of the microbatches.
             name: What the log adds to the name of a pass; empty: there is one stage.
-            at: The position, of a segment.
+            at: The position, of a section.
         """
         spec, keys = self._spec, key_shapes(self._spec, self._placement)
         hidden = self._hidden_shape(limits)

@@ -13,26 +13,26 @@ class PreparedPasses:
     Attributes:
         last: The pass with gradients; `forward` is before it on all but the last stage.
         reference: The evaluation by references, of a run that has any.
-        segments: Those of the segments before `last`, if the passes are a chain.
+        sections: Those of the sections before `last`, if the passes are a chain.
     """
 
     last: Prepared
     forward: Prepared | None = None
     reference: tuple[Prepared, ...] = ()
-    segments: tuple["PreparedPasses", ...] = ()
+    sections: tuple["PreparedPasses", ...] = ()
 
     @property
     def each(self) -> list[Prepared]:
         """The passes, each once."""
-        before = [p for one in self.segments for p in one.each]
+        before = [p for one in self.sections for p in one.each]
         forward = () if self.forward is None else (self.forward,)
         found = (*before, *forward, self.last, *self.reference)
-        return [*dict.fromkeys(found)]  # alike segments share theirs
+        return [*dict.fromkeys(found)]  # alike sections share theirs
 
     def compiled(self) -> StagePrograms:
         """Waits for the programs."""
         forward = None if self.forward is None else self.forward.compiled()
-        segments = tuple(one.compiled() for one in self.segments)
+        sections = tuple(one.compiled() for one in self.sections)
         return StagePrograms(
-            last=self.last.compiled(), forward=forward, segments=segments
+            last=self.last.compiled(), forward=forward, sections=sections
         )

@@ -34,7 +34,7 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.models.spec import DecoderSpec, SlotShape
 from jaxlora.programs.program import Program
 from jaxlora.train.execute.pass_programs import MakeProgram, PassPrograms
-from jaxlora.train.execute.segment_chain import SegmentChain
+from jaxlora.train.execute.section_chain import SectionChain
 from jaxlora.train.execute.stage_passes import StagePasses
 
 # Programs that only read and write arrays, or launch few kernels. XLA would compile
@@ -105,7 +105,7 @@ class CompiledSteps:
     def _make_passes(self) -> None:
         spec, p = self._spec, self._placement
         slots = p.by_slot
-        self.passes: PassPrograms | SegmentChain
+        self.passes: PassPrograms | SectionChain
         if spec.options.layers_per_program is None:
             own = PassPrograms(spec, p, self.state_specs, self._program)
             self.passes = own
@@ -115,7 +115,7 @@ class CompiledSteps:
             def make(spec: DecoderSpec) -> MakeProgram:
                 return functools.partial(self._program, spec=spec)
 
-            self.passes = SegmentChain(spec, p, self.state_specs, make)
+            self.passes = SectionChain(spec, p, self.state_specs, make)
         self.accumulate: Callable[..., Any] = self.passes.accumulate
         self.evaluate: Callable[..., Any] = self.passes.evaluate
         self.add_baseline = self._program(

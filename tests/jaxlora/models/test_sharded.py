@@ -13,13 +13,13 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import SlotKeys, job_losses, run_stage
+from jaxlora.models.residuals import Pullback, pull_back
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.execute.stage_passes import Pullback, split
 from tests import tiny
 from tests.pallas_kernels.problems import QUICK_TO_COMPILE
 
@@ -219,8 +219,7 @@ def test_a_stage_keeps_only_activations_for_its_backward_program():
             part = settings(first_stage)
             return run_stage(first_stage, base, tables, part, first(batch), KEYS)
 
-        h, pullback = jax.vjp(run, tables)
-        made, kept = split(pullback, (base, tables))
+        h, made, kept = pull_back(run, (tables,), (base, tables))
         pullbacks.append(made)
         shapes = {s.shape for s in spec.base_shapes().values() if s.ndim > 1}
         shapes |= {(k // 2, n) for k, n in shapes}

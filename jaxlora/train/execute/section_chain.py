@@ -1,7 +1,7 @@
-"""The passes of a whole decoder as a chain of programs; see `jaxlora.models.segments`.
+"""The passes of a whole decoder as a chain of programs; see `jaxlora.models.sections`.
 
-A microbatch runs to its end before the next one begins: forward through the segments,
-both passes of the head, and backward through the segments. So a device keeps the
+A microbatch runs to its end before the next one begins: forward through the sections,
+both passes of the head, and backward through the sections. So a device keeps the
 activations of one microbatch, as it does with a single program. The host queues the
 programs without waiting for any of them.
 """
@@ -20,7 +20,7 @@ from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.common.counted import counted
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
-from jaxlora.models.segments import Position, Segment, segments
+from jaxlora.models.sections import Position, Section, sections
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import Prepared, Program
@@ -29,8 +29,8 @@ from jaxlora.train.execute.pass_programs import MakeProgram, PassPrograms
 from jaxlora.train.execute.prepared_passes import PreparedPasses
 
 
-class SegmentChain:
-    """The passes of a whole decoder, of which alike segments share their programs."""
+class SectionChain:
+    """The passes of a whole decoder, of which alike sections share their programs."""
 
     def __init__(
         self,
@@ -45,16 +45,16 @@ class SegmentChain:
             spec: The whole decoder.
             placement: Its devices.
             state: Partition specs of the state of the slots.
-            make: Returns what makes the programs of a segment.
+            make: Returns what makes the programs of a section.
         """
-        self._segments = segments(spec)
+        self._sections = sections(spec)
         self._where = placement.sharding(PartitionSpec())
         self._rows = placement.sharding(placement.rows)
         kinds: dict[DecoderSpec, PassPrograms] = {}
-        for segment in self._segments:
-            if (own := segment.spec) not in kinds:
+        for section in self._sections:
+            if (own := section.spec) not in kinds:
                 kinds[own] = PassPrograms(
-                    own, placement, state, make(own), is_segment=True
+                    own, placement, state, make(own), is_section=True
                 )
         self._kinds = kinds
 
@@ -69,22 +69,22 @@ class SegmentChain:
     ) -> tuple[Pending, JobLosses, None]:
         """Queues both passes of a microbatch; see `StagePasses.accumulate`."""
         batch, kept = self._uploaded(batch), []
-        *before, (head, at) = zip(self._segments, self._positions, strict=True)
+        *before, (head, at) = zip(self._sections, self._positions, strict=True)
         h: Sequence[Any] = ()
         own = dataclasses.replace(keys, baseline=None)
-        for segment, place in before:
-            args = segment.base(base), params, settings, batch, own, place
-            *h, residuals = self._kinds[segment.spec].forward(*args, *h)
+        for section, place in before:
+            args = section.base(base), params, settings, batch, own, place
+            *h, residuals = self._kinds[section.spec].forward(*args, *h)
             kept.append(residuals)
         pending, losses, dh = self._kinds[head.spec].accumulate(
             *(head.base(base), params, pending, settings, batch, keys, at, *h)
         )
         del h, residuals  # nothing outlives its backward pass
-        for segment, place in reversed(before):
-            if segment.spec.has_embedding and not segment.spec.adapter_shapes():
+        for section, place in reversed(before):
+            if section.spec.has_embedding and not section.spec.adapter_shapes():
                 break
-            args = segment.base(base), params, kept.pop(), pending, place, dh
-            pending, dh = self._kinds[segment.spec].backward(*args)
+            args = section.base(base), params, kept.pop(), pending, place, dh
+            pending, dh = self._kinds[section.spec].backward(*args)
             del args
         return pending, losses, None
 
@@ -99,10 +99,10 @@ class SegmentChain:
         """Queues an evaluation of a microbatch; see `StagePasses.evaluate`."""
         h: tuple[Any, ...] = ()
         batch, own = self._uploaded(batch), dataclasses.replace(keys, baseline=None)
-        for segment, at in zip(self._segments, self._positions, strict=True):
-            each = keys if segment.spec.has_head else own
-            args = segment.base(base), params, settings, batch, each, at
-            h = (self._kinds[segment.spec].evaluate(*args, *h),)
+        for section, at in zip(self._sections, self._positions, strict=True):
+            each = keys if section.spec.has_head else own
+            args = section.base(base), params, settings, batch, each, at
+            h = (self._kinds[section.spec].evaluate(*args, *h),)
         return h[0]
 
     def prepare(
@@ -113,18 +113,18 @@ class SegmentChain:
         limits: Limits,
         name: str = "",
     ) -> PreparedPasses:
-        """Starts to compile the passes of all segments; see `PassPrograms.prepare`."""
+        """Starts to compile the passes of all sections; see `PassPrograms.prepare`."""
         each = [
-            self._kinds[segment.spec].prepare(
-                segment.base(base), state, settings, limits, f"{what}{name}", (at,)
+            self._kinds[section.spec].prepare(
+                section.base(base), state, settings, limits, f"{what}{name}", (at,)
             )
-            for segment, what, at in self._named()
+            for section, what, at in self._named()
         ]
         references = (p for one in each for p in one.reference)
         *before, head = each
         return PreparedPasses(
             last=head.last,
-            segments=tuple(before),
+            sections=tuple(before),
             reference=tuple(dict.fromkeys(references)),
         )
 
@@ -138,14 +138,14 @@ class SegmentChain:
     ) -> tuple[Prepared, ...]:
         """Starts to compile the evaluation of a microbatch; the last has its losses."""
         found: dict[Prepared, None] = {}
-        for segment, what, at in self._named():
-            args = segment.base(base), params, settings, limits, f"{what}{name}", (at,)
-            found |= dict.fromkeys(self._kinds[segment.spec].prepare_evaluation(*args))
+        for section, what, at in self._named():
+            args = section.base(base), params, settings, limits, f"{what}{name}", (at,)
+            found |= dict.fromkeys(self._kinds[section.spec].prepare_evaluation(*args))
         return tuple(found)
 
     @property
     def programs(self) -> dict[str, Program]:
-        """The functions, by the number of their segment's kind and their names."""
+        """The functions, by the number of their section's kind and their names."""
         return {
             f"{number}.{name}": program
             for number, kind in enumerate(self._kinds.values())
@@ -159,17 +159,17 @@ class SegmentChain:
 
     @functools.cached_property
     def _positions(self) -> list[Position]:
-        """The position of each segment, on the devices."""
-        return [jax.device_put(one.position, self._where) for one in self._segments]
+        """The position of each section, on the devices."""
+        return [jax.device_put(one.position, self._where) for one in self._sections]
 
-    def _named(self) -> Iterator[tuple[Segment, str, Position]]:
-        """Yields each segment, its name for the log, and the shapes of its position."""
+    def _named(self) -> Iterator[tuple[Section, str, Position]]:
+        """Yields each section, its name for the log, and the shapes of its position."""
 
         def shape(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._where)
 
-        for segment in self._segments:
-            name = ", the head" if segment.spec.has_head else ", the embedding"
-            if num := len(segment.spec.layer_numbers):
+        for section in self._sections:
+            name = ", the head" if section.spec.has_head else ", the embedding"
+            if num := len(section.spec.layer_numbers):
                 name = f", {counted(num, 'layer')}"
-            yield segment, name, jax.tree.map(shape, segment.position)
+            yield section, name, jax.tree.map(shape, section.position)

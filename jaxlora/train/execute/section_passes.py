@@ -1,4 +1,4 @@
-"""The passes of a segment over a microbatch; see `jaxlora.models.segments`."""
+"""The passes of a section over a microbatch; see `jaxlora.models.sections`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
-from jaxlora.models.segments import (
+from jaxlora.models.sections import (
     Position,
     own_settings,
     own_tables,
@@ -21,18 +21,18 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.train.execute.stage_passes import Hidden, StagePasses
 
 
-class SegmentPasses:
+class SectionPasses:
     """The passes of `StagePasses` with the slots of a whole decoder.
 
     Each takes all slot tables, pending gradients and settings, and the position of the
-    segment, by which it finds its own.
+    section, by which it finds its own.
     """
 
     def __init__(self, spec: DecoderSpec, placement: StageSharding):
         """Makes the functions.
 
         Args:
-            spec: The segment.
+            spec: The section.
             placement: The devices of the decoder.
         """
         self._spec, self._passes = spec, StagePasses(spec, placement)
@@ -65,7 +65,7 @@ class SegmentPasses:
         at: Position,
         h: Hidden | None = None,
     ) -> tuple[Hidden, tuple[Array, ...]]:
-        """Runs another segment; see `StagePasses.forward`."""
+        """Runs another section; see `StagePasses.forward`."""
         inputs = self._inputs(settings, batch, keys, at)
         return self._passes.forward(base, self._tables(params, at), *inputs, h)
 
@@ -78,7 +78,7 @@ class SegmentPasses:
         at: Position,
         dh: Hidden,
     ) -> tuple[Pending, Hidden | None]:
-        """Runs another segment backward; see `StagePasses.backward`."""
+        """Runs another section backward; see `StagePasses.backward`."""
         own = self._pending(pending, at)
         new, dh_in = self._passes.backward(
             base, self._tables(params, at), residuals, own, dh
@@ -95,7 +95,7 @@ class SegmentPasses:
         at: Position,
         h: Hidden | None = None,
     ) -> Hidden | JobLosses:
-        """Runs a segment without dropout; see `StagePasses.evaluate`."""
+        """Runs a section without dropout; see `StagePasses.evaluate`."""
         inputs = self._inputs(settings, batch, keys, at)
         return self._passes.evaluate(base, self._tables(params, at), *inputs, h)
 

@@ -25,10 +25,10 @@ def deep(tmp_path_factory) -> dict:
     return SLOTS | {"model": str(folder), "window_steps": 1}
 
 
-def test_segments_train_what_one_program_trains(meshes, mesh_jobs, deep):
+def test_sections_train_what_one_program_trains(meshes, mesh_jobs, deep):
     """Four jobs through three slots, with dropout, lengths of all kinds and clipping.
 
-    There are eight programs of passes, of segments of two layers and of one.
+    There are eight programs of passes, of sections of two layers and of one.
     """
     one = meshes.once("fsdp=1", mesh_jobs, **deep)
     chain = meshes.once("fsdp=1", mesh_jobs, layers_per_program=2, **deep)

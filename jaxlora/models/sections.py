@@ -1,8 +1,8 @@
-"""Divides a decoder into segments, whose programs alike segments share.
+"""Divides a decoder into sections, whose programs alike sections share.
 
 XLA's time to compile a program grows with its layers, and those of a deep decoder are
-alike. So a decoder can run as a chain: its embedding, segments of some layers each, and
-its head. The programs of a segment take its position among the layers as an argument,
+alike. So a decoder can run as a chain: its embedding, sections of some layers each, and
+its head. The programs of a section take its position among the layers as an argument,
 and have nothing else in them that tells it from another one of the same kind.
 """
 
@@ -20,9 +20,9 @@ from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 
-_FIRST = 1  # number of the first layer of a segment in its own spec
+_FIRST = 1  # number of the first layer of a section in its own spec
 _FEW_LAYERS = 16  # are one program by default
-# Layers of a segment to choose from. With fewer, the ends of programs would cost time;
+# Layers of a section to choose from. With fewer, the ends of programs would cost time;
 # with more, a program takes longer to compile.
 _SIZES = range(4, 9)
 
@@ -31,10 +31,10 @@ _SIZES = range(4, 9)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """Position of a segment in its decoder, as an argument of its programs.
+    """Position of a section in its decoder, as an argument of its programs.
 
     Attributes:
-        layer: Number of layers before the segment, less `_FIRST`: what is added to the
+        layer: Number of layers before the section, less `_FIRST`: what is added to the
             numbers of its layers to get those of the model.
         linears: Row of each of its linears in `SlotSettings`.
         tables: Number of its first table in each of its stacks, sorted by their names.
@@ -46,12 +46,12 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Segment:
-    """A segment of a decoder: its embedding, some of its layers, or its head.
+class Section:
+    """A section of a decoder: its embedding, some of its layers, or its head.
 
     Attributes:
-        spec: The segment as a stage. That of layers is in the middle of a decoder with
-            one more layer at each end, so alike segments have equal specs.
+        spec: The section as a stage. That of layers is in the middle of a decoder with
+            one more layer at each end, so alike sections have equal specs.
         paths: Path of each of its frozen weights in the decoder, by path in `spec`.
         position: Its position, in arrays of NumPy.
     """
@@ -61,35 +61,35 @@ class Segment:
     position: Position
 
     def base(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the segment's frozen weights among those of the decoder."""
+        """Returns the section's frozen weights among those of the decoder."""
         return {own: base[path] for own, path in self.paths.items()}
 
 
-def segments(spec: DecoderSpec) -> tuple[Segment, ...]:
+def sections(spec: DecoderSpec) -> tuple[Section, ...]:
     """Divides a whole decoder by `layers_per_program` of its options.
 
-    The last segment of layers has fewer of them if their number is no multiple.
+    The last section of layers has fewer of them if their number is no multiple.
 
     Args:
         spec: The decoder.
 
     Returns:
-        The embedding, the segments of layers, and the head.
+        The embedding, the sections of layers, and the head.
     """
     size = spec.options.layers_per_program
     assert size is not None and spec.layers is None
     options = dataclasses.replace(spec.options, layers_per_program=None)
     whole = dataclasses.replace(spec, options=options)
     middle = [
-        _segment(whole, _middle(whole, layers), layers.start - _FIRST)
+        _section(whole, _middle(whole, layers), layers.start - _FIRST)
         for layers in _cut(whole, size)
     ]
     embedding, head = (_end(whole, is_head=is_head) for is_head in (False, True))
-    return _segment(whole, embedding, 0), *middle, _segment(whole, head, 0)
+    return _section(whole, embedding, 0), *middle, _section(whole, head, 0)
 
 
 def chosen_layers(spec: DecoderSpec) -> int | None:
-    """Chooses the layers of a segment for a short time to compile.
+    """Chooses the layers of a section for a short time to compile.
 
     Args:
         spec: A whole decoder.
@@ -107,7 +107,7 @@ def chosen_layers(spec: DecoderSpec) -> int | None:
 
 
 def _num_compiled(spec: DecoderSpec, size: int) -> int:
-    """Layers in the different segments of so many layers."""
+    """Layers in the different sections of so many layers."""
     kinds = {_middle(spec, layers) for layers in _cut(spec, size)}
     return sum(len(kind.layer_numbers) for kind in kinds)
 
@@ -138,7 +138,7 @@ def _with_layers(config: ModelConfig, windows: Sequence[int | None]) -> ModelCon
 
 
 def _middle(whole: DecoderSpec, layers: range) -> DecoderSpec:
-    """Makes a segment of layers, in the middle of a decoder with two more layers."""
+    """Makes a section of layers, in the middle of a decoder with two more layers."""
     shift = layers.start - _FIRST
     config, options = whole.config, whole.options
     windows = config.layer_windows[layers.start : layers.stop]
@@ -169,7 +169,7 @@ def _shifted(path: str, shift: int) -> str:
     return path
 
 
-def _segment(whole: DecoderSpec, own: DecoderSpec, shift: int) -> Segment:
+def _section(whole: DecoderSpec, own: DecoderSpec, shift: int) -> Section:
     rows = {path: row for row, path in enumerate(whole.adapted)}
     stacks = {stack.name: stack.paths for stack in whole.stacks}
     first = []
@@ -178,7 +178,7 @@ def _segment(whole: DecoderSpec, own: DecoderSpec, shift: int) -> Segment:
         start = stacks[name].index(there[0])
         assert list(stacks[name][start : start + len(there)]) == there
         first.append(start)
-    return Segment(
+    return Section(
         spec=own,
         paths={path: _shifted(path, shift) for path in own.base_shapes()},
         position=Position(
@@ -200,10 +200,10 @@ def _stacks(spec: DecoderSpec) -> dict[str, tuple[str, ...]]:
 def own_tables(
     spec: DecoderSpec, arrays: Mapping[str, Array], at: Position, *, axis: int
 ) -> dict[str, Array]:
-    """Returns a segment's tables in the stacks of its decoder, by name.
+    """Returns a section's tables in the stacks of its decoder, by name.
 
     Args:
-        spec: The segment.
+        spec: The section.
         arrays: The stacks of the decoder.
         at: Its position.
         axis: Axis of the layers.
@@ -222,12 +222,12 @@ def with_own_tables(
     *,
     axis: int,
 ) -> dict[str, Array]:
-    """Returns the stacks of a decoder with other tables of a segment.
+    """Returns the stacks of a decoder with other tables of a section.
 
     Args:
-        spec: The segment.
+        spec: The section.
         arrays: The stacks of the decoder.
-        own: The segment's tables.
+        own: The section's tables.
         at: Its position.
         axis: Axis of the layers.
     """
@@ -243,7 +243,7 @@ def with_own_tables(
 def own_settings(
     spec: DecoderSpec, settings: SlotSettings, at: Position
 ) -> SlotSettings:
-    """Returns the settings of the slots in a segment's linears and other modules."""
+    """Returns the settings of the slots in a section's linears and other modules."""
 
     def rows(values: Any) -> Any:
         return None if values is None else values[at.linears]

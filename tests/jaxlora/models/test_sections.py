@@ -1,4 +1,4 @@
-"""A decoder as a chain of segments computes what it computes as one program."""
+"""A decoder as a chain of sections computes what it computes as one program."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from jaxlora.hf.config import model_config
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.residuals import pull_back
-from jaxlora.models.segments import chosen_layers, segments
+from jaxlora.models.sections import chosen_layers, sections
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.train.execute.step import CompiledSteps
 from tests import tiny
@@ -86,16 +86,16 @@ KEPT = ("layers.3.mlp.up_proj", "layers.10.mlp.down_proj")
 
 
 @pytest.mark.parametrize("size", [1, 4, 5])
-def test_segments_are_the_decoder(size):
-    """Each weight, table and row of settings is in one segment, as what it is."""
+def test_sections_are_the_decoder(size):
+    """Each weight, table and row of settings is in one section, as what it is."""
     spec = in_programs(mixed_decoder(), size)
     stacks = {stack.name: stack.paths for stack in spec.stacks}
     weights, tables, rows, numbers = [], [], [], []
-    for segment in segments(spec):
-        own, at = segment.spec, segment.position
+    for section in sections(spec):
+        own, at = section.spec, section.position
         shapes, kinds = own.base_shapes(), spec.base_shapes()
-        assert all(shapes[p] == kinds[path] for p, path in segment.paths.items())
-        weights += segment.paths.values()
+        assert all(shapes[p] == kinds[path] for p, path in section.paths.items())
+        weights += section.paths.values()
         numbers += [number + at.layer for number in own.layer_numbers]
 
         def moved(path: str, shift=int(at.layer)) -> str:
@@ -121,10 +121,10 @@ def test_segments_are_the_decoder(size):
     assert numbers == list(range(12))
 
 
-def test_alike_segments_are_equal():
+def test_alike_sections_are_equal():
     """Also those of models of another depth."""
     shallow, deep = (
-        segments(in_programs(llama(with_layers(LLAMA_8B, n)), 4)) for n in (18, 32)
+        sections(in_programs(llama(with_layers(LLAMA_8B, n)), 4)) for n in (18, 32)
     )
     assert len({one.spec for one in deep}) == 3
     assert len({one.spec for one in shallow} | {one.spec for one in deep}) == 4
