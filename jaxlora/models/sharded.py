@@ -80,7 +80,7 @@ def _dim(path: str, shape: Sequence[int], fsdp: int) -> int | None:
 
 
 def layer_bytes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:
-    """Returns the bytes of the weights that are gathered for the largest layer.
+    """Returns the bytes of the weights that are gathered for the largest layer, if any.
 
     Args:
         shapes: Shape of each whole weight of a decoder, by path.
@@ -90,7 +90,7 @@ def layer_bytes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:
         if path.startswith("layers.") and len(shape.shape) > 1:
             number = path.split(".")[1]
             layers[number] += math.prod(shape.shape) * shape.dtype.itemsize
-    return max(layers.values())
+    return max(layers.values(), default=0)
 
 
 def run_sharded_layers(

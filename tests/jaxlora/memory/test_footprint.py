@@ -52,7 +52,9 @@ def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, f
     args = base, table.state, table.settings, limits
     programs = steps.passes.prepare(*args).compiled()
     job = {"name": "a", "data": {"path": "a.jsonl"}}
-    stages = MeshStages.of(RunConfig(model="m", jobs=(job,)), spec)
+    size = spec.options.layers_per_program or "auto"
+    run = RunConfig(model="m", jobs=(job,), layers_per_program=size)
+    stages = MeshStages.of(run, spec)
     measured = measured_footprint(stages, [programs], limits)
     assert measured is not None
     estimated = estimated_footprint(stages, 64, num_tokens)
@@ -61,13 +63,15 @@ def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, f
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
-def test_a_step_on_a_cpu():
+@pytest.mark.parametrize("layers_per_program", [None, 1])
+def test_a_step_on_a_cpu(layers_per_program):
     shape = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 32}
     spec = decoder(
         CONFIG | shape,
         adapted=("v_proj", "down_proj"),
         dtype=jnp.dtype("float32"),
         remat="mlp",
+        layers_per_program=layers_per_program,
         max_segment_tokens=256,
         mean_segment_tokens=100,
     )

@@ -9,11 +9,16 @@ import pytest
 
 from jaxlora.adapters.stage_sharding import ONE_DEVICE
 from jaxlora.hf.config import model_config
+from jaxlora.memory.inputs import settings_shapes
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.residuals import pull_back
 from jaxlora.models.sections import chosen_layers, sections
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.programs import key
+from jaxlora.programs.kept import KeptPrograms
+from jaxlora.programs.program import keep_programs, wait_until_kept
+from jaxlora.scheduler import Limits
 from jaxlora.train.execute.step import CompiledSteps
 from tests import tiny
 from tests.jaxlora.models.test_tensor_parallel import (
@@ -70,6 +75,28 @@ def test_a_chain_computes_what_one_program_does(name):
         assert relative_error(ours, theirs) < ROUNDING
     for stack, gradient in one[0].gradients.items():
         assert gradient.any(), stack
+
+
+def test_alike_sections_are_one_kept_program(tmp_path, monkeypatch):
+    """A second process would load the programs of each kind, and compile none."""
+    monkeypatch.setattr(key, "_IMPORTED", 2**63)  # also if a file is new
+    key.source_stamp.cache_clear()
+    keep_programs(KeptPrograms(folder=tmp_path))
+    spec = in_programs(make_spec(4, adapted=("q",)), 1)
+    args = settings_shapes(spec), Limits(capacity=48, block_tokens=8)
+    try:
+        for is_loaded in (False, True):
+            steps = CompiledSteps(spec)
+            state = steps.empty.jitted.eval_shape()
+            found = steps.passes.prepare(spec.base_shapes(), state, *args).each
+            assert len(found) == 4  # embedding, layers forward and backward, head
+            for one in found:
+                one.compiled()
+            assert all(one.is_loaded == is_loaded for one in found)
+            wait_until_kept()
+    finally:
+        keep_programs(None)
+        key.source_stamp.cache_clear()
 
 
 def mixed_decoder() -> DecoderSpec:

@@ -14,6 +14,7 @@ from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
 
+MESHES = ("data=2", "fsdp=2", "tensor=2", "fsdp=2,tensor=2")
 SLOTS = {"max_concurrent_jobs": 3, "slot_targets": r".*(down|q|v)_proj"}
 
 
@@ -77,6 +78,17 @@ def test_what_cannot_be_divided(meshes, mesh_jobs, deep):
     text = "layers_per_program: 2 is not supported, as slots train rows of an embedding"
     with pytest.raises(ConfigError, match=re.escape(text)):
         Trainer(config)
+
+
+@pytest.mark.needs_devices(4)
+@pytest.mark.parametrize(
+    "mesh",
+    ["data=2,tensor=2", *(pytest.param(m, marks=pytest.mark.grid) for m in MESHES)],
+)
+def test_sections_on_a_mesh(meshes, mesh_jobs, deep, mesh):
+    one = meshes.once("fsdp=1", mesh_jobs, **deep)
+    chain = meshes.once(mesh, mesh_jobs, layers_per_program=2, **deep)
+    assert_same_on_meshes(one, chain)
 
 
 @pytest.mark.needs_devices(2)
