@@ -89,7 +89,7 @@ class SlotTable:
         self._reference = reference
         # By slot: shapes of the tensors of each kind without their padding, by path,
         # and the name of the optimizer.
-        self._shapes: dict[int, dict[Kind, dict[str, Shape]]] = {}
+        self._shapes: dict[int, Mapping[Kind, Mapping[str, Shape]]] = {}
         self._optimizers: dict[int, str] = {}
 
     @property

@@ -179,14 +179,21 @@ def state_shapes(
 
 def own_shapes(
     optimizer: str, shapes: Mapping[str, Shape]
-) -> dict[Kind, dict[str, Shape]]:
+) -> Mapping[Kind, Mapping[str, Shape]]:
     """Returns the shapes of an adapter's state tensors, by kind and path.
 
     Args:
         optimizer: Name of the optimizer.
         shapes: Shapes of the trained tensors at their own ranks, by path.
     """
-    structs = {p: jax.ShapeDtypeStruct(s, jnp.float32) for p, s in shapes.items()}
+    return _own_shapes(optimizer, tuple(shapes.items()))
+
+
+@functools.lru_cache  # adapters of a sweep that start together have few shapes
+def _own_shapes(
+    optimizer: str, shapes: tuple[tuple[str, Shape], ...]
+) -> dict[Kind, dict[str, Shape]]:
+    structs = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes}
     found = state_shapes([optimizer], structs, axes=0)
     return {k: {p: s.shape for p, s in own.items()} for k, own in found.items()}
 

@@ -104,10 +104,14 @@ class StatusFile(Callback):
 
     def _write_soon(self) -> None:
         self._soon = None  # an event that comes now is put off anew
+        # The run says itself that its folder was removed; no part is made again.
+        if not self._path.exists():
+            return
         try:
             self._write()
         except BaseException as error:
-            self._failure = error
+            if self._path.exists():
+                self._failure = error
 
     def close(self) -> None:
         """Writes what was put off.
@@ -117,7 +121,9 @@ class StatusFile(Callback):
         """
         if (soon := self._soon) is not None:
             soon.cancel()
-            self._write()
+            self._write_soon()
+        if self._failure is not None:
+            raise self._failure
 
 
 def read_status(folder: pathlib.Path) -> SavedStatus:

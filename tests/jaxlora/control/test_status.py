@@ -104,6 +104,7 @@ def test_events_that_come_together_are_written_together(tmp_path, monkeypatch):
             done.set()
 
     monkeypatch.setattr(status_file, "write_text", write)
+    (tmp_path / "status.json").touch()
     names = [f"j{i}" for i in range(64)]
     tracker = StatusTracker()
     file = StatusFile(tmp_path, tracker)
@@ -114,6 +115,19 @@ def test_events_that_come_together_are_written_together(tmp_path, monkeypatch):
     # The last ones are written although no further event comes.
     assert done.wait(20)
     assert written < len(names) / 2
+
+
+def test_a_folder_that_is_removed_is_not_made_again(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    tracker = StatusTracker()
+    file = StatusFile(folder, tracker)
+    for event in EVENTS[:2]:
+        tracker.on_event(event)
+        file.on_event(event)
+    folder.rename(tmp_path / "moved")
+    file.close()
+    assert not folder.exists()
 
 
 def test_a_write_that_was_put_off_and_fails_ends_the_run(tmp_path, monkeypatch):
@@ -129,8 +143,7 @@ def test_a_write_that_was_put_off_and_fails_ends_the_run(tmp_path, monkeypatch):
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(status_file, "write_text", fail)
-    end = made_events.job_end("a", 10)
-    tracker.on_event(end)
+    tracker.on_event(end := made_events.job_end("a", 10))
     with pytest.raises(StorageError, match="the disk is full"):
         while True:
             file.on_event(end)
