@@ -1,6 +1,7 @@
 """The adapter that a new job starts from."""
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,7 @@ def fresh_adapter(
     # Programs on several devices must start in the same order on all, so no thread
     # runs them.
     made = {
-        name: _of_weight(job, module, kernels[name], _random(job, name), dtype)
+        name: _of_weight(job, name, module, kernels[name], dtype)
         for name, module in modules.items()
     }
     for name in modules.keys() & biases.keys():
@@ -89,10 +90,14 @@ def fresh_adapter(
                 tensors[tensor.name] = tensor.start(rng, kernels[name], rank)
         return {t.name: tensors[t.name].astype(np.float32) for t in own}
 
-    # NumPy draws without the interpreter's lock.
-    with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as pool:
-        tensors = dict(zip(modules, pool.map(drawn, modules), strict=True))
-    return _adapter(job, modules, kernels, tensors)
+    # NumPy draws without the interpreter's lock. A thread gets many modules, as small
+    # ones are drawn faster than they are handed over.
+    names, num_threads = tuple(modules), min(num_cores(), _MAX_THREADS)
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = (names[start::num_threads] for start in range(num_threads))
+        found = pool.map(lambda part: {name: drawn(name) for name in part}, parts)
+        tensors = dict(itertools.chain.from_iterable(one.items() for one in found))
+    return _adapter(job, modules, kernels, {name: tensors[name] for name in names})
 
 
 def _random(job: LoraJob, name: str) -> np.random.Generator:
@@ -102,9 +107,9 @@ def _random(job: LoraJob, name: str) -> np.random.Generator:
 
 def _of_weight(
     job: LoraJob,
+    name: str,
     module: ModuleLora,
     kernel: Any,
-    rng: np.random.Generator,
     dtype: DTypeLike,
 ) -> dict[str, np.ndarray]:
     """Makes the tensors that start from the frozen weight, or by a setting."""
@@ -114,8 +119,8 @@ def _of_weight(
         if tensor.from_weight is not None
     }
     if job.keeps_start:
-        init, rank = str(job.init_lora_weights), module.rank // 2
-        tensors |= kept_start(init, rng, kernel, rank, module.scaling)
+        given = str(job.init_lora_weights), _random(job, name), kernel
+        tensors |= kept_start(*given, module.rank // 2, module.scaling)
     if job.use_vera:
         tensors[VERA_D.name] = np.full(module.rank, job.d_initial)
     return tensors
