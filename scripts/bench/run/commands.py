@@ -36,10 +36,10 @@ def run_command(
     kill_when: Callable[[], bool] | None = None,
     python: str = sys.executable,
 ) -> Done:
-    """Runs a Python module to its end.
+    """Runs a Python module or script to its end.
 
     Args:
-        arguments: The module and its arguments.
+        arguments: The module, or a script that ends in .py, and its arguments.
         environment: Variables in addition to those of this process.
         kill_when: Kills the process once this holds.
         python: The interpreter.
@@ -47,11 +47,13 @@ def run_command(
     Raises:
         JaxloraError: It failed.
     """
+    is_script = arguments[0].endswith(".py")
+    command = [python, *([] if is_script else ["-m"]), *arguments]
     began, epoch = time.perf_counter(), time.time()
     lines: list[tuple[float, str]] = []
     was_killed = False
     with subprocess.Popen(
-        [python, "-m", *arguments],
+        command,
         env={**_without_own_cache(), **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

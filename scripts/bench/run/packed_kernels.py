@@ -1,6 +1,6 @@
 """Times a linear with many adapters in one call, as in Table 7 of PLoRA."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlora.bench.shapes import KernelCase
@@ -17,19 +17,24 @@ _PASSES = ("forward", "backward")
 _REPEATS, _SECONDS = 12, 0.15  # calls, and seconds of calls back to back
 
 
-def kernel_rows(tokens: int = 1024, rank: int = 64) -> Iterator[dict[str, Any]]:
+def kernel_rows(
+    known: Sequence[Mapping[str, Any]] = (), tokens: int = 1024, rank: int = 64
+) -> Iterator[dict[str, Any]]:
     """Yields the speed of a call over as many calls with one adapter each.
 
     `linear` is by device time with the frozen product, `adapters` without it, by
     subtraction, and `back_to_back` with it by wall time, forward and backward.
 
     Args:
+        known: Rows that are not measured again.
         tokens: Tokens of each adapter: a sample.
         rank: Rank of each.
     """
+    done = {(row.get("layer"), row.get("adapters")) for row in known}
     for name, shape in _WIDTHS.items():
-        one = _times(shape, 1, tokens, rank)
-        for count in _COUNTS:
+        counts = [count for count in _COUNTS if (name, count) not in done]
+        one = _times(shape, 1, tokens, rank) if counts else {}
+        for count in counts:
             many = _times(shape, count, tokens, rank)
             row: dict[str, Any] = {"row": "kernels", "layer": name, "adapters": count}
             for key in one:

@@ -31,7 +31,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -39,11 +39,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxlora.bench.report import Row, Rows, about, add_output_dir, sections, table
+from jaxlora.bench.report import Row, Rows, about, add_output_dir
+from jaxlora.bench.run import peft_step
 from jaxlora.bench.run.benchmark import device_name
 from jaxlora.bench.run.commands import Done, run_command
 from jaxlora.bench.run.inputs import Inputs, write_checkpoint
 from jaxlora.bench.run.packed_kernels import kernel_rows
+from jaxlora.bench.run.together_speeds import tables
 from jaxlora.bench.shapes import ANY_DEVICE, MODELS
 from jaxlora.run.log import METRICS_FILE, read_events
 
@@ -208,7 +210,8 @@ class Bench:
 
     def peft(self) -> Row:
         """Runs some steps of peft."""
-        command = ["jaxlora.bench.run.peft_step", str(self.work / "model")]
+        # By its path, as that interpreter need not have this package.
+        command = [peft_step.__file__, str(self.work / "model")]
         command += [str(self.work / "data.jsonl"), "2", str(_PEFT_STEPS)]
         done = self._done(command, self.peft_python)
         ends = [at for at, text in done.lines if text == "step ended"]
@@ -232,8 +235,13 @@ class Bench:
             run = lambda steps, name=name, count=count: self.packed(name, steps, count)
             self.warm_up(name, run)
 
-    def rows(self, cases: Sequence[str]) -> Iterator[Row]:
-        """Yields the rows of cases, in the order in which the cases are given."""
+    def rows(self, cases: Sequence[str], known: Sequence[Row] = ()) -> Iterator[Row]:
+        """Yields the rows of cases, in the order in which the cases are given.
+
+        Args:
+            cases: The cases.
+            known: Rows that there are already; kernels are not measured again.
+        """
         for case in cases:
             if case == "sweep":
                 yield self.sweep("sweep", self.steps, "none")
@@ -248,7 +256,7 @@ class Bench:
                 for count in self.packs:
                     yield self.packed(f"packed {count}", self.steps // 2, count)
             elif case == "kernels":
-                yield from kernel_rows()
+                yield from kernel_rows(known)
 
 
 _RATES = {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}
@@ -260,60 +268,6 @@ def _batches(settings: str) -> dict[str, int]:
         str(job.get("batch_size", 1)) for job in yaml.safe_load(settings)["jobs"]
     )
     return dict(sorted(found.items()))
-
-
-# ---- tables --------------------------------------------------------------------------
-
-
-def tables(rows: Sequence[Row]) -> str:
-    """Formats the rows, and the speeds that follow from them."""
-    hidden = {"commit", "device", "versions", "date", "batches"}
-    runs = [row for row in rows if row["row"] != "kernels"]
-    shown = [key for row in runs for key in row if key not in hidden]
-    kernels = [row for row in rows if row["row"] == "kernels"]
-    made = {"runs": table(runs, list(dict.fromkeys(shown)))}
-    for model in dict.fromkeys(row["model"] for row in runs):
-        found = {row["row"]: row for row in runs if row["model"] == model}
-        made[f"speed of {model}"] = table(list(speeds(found)))
-    made["kernels in one call"] = table(
-        kernels, [key for key in (kernels or [{}])[0] if key not in hidden | {"row"}]
-    )
-    return sections(made)
-
-
-def speeds(found: Mapping[str, Row]) -> Iterator[dict[str, Any]]:
-    """Yields speeds of the sweep over others, and of packed configurations."""
-    sweep, halving = found.get("sweep"), found.get("halving")
-    alone = {
-        int(name.rpartition(" ")[2]): row["seconds"]
-        for name, row in sorted(found.items())
-        if name.startswith("alone")
-    }
-    for row in (sweep, halving):
-        if row is None:
-            continue
-        batches = {int(size): count for size, count in row["batches"].items()}
-        if len(alone) > 1:
-            each = np.interp(list(batches), list(alone), list(alone.values()))
-            total = float(np.dot(list(batches.values()), each))
-            yield _speed(row, "one at a time", total)
-        if (peft := found.get("peft")) is not None:
-            yield _speed(row, "peft", sum(batches.values()) * peft["seconds"])
-    if sweep is not None and halving is not None:
-        yield _speed(halving, "sweep", sweep["seconds"])
-        yield _speed(halving, "sweep, training", sweep["training_s"], "training_s")
-    rate = "steady_tokens_per_second"
-    for many in found.values():
-        one = found.get("alone batch 1")
-        if many["row"].startswith("packed") and one is not None:
-            ratio = round(many[rate] / one[rate], 2)
-            yield {"row": many["row"], "over": "one alone, tokens/s", "speed": ratio}
-
-
-def _speed(row: Row, over: str, seconds: float, key: str = "seconds") -> dict[str, Any]:
-    speed = round(seconds / row[key], 2)
-    of = {"seconds": row[key], "seconds_of_the_other": round(seconds, 1)}
-    return {"row": row["row"], "over": over, "speed": speed, **of}
 
 
 def add_options(out: argparse.ArgumentParser) -> None:
@@ -355,7 +309,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
         "--compile-only", action="store_true", help="into --work, for a later call"
     )
     out.add_argument(
-        "--peft-python", default=sys.executable, help="interpreter with this and peft"
+        "--peft-python", default=sys.executable, help="interpreter that has peft"
     )
 
 
@@ -396,5 +350,5 @@ def _measure(bench: Bench, args: argparse.Namespace, rows: Rows) -> None:
     if args.compile_only:
         return
     end = {"model": args.model, "steps": args.steps} | about(device_name())
-    for row in bench.rows(args.cases):
+    for row in bench.rows(args.cases, tuple(rows.rows)):
         rows.add(dict(row) | end)

@@ -12,7 +12,8 @@ from jaxlora.bench.report import Timing
 from jaxlora.bench.run import together
 from jaxlora.bench.run.commands import Done
 from jaxlora.bench.run.packed_kernels import kernel_rows
-from jaxlora.bench.run.together import Bench, speeds, tables
+from jaxlora.bench.run.together import Bench
+from jaxlora.bench.run.together_speeds import speeds, tables
 from jaxlora.config.run_file import RunFile
 from jaxlora.run.log import METRICS_FILE
 
@@ -67,6 +68,7 @@ def test_kernels_in_one_call_over_as_many_calls(monkeypatch):
     row = next(row for row in rows if row["adapters"] == 8)
     for key in ("linear_forward", "linear_backward", "back_to_back"):
         assert row[f"{key}_speed"] == round(8 * 15 / 29, 2)
+    assert list(kernel_rows(rows[:4])) == rows[4:]
     assert row["adapters_backward_us"] == 10.0
     assert row["adapters_backward_speed"] == 8.0  # as long for one as for eight
 
