@@ -13,7 +13,15 @@ from tests import tiny
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.test_preferences import write_pairs
+from tests.jaxlora.train.test_reference import job
 
+# The references are passes of their own, above all linears.
+COMPARED = {
+    "microbatch_tokens": 512,
+    "max_concurrent_jobs": 2,
+    "slot_targets": ["q_proj"],
+}
 MESHES = ("data=2", "fsdp=2", "tensor=2", "fsdp=2,tensor=2")
 SLOTS = {"max_concurrent_jobs": 3, "slot_targets": r".*(down|q|v)_proj"}
 
@@ -69,6 +77,19 @@ def test_an_interrupted_run_continues_in_other_programs(
         assert_same_on_meshes(whole, resumed)
         if size == 2:
             assert resumed.bytes == whole.bytes
+
+
+def test_references_and_baselines(meshes, tmp_path):
+    """DPO with DoRA, and KTO with a whole copy of the head, in one run."""
+    path = write_pairs(tmp_path / "pairs.jsonl", 9, seed=0)
+    jobs = [
+        job(name, name, path, {"reference_logps": "in_step"}, **own)
+        for name, own in (("dpo", {}), ("kto", {"modules_to_save": ["lm_head"]}))
+    ]
+    jobs = [one.replace(trainable_token_indices=()) for one in jobs]
+    one = meshes.train("fsdp=1", jobs, **COMPARED)
+    chain = meshes.train("fsdp=1", jobs, layers_per_program=1, **COMPARED)
+    assert_same_on_meshes(one, chain)
 
 
 def test_what_cannot_be_divided(meshes, mesh_jobs, deep):
