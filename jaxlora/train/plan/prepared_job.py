@@ -116,6 +116,11 @@ class PreparedJob:
             found["reference_fingerprint"] = self.reference.product_fingerprint()
         return found
 
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What is compared when the job is resumed; a run asks often."""
+        return self.settings.model_dump(mode="json") | self.fingerprints
+
     @property
     def objective(self) -> Objective:
         """The job's objective, which defines its loss."""

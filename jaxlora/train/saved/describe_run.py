@@ -57,15 +57,8 @@ def run_identity(plan: RunPlan, base: str, jobs: Sequence[PreparedJob]) -> RunId
             "max_concurrent_jobs": spec.slots.num_slots,
             "slot_rank": spec.slots.rank,
         },
-        jobs=_described(jobs),
+        jobs={job.name: job.identity for job in jobs},
     )
-
-
-def _described(jobs: Sequence[PreparedJob]) -> dict[str, dict[str, Any]]:
-    return {
-        job.name: job.settings.model_dump(mode="json") | job.fingerprints
-        for job in jobs
-    }
 
 
 def _base_settings(model: PlannedModel) -> dict[str, Any]:
@@ -229,7 +222,8 @@ def check_saved_states(
 
 def _planned_identity(model: PlannedModel, jobs: Sequence[PreparedJob]) -> RunIdentity:
     """Returns what must not change in a resumed run, but for the base itself."""
-    return RunIdentity(base="", settings=_base_settings(model), jobs=_described(jobs))
+    described = {job.name: job.identity for job in jobs}
+    return RunIdentity(base="", settings=_base_settings(model), jobs=described)
 
 
 def check_resumes(
