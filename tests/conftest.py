@@ -111,8 +111,8 @@ def compiled_quickly():
 def compiled_normally(compiled_quickly):
     """A module's programs are compiled with LLVM's optimizations.
 
-    It is for the interpreters of kernels, as a thread of Mosaic's once crashed in a
-    quick compilation.
+    It is for tests of the memory that a program needs: XLA's CPU compiler chooses some
+    of its fusions by them.
     """
     if jax.default_backend() != "cpu":
         yield

@@ -20,7 +20,7 @@ from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 
-from tests.pallas_kernels.numpy_jaxpr import evaluate
+from tests.pallas_kernels.numpy_jaxpr import compile_functions, evaluate
 
 _Copy = gpu_callbacks.AsyncCopyGmemToSmemTask
 _BLOCK_BYTES = 8192
@@ -98,6 +98,7 @@ def adjust(monkeypatch) -> list[_Races]:
         A list to which each kernel that runs adds the state of its race detector.
     """
     found = []
+    compile_functions()
 
     def races(*args, **kwargs):
         found.append(_Races(*args, **kwargs))

@@ -5,11 +5,25 @@ hundreds of operations on single numbers and on a few small tiles. NumPy takes l
 to run it.
 """
 
+import functools
 from collections.abc import Iterable
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+
+@functools.cache
+def compile_functions() -> None:
+    """Compiles the functions that JAX evaluates, as XLA's rounding is compared with.
+
+    A thread of a kernel that compiled them might end the process: LLVM has once crashed
+    in such a thread, as programs of tests are compiled quickly.
+    """
+    for shape in ((64,), (64, 64)):
+        for function in (lax.exp_p, lax.logistic_p, lax.rsqrt_p):
+            function.bind(np.ones(shape, np.float32), accuracy=None)
 
 
 def _quotient(x, y):
@@ -17,6 +31,23 @@ def _quotient(x, y):
     if np.issubdtype(x.dtype, np.integer):
         return (x - np.fmod(x, y)) // y
     return x / y
+
+
+def _shifted_right(x, places):
+    """Shifts bits; zeros come in, also into a negative number."""
+    unsigned = np.dtype(f"u{x.dtype.itemsize}")
+    return (x.view(unsigned) >> places.astype(unsigned)).view(x.dtype)
+
+
+def _iota(*, dtype, shape, dimension, **_):
+    ones = [1] * len(shape)
+    ones[dimension] = shape[dimension]
+    numbers = np.arange(shape[dimension], dtype=dtype).reshape(ones)
+    return np.broadcast_to(numbers, shape)
+
+
+def _stack(*arrays, axis):
+    return np.stack(arrays, axis)
 
 
 def _broadcast(x, *, shape, broadcast_dimensions, **_):
@@ -57,6 +88,8 @@ _ELEMENTWISE = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "not": np.invert,
+    "shift_left": np.left_shift,
+    "shift_right_logical": _shifted_right,
     "select_n": lambda which, first, second: np.where(which, second, first),
 }
 _WITH_PARAMETERS = {
@@ -66,6 +99,8 @@ _WITH_PARAMETERS = {
     "squeeze": lambda x, *, dimensions: np.squeeze(x, dimensions),
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
+    "iota": _iota,
+    "stack": _stack,
 }
 
 

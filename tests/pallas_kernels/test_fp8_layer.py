@@ -23,8 +23,6 @@ from tests.pallas_kernels.problems import (
     weight_of,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_normally")
-
 RANKS, RATES = (8, 3, 16), (0.0, 0.5, 0.1)
 
 

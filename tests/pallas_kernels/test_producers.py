@@ -20,11 +20,10 @@ from jaxlora.pallas_kernels.mosaic.producers import Side, produce
 from jaxlora.pallas_kernels.mosaic.products import shrink
 from jaxlora.pallas_kernels.routing import make_blocks
 from tests.deviceless import compile_deviceless
+from tests.drawn import Draws
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import mosaic_kernels
 from tests.pallas_kernels.problems import given_mask
-
-pytestmark = pytest.mark.usefixtures("compiled_normally")
 
 SLOTS = np.array([2, -1, 0, 1], np.int32)
 ROWS, NUM_SLOTS = 64 * len(SLOTS), 3
@@ -73,10 +72,10 @@ class Problem:
     def __init__(self, name, dtype=jnp.bfloat16):
         self.function, *numbers, self.sides, kind, k, rank = CASES[name]
         num_tiles, num_rows, num_features = numbers
-        keys = iter(jax.random.split(jax.random.key(0), 8))
-        normal = lambda *shape: jax.random.normal(next(keys), shape).astype(dtype)
+        draws = Draws(0)
+        normal = lambda *shape: draws.normal(*shape, dtype=dtype)
         self.tiles = [2 * normal(ROWS, k) for _ in range(num_tiles)]
-        self.rows = [jnp.exp(jax.random.normal(next(keys), (ROWS,)))] * num_rows
+        self.rows = [jnp.exp(draws.normal(ROWS))] * num_rows
         self.features = [1 + normal(k) / 8] * num_features
         self.a = [normal(NUM_SLOTS, rank, k) for _ in self.sides]
         row = jnp.full((len(self.sides), NUM_SLOTS), rank)

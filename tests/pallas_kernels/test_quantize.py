@@ -1,6 +1,5 @@
 """The quantizing shrink kernel gives XLA's e4m3 to the bit, and shrink's s."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ from jaxlora.pallas_kernels.mosaic.products import (
     shrink,
 )
 from jaxlora.pallas_kernels.routing import make_blocks
+from tests.drawn import Draws
 from tests.pallas_kernels.fused import mosaic_kernels
 from tests.pallas_kernels.problems import given_mask
-
-pytestmark = pytest.mark.usefixtures("compiled_normally")
 
 SLOTS = np.array([2, -1, 0, 1], np.int32)
 NUM_SLOTS, LARGEST = 3, 448.0
@@ -62,12 +60,12 @@ def test_rows_are_quantized_beside_s(
     k, rank, num_projections, dtype, masks, has_factors
 ):
     """Slot 1 adapts nothing, but its rows are quantized; a row and padding are NaN."""
-    keys = iter(jax.random.split(jax.random.key(0), 2 + num_projections))
-    x = jax.random.normal(next(keys), (64 * len(SLOTS), k), dtype)
+    draws = Draws(0)
+    x = draws.normal(64 * len(SLOTS), k, dtype=dtype)
     x = x.at[64:128].set(jnp.nan).at[5].set(jnp.nan).at[7].set(0)
     shape = (NUM_SLOTS, rank, k)
-    a = [jax.random.normal(next(keys), shape, dtype) for _ in range(num_projections)]
-    features = jnp.exp(jax.random.normal(next(keys), (k,))) if has_factors else None
+    a = [draws.normal(*shape, dtype=dtype) for _ in range(num_projections)]
+    features = jnp.exp(draws.normal(k)) if has_factors else None
     scaled = x.astype(jnp.float32) * (1 if features is None else features)
     scale = jnp.maximum(jnp.abs(scaled).max(axis=1) / LARGEST, 1e-30)
     inverse = 1 / scale

@@ -12,6 +12,7 @@ from jaxlora.pallas_kernels.triton.dual import dual
 from jaxlora.pallas_kernels.triton.launch import Tile
 from jaxlora.pallas_kernels.triton.outer import outer
 from jaxlora.pallas_kernels.triton.target import interpreted, present_target
+from tests import drawn
 from tests.pallas_kernels import triton_interpreter
 
 # Slot 1 has two parts; slot 2 is switched off; slot 3 has no rows.
@@ -38,7 +39,7 @@ def run(kernel, *arguments, slots=SLOTS, tile=TILE):
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float16)
+    return drawn.normal(seed, shape, jnp.float16)
 
 
 def settings_of(ranks=RANKS, num_projections=1):

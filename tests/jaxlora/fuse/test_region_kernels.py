@@ -15,8 +15,6 @@ from tests.jaxlora.fuse.row_functions import SWIGLU
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import mosaic_kernels
 
-pytestmark = pytest.mark.usefixtures("compiled_normally")
-
 BLOCK = dataclasses.replace(SWIGLU, shape=(2, 64, 128), inner=128, keep=0.75)
 # Adapters of their own for each sequence.
 RUN = jax.vmap(BLOCK, in_axes=(0, None, 0))

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.modules.loss import target_nll
+from tests.drawn import Draws, normal
 from tests.oracle import relative_error
 
 D, V, BLOCK = 16, 50, 8
@@ -16,17 +17,22 @@ IDS = np.array([[3, 7, -1], [7, 0, 49], [-1, -1, -1]], np.int32)
 T = len(BLOCKS) * BLOCK
 
 
+def gradients(f, argnums=0):
+    """Compiles the gradients and the value of a function with a further result."""
+    return jax.jit(jax.grad(f, argnums, has_aux=True))
+
+
 def make() -> tuple[TokenRows, jax.Array, jax.Array]:
     """The rows of three slots, of which the last has none; embedding and tokens."""
-    keys = iter(jax.random.split(jax.random.key(0), 3))
+    rng, draws = np.random.default_rng(0), Draws(0)
     rows = TokenRows(3, 3, D)
     rows.ids[...] = jnp.asarray(IDS)
-    drawn = jax.random.normal(next(keys), (3, 3, D))
+    drawn = draws.normal(3, 3, D)
     rows.rows[...] = jnp.where(IDS[:, :, None] >= 0, drawn, 0)
-    table = jax.random.normal(next(keys), (V, D))
-    tokens = jax.random.randint(next(keys), (T,), 0, V)
-    tokens = tokens.at[:BLOCK].set(7).at[9].set(3).at[10].set(49).at[35].set(7)
-    return rows, table, tokens
+    tokens = rng.integers(0, V, T).astype(np.int32)
+    tokens[:BLOCK] = 7
+    tokens[[9, 10, 35]] = 3, 49, 7
+    return rows, draws.normal(V, D), jnp.asarray(tokens)
 
 
 def with_table(layer: TokenRows, rows: jax.Array) -> TokenRows:
@@ -45,7 +51,7 @@ def embedding_of(rows, table, slot: int):
 
 def test_each_slot_looks_up_its_own_rows():
     layer, table, tokens = make()
-    weight = jax.random.normal(jax.random.key(3), (T, D))
+    weight = normal(3, (T, D))
 
     def ours(rows):
         h = with_table(layer, rows).looked_up(
@@ -62,8 +68,8 @@ def test_each_slot_looks_up_its_own_rows():
         return (h * weight).sum(), h
 
     start = layer.rows[...]
-    found, h = jax.grad(ours, has_aux=True)(start)
-    exact, h_wanted = jax.grad(wanted, has_aux=True)(start)
+    found, h = gradients(ours)(start)
+    exact, h_wanted = gradients(wanted)(start)
     np.testing.assert_array_equal(h, h_wanted)
     assert relative_error(found, exact) < 1e-6
     assert found[1, 0].any() and not found[2].any()
@@ -73,10 +79,8 @@ def test_each_slot_looks_up_its_own_rows():
 def test_a_head_has_the_rows_of_each_slot(is_tied):
     """A tied head is stored V D, another one D V."""
     layer, table, labels = make()
-    keys = jax.random.split(jax.random.key(5), 3)
-    hidden = jax.random.normal(keys[0], (T, D))
-    is_target = jax.random.uniform(keys[1], (T,)) < 0.6
-    weight = jax.random.normal(keys[2], (T,))
+    hidden, weight = normal(5, (T, D)), normal(6, (T,))
+    is_target = jnp.asarray(np.random.default_rng(7).random(T) < 0.6)
     hidden = jnp.where(is_target[:, None], hidden, jnp.nan)
     cap = 5.0
 
@@ -105,14 +109,14 @@ def test_a_head_has_the_rows_of_each_slot(is_tied):
         return (nll * weight).sum(), nll
 
     arguments = layer.rows[...], hidden
-    found, nll = jax.grad(ours, argnums=(0, 1), has_aux=True)(*arguments)
-    exact, nll_wanted = jax.grad(wanted, argnums=(0, 1), has_aux=True)(*arguments)
+    found, nll = gradients(ours, (0, 1))(*arguments)
+    exact, nll_wanted = gradients(wanted, (0, 1))(*arguments)
     assert relative_error(nll, nll_wanted) < 1e-6
     for one, other in zip(found, exact, strict=True):
         assert relative_error(one, other) < 1e-5
     # Rows that have diverged stay those of their slot.
     rows, hidden = arguments[0].at[0, 1].set(jnp.nan), jnp.nan_to_num(hidden)
-    found, nll = jax.grad(ours, argnums=(0, 1), has_aux=True)(rows, hidden)
+    found, nll = gradients(ours, (0, 1))(rows, hidden)
     mine = np.repeat(BLOCKS == 0, BLOCK)
     assert np.isnan(nll[mine & is_target]).all()
     assert np.isfinite(nll[~mine]).all() and np.isfinite(found[1][~mine]).all()

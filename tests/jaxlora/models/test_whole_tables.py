@@ -10,6 +10,7 @@ from jaxlora.models.whole_tables import WholeTables
 from jaxlora.modules import loss
 from jaxlora.modules.loss import SoftLabels
 from jaxlora.modules.whole_head import whole_nll, with_whole_logits
+from tests.drawn import Draws, normal
 from tests.oracle import relative_error
 
 G, V, D, BLOCK = 4, 50, 16, 8
@@ -19,15 +20,21 @@ T = len(BLOCKS) * BLOCK
 MINE = np.repeat(np.isin(BLOCKS, (0, 1)), BLOCK)
 
 
+def gradients(f, argnums=0):
+    """Compiles the gradients and the value of a function with a further result."""
+    return jax.jit(jax.grad(f, argnums, has_aux=True))
+
+
 def make() -> tuple[WholeTables, jax.Array, jax.Array]:
     """The copies of the slots; hidden states and tokens, many of them equal."""
-    keys = jax.random.split(jax.random.key(0), 3)
+    rng, draws = np.random.default_rng(0), Draws(0)
     layer = WholeTables(G, V, D)
     layer.is_trained[...] = jnp.asarray(TRAINED)
-    drawn = jax.random.normal(keys[0], (G, V, D))
+    drawn = draws.normal(G, V, D)
     layer.table[...] = jnp.where(TRAINED[:, None, None], drawn, 0)
-    tokens = jax.random.randint(keys[1], (T,), 0, V) % 7
-    return layer, jax.random.normal(keys[2], (T, D)), tokens.at[3].set(V - 1)
+    tokens = rng.integers(0, V, T).astype(np.int32) % 7
+    tokens[3] = V - 1
+    return layer, draws.normal(T, D), jnp.asarray(tokens)
 
 
 def with_table(layer: WholeTables, table: jax.Array) -> WholeTables:
@@ -39,7 +46,7 @@ def with_table(layer: WholeTables, table: jax.Array) -> WholeTables:
 
 def test_each_slot_looks_up_its_own_rows():
     layer, frozen, tokens = make()
-    weight = jax.random.normal(jax.random.key(3), (T, D))
+    weight = normal(3, (T, D))
     slots = jnp.repeat(jnp.asarray(BLOCKS), BLOCK)
 
     def ours(table, frozen):
@@ -52,8 +59,8 @@ def test_each_slot_looks_up_its_own_rows():
         return (h * weight).sum(), h
 
     arguments = layer.table[...], frozen
-    found, h = jax.grad(ours, argnums=(0, 1), has_aux=True)(*arguments)
-    exact, h_wanted = jax.grad(wanted, argnums=(0, 1), has_aux=True)(*arguments)
+    found, h = gradients(ours, (0, 1))(*arguments)
+    exact, h_wanted = gradients(wanted, (0, 1))(*arguments)
     np.testing.assert_array_equal(h, h_wanted)
     for one, other in zip(found, exact, strict=True):
         assert relative_error(one, other) < 1e-6
@@ -67,15 +74,15 @@ def test_each_slot_has_its_own_head(has_shares, monkeypatch):
     monkeypatch.setattr(loss, "_MAX_LOGITS_BYTES", 4 * V * 8)
     assert loss.chunk_rows(V, T) == 8
     layer, hidden, labels = make()
-    keys = jax.random.split(jax.random.key(5), 3)
-    is_target = jax.random.uniform(keys[0], (T,)) < 0.7
-    weight, cap = jax.random.normal(keys[1], (T,)), 5.0
+    rng = np.random.default_rng(5)
+    is_target = jnp.asarray(rng.random(T) < 0.7)
+    weight, cap = normal(6, (T,)), 5.0
     hidden = jnp.where(is_target[:, None], hidden, jnp.nan)
     slots, shares = jnp.repeat(jnp.asarray(BLOCKS), BLOCK), None
     given = labels
     if has_shares:
         ids = jnp.stack([labels, (labels + 11) % V], axis=1)
-        drawn = jax.random.uniform(keys[2], (T, 2))
+        drawn = jnp.asarray(rng.random((T, 2)), jnp.float32)
         shares = SoftLabels(ids, drawn, jnp.linspace(0.5, 1.5, T))
         given = shares
 
@@ -98,8 +105,8 @@ def test_each_slot_has_its_own_head(has_shares, monkeypatch):
         return (nll * weight).sum(), nll
 
     arguments = layer.table[...], hidden
-    found, nll = jax.grad(ours, argnums=(0, 1), has_aux=True)(*arguments)
-    exact, nll_wanted = jax.grad(wanted, argnums=(0, 1), has_aux=True)(*arguments)
+    found, nll = gradients(ours, (0, 1))(*arguments)
+    exact, nll_wanted = gradients(wanted, (0, 1))(*arguments)
     assert relative_error(nll, nll_wanted) < 1e-6
     for one, other in zip(found, exact, strict=True):
         assert relative_error(one, other) < 1e-5
@@ -114,7 +121,7 @@ def test_each_slot_has_its_own_head(has_shares, monkeypatch):
 def _check_divergence(ours, arguments, healthy, is_target):
     """A copy that has diverged changes no bit of other slots."""
     table, hidden = arguments[0].at[0, 1].set(jnp.nan), arguments[1]
-    found, nll = jax.grad(ours, argnums=(0, 1), has_aux=True)(table, hidden)
+    found, nll = gradients(ours, (0, 1))(table, hidden)
     sick = np.repeat(BLOCKS == 0, BLOCK)
     assert np.isnan(nll[sick & is_target]).all()
     for one, other in zip((nll, found[1]), (healthy[0], healthy[2]), strict=True):
@@ -122,6 +129,6 @@ def _check_divergence(ours, arguments, healthy, is_target):
     np.testing.assert_array_equal(found[0][1:], healthy[1][1:])
     # So does a loss whose weight has diverged, of the first row, which is of slot 1.
     weight = jnp.ones(T)
-    wanted, _ = jax.grad(ours, has_aux=True)(*arguments, weight)
-    found, _ = jax.grad(ours, has_aux=True)(*arguments, weight.at[0].set(jnp.nan))
+    wanted, _ = gradients(ours)(*arguments, weight)
+    found, _ = gradients(ours)(*arguments, weight.at[0].set(jnp.nan))
     np.testing.assert_array_equal(found[0], wanted[0])

@@ -9,6 +9,7 @@ import numpy as np
 from jaxlora.modules.attention import compiler_options, packed_attention
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.scoring import PLAIN
+from tests.drawn import Draws
 
 MEAN = 8  # tokens of a sample: cuDNN gets room for many short ones
 # Values in a row of a diverged sample, of which some are finite but too large for a
@@ -49,9 +50,9 @@ def dense(q, k, v, segment_ids, scoring=PLAIN):
 
 def problem(rows, heads, kv_heads, e, dtype, seed=0):
     """Returns q, k, v and the gradient of the output."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    shapes = ((rows, n, e) for n in (heads, kv_heads, kv_heads, heads))
-    return [jax.random.normal(*z, dtype) for z in zip(keys, shapes, strict=True)]
+    draws = Draws(seed)
+    numbers = heads, kv_heads, kv_heads, heads
+    return [draws.normal(rows, n, e, dtype=dtype) for n in numbers]
 
 
 def both_ways(attend, q, k, v, dout):

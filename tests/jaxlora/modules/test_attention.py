@@ -1,5 +1,6 @@
 """Compares `packed_attention` with softmax attention of each sample alone."""
 
+import functools
 import itertools
 
 import jax
@@ -12,11 +13,13 @@ from jaxlora.modules import banded_attention
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.scoring import Scoring
+from tests.drawn import Draws, normal
 from tests.jaxlora.modules.attention_cases import (
     BAD,
     LARGEST,
     PIECES,
     WHERE,
+    both_ways,
     check_bad_row,
     check_isolation,
     compiled,
@@ -33,9 +36,8 @@ T = 256
 
 
 def inputs(seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    shapes = ((T, H, E), (T, HK, E), (T, HK, E))
-    return tuple(jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    draws = Draws(seed)
+    return tuple(draws.normal(T, heads, E) for heads in (H, HK, HK))
 
 
 def segments():
@@ -59,20 +61,19 @@ def alone(q, k, v, window):
 @pytest.mark.parametrize("longest", [90, 200, T, 1000])
 def test_each_sample_as_if_alone(window, longest):
     q, k, v = inputs()
-    actual = packed_attention(
-        q,
-        k,
-        v,
-        segments(),
+    attend = functools.partial(
+        packed_attention,
         lengths=SegmentLengths(longest),
         scoring=Scoring(window=window),
     )
+    actual = np.asarray(jax.jit(attend)(q, k, v, segments()))
+    q, k, v = map(np.asarray, (q, k, v))
     starts = np.cumsum((0, *LENGTHS))
     for start, end in itertools.pairwise(starts):
         rows = slice(start, end)
         wanted = alone(q[rows], k[rows], v[rows], window)
         assert relative_error(actual[rows], wanted) < 2e-6
-    assert not np.asarray(actual[starts[-1] :]).any()
+    assert not actual[starts[-1] :].any()
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -118,18 +119,20 @@ def test_blocks_in_turn_are_blocks_together(window, score_bytes, monkeypatch):
     ids = jnp.concatenate(
         [jnp.where(segments() < 0, -1, segments() + 9 * i) for i in range(4)]
     )
-    dy = jax.random.normal(jax.random.key(5), q.shape)
+    dy = normal(5, q.shape)
 
-    def run(q, k, v):
-        return packed_attention(
-            q, k, v, ids, lengths=SegmentLengths(90), scoring=Scoring(window=window)
+    def run():
+        attend = functools.partial(
+            packed_attention,
+            segment_ids=ids,
+            lengths=SegmentLengths(90),
+            scoring=Scoring(window=window),
         )
+        return jax.jit(functools.partial(both_ways, attend))(q, k, v, dy)
 
-    together, vjp_together = jax.vjp(run, q, k, v)
-    wanted = together, *vjp_together(dy)
+    together = run()
     monkeypatch.setattr(banded_attention, "_MAX_SCORE_BYTES", score_bytes)
-    in_turn, vjp_in_turn = jax.vjp(run, q, k, v)
-    for got, want in zip((in_turn, *vjp_in_turn(dy)), wanted, strict=True):
+    for got, want in zip(run(), together, strict=True):
         assert relative_error(got, want) < 1e-6
 
 
@@ -153,8 +156,12 @@ def test_a_band_shorter_than_a_sample_would_be_wrong():
     """Negative control of `SegmentLengths.longest`."""
     q, k, v = (jnp.concatenate([z, z]) for z in inputs())
     ids = jnp.zeros(2 * T, jnp.int32)
-    short = packed_attention(q, k, v, ids, lengths=SegmentLengths(2))
-    full = packed_attention(q, k, v, ids, lengths=SegmentLengths(2 * T))
+    short, full = (
+        jax.jit(functools.partial(packed_attention, lengths=SegmentLengths(n)))(
+            q, k, v, ids
+        )
+        for n in (2, 2 * T)
+    )
     assert relative_error(short, full) > 1e-2
 
 

@@ -1,5 +1,7 @@
 """Compares `target_nll` and its gradient with the definition."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,17 +9,18 @@ import pytest
 
 from jaxlora.modules import loss
 from jaxlora.modules.loss import SoftLabels, target_nll
+from tests.drawn import normal
 from tests.oracle import assert_as_accurate_as, relative_error
 
 D, V = 16, 50
 
 
 def problem(t, share, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(t), 4)
-    hidden = jax.random.normal(keys[0], (t, D), dtype)
-    head = jax.random.normal(keys[1], (D, V), dtype)
-    labels = jax.random.randint(keys[2], (t,), 0, V)
-    return hidden, head, labels, jax.random.uniform(keys[3], (t,)) < share
+    rng = np.random.default_rng(t)
+    hidden = rng.standard_normal((t, D), np.float32).astype(dtype)
+    head = rng.standard_normal((D, V), np.float32).astype(dtype)
+    labels = rng.integers(0, V, t).astype(np.int32)
+    return tuple(map(jnp.asarray, (hidden, head, labels, rng.random(t) < share)))
 
 
 def definition(hidden, head, labels, is_target):
@@ -30,9 +33,10 @@ def tied(hidden, head, labels, is_target):
     return target_nll(hidden, head.T, labels, is_target, head_transposed=True)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def with_gradient(f, hidden, head, labels, is_target):
     value, vjp = jax.vjp(lambda h: f(h, head, labels, is_target), hidden)
-    weight = jax.random.normal(jax.random.key(1), value.shape).astype(value.dtype)
+    weight = normal(1, value.shape, value.dtype)
     return value, vjp(weight)[0]
 
 
@@ -45,7 +49,7 @@ def test_matches_the_definition(t, share, op):
     nll_wanted, dh_wanted = with_gradient(definition, *rows)
     assert relative_error(nll, nll_wanted) < 1e-6
     assert relative_error(dh, dh_wanted) < 1e-5
-    np.testing.assert_array_equal(op(*rows), nll)
+    np.testing.assert_array_equal(jax.jit(op)(*rows), nll)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

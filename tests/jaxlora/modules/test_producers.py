@@ -17,8 +17,6 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
 from tests.pallas_kernels.fused import ON_HOPPER, mosaic_kernels
 
-pytestmark = pytest.mark.usefixtures("compiled_normally")
-
 T, D, F, RANK = 192, 128, 128, 8
 SLOTS = np.array([1, 0, -1], np.int32)
 CONFIG = ModelConfig(

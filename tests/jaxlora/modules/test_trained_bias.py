@@ -41,7 +41,7 @@ def test_output_and_gradients_are_those_of_the_definition():
         y = nnx.merge(graph, tables, rest)(x, routing)
         return (y * dy).sum(), y
 
-    (found, dx), y = jax.grad(loss, argnums=(0, 1), has_aux=True)(tables, x)
+    (found, dx), y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(tables, x)
     rows = np.repeat(BLOCKS, BLOCK)
     for slot in (0, 1, 2):
         here = rows == slot

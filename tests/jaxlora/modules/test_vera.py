@@ -18,6 +18,11 @@ MIXED = SlotShape(num_slots=3, rank=6, settings=("use_vera",))
 ALONE = dataclasses.replace(MIXED, has_lora=False)
 
 
+def gradients(f, argnums=0):
+    """Compiles the gradients and the value of a function with a further result."""
+    return jax.jit(jax.grad(f, argnums, has_aux=True))
+
+
 def draw(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
 
@@ -47,7 +52,7 @@ def test_output_and_gradients_are_those_of_the_definition(slots):
         y = nnx.merge(graph, tables, rest)(x, routing)
         return (y * dy).sum(), y
 
-    (dtables, dx), y = jax.grad(loss, argnums=(0, 1), has_aux=True)(tables, x)
+    (dtables, dx), y = gradients(loss, (0, 1))(tables, x)
     own = np.repeat(np.array(BLOCKS), BLOCK) == 1
     a, b = layer.vera_a[1], layer.vera_b[1]
 
@@ -57,7 +62,7 @@ def test_output_and_gradients_are_those_of_the_definition(slots):
         return (y * dy[own]).sum(), y
 
     d, factor = (getattr(layer, t.name)[1] for t in (VERA_D, VERA_B))
-    grads, out = jax.grad(wanted, argnums=(0, 1), has_aux=True)((d, factor), x[own])
+    grads, out = gradients(wanted, (0, 1))((d, factor), x[own])
     (of_d, of_b), of_x = grads
     assert relative_error(y[own], out) < 1e-5
     assert relative_error(dx[own], of_x) < 1e-5

@@ -9,8 +9,6 @@ from jaxlora.bench.kernels.product import product
 from jaxlora.pallas_kernels.triton.target import interpreted
 from tests.pallas_kernels import triton_interpreter
 
-pytestmark = pytest.mark.usefixtures("compiled_normally")
-
 
 @pytest.fixture(autouse=True)
 def _interpreter():

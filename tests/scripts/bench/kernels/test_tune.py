@@ -15,11 +15,9 @@ from jaxlora.pallas_kernels.triton.target import interpreted as interpreted_trit
 from jaxlora.pallas_kernels.triton.target import present_target
 from tests.pallas_kernels import triton_interpreter
 
-pytestmark = pytest.mark.usefixtures("compiled_normally")
 
-
-@pytest.fixture
-def rows(monkeypatch):
+@pytest.fixture(scope="module")
+def rows():
     """Timings of the smallest products; the second choice is the fastest."""
     times = iter(range(1000))
 
@@ -29,12 +27,13 @@ def rows(monkeypatch):
             jax.eval_shape(f, *arrays)
         return float((number - 1) % 2)
 
-    monkeypatch.setattr(tune, "device_time", device_time)
-    monkeypatch.setattr(tune, "SHAPES", ((128, 256),))
-    monkeypatch.setattr(tune, "BANDS", (2, 4))
-    monkeypatch.setattr(tune, "SPLITS", (1, 2))
-    with interpreted(plgpu.InterpretGPUParams()):
-        return list(tune.tune(tune.mosaic_problems([256], tune.KERNELS), 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "device_time", device_time)
+        patch.setattr(tune, "SHAPES", ((128, 256),))
+        patch.setattr(tune, "BANDS", (2, 4))
+        patch.setattr(tune, "SPLITS", (1, 2))
+        with interpreted(plgpu.InterpretGPUParams()):
+            return list(tune.tune(tune.mosaic_problems([256], tune.KERNELS), 1))
 
 
 def test_the_best_choices_are_written(rows, tmp_path):
