@@ -33,9 +33,10 @@ assert scheduler.OWNER == "the script" and sharding.OWNER == "another package"
 
 import jaxlora.config, jaxlora.scheduler, jaxlora.sharding.stages
 assert not any(name.split(".")[0] == "jax" for name in sys.modules)
-for module in pkgutil.walk_packages(jaxlora.__path__, "jaxlora."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
+every = pkgutil.walk_packages(jaxlora.__path__, "jaxlora.")
+for name in sys.argv[1:] or [module.name for module in every]:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
 names = {name.split(".")[0] for name in sys.modules}
 assert "pallas_kernels" not in names
 print(jaxlora.__file__)
@@ -125,6 +126,9 @@ def test_other_packages_keep_their_names(how, wheel, tmp_path):
     inherited = os.environ.get("PYTHONPATH", "")
     path = str(site) if how == "wheel" else f"{site}:{ROOT}"
     environment = {"PYTHONPATH": f"{path}:{inherited}", "JAX_PLATFORMS": "cpu"}
-    loaded = run(sys.executable, script, env=os.environ | environment, cwd=tmp_path)
+    # All modules are imported once; another test says that the wheel has them.
+    some = ["jaxlora.cli.main", "jaxlora.train.trainer"] if how == "wheel" else []
+    environment = os.environ | environment
+    loaded = run(sys.executable, script, *some, env=environment, cwd=tmp_path)
     expected = site if how == "wheel" else ROOT
     assert pathlib.Path(loaded.strip()) == expected / "jaxlora" / "__init__.py"

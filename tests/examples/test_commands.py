@@ -1,6 +1,7 @@
 """The commands of the pages run, on the tiny model."""
 
 import contextlib
+import json
 import shutil
 
 import pytest
@@ -36,6 +37,12 @@ def test_the_commands_of_all_pages_in_one_clone(few):
 
 def test_the_commands_of_the_tutorial(few):
     assert run_page(RUN["tutorial.md"]) == 4
+    summary = json.loads((few / "runs/tutorial/summary.json").read_text())
+    assert len(summary["jobs"]) == 2
+    for job in summary["jobs"].values():
+        assert job["status"] == "finished"
+        assert job["last_eval"] < job["first_eval"] - 0.2
+        assert (few / job["folder"] / "adapter_config.json").is_file()
 
 
 def test_commands_and_run_files_of_all_pages_are_read(few):

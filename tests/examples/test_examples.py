@@ -1,15 +1,32 @@
 """The examples run as they are."""
 
 import json
+import pathlib
 import runpy
 
+import pytest
+
+from jaxlora import load_run
 from jaxlora.cli.main import main
+from jaxlora.plan import plan_run
+from tests.jaxlora.memory_formula import estimated_by_formula
 
 
 def run_script(name: str) -> dict:
     return runpy.run_path(f"examples/{name}.py", run_name="__main__")
 
 
+def test_run_files_are_planned(clone):
+    """With their data and objectives; some are also trained, here and in the grid."""
+    paths = sorted(pathlib.Path("examples").glob("*.yaml"))
+    runs = [load_run(path) for path in paths]
+    assert len(runs) >= 5
+    with estimated_by_formula():
+        plans = [plan_run(run) for run in runs if run.sweep is None]
+    assert all(plan.num_microbatches for plan in plans) and len(plans) >= 4
+
+
+@pytest.mark.grid  # the tutorial trains these jobs, and more of their kinds
 def test_two_jobs(clone):
     assert main(["train", "examples/two_jobs.yaml"]) == 0
     summary = json.loads((clone / "runs/two_jobs/summary.json").read_text())
@@ -19,6 +36,7 @@ def test_two_jobs(clone):
         assert (clone / job["folder"] / "adapter_config.json").is_file()
 
 
+@pytest.mark.grid  # `test_preference_runs.py` trains these objectives together
 def test_preferences(clone):
     assert main(["train", "examples/preferences.yaml"]) == 0
     summary = json.loads((clone / "runs/preferences/summary.json").read_text())
@@ -27,6 +45,7 @@ def test_preferences(clone):
         assert job["last_eval"] < job["first_eval"] - (0.1 if name == "kto" else 0.5)
 
 
+@pytest.mark.grid  # `test_sweep.py` has a sweep that halves
 def test_sweep(clone, capsys):
     report = run_script("sweep")["result"].sweep
     stopped = [trial.progress.stopped_by for trial in report.trials]

@@ -32,7 +32,7 @@ from tests.fuzz.kind import Kind
 _SECONDS = 20.0  # limit of one case, which usually takes a few milliseconds
 _MOST_BYTES = 2**30  # limit of the memory that the cases of one kind may add
 _KINDS = data_kinds.KINDS | migrate_kinds.KINDS | model_kinds.KINDS | run_kinds.KINDS
-_FIRST = 0.1  # the share of the cases that every run of the tests takes
+_FIRST = 0.05  # the share of the cases that every run of the tests takes
 _SEED = int(os.environ.get("FUZZ_SEED", "0"))
 _SHOWN = int(os.environ.get("FUZZ_SHOWN", "8"))
 

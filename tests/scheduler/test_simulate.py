@@ -87,7 +87,7 @@ def defined_end(schedule, cost, in_flight, num_lanes):
     raise AssertionError("the order has a cycle")
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(
     samples=job_mixes(max_jobs=3, max_batches=3, max_batch=4),
     num_stages=st.integers(1, 5),

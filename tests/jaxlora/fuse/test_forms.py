@@ -18,7 +18,7 @@ from tests.oracle import assert_as_accurate_as
 COMPILED = 12
 # Every so many forms are also computed in each run of the tests. All are looked for,
 # and drawn functions have the same parts; see test_generated.py.
-COMPUTED = 3
+COMPUTED = 6
 
 
 def both_ways(form: Form, function):

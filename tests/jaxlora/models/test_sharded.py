@@ -205,7 +205,7 @@ def test_evaluation_gives_the_losses_of_a_whole_decoder():
 @pytest.mark.needs_devices(2)
 def test_a_stage_keeps_only_activations_for_its_backward_program():
     """The backward pass of the first stage runs in a program of its own."""
-    spec = make_spec(fsdp=2)
+    spec = make_spec(fsdp=2, tied=True)
     (base, tables), batch = arrays(spec), batches(2)
     pullbacks: list[Pullback] = []
     first_stage, last_stage = spec.stage(0, 2), spec.stage(2, LAYERS)
@@ -245,7 +245,7 @@ def test_a_stage_keeps_only_activations_for_its_backward_program():
     (gradients, dh), out = last(*of_last, batch, h)
     first_backward = on_devices(first_stage, backward, whole, PER_DEVICE, PER_DEVICE)
     gradients |= first_backward(*of_first, kept, dh)
-    wanted, wanted_out = first_of(wanted_losses_and_gradients(tied=False), 2)
+    wanted, wanted_out = first_of(wanted_losses_and_gradients(tied=True), 2)
     assert_equal((gradients, out), (wanted, wanted_out))
 
 

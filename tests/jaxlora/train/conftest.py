@@ -107,7 +107,9 @@ def train(model, tmp_path) -> Callable[..., Outcome]:
 
     def run(jobs, *, on_window=None, **settings) -> Outcome:
         shape = {"microbatch_tokens": 512, "block_tokens": 16, "slot_dropout": True}
-        settings = shape | {"slot_targets": LINEARS} | settings
+        # So that a single job shares the programs of runs with TWO_SLOTS.
+        shape |= {"slot_targets": LINEARS, "max_concurrent_jobs": max(2, len(jobs))}
+        settings = shape | settings
         config = RunConfig(
             model=str(model.folder),
             output_dir=str(tmp_path / f"run{next(count)}"),

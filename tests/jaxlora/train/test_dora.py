@@ -64,7 +64,7 @@ def test_jobs_train_beside_dora_as_if_alone(train, jobs):
 
 @pytest.fixture
 def train_on(jobs, tmp_path_factory):
-    """Trains five jobs in two slots; returns the adapters, by job."""
+    """Trains jobs, five by default, in two slots; returns the adapters, by job."""
     # Few linears, and no evaluation: other tests have them on meshes.
     common = {"steps": 4, "eval_fraction": 0.0, "eval_every": None}
     run = [job.replace(**common, target_modules=("q_proj",)) for job in jobs[:5]]
@@ -86,12 +86,14 @@ def train_on(jobs, tmp_path_factory):
     copy = {"name": "copy", "clone_of": {"job": run[3].name, "step": 2}}
     run.append(run[3].replace(**copy, learning_rate=3e-3))
 
-    def train(mesh: str, *, stop: bool = False) -> dict[str, dict[str, np.ndarray]]:
+    def train(
+        mesh: str, names: tuple[str, ...], *, stop: bool = False
+    ) -> dict[str, dict[str, np.ndarray]]:
         folder = tmp_path_factory.mktemp("run")
         config = RunConfig(
             model=str(model),
             output_dir=str(folder),
-            jobs=run,
+            jobs=[job for job in run if job.name in names],
             max_concurrent_jobs=2,
             window_steps=1,
             microbatch_tokens=256,
@@ -109,22 +111,28 @@ def train_on(jobs, tmp_path_factory):
     return train
 
 
+EVERY = "job0", "job4", "job2", "job3", "copy"
+
+
 @pytest.mark.needs_devices(8)
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "names"),
     [
-        "stage=2,fsdp=2",
-        pytest.param("data=2,stage=2,fsdp=2", marks=pytest.mark.grid),
+        # Biases and Adafactor on meshes: test_tensor.py and test_optimizers.py.
+        ("stage=2", ("job0", "job3", "copy")),
+        pytest.param("stage=2,fsdp=2", EVERY, marks=pytest.mark.grid),
+        pytest.param("data=2,stage=2,fsdp=2", EVERY, marks=pytest.mark.grid),
     ],
+    ids=["few", "all", "all on replicas"],
 )
-def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, mesh):
+def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, mesh, names):
     """Magnitudes start from shards of the weights, and are parked, saved and staged.
 
     So are the vectors of VeRA, beside matrices for the linears of all stages, whole
     embeddings and heads, and the state of another optimizer.
     """
-    one, other = train_on("stage=1"), train_on(mesh, stop=True)
-    assert len(one) == len(other) == 5
+    one, other = train_on("stage=1", names), train_on(mesh, names, stop=True)
+    assert len(one) == len(other) == len(names)
     for name, tensors in one.items():
         is_dora = name in ("job0", "job2")
         assert any(MAGNITUDE.peft_name in key for key in tensors) == is_dora

@@ -3,6 +3,10 @@
 The same run on each product of the four axes and on three lists of replicas: dropout
 and ragged lengths, a job that joins, one that stops early, one that is stopped, one
 that diverges; and a kill, after which the run goes on in the next layout.
+
+These are products of what other files test by itself: test_mesh_jobs.py and
+test_replicas.py have jobs that come and go, test_mesh_failures.py has those that
+diverge, and test_mesh_resume.py has other meshes after an interruption.
 """
 
 import itertools
@@ -16,7 +20,7 @@ from tests.jaxlora.train.at_window import Copies
 from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
 
-pytestmark = pytest.mark.needs_devices(8)
+pytestmark = [pytest.mark.needs_devices(8), pytest.mark.grid]
 
 
 def replica(tensor: int, tokens: int, count: int = 1) -> dict[str, int]:
@@ -37,8 +41,6 @@ PRODUCTS = [
     for axes in itertools.combinations(AXES, count)
 ]
 LAYOUTS = [*PRODUCTS, *DEPLOYMENTS]
-# Programs of this one are compiled by other tests, too.
-ALWAYS = "stage=2"
 ONE = "fsdp=1"
 
 
@@ -101,13 +103,7 @@ EVENTFUL = {"window_steps": 1, "checkpoint_every": 1}
 STOPPED = 4  # steps, after which a job is stopped
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(one, marks=() if one == ALWAYS else pytest.mark.grid)
-        for one in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_eventful_run_on_any_layout(train, tmp_path, layout):
     whole, resume = train
     (one, _), (other, copies) = whole(ONE), whole(layout)
@@ -121,8 +117,6 @@ def test_an_eventful_run_on_any_layout(train, tmp_path, layout):
     # It is killed in the middle, and goes on in the next layout.
     after = LAYOUTS[(LAYOUTS.index(layout) + 1) % len(LAYOUTS)]
     folder = shutil.copytree(copies[len(copies) // 3], tmp_path / "run")
-    if layout == ALWAYS:
-        after = ONE
     resumed = resume(after, folder)
     sizes = MeshSizes() if after in DEPLOYMENTS else MeshSizes.parse(after)
     assert after in DEPLOYMENTS or resumed.trainer.plan.stages.sizes == sizes

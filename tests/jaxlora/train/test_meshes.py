@@ -40,7 +40,12 @@ def test_three_stages(meshes, mesh_jobs):
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param("stage=2", marks=pytest.mark.grid), "data=2,stage=2,tensor=2"]
+    "mesh",
+    [
+        pytest.param("stage=2", marks=pytest.mark.grid),
+        pytest.param("data=2,stage=2,tensor=2", marks=pytest.mark.grid),
+        "stage=2,tensor=2",
+    ],
 )
 def test_a_head_of_its_own_on_the_last_stage(meshes, mesh_jobs, mesh):
     """With more ticks in flight than stages, and layers that are recomputed."""

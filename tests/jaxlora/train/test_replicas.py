@@ -383,7 +383,12 @@ def test_an_interrupted_run_continues(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(ONE, UNLIKE), (MESHES, MESHES), (MESHES, ONE)]
+    ("before", "after"),
+    [
+        (ONE, UNLIKE),
+        (MESHES, MESHES),
+        pytest.param(MESHES, ONE, marks=pytest.mark.grid),
+    ],
 )
 def test_a_run_continues_on_others(runs, unlike_jobs, before, after):
     if MESHES in (before, after) and jax.device_count() < 8:

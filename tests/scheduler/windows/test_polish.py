@@ -50,7 +50,7 @@ def sizes(microbatches, cost):
     return np.array(found, float).reshape(-1, 2).T
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**32), data=st.data())
 def test_variants_have_the_makespans_of_the_simulator(seed, data):
     rng = np.random.default_rng(seed)
@@ -77,7 +77,7 @@ def test_variants_have_the_makespans_of_the_simulator(seed, data):
     assert (segment.makespans(tokens, squares, 50.0) >= np.array(wanted) - 1e-6).all()
 
 
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 @hypothesis.given(samples=job_mixes(), num_stages=st.integers(2, 6), data=st.data())
 def test_polishing_keeps_every_rule_and_is_never_longer(samples, num_stages, data):
     pipeline = Pipeline.one_f_one_b(num_stages)
@@ -101,7 +101,7 @@ def test_polishing_keeps_every_rule_and_is_never_longer(samples, num_stages, dat
     assert before * (1 + 1e-9) >= reported[0] >= reported[1] * (1 - 1e-9)
 
 
-@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.settings(max_examples=3, deadline=None)
 @hypothesis.given(samples=job_mixes(), pipeline=pipelines(), data=st.data())
 def test_plans_are_never_longer_than_without_polishing(samples, pipeline, data):
     cost = data.draw(costs(pipeline.num_stages))
