@@ -58,6 +58,7 @@ def make_jobs(folder: pathlib.Path) -> list[LoraJob]:
             batch_size=3,
             learning_rate=1e-2,
             max_length=96,
+            target_modules=["q_proj", "o_proj"],
             **settings,
         )
         for seed, (name, settings) in enumerate(changes.items())

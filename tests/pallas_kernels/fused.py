@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -59,8 +61,11 @@ class Fused:
         return problem(*args, **{"dtype": self.dtype} | options)
 
     def run(self, p, rank, **options):
-        """Returns (y, gradients of x, a and b)."""
-        return both_ways(lambda **q: self.op(**q, rank=rank, **options), p)
+        """Returns (y, gradients of x, a and b), from one program.
+
+        Tests whose problems have the same shapes share it.
+        """
+        return _both_ways(p, rank, implementation=self.implementation, **options)
 
     def op(self, **arguments):
         """Runs the op."""
@@ -80,6 +85,11 @@ class Fused:
                 actual=got, baseline=jnp.asarray(base).astype(got.dtype), exact=want
             )
         return results
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "w_transposed"))
+def _both_ways(p, rank, **options):
+    return both_ways(lambda **q: multi_lora_linear(**q, rank=rank, **options), p)
 
 
 def _triton_as(capability: int) -> Fused:

@@ -24,10 +24,9 @@ from jaxlora.pallas_kernels.mosaic.products import (
 from jaxlora.pallas_kernels.quantized.rows import quantize_rows, row_scale
 from jaxlora.pallas_kernels.routing import make_blocks
 from tests.deviceless import compile_deviceless
+from tests.drawn import Draws
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import ON_HOPPER, mosaic_kernels
-
-pytestmark = pytest.mark.usefixtures("compiled_normally")
 
 SLOTS = np.array([2, -1, 2, 0, 0], np.int32)  # slot 1 has no rows
 RANKS, RANK = (8, 3, 80), 128
@@ -75,11 +74,7 @@ class Problem:
 def problem(
     features, n: int, *, columns=False, bias=False, dropout=False, seed=0
 ) -> Problem:
-    keys = iter(jax.random.split(jax.random.key(seed), 32))
-
-    def normal(*shape):
-        return jax.random.normal(next(keys), shape)
-
+    normal = Draws(seed).normal
     t, g = len(ROW_SLOT), len(RANKS)
     x = [normal(t, k) * jnp.exp(normal(t, 1)) for k in features]
     w = [normal(n, k) * k**-0.5 for k in features]
@@ -126,6 +121,7 @@ def _blocks():
     return make_blocks(jnp.asarray(SLOTS), len(RANKS), len(ROW_SLOT))
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def definition(p: Problem, dtype):
     """Computes in float32 with s, B and bias rounded to `dtype`; returns it."""
     exact = functools.partial(jnp.matmul, precision="highest")
@@ -144,6 +140,7 @@ def definition(p: Problem, dtype):
     return jnp.where(ROW_SLOT[:, None] < 0, 0, y).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def with_other_rows(p: Problem, slot: int) -> Problem:
     """Changes the rows of all other slots; those of padding become NaN."""
 

@@ -32,8 +32,6 @@ from tests.pallas_kernels.problems import (
     weight_of,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_normally")
-
 BACK_ENDS = back_ends()
 
 
@@ -43,6 +41,19 @@ def fused(request):
     found = BACK_ENDS[request.param]
     with found.kernels():
         yield found
+
+
+# What does not depend on the kernels is always interpreted with Triton's alone.
+one_back_end = pytest.mark.parametrize(
+    "fused",
+    [
+        pytest.param(
+            name, marks=() if name == "triton" or one.compiled else pytest.mark.grid
+        )
+        for name, one in BACK_ENDS.items()
+    ],
+    indirect=True,
+)
 
 
 def on_back_ends(cases, quick):
@@ -170,7 +181,7 @@ def _problems_sharing_x(fused, widths, ranks, **options):
     },
     quick={
         "mosaic": {"two chunks of ranks and given masks"},
-        "triton": {"three"},
+        "triton": {"two"},
     },
 )
 def test_linears_that_share_x_equal_linears_alone(fused, case):
@@ -325,16 +336,7 @@ def _unrolled(fused, p, rank):
     return total
 
 
-@pytest.mark.parametrize(
-    "fused",
-    [
-        pytest.param(
-            name, marks=() if name == "triton" or one.compiled else pytest.mark.grid
-        )
-        for name, one in BACK_ENDS.items()
-    ],
-    indirect=True,
-)
+@one_back_end
 def test_works_under_jit_and_shard_map(fused):
     p, rank = fused.problem((1, 0), n=128, ranks=(4, 8), rates=(0.1, 0.5))
     gradient = jax.grad(_unrolled(fused, p, rank))
@@ -395,6 +397,7 @@ def test_many_adapters_and_many_rows(fused, num_slots, num_blocks, block):
         )
 
 
+@one_back_end  # both have one rule
 def test_vmap_gives_the_values_of_a_loop(fused):
     p, rank = fused.problem((0,), n=128, ranks=(4,), rates=None)
     run = lambda x: fused.op(**p | {"x": x}, rank=rank)

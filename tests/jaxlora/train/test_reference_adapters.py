@@ -165,7 +165,7 @@ def test_neighbours_do_not_matter_and_a_resumed_run_has_the_same_bits(
     others = [
         job("kto", "kto", pairs, args | {"reference": references["dora"]}, steps=4),
         job("to_base", "dpo", pairs, args, steps=4, learning_rate=1e-2),
-        job("late", "dpo", pairs, {"reference": references["vera"]}, priority=1),
+        job("late", "dpo", pairs, {"reference": references["lora"]}, priority=1),
     ]
 
     def config(name: str, jobs: list[LoraJob]) -> RunConfig:
@@ -227,6 +227,7 @@ def planned(model, one: LoraJob, **settings) -> RunPlan:
     return plan_and_jobs(config, model)[0]
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_slots_hold_references_and_their_memory_is_counted(model, references, pairs):
     args = {"reference": references["vera"]}
     kept, in_step = (
@@ -264,25 +265,28 @@ def test_what_is_no_reference_is_refused(args, changes, error, match):
         check_objective(job("x", "dpo", "pairs.jsonl", args, **changes))
 
 
+@pytest.mark.usefixtures("memory_by_formula", "compiled_when_called")
 def test_references_that_do_not_fit_the_slots_are_refused(
-    train, model, references, pairs
+    model, references, pairs, tmp_path
 ):
     args = {"reference": references["vera"]}
     with pytest.raises(ConfigError, match="job 'x' has rank 6, above the slots' rank"):
         planned(model, job("x", "dpo", pairs, args), slot_rank=5)
 
-    def add(trainer: Trainer) -> None:
-        more = job("late", "dpo", pairs, {"reference": references["dora"]})
-        with pytest.raises(ConfigError, match="reference of job 'late' has use_dora"):
-            trainer.add_job(more)
-        args = {"reference": references["lora"], "reference_logps": "in_step"}
-        with pytest.raises(ConfigError, match=r"Set .*reference_logps: kept"):
-            trainer.add_job(job("late", "dpo", pairs, args))
-        added.append(1)
-
-    added: list[int] = []
-    train([job("x", "dpo", pairs, {}, steps=1)], on_window=add, window_steps=1)
-    assert added
+    config = RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path / "run"),
+        jobs=[job("x", "dpo", pairs, {}, steps=1)],
+        slot_rank=8,
+        slot_targets=LINEARS,
+    )
+    trainer = Trainer(config, model)
+    more = job("late", "dpo", pairs, {"reference": references["dora"]})
+    with pytest.raises(ConfigError, match="reference of job 'late' has use_dora"):
+        trainer.add_job(more)
+    args = {"reference": references["lora"], "reference_logps": "in_step"}
+    with pytest.raises(ConfigError, match=r"Set .*reference_logps: kept"):
+        trainer.add_job(job("late", "dpo", pairs, args))
 
 
 @pytest.mark.grid
