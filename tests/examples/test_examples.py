@@ -55,6 +55,7 @@ def test_sweep(clone, capsys):
     assert (clone / "runs/sweep/sweep.html").is_file()
 
 
+@pytest.mark.grid  # as those below, it is trained before a release
 def test_callbacks(clone):
     result = run_script("callbacks")["result"]
     statuses = {job.name: job.progress.status for job in result.jobs}
@@ -65,6 +66,7 @@ def test_callbacks(clone):
     }
 
 
+@pytest.mark.grid
 def test_resume(clone, capsys):
     run_script("resume")
     assert capsys.readouterr().out.count("the same bits") == 2

@@ -11,6 +11,8 @@ from jaxlora.scheduler import violations
 from jaxlora.train.execute.feed import Feed
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("memory_by_formula")
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> RunConfig:

@@ -197,6 +197,7 @@ def run_file(tmp_path_factory):
     return write_run(folder, {"short": (60, 200), "long": (150, 900)})
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_plan_prints_and_draws_replicas(run_file, capsys):
     picture = run_file.parent / "replicas.png"
     options = ["--gpu", "a100-40x4", "--replicas", "auto", "--picture", str(picture)]
@@ -249,6 +250,7 @@ def test_auto_takes_what_is_fastest(tmp_path, timed, capsys):
     _check_fastest(timed, capsys.readouterr().err, is_list=False)
 
 
+@pytest.mark.usefixtures("memory_by_formula")
 def test_auto_takes_devices_that_share_a_sample(tmp_path, timed, capsys):
     """One long sample a step."""
     settings = {"defaults": {"batch_size": 2}, "replicas": "auto"}

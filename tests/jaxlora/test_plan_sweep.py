@@ -20,6 +20,8 @@ from jaxlora.train.plan.auto_mesh.predict import SLOT_SECONDS
 from jaxlora.train.plan.prepare_run import prepare_run
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("memory_by_formula")
+
 TOKENS = 512  # of each sample
 
 

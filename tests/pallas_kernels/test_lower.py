@@ -70,10 +70,19 @@ def lowered(monkeypatch, num_workers):
     return calls, text
 
 
-def test_a_program_is_the_same_whoever_lowers_its_kernels(monkeypatch, caplog):
+@pytest.fixture(scope="module")
+def lowered_here() -> list:
+    """What a process without workers lowers, once a test has lowered it."""
+    return []
+
+
+def test_a_program_is_the_same_whoever_lowers_its_kernels(
+    monkeypatch, caplog, lowered_here
+):
     elsewhere = lowered(monkeypatch, 1)
     kernels = list(lower._lowered.values())
     here = lowered(monkeypatch, 0)
+    lowered_here.append(here)
     assert here == elsewhere == lowered(monkeypatch, 1)
     assert len(lower._lowered) == len(kernels) >= 2  # each was sent once
     assert not caplog.records
@@ -83,8 +92,10 @@ def test_a_program_is_the_same_whoever_lowers_its_kernels(monkeypatch, caplog):
     assert hashes <= started
 
 
-def test_a_kernel_that_a_worker_cannot_lower_is_lowered_here(monkeypatch, caplog):
-    here = lowered(monkeypatch, 0)
+def test_a_kernel_that_a_worker_cannot_lower_is_lowered_here(
+    monkeypatch, caplog, lowered_here
+):
+    here = lowered_here[0] if lowered_here else lowered(monkeypatch, 0)
     monkeypatch.setattr(lower, "_start_process", lambda: None)
     monkeypatch.setattr(lower._Worker, "_exchange", lambda self, request: "no memory")
     assert lowered(monkeypatch, 1) == here

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxlora.modules.attention import compiler_options, packed_attention
 from jaxlora.modules.length_classes import SegmentLengths
@@ -17,6 +18,14 @@ MEAN = 8  # tokens of a sample: cuDNN gets room for many short ones
 BAD = [np.nan, np.inf, 1e20, -1e30, 3e38]
 LARGEST = 7e16  # magnitude that does not count as diverged
 WHERE = ["q", "k", "v", "dout", "q k", "q k v", "q k v dout"]
+# Each tensor, with a value that is no number and with the largest; each value, in all
+# tensors at once. The other products run before a release.
+WHERE_AND_BAD = [
+    pytest.param(where, bad, marks=() if is_always else pytest.mark.grid)
+    for where in WHERE
+    for bad in BAD
+    for is_always in [bad in (BAD[0], BAD[-1]) or where == WHERE[-1]]
+]
 PIECES = [(50, 0), (7, 0), (90, 6), (16, 0), (64, 20), (30, 0), (3, 0)]
 
 

@@ -19,6 +19,7 @@ from tests.jaxlora.modules.attention_cases import (
     LARGEST,
     PIECES,
     WHERE,
+    WHERE_AND_BAD,
     both_ways,
     check_bad_row,
     check_isolation,
@@ -166,8 +167,7 @@ def test_a_band_shorter_than_a_sample_would_be_wrong():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("where", "bad"), WHERE_AND_BAD)
 def test_a_diverged_sample_touches_no_other(where, bad, dtype):
     ids, spans = layout(PIECES, T)
     numbers = problem(T, H, HK, E, dtype)

@@ -30,11 +30,11 @@ from jaxlora.modules.length_classes import (
 from jaxlora.modules.scoring import Scoring
 from tests.jaxlora.modules import cudnn_stand_in
 from tests.jaxlora.modules.attention_cases import (
-    BAD,
     LARGEST,
     MEAN,
     PIECES,
     WHERE,
+    WHERE_AND_BAD,
     both_ways,
     check_bad_row,
     check_isolation,
@@ -84,7 +84,7 @@ def test_the_classes_of_common_sizes():
     assert of(4096, 10, 10) == [(128, 640)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(pieces=rows_of)
 def test_each_segment_is_in_the_class_of_its_length(pieces):
     rows = 640
@@ -245,8 +245,7 @@ def test_segments_without_room_are_nan(stand_in, monkeypatch):
     assert np.isnan(attend(*numbers[:3])[lost]).all()
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("where", "bad"), WHERE_AND_BAD)
 def test_a_diverged_sample_touches_no_other(where, bad, stand_in):
     ids, spans = layout(PIECES, ROWS)
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
