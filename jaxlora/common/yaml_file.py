@@ -121,7 +121,7 @@ def dump_yaml(values: Any) -> str:
     )
 
 
-# libyaml's, where PyYAML was built with it, takes a fifth of the time.
+# libyaml's writes the same text in a third of the time, where PyYAML has it.
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 

@@ -310,6 +310,7 @@ def test_a_price_needs_a_time(folder, capsys):
             main(["plan", str(path), "--price-per-hour", price])
 
 
+@by_formula
 def test_a_reference_in_the_step_and_a_start_by_eva_are_counted(folder):
     """The one by a forward pass of its microbatches, the other by its arrays."""
     path = folder / "pairs.jsonl"

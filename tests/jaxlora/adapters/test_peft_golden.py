@@ -1,5 +1,6 @@
 """Adapters as peft saves them: the same ranks, scaling, logits and bytes."""
 
+import functools
 import json
 import pathlib
 
@@ -41,23 +42,31 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
         config=model.config,
         options=DecoderOptions(dtype=model.dtype, max_segment_tokens=len(tokens)),
         slots=SlotShape(num_slots=3, rank=11),
-        adapted=tuple(sorted(map(linear_path, adapter.modules))),
+        # Those of all adapters, which share one program.
+        adapted=tuple(sorted(map(linear_path, linear_shapes(model.config)))),
     )
-    table = SlotTable(spec, CompiledSteps(spec).write_slot)
+    table = SlotTable(spec, _steps(spec).write_slot)
     table.load(slot, adapter, "adamw")
-    rows = jnp.arange(len(tokens))
+    tables = table.state.params, table.settings
+    return np.asarray(_program(spec)(model.params, *tables, np.array(tokens), slot))
 
+
+_steps = functools.cache(CompiledSteps)
+
+
+@functools.cache
+def _program(spec: DecoderSpec):
     @jax.jit
-    def run(base, params, settings):
+    def run(base, params, settings, tokens, slot):
         tables = to_paths(spec.stacks, params, axis=1)
         decoder = spec.bind(base, tables, settings=settings)
-        routing = Routing(block_adapter=jnp.array([slot]))
-        hidden = decoder(jnp.array(tokens), rows, jnp.zeros_like(rows), routing)
+        rows, routing = jnp.arange(len(tokens)), Routing(block_adapter=slot[None])
+        hidden = decoder(tokens, rows, jnp.zeros_like(rows), routing)
         head, transposed = decoder.stored_head(hidden)
         logits = hidden @ (head.T if transposed else head)
-        return softcap(logits, model.config.logit_softcap)
+        return softcap(logits, spec.config.logit_softcap)
 
-    return np.asarray(run(model.params, table.state.params, table.settings))
+    return run
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)

@@ -1,6 +1,7 @@
 """A disk that fills up: errors in words, no traces of threads, nothing half written."""
 
 import errno
+import json
 import os
 import pathlib
 import subprocess
@@ -18,38 +19,44 @@ from tests.jaxlora.run import made_events
 from tests.jaxlora.train import made_run
 
 FULL = """
-import pathlib, resource, sys
+import json, pathlib, resource, sys
 from jaxlora.errors import CheckpointError
 from jaxlora.train.saved.checkpoint import Checkpoints
 from tests.jaxlora.train import made_run
-folder = pathlib.Path(sys.argv[1])
-made_run.write_checkpoints(folder, (1,))
-checkpoints = Checkpoints(folder / "checkpoints")
-limit = int(sys.argv[2]), resource.RLIM_INFINITY
-resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-try:
-    checkpoints.save(2, made_run.states(2), made_run.saved_run())
-except CheckpointError as error:
-    print(error)
-checkpoints.close()
-"""
-
-
-@pytest.mark.parametrize("num_bytes", [0, 2000])
-def test_a_checkpoint(tmp_path, num_bytes):
-    """The metadata of orbax; the tensors."""
-    command = [sys.executable, "-c", FULL, str(tmp_path), str(num_bytes)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "could not be written to" in ended.stdout
-    assert "File too large" in ended.stdout and "mend the cause" in ended.stdout
-    assert ended.stderr == ""
-    folder = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(folder)  # starts again, with room
-    number = checkpoints.restore(made_run.identity()).number
-    checkpoints.save(2, made_run.states(2), made_run.saved_run())
+for num_bytes in map(int, sys.argv[2:]):
+    folder = pathlib.Path(sys.argv[1]) / str(num_bytes)
+    made_run.write_checkpoints(folder, (1,))
+    checkpoints = Checkpoints(folder / "checkpoints")
+    limit = num_bytes, resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    error = ""
+    try:
+        checkpoints.save(2, made_run.states(2), made_run.saved_run())
+    except CheckpointError as found:
+        error = str(found)
     checkpoints.close()
-    assert (number, checkpoints.latest()) == (1, 2)
-    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    print(json.dumps(error))
+"""
+SIZES = 0, 2000  # the metadata of orbax; the tensors
+
+
+def test_checkpoints(tmp_path):
+    command = [sys.executable, "-c", FULL, tmp_path, *SIZES]
+    command = list(map(str, command))
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    errors = map(json.loads, ended.stdout.splitlines())
+    for num_bytes, error in zip(SIZES, errors, strict=True):
+        assert "could not be written to" in error
+        assert "File too large" in error and "mend the cause" in error
+        folder = tmp_path / str(num_bytes) / "checkpoints"
+        checkpoints = Checkpoints(folder)  # starts again, with room
+        number = checkpoints.restore(made_run.identity()).number
+        checkpoints.save(2, made_run.states(2), made_run.saved_run())
+        checkpoints.close()
+        assert (number, checkpoints.latest()) == (1, 2)
+        assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 
 
 def no_space(*_, **__):

@@ -203,7 +203,9 @@ def peak_bytes(kind, num_layers, n):
 
 
 @pytest.mark.usefixtures("compiled_normally")
-@pytest.mark.parametrize("kind", ["fp8", "int8", "nf4"])
+@pytest.mark.parametrize(
+    "kind", ["fp8", pytest.param("int8", marks=pytest.mark.grid), "nf4"]
+)
 def test_dequantized_weights_are_not_kept(kind):
     """Also those of XLA on CPUs, which converts a product's operands to float32."""
     copies = peak_bytes(kind, num_layers=6, n=512) / (512 * 512 * 2)

@@ -28,7 +28,7 @@ COST = CostModel.uniform(4, forward=FORWARD, backward=BACKWARD)
 PIPELINE = Pipeline.one_f_one_b(4)
 
 
-@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 @hypothesis.given(
     samples=job_mixes(max_batches=3), pipeline=pipelines(), data=st.data()
 )
@@ -44,7 +44,7 @@ def test_keeps_every_rule(samples, pipeline, data):
     assert bound.microbatches <= len(schedule.microbatches)
 
 
-@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 @hypothesis.given(samples=job_mixes(max_batches=8), pipeline=pipelines())
 def test_keeps_every_rule_across_windows(samples, pipeline):
     """The windows are so small that most batches extend over several of them."""
@@ -54,7 +54,7 @@ def test_keeps_every_rule_across_windows(samples, pipeline):
     assert violations(schedule, samples, distance=pipeline.distance) == []
 
 
-@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(samples=job_mixes(), pipeline=pipelines())
 def test_fills_buckets(samples, pipeline):
     cost = CostModel.uniform(

@@ -42,7 +42,7 @@ def schedule(slots, limits=LIMITS):
     return Schedule(microbatches=tuple(microbatches), limits=limits)
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(samples=job_mixes(), num_stages=st.integers(1, 8), data=st.data())
 def test_never_costs_more_and_keeps_every_rule(samples, num_stages, data):
     pipeline = Pipeline.one_f_one_b(num_stages)
