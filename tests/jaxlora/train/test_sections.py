@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from jaxlora import Trainer
+from jaxlora.bench.mesh.cases import Case
 from jaxlora.errors import ConfigError
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.train.saved.read_checkpoint import read_newest
@@ -117,3 +118,23 @@ def test_stages_are_not_divided(meshes, mesh_jobs):
     config = meshes.config("stage=2", mesh_jobs, layers_per_program=1)
     with pytest.raises(ConfigError, match="the stages of mesh stage=2 are programs"):
         Trainer(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "layers"),
+    [
+        ("llama-3.1-8b", 8192, 4),
+        ("llama-3.1-8b", 1024, None),
+        ("smollm2-135m", 8192, None),
+    ],
+)
+def test_auto_takes_one_program_if_the_device_would_wait(model, tokens, layers):
+    case = Case(
+        model=model,
+        mesh="data=1",
+        adapters=(1,),
+        num_microbatches=1,
+        microbatch_tokens=tokens,
+        longest_tokens=512,
+    )
+    assert case.plan().spec.options.layers_per_program == layers
