@@ -65,7 +65,7 @@ class Fused:
 
         Tests whose problems have the same shapes share it.
         """
-        return _both_ways(p, rank, implementation=self.implementation, **options)
+        return linear_both_ways(p, rank, implementation=self.implementation, **options)
 
     def op(self, **arguments):
         """Runs the op."""
@@ -88,7 +88,8 @@ class Fused:
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "w_transposed"))
-def _both_ways(p, rank, **options):
+def linear_both_ways(p, rank, **options):
+    """Returns (y, gradients of x, a and b) of a back end's linear."""
     return both_ways(lambda **q: multi_lora_linear(**q, rank=rank, **options), p)
 
 

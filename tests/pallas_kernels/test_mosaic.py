@@ -11,7 +11,12 @@ from jaxlora.pallas_kernels.mosaic.products import outer, outer_work
 from jaxlora.pallas_kernels.routing import make_blocks
 from tests.drawn import normal
 from tests.oracle import relative_error
-from tests.pallas_kernels.fused import MOSAIC, ON_HOPPER, mosaic_kernels
+from tests.pallas_kernels.fused import (
+    MOSAIC,
+    ON_HOPPER,
+    linear_both_ways,
+    mosaic_kernels,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +42,7 @@ def test_the_width_of_the_tiles_changes_no_bit(monkeypatch):
     results = []
     for width in (256, 192):
         monkeypatch.setattr(products, "columns_for", lambda *_, width=width: width)
-        for traced in (passes.forward, passes.backward):
+        for traced in (passes.forward, passes.backward, linear_both_ways):
             traced.clear_cache()
         results.append(MOSAIC.run(p, rank))
     for other in results[1:]:
