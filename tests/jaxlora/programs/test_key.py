@@ -48,6 +48,7 @@ def changed_specs(spec: DecoderSpec) -> dict[str, DecoderSpec]:
         "tensor": 2,
         "kv_parts": 2,
         "objectives": ("dpo",),
+        "layers_per_program": 1,
     }
     assert values.keys() == {f.name for f in dataclasses.fields(DecoderOptions)}
     found = {
