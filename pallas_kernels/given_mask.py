@@ -17,6 +17,10 @@ from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 WORDS = 2  # words of a feature in a block of 64 tokens
 _GROUP = 8  # consecutive tokens in one word
+# Elements that are packed together. XLA may not fuse the sum of a larger mask with what
+# draws it, and then writes eight bytes per element: 117 million of them took 0.87 ms on
+# an H200, and 0.53 where they were fused.
+_PIECE = 2**25
 _TOKENS = np.arange(TILE_TOKENS, dtype=np.uint32)
 
 
@@ -87,8 +91,14 @@ def pack_mask(kept: Bool[Array, "T K"]) -> UInt[Array, "W K"]:
     kept = jnp.pad(kept, [(0, blocks * TILE_TOKENS - num_tokens), (0, 0)])
     groups = kept.reshape(blocks, -1, WORDS, _GROUP, num_features)
     bit = bit_of_token(_TOKENS)[1].reshape(1, -1, WORDS, _GROUP, 1)
-    words = (groups.astype(jnp.uint32) << bit).sum(axis=(1, 3), dtype=jnp.uint32)
-    return words.reshape(-1, num_features)
+    step = -(-blocks // -(-kept.size // _PIECE))
+    words = [
+        (groups[i : i + step].astype(jnp.uint32) << bit).sum(
+            axis=(1, 3), dtype=bit.dtype
+        )
+        for i in range(0, blocks, step)
+    ]
+    return jnp.concatenate(words).reshape(-1, num_features)
 
 
 def unpack_mask(bits: UInt[Array, "W K"], num_tokens: int) -> Bool[Array, "T K"]:

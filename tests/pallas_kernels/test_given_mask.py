@@ -17,6 +17,7 @@ from jaxlora.pallas_kernels import (
     pack_mask,
     unpack_mask,
 )
+from jaxlora.pallas_kernels import given_mask as packing
 from tests.oracle import relative_error
 from tests.pallas_kernels.problems import (
     both_ways,
@@ -36,6 +37,14 @@ def test_a_packed_mask_is_unpacked(shape):
     bits = pack_mask(kept)
     assert bits.shape == (2 * -(-shape[0] // 64), shape[1])
     np.testing.assert_array_equal(unpack_mask(bits, shape[0]), kept)
+
+
+def test_large_masks_are_packed_in_pieces_of_rows(monkeypatch):
+    kept = random_mask((700, 9))
+    whole = pack_mask(kept)
+    for piece in (64 * 9, 1000, 3000):
+        monkeypatch.setattr(packing, "_PIECE", piece)
+        np.testing.assert_array_equal(pack_mask(kept), whole)
 
 
 def test_a_token_has_the_documented_bit():

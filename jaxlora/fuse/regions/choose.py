@@ -132,23 +132,33 @@ class Chooser:
         seconds: dict[str, float] = {}
         unmeasured, measured = None, None
         if self._stopwatch is not None or key in self._shipped:
-            plans, plain = best_plans(usable, NUM_MEASURED), _plain(candidates)
-            names = {p.name for p in plans}
-            timed = [*plans] if plain.name in names else [plain, *plans]
-            if not self._is_auto:
-                timed = plans
+            timed = self._timed(usable, _plain(candidates))
             if self._stopwatch is None:
                 seconds = self._shipped[key].of([plan.name for plan in timed])
             else:
                 program = lambda plan: self._program(region, plan.parts)
                 seconds, unmeasured = self._stopwatch.times(region, key, timed, program)
             measured = _by_time(timed, seconds)
-        if not (plans := measured):
-            may_predict = lambda c: c.part is None or not c.part.makers
-            kept = [c for c in usable if not self._is_auto or may_predict(c)]
-            plans = best_plans(kept, 1)
+        plans = measured or [self._predicted(usable)]
         names = tuple(c.name for c in plans[0].candidates)
         return _Found(plan=names, seconds=seconds, unmeasured=unmeasured)
+
+    def _predicted(self, usable: Sequence[Candidate]) -> Plan:
+        """Returns the plan to take if nothing is measured."""
+        may_predict = lambda c: c.part is None or not c.part.makers
+        known = [c for c in usable if not self._is_auto or may_predict(c)]
+        return best_plans(known, 1)[0]
+
+    def _timed(self, usable: Sequence[Candidate], plain: Plan) -> list[Plan]:
+        """Returns the plans to time: the best, what is taken unmeasured, and XLA's."""
+        plans = best_plans(usable, NUM_MEASURED)
+        if not self._is_auto:
+            return plans
+        names = {plan.name for plan in plans}
+        first = [] if plain.name in names else [plain]
+        predicted = self._predicted(usable)
+        last = [] if predicted.name in {*names, plain.name} else [predicted]
+        return [*first, *plans, *last]
 
     def _may_use(self, region: Region, candidate: Candidate) -> bool:
         """Tells whether a candidate is one of the user's choices.

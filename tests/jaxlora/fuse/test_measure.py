@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("only_reference")
 
 _COMPILED = measure._compiled
 XLA, BOTH = "xla", "producer and gate(0, 1)"
+LINEARS = "kernels(0), kernels(1)"
 
 
 @pytest.fixture
@@ -70,18 +71,19 @@ def _not_compiled(monkeypatch):
 @pytest.mark.parametrize(
     ("seconds", "plan"),
     [
-        ((9.0, 5.0, 6.0), BOTH),
-        ((9.0, 6.0, 5.0), None),  # the second prediction is faster
-        ((9.0, 5.05, 5.0), BOTH),  # a tie goes to the best prediction
-        ((4.0, 5.0, 6.0), XLA),
-        ((5.0, 5.0, 5.0), XLA),  # nothing is taken that is not faster
-        ((4.99, 5.0, 6.0), XLA),
+        ((9.0, 5.0, 6.0, 7.0), BOTH),
+        ((9.0, 6.0, 5.0, 7.0), None),  # the second prediction is faster
+        ((9.0, 5.05, 5.0, 7.0), BOTH),  # a tie goes to the best prediction
+        ((9.0, 6.0, 7.0, 5.0), LINEARS),  # what is taken where nothing is measured
+        ((4.0, 5.0, 6.0, 7.0), XLA),
+        ((5.0, 5.0, 5.0, 7.0), XLA),  # nothing is taken that is not faster
+        ((4.99, 5.0, 6.0, 7.0), XLA),
     ],
 )
 def test_the_fastest_is_taken(seconds, plan):
     clock = Clock(*seconds)
     (choice,) = choose(clock.stopwatch())
-    assert clock.called == 3
+    assert clock.called == 4
     assert [*choice.seconds.values()] == list(seconds)
     names = [*choice.seconds]
     assert names[:2] == [XLA, BOTH]
@@ -101,10 +103,10 @@ def test_times_are_kept_for_regions_of_the_same_form():
     def two(lora, frozen, x):
         return SWIGLU(lora, frozen, SWIGLU(lora, frozen, x))
 
-    clock = Clock(9.0, 5.0, 6.0)
+    clock = Clock(9.0, 5.0, 6.0, 7.0)
     assert [c.plan.name for c in choose(clock.stopwatch(), two)] == [BOTH] * 2
     (kept,) = json.loads(kept_file().read_text())["regions"]
-    assert [*kept["seconds"].values()] == [9.0, 5.0, 6.0]
+    assert [*kept["seconds"].values()] == [9.0, 5.0, 6.0, 7.0]
     assert kept_file().stat().st_mode & 0o777 == 0o600
     later = Clock()
     (choice,) = choose(later.stopwatch(limit=0))
@@ -112,12 +114,12 @@ def test_times_are_kept_for_regions_of_the_same_form():
 
 
 def test_other_sizes_are_measured_anew():
-    choose(Clock(9.0, 5.0, 6.0).stopwatch())
-    other = Clock(4.0, 5.0, 6.0)
+    choose(Clock(9.0, 5.0, 6.0, 7.0).stopwatch())
+    other = Clock(4.0, 5.0, 6.0, 7.0)
     arguments = SWIGLU.arguments()
     arguments["x"] = jnp.concatenate([arguments["x"]] * 2)
     (choice,) = choose(other.stopwatch(), arguments=arguments)
-    assert other.called == 3 and choice.plan.name == XLA
+    assert other.called == 4 and choice.plan.name == XLA
 
 
 def test_the_limit_is_kept_and_gates_then_stay():
@@ -131,14 +133,14 @@ def test_the_limit_is_kept_and_gates_then_stay():
 
 @pytest.mark.parametrize("damage", ["{", '{"version": 2}', "mode"])
 def test_a_damaged_file_is_measured_anew(damage, caplog):
-    choose(Clock(9.0, 5.0, 6.0).stopwatch())
+    choose(Clock(9.0, 5.0, 6.0, 7.0).stopwatch())
     if damage == "mode":
         os.chmod(kept_file(), 0o666)
     else:
         kept_file().write_text(damage)
-    clock = Clock(4.0, 5.0, 6.0)
+    clock = Clock(4.0, 5.0, 6.0, 7.0)
     (choice,) = choose(clock.stopwatch())
-    assert clock.called == 3 and choice.plan.name == XLA
+    assert clock.called == 4 and choice.plan.name == XLA
     assert "is not used" in caplog.text
 
 
@@ -156,7 +158,7 @@ def test_a_limit_that_is_no_time_is_refused(seconds):
 
 def test_explain_prints_predicted_and_measured_times(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
-    clock = Clock(9e-3, 5e-3, 6e-3)
+    clock = Clock(9e-3, 5e-3, 6e-3, 7e-3)
     monkeypatch.setattr(api, "Stopwatch", lambda limit: clock.stopwatch(limit))
     fused = jaxlora.fuse(SWIGLU, measure_seconds=60)
     explained = jaxlora.explain(fused, **SWIGLU.arguments())
@@ -180,7 +182,7 @@ def test_programs_of_a_region_compute_the_same_while_a_function_is_traced(monkey
 
     def run(arguments):
         (choice,) = choose(Stopwatch(100.0, timer=time_call), block, arguments)
-        assert len(seen) == len(choice.seconds) == 3
+        assert len(seen) == len(choice.seconds) == 4
         return arguments["x"]
 
     jax.eval_shape(run, block.arguments())
@@ -199,7 +201,7 @@ def test_the_time_of_a_call_is_that_of_many():
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
     """Times of the region are in the package, and not in the user's cache."""
-    choose(Clock(9.0, 5.0, 6.0).stopwatch())
+    choose(Clock(9.0, 5.0, 6.0, 7.0).stopwatch())
     monkeypatch.setattr(kept, "_SHIPPED", tmp_path / "shipped")
     kept._SHIPPED.mkdir()
     return kept_file().rename(kept._SHIPPED / kept_file().name)
