@@ -79,8 +79,9 @@ def fuse[**P, R](
             best ways to compute each region of linears, norms and gates are compiled
             and timed on this device, beside XLA's, and the fastest is taken. Times are
             kept in the user's cache, and used again. With 0, only kept times are used.
-            None: the prediction decides, so all machines take the same kernels, and
-            under `auto` norms and gates stay as they are.
+            None: the prediction decides, and times that come with the package for some
+            regions on this kind of device, so all such machines take the same kernels.
+            Under `auto`, norms and gates of other regions stay as they are.
 
     Raises:
         ConfigError: The implementation is unknown, `measure_seconds` is negative or not
