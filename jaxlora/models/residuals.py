@@ -73,7 +73,7 @@ def pull_back(
     """
     structures = []
 
-    def forward(*primals: Any) -> tuple[Array, list[Array]]:
+    def forward(*primals: Any) -> tuple[Array, list[Any]]:
         out, pullback = jax.vjp(run, *primals)
         leaves, structure = jax.tree.flatten(pullback)
         structures.append(structure)
@@ -96,8 +96,8 @@ def pull_back(
         while var in sources:
             var = sources[var]
         source = known.get(var, var)
-        if isinstance(source, np.ndarray | np.generic):
-            constant = np.reshape(source, value.shape)
+        if not isinstance(source, jax_core.Var | Array):  # JAX has types for constants
+            constant = np.reshape(np.asarray(source), value.shape)
             found.append(_Residual(number=None, constant=constant))
             continue
         if id(source) not in numbers:
