@@ -120,6 +120,7 @@ class Backend:
         reads_transpose: Whether the backward pass on quantized weights that reach it
             multiplies with their transpose: the second copy, or one that it makes each
             time.
+        skips_padding: Whether rows of padding take less time than others.
         traced_as: Back end that keeps the same arrays for the backward pass, and can be
             traced where this one's packages or GPU are missing; None: itself.
         producer: What it computes beside row-wise functions; None: nothing.
@@ -134,6 +135,7 @@ class Backend:
     stores_masks: bool
     partitionable: bool
     reads_transpose: bool = False
+    skips_padding: bool = False
     traced_as: str | None = None
     producer: Producer | None = None
     slow_device: Callable[[], str | None] = _nowhere
@@ -194,6 +196,7 @@ BACKENDS: dict[str, Backend] = _table(
         stores_masks=False,
         partitionable=False,
         reads_transpose=True,
+        skips_padding=True,
     ),
     Backend(
         name="triton",
@@ -203,6 +206,7 @@ BACKENDS: dict[str, Backend] = _table(
         slow_device=slow_device,
         stores_masks=False,
         partitionable=False,
+        skips_padding=True,
         traced_as="mosaic",
     ),
     Backend(

@@ -30,10 +30,13 @@ LINEARS = "kernels(0), kernels(1)"
 @pytest.fixture
 def only_reference(reference, monkeypatch, tmp_path):  # noqa: F811
     """`auto` takes the reference back end; the cache is empty."""
-    for name in [*BACKENDS]:
-        monkeypatch.delitem(BACKENDS, name)
-    monkeypatch.setitem(BACKENDS, NAME, REFERENCE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    every = dict(BACKENDS)
+    BACKENDS.clear()
+    BACKENDS[NAME] = REFERENCE
+    yield
+    BACKENDS.clear()
+    BACKENDS.update(every)  # in their order, which `auto` follows
 
 
 class Clock:

@@ -16,6 +16,7 @@ from jaxlora.memory.footprint import num_bytes
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.pallas_kernels import get_backend
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -258,7 +259,8 @@ def _padding(spec: DecoderSpec, rates: Rates) -> float:
     """Returns the time of a row of padding, as a share of that of a token."""
     if rates.profile is not None:
         return rates.profile.padding
-    return _PADDING if spec.options.implementation in ("mosaic", "triton") else 1.0
+    backend = get_backend(spec.options.implementation)
+    return _PADDING if backend.skips_padding else 1.0
 
 
 def _mean_squares(schedule: Schedule) -> float:
