@@ -1,4 +1,4 @@
-"""What a forward pass keeps for a backward pass that is a program of its own.
+"""The residuals of a forward pass whose backward pass is a program of its own.
 
 Each array that a program returns is memory of its own. So an array that the backward
 pass has already, a constant, or another shape of an array that is kept, is not

@@ -43,7 +43,7 @@ def fused(request):
         yield found
 
 
-# What does not depend on the kernels is always interpreted with Triton's alone.
+# Behaviors that do not depend on the kernels are interpreted with Triton's alone.
 one_back_end = pytest.mark.parametrize(
     "fused",
     [

@@ -72,7 +72,7 @@ def lowered(monkeypatch, num_workers):
 
 @pytest.fixture(scope="module")
 def lowered_here() -> list:
-    """What a process without workers lowers, once a test has lowered it."""
+    """Programs that a process without workers has lowered, once a test has done so."""
     return []
 
 

@@ -109,11 +109,9 @@ def shipped(device_kind: str) -> dict[str, Measured]:
     if not path.exists():
         return {}
     series = lambda version: version.split(".")[:2]
-    return {
-        one.region: one
-        for one in parse(path.read_text(), device_kind)
-        if series(one.jax_version) == series(metadata.version("jax"))
-    }
+    installed = series(metadata.version("jax"))
+    measured = parse(path.read_text(), device_kind)
+    return {m.region: m for m in measured if series(m.jax_version) == installed}
 
 
 def _read_all(device_kind: str) -> tuple[Measured, ...]:

@@ -1,5 +1,6 @@
 """The compiled passes of a stage, or of a kind of sections."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.data.objectives import has_reference
 from jaxlora.data.pack import PackedBatch
+from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import baseline_shape, batch_shapes, key_shapes
 from jaxlora.models.forward import (
     JobLosses,
@@ -21,13 +23,44 @@ from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.prepared_passes import PreparedPasses
 from jaxlora.train.execute.section_passes import SectionPasses
 from jaxlora.train.execute.stage_passes import StagePasses
 
 # Makes a program of a decoder: of its name, function, partition specs of what it takes
 # and gives, and options of `Program` and `jax.jit`.
 MakeProgram = Callable[..., Program]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedPasses:
+    """The passes of a stage that are being compiled; see `StagePrograms`.
+
+    Attributes:
+        last: The pass with gradients; `forward` is before it on all but the last stage.
+        reference: The evaluation by references, of a run that has any.
+        sections: Those of the sections before `last`, if the passes are a chain.
+    """
+
+    last: Prepared
+    forward: Prepared | None = None
+    reference: tuple[Prepared, ...] = ()
+    sections: tuple["PreparedPasses", ...] = ()
+
+    @property
+    def each(self) -> list[Prepared]:
+        """The passes, each once."""
+        before = [p for one in self.sections for p in one.each]
+        forward = () if self.forward is None else (self.forward,)
+        found = (*before, *forward, self.last, *self.reference)
+        return [*dict.fromkeys(found)]  # alike sections share theirs
+
+    def compiled(self) -> StagePrograms:
+        """Waits for the programs."""
+        forward = None if self.forward is None else self.forward.compiled()
+        sections = tuple(one.compiled() for one in self.sections)
+        return StagePrograms(
+            last=self.last.compiled(), forward=forward, sections=sections
+        )
 
 
 class PassPrograms:
@@ -106,6 +139,11 @@ class PassPrograms:
             compiler_options=evaluation_options(spec),
         )
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is anything to train: not in an embedding without adapters."""
+        return not self._spec.has_embedding or bool(self._spec.adapter_shapes())
+
     def prepare(
         self,
         base: Mapping[str, Any],
@@ -141,7 +179,7 @@ class PassPrograms:
             return PreparedPasses(last=last, reference=reference)
         args = base, state.params, *inputs
         forward = self.forward.prepare(*args, what=f"forward pass{name}")
-        if spec.has_embedding and not spec.adapter_shapes():
+        if not self.has_backward:
             return PreparedPasses(last=forward, reference=reference)
         where = self._placement.sharding(self._placement.by_device)
         kept = jax.tree.map(

@@ -26,7 +26,7 @@ from jaxlora.programs.program import (
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage
 from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
-from jaxlora.train.execute.prepared_passes import PreparedPasses
+from jaxlora.train.execute.pass_programs import PreparedPasses
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,11 @@ from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.pass_programs import MakeProgram, PassPrograms
-from jaxlora.train.execute.prepared_passes import PreparedPasses
+from jaxlora.train.execute.pass_programs import (
+    MakeProgram,
+    PassPrograms,
+    PreparedPasses,
+)
 
 
 class SectionChain:
@@ -81,10 +84,10 @@ class SectionChain:
         )
         del h, residuals  # nothing outlives its backward pass
         for section, place in reversed(before):
-            if section.spec.has_embedding and not section.spec.adapter_shapes():
+            if not (programs := self._kinds[section.spec]).has_backward:
                 break
             args = section.base(base), params, kept.pop(), pending, place, dh
-            pending, dh = self._kinds[section.spec].backward(*args)
+            pending, dh = programs.backward(*args)
             del args
         return pending, losses, None
 

@@ -118,7 +118,7 @@ class PreparedJob:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What is compared when the job is resumed; a run asks often."""
+        """The settings and fingerprints by which a resumed job is compared; kept."""
         return self.settings.model_dump(mode="json") | self.fingerprints
 
     @property

@@ -33,9 +33,8 @@ from jaxlora.train.plan.shapes import choose_shapes
 from jaxlora.train.plan.slot_spec import check_fits, decoder_spec
 from jaxlora.train.saved.continue_job import continued_step
 
-# Operations of a layer's forward pass over a microbatch, from which on an H200 takes
-# longer for them than its host for the calls of a chain's programs: 0.7 ms for each
-# layer and pass, as measured.
+# With fewer operations in a layer's forward pass over a microbatch, an H200 waits for
+# its host, which takes 0.7 ms for each layer and pass to call a chain's programs.
 _LEAST_FLOPS = 8e11
 
 

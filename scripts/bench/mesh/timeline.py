@@ -57,7 +57,7 @@ def _runs(
     once = [k for k in own if counts[k.name, k.instruction] == number]
     if not once:
         return
-    first, last = once[0], max(once[-len(once) // number :], key=lambda k: k.start_ms)
+    first, last = once[0], once[-1]
     of = lambda one: [
         k for k in once if (k.name, k.instruction) == (one.name, one.instruction)
     ]

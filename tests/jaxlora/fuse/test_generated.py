@@ -25,7 +25,7 @@ def some_of(seeds: range) -> list:
 
 @pytest.mark.parametrize("seed", some_of(SEEDS))
 def test_a_fused_function_is_as_accurate_as_the_original(seed):
-    """What is rewritten obeys the rule; what is not has the same program."""
+    """A rewritten function obeys the rule; any other has the same program."""
     function = draw(seed)
     compiled = seed in COMPILED_SEEDS
     verdict = check(function, compiled=compiled, implementation="xla")

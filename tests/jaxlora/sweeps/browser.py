@@ -13,7 +13,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FOUND = next(filter(None, map(shutil.which, NAMES)), None)
-# What a page must not cause: exceptions, and errors such as refused requests.
+# A page must cause no exceptions, and no errors such as refused requests.
 _ERRORS = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
 # The browser reads commands from descriptor 3 and writes to 4.
 _BEGIN = """

@@ -19,7 +19,7 @@ from jaxlora.train.saved.run_store import RunStore
 
 
 class Disk:
-    """What is written, in its order; each write waits until it may go on."""
+    """Records writes in their order; each waits until it may go on."""
 
     def __init__(self):
         self.written, self.running = [], set()
