@@ -50,7 +50,7 @@ def test_a_host_with_another_folder_is_refused(tmp_path, monkeypatch):
         lines, _ = relay.exchange(b"a line\n", True)  # it may have ended by now
         assert lines == [b"a line"]
         owner = read_owner(tmp_path / LOCK_FILE)
-    relay._worker.process.wait()
+    relay._worker.wait()
     other = Relay(("cat",), str(tmp_path / "not" / "here" / "0-1"), {}, owner)
     (line,), ending = other.exchange(b"", False)
     failed = decode(line)
