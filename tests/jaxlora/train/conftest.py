@@ -11,6 +11,7 @@ from jaxlora.sweeps import files
 from jaxlora.train.report import summary
 from jaxlora.train.report.plot import plot_losses
 from tests import tiny
+from tests.jaxlora.memory_formula import estimated_by_formula
 from tests.jaxlora.train.at_window import at_windows
 from tests.jaxlora.train.mesh_runs import MeshRuns
 from tests.jaxlora.train.outcome import Outcome
@@ -91,6 +92,16 @@ def _without_pictures():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(summary, "plot_losses", lambda *_: None)
         patch.setattr(files, "draw_sweep", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_runs():
+    """Memory is not estimated from traces, but in modules that replace this fixture.
+
+    `test_contracts.py` and those that test what is chosen by memory are among them.
+    """
+    with estimated_by_formula():
         yield
 
 

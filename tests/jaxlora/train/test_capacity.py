@@ -30,6 +30,11 @@ from jaxlora.train.saved.describe_run import run_identity
 from tests.jaxlora.train.at_window import AtWindow
 
 
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_runs():
+    """Memory is estimated from traces, as for users."""
+
+
 @pytest.fixture
 def have(monkeypatch):
     """Sets what the device's memory has for a run."""

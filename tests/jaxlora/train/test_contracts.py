@@ -44,6 +44,11 @@ def assert_same_training(one, other, names):
                 assert array.any() or not starts_at_zero, f"{name} did not learn"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_runs():
+    """Memory is estimated from traces, as for users."""
+
+
 @pytest.fixture(scope="module")
 def model(two_layers):
     """The jobs adapt both of its layers or one."""

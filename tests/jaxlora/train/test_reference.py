@@ -41,18 +41,26 @@ def job(name: str, objective: str, path: str, args: dict | None = None, **change
     return LoraJob(name=name, **settings | changes)
 
 
+def of_each(path: str, args: dict | None = None, **changes) -> list[LoraJob]:
+    """Jobs of DPO and KTO, for which a run has the same programs in each test."""
+    whole = {"modules_to_save": ["lm_head"], "trainable_token_indices": ()}
+    given = {"dpo": {}, "kto": whole}
+    return [job(n, n, path, args, **changes | own) for n, own in given.items()]
+
+
 def test_in_the_step_it_is_the_one_that_is_kept(train, tmp_path):
     """After steps with DoRA, rows of tokens and heads, which have to be off for it."""
     path = write_pairs(tmp_path / "pairs.jsonl", 9, seed=0)
     held_out = {"path": write_pairs(tmp_path / "held_out.jsonl", 3, seed=1)}
-    twins = [
-        job(f"{name}_{how}", name, path, {"reference_logps": how})
-        for name in ("dpo", "kto")
+    pairs = (
+        of_each(path, {"reference_logps": how}, eval_data=held_out, eval_every=2)
         for how in ("kept", "in_step")
+    )
+    twins = [
+        one.replace(name=f"{one.name}_{how}")
+        for same in zip(*pairs, strict=True)
+        for how, one in zip(("kept", "in_step"), same, strict=True)
     ]
-    more = {"modules_to_save": ["lm_head"], "trainable_token_indices": ()}
-    twins[2:] = [one.replace(**more) for one in twins[2:]]
-    twins = [one.replace(eval_data=held_out, eval_every=2) for one in twins]
     found = train(twins)
     for name in ("dpo", "kto"):
         kept, in_step = f"{name}_kept", f"{name}_in_step"
@@ -110,6 +118,7 @@ def streams(folder: pathlib.Path, reference: str) -> list[LoraJob]:
     return [job(n, n, str(folder), a, data=data, steps=8) for n, a in args.items()]
 
 
+@pytest.mark.grid  # test_streaming.py and test_reference_adapters.py resume runs
 def test_streams_end_in_the_same_bits_when_resumed(model, tmp_path):
     """One of them compares with a further adapter, which has to be in each step."""
     reference = write_reference(tmp_path / "reference", model, "lora")
@@ -143,7 +152,7 @@ def test_a_resumed_job_goes_on_with_its_reference(model, tmp_path, monkeypatch):
         config = RunConfig(
             model=str(model.folder),
             output_dir=str(tmp_path / "run"),
-            jobs=[job(name, name, path, steps=steps) for name in ("dpo", "kto")],
+            jobs=of_each(path, steps=steps),
             slot_rank=8,
             window_steps=1,
             checkpoint_every=1,
@@ -165,9 +174,8 @@ def test_one_window_trains_as_an_ordinary_data_set(train, tmp_path):
     stream = {"streaming": True, "bad_records": "drop"}
     found = []
     for data, args in ((stream, {}), ({}, {"reference_logps": "in_step"})):
-        steps = {"dpo": 5, "kto": 4}
-        jobs = [job(n, n, path, args, data=data, steps=steps[n]) for n in steps]
-        found.append(train(jobs))
+        dpo, kto = of_each(path, args, data=data)
+        found.append(train([dpo.replace(steps=5), kto]))
     assert found[0].losses == found[1].losses and found[0].bytes == found[1].bytes
 
 

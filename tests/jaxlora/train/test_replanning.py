@@ -36,14 +36,18 @@ from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train.at_window import Copies, at_windows
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
-from tests.jaxlora.train.test_replicas import ONE, Runs, resumed
+from tests.jaxlora.train.test_replicas import ONE as ONE_DEVICE
+from tests.jaxlora.train.test_replicas import Runs, resumed
 
 pytestmark = pytest.mark.needs_devices(3)
 
 # While a job runs that others outlive, and after it.
 FIRST = (ReplicaShape(tokens=192, tensor=2), ReplicaShape(tokens=64))
 THEN = (ReplicaShape(tokens=192), *[ReplicaShape(tokens=64)] * 2)
-AUTO = {"replicas": "auto", "window_steps": 2, "remat": "layer"}
+# One linear is enough: others move as it does.
+TARGETS = {"slot_targets": ("down_proj",)}
+AUTO = TARGETS | {"replicas": "auto", "window_steps": 2, "remat": "layer"}
+ONE = TARGETS | ONE_DEVICE
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,7 @@ def runs(tmp_path_factory, model) -> Runs:
 def own_jobs(jobs):
     """Three jobs with dropout and ragged lengths, of which the first one ends early."""
     changes = {"adam_eps": 1e-4, "max_grad_norm": 0.05}
+    changes |= {"target_modules": TARGETS["slot_targets"]}
     return tuple(
         job.model_copy(update=changes | {"steps": steps})
         for job, steps in zip((jobs[0], jobs[2], jobs[3]), (2, 9, 10), strict=True)

@@ -20,6 +20,11 @@ from tests.jaxlora.train.counted_run import interrupt
 _SECONDS = 60.0  # a wait that is longer has failed
 
 
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_runs():
+    """Memory is estimated from traces, as for users."""
+
+
 @pytest.fixture
 def config(model, jobs, tmp_path):
     def make(**settings) -> RunConfig:

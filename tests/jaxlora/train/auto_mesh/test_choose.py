@@ -31,6 +31,11 @@ SMALL = dataclasses.replace(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_runs():
+    """Memory is estimated from traces, as for users."""
+
+
 @pytest.fixture(autouse=True)
 def _by_formula(request):
     """One test estimates memory from traces."""
