@@ -12,7 +12,7 @@ import ast
 import functools
 import graphlib
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 Graph = dict[str, set[str]]
@@ -48,13 +48,23 @@ def links() -> list[pathlib.Path]:
 def imported_names(path: pathlib.Path) -> frozenset[str]:
     """Returns the dotted names of a file's imports, each with its module in front."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative imports are not resolved"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
     return frozenset(names)
+
+
+def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yields statements and those inside of them; expressions hold no imports."""
+    for node in body:
+        yield node
+        for name in ("body", "handlers", "cases", "orelse", "finalbody"):
+            inside = getattr(node, name, ())
+            if isinstance(inside, list):  # not the body of a lambda
+                yield from _statements(inside)
 
 
 def module_graph(files: Mapping[str, pathlib.Path]) -> Graph:

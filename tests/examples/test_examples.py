@@ -77,6 +77,7 @@ def test_own_flax_model(clone):
     assert (last < first / 4).all()
 
 
+@pytest.mark.grid
 def test_notebook(clone, monkeypatch):
     """The cells run in one namespace, in the folder where Jupyter starts them."""
     monkeypatch.chdir(clone / "examples")

@@ -95,15 +95,17 @@ def test_refused(text, match):
     assert "cannot be read as YAML: " in str(caught.value)
 
 
+# All but surrogates. To find what UTF-8 can encode, Hypothesis takes seconds.
+texts = st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner) | st.dictionaries(texts, inner),
     max_leaves=8,
 )
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.dictionaries(st.text(), values))
+@given(st.dictionaries(texts, values))
 def test_what_is_written_is_read(value):
     assert parse(yaml.safe_dump(value, default_style='"')) == value
 

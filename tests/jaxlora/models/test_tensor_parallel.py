@@ -300,7 +300,7 @@ def num_reductions(layers: int, adapted) -> Counter:
 )
 def test_a_layer_gathers_and_scatters_twice_in_each_pass(adapted):
     """Adapters exchange nothing. Others are those of the embedding and of the loss."""
-    more = num_reductions(3, adapted) - num_reductions(2, adapted)
+    more = num_reductions(2, adapted) - num_reductions(1, adapted)
     assert more == {"all-gather": 4, "reduce-scatter": 4}
 
 
@@ -333,7 +333,7 @@ def test_layers_that_are_recomputed_exchange_again(remat):
 
 
 def test_hidden_states_are_exchanged_in_the_dtype_of_activations():
-    text = lowered(3, EACH_KIND).as_text()
+    text = lowered(2, EACH_KIND).as_text()
     found = {
         kind: re.findall(
             rf"stablehlo\.{kind}\".*?\(tensor<([\dx]+)x(\w+)>\) ->", text, re.DOTALL
@@ -342,8 +342,8 @@ def test_hidden_states_are_exchanged_in_the_dtype_of_activations():
     }
     # The first layer's input is not trained; the loss gathers, and the embedding adds.
     own, whole = f"{TOKENS // 2}x32", f"{TOKENS}x32"
-    assert Counter(found["all_gather"]) == {(own, "bf16"): 13}
-    assert Counter(found["reduce_scatter"]) == {(whole, "bf16"): 13}
+    assert Counter(found["all_gather"]) == {(own, "bf16"): 9}
+    assert Counter(found["reduce_scatter"]) == {(whole, "bf16"): 9}
     assert {shape for shape, _ in found["all_reduce"]} <= {f"{TOKENS}", f"{TOKENS}x2"}
 
 

@@ -91,13 +91,15 @@ def of_pairs(job: LoraJob, **changes) -> LoraJob:
 
 
 def test_each_job_trains_as_if_it_were_alone(train, jobs):
-    pairs = of_pairs(jobs[1])
-    together = train([jobs[0], pairs, of_pairs(jobs[2])])
-    alone = train([pairs], microbatch_tokens=256)
-    assert_same_training(together, alone, [pairs.name])
-    # The neighbours' objective takes no part in a next-token job.
-    alone = train([jobs[0]], microbatch_tokens=256)
-    assert_same_training(together, alone, [jobs[0].name])
+    """Beside others, and beside one that ends after its first step.
+
+    Their objective takes no part in a next-token job.
+    """
+    pairs, single = of_pairs(jobs[1]), jobs[0]
+    together = train([single, pairs, of_pairs(jobs[2])])
+    for job, other in ((pairs, single), (single, pairs)):
+        alone = train([other.replace(steps=1), job], max_concurrent_jobs=3)
+        assert_same_training(together, alone, [job.name])
 
 
 def test_losses_are_those_of_the_definition(train, jobs):
@@ -119,7 +121,8 @@ def test_losses_are_those_of_the_definition(train, jobs):
 def test_training_raises_the_margin(train, jobs):
     job = of_pairs(jobs[0], steps=8, learning_rate=2e-2, lr_schedule="constant")
     job = job.replace(batch_size=8, dropout=0.0)
-    outcome = train([job], microbatch_tokens=256)  # programs of a job alone
+    # Another job is there for the programs of another test.
+    outcome = train([job, jobs[1].replace(steps=1)], max_concurrent_jobs=3)
     losses = outcome.losses[job.name]
     assert losses[-1] < 0.5 * losses[0]
 

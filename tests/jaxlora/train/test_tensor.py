@@ -187,12 +187,12 @@ def test_jobs_come_and_go(eventful, mesh):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        # The run of variants continues on this mesh, and on one device.
-        pytest.param("tensor=2", "tensor=2", marks=pytest.mark.grid),
-        pytest.param("tensor=2", "stage=2", marks=pytest.mark.grid),
+        ("tensor=2", "tensor=2"),
+        ("tensor=2", "stage=2"),
         ("fsdp=1", "tensor=2"),
     ],
 )
+@pytest.mark.grid  # the run of variants continues on this mesh, and on one device
 def test_a_run_continues_on_any_mesh(meshes, mesh_jobs, tmp_path, before, after):
     whole = meshes.once(after, mesh_jobs, window_steps=1)
     config = meshes.config(before, mesh_jobs, window_steps=1)
