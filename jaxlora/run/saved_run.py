@@ -10,6 +10,7 @@ import pydantic
 import xxhash
 
 from jaxlora.common.json_file import check_regular_file
+from jaxlora.common.type_adapter import type_adapter
 from jaxlora.data.order import StreamPlace
 from jaxlora.errors import CheckpointError
 from jaxlora.models.layer import Remat
@@ -267,6 +268,6 @@ def read_sealed[T](path: pathlib.Path, kind: type[T], *, version: int, cure: str
         )
     del values["format"]
     try:
-        return pydantic.TypeAdapter(kind).validate_json(json.dumps(values))
+        return type_adapter(kind).validate_json(json.dumps(values))
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{format_errors(error, str(path))}\n{cure}") from None

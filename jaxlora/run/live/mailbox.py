@@ -25,6 +25,7 @@ import pydantic
 
 from jaxlora.common.atomic import remove_leftovers, wrap_os_errors, write_bytes
 from jaxlora.common.json_file import open_regular_file
+from jaxlora.common.type_adapter import type_adapter
 from jaxlora.errors import ConfigError
 from jaxlora.run.message import Answer, ControlRequest
 
@@ -198,7 +199,7 @@ class Mailbox:
         if len(data) > _MAX_BYTES:
             raise ConfigError(f"{path} has more than {_MAX_BYTES:,} bytes.")
         try:
-            return pydantic.TypeAdapter(kind).validate_json(data)
+            return type_adapter(kind).validate_json(data)
         except pydantic.ValidationError as error:
             reason = error.errors()[0]["msg"]
             raise ConfigError(f"{path} has another form: {reason}.") from None

@@ -12,6 +12,7 @@ import pydantic
 
 from jaxlora.common.atomic import write_text
 from jaxlora.common.json_file import read_regular_file
+from jaxlora.common.type_adapter import type_adapter
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback
@@ -145,7 +146,7 @@ def read_status(folder: pathlib.Path) -> SavedStatus:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{path} cannot be read: {reason}.") from error
     try:
-        return pydantic.TypeAdapter(SavedStatus).validate_json(data)
+        return type_adapter(SavedStatus).validate_json(data)
     except pydantic.ValidationError as error:
         raise CheckpointError(
             f"{format_errors(error, str(path))}\nThe run writes it again while it "
