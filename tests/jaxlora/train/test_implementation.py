@@ -14,7 +14,7 @@ from jaxlora.run.log import read_events
 from tests.jaxlora.train import fused
 
 
-def run(model, jobs, output_dir, **settings):
+def trainer(model, jobs, output_dir, **settings) -> Trainer:
     config = RunConfig(
         model=str(model.folder),
         output_dir=str(output_dir),
@@ -23,7 +23,11 @@ def run(model, jobs, output_dir, **settings):
         microbatch_tokens=1024,
         **settings,
     )
-    Trainer(config, model).train()
+    return Trainer(config, model)
+
+
+def run(model, jobs, output_dir, **settings):
+    trainer(model, jobs, output_dir, **settings).train()
     events = read_events(output_dir / "metrics.jsonl")
     return {
         job.name: [
@@ -33,15 +37,16 @@ def run(model, jobs, output_dir, **settings):
     }
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 def test_auto_says_why_it_takes_xla(model, jobs, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        run(model, jobs[:1], tmp_path / "auto")
+        trainer(model, jobs[:1], tmp_path / "auto")
     assert re.search("LoRA kernels: xla; .*mosaic.* cannot run this", caplog.text)
 
 
 def test_mosaic_where_it_cannot_run_is_refused(model, jobs, tmp_path):
     with pytest.raises(ConfigError, match="mosaic cannot run this"):
-        run(model, jobs[:1], tmp_path / "asked", implementation="mosaic")
+        trainer(model, jobs[:1], tmp_path / "asked", implementation="mosaic")
 
 
 @pytest.fixture

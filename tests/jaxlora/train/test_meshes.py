@@ -40,15 +40,9 @@ def test_three_stages(meshes, mesh_jobs):
         assert_same_on_meshes(one, meshes.once(mesh, mesh_jobs, **settings))
 
 
+@pytest.mark.grid  # `test_dora.py` has such a head on two stages
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param("stage=2", marks=pytest.mark.grid),
-        pytest.param("data=2,stage=2,tensor=2", marks=pytest.mark.grid),
-        # `test_dora.py` has a head of its own on two stages, and `test_tensor.py` layers
-        # that two devices share.
-        pytest.param("stage=2,tensor=2", marks=pytest.mark.grid),
-    ],
+    "mesh", ["stage=2", "data=2,stage=2,tensor=2", "stage=2,tensor=2"]
 )
 def test_a_head_of_its_own_on_the_last_stage(meshes, mesh_jobs, mesh):
     """With more ticks in flight than stages, and layers that are recomputed."""
