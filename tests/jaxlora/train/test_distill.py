@@ -134,6 +134,7 @@ def test_each_job_trains_as_if_it_were_alone(train, jobs):
     slots = {"slot_targets": JOB["target_modules"], "max_concurrent_jobs": 3}
     together = train(jobs, **slots)
     assert together.losses["kd0"][0] != together.losses["kd1"][0]
+    assert together.losses["plain"][0] > np.log(100)  # of its own tokens
     # The other job ends after its first step, and is there for the programs.
     alone = train([jobs[2].replace(steps=1), jobs[0]], **slots)
     assert_same_training(together, alone, ["kd0"])
