@@ -48,7 +48,7 @@ class Placed:
     ) -> None:
         self.eqns = opened.jaxpr.eqns
         self.left = dict(enumerate(parts))  # the parts that are not in kept calls
-        self.calls: list[Call] = []  # that are kept
+        self.calls: list[Call] = []  # that are kept, in order
         self.number_of = {
             v: number for number, eqn in enumerate(self.eqns) for v in eqn.outvars
         }
@@ -99,7 +99,8 @@ class Placed:
 
     def _append_equation(self, order: int, eqn: Any) -> None:
         invars = [self.substitute(v) for v in eqn.invars]
-        eqn = eqn.replace(invars=invars)
+        if any(new is not old for new, old in zip(invars, eqn.invars, strict=True)):
+            eqn = eqn.replace(invars=invars)
         self._append(order, eqn.invars, eqn.outvars, eqn=eqn)
 
     def _place_call(self, call: Call) -> None:
@@ -128,7 +129,9 @@ class Placed:
         """Returns a choice without what is found again in the bodies of kept calls."""
 
         def is_left(var: Any) -> bool:
-            return any(self._is_within(var, call) for call in self.calls)
+            number = self.number_of.get(var, -1)
+            place = bisect.bisect(self.calls, number, key=lambda call: call.start)
+            return place > 0 and self._is_within(var, self.calls[place - 1])
 
         kept = tuple(
             c

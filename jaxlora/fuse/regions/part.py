@@ -135,13 +135,15 @@ def find_regions(sites: Sequence[Site]) -> list[Region]:
         if reason is not None:
             refusals[number] = reason
     producers = found.keys() - refusals.keys()
+    number_of = {p.root: n for n, site in enumerate(sites) for p in site.projections}
     gates = {}
     for after in sorted(producers):
-        for before, site in enumerate(sites):
-            gate = _gate(makers, site, found[after], sites[after])
+        maker = found[after]
+        for before in sorted({number_of[v] for v in maker.tiles if v in number_of}):
+            gate = _gate(makers, sites[before], maker, sites[after])
             if isinstance(gate, str):
                 refusals[after] = gate
-            elif gate is not None:
+            else:
                 gates[before, after] = gate
     groups = _connected(len(sites), gates)
     return [
@@ -164,16 +166,24 @@ def _region(sites, group, makers, producers, gates, refusals) -> Region:
     )
 
 
-def _connected(count: int, gates) -> list[list[int]]:
+def _connected(count: int, gates: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Returns the groups of numbers that gates connect, in order."""
-    group_of = list(range(count))
+    beside: list[list[int]] = [[] for _ in range(count)]
     for before, after in gates:
-        old, new = group_of[after], group_of[before]
-        group_of = [new if group == old else group for group in group_of]
-    return [
-        [number for number in range(count) if group_of[number] == group]
-        for group in dict.fromkeys(group_of)
-    ]
+        beside[before].append(after)
+        beside[after].append(before)
+    groups, seen = [], set()
+    for number in range(count):
+        todo, group = [number], []
+        while todo:
+            one = todo.pop()
+            if one not in seen:
+                seen.add(one)
+                group.append(one)
+                todo += beside[one]
+        if group:
+            groups.append(sorted(group))
+    return groups
 
 
 def _no_producer(makers: Makers, maker: Maker, site: Site) -> str | None:
@@ -188,13 +198,9 @@ def _no_producer(makers: Makers, maker: Maker, site: Site) -> str | None:
     return _unsupported(maker.expression, maker, site, [site], is_gradient=False)
 
 
-def _gate(
-    makers: Makers, site: Site, maker: Maker, following: Site
-) -> Gate | str | None:
-    """Returns the gate behind a site, or why it is none; None: it reads no output."""
+def _gate(makers: Makers, site: Site, maker: Maker, following: Site) -> Gate | str:
+    """Returns the gate that reads an output of a site, or why it is none."""
     roots = [p.root for p in site.projections]
-    if set(maker.tiles) & set(roots) == set():
-        return None
     reason = _no_gate(makers, site, maker, following)
     if reason is not None:
         return reason

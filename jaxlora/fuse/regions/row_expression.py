@@ -7,6 +7,7 @@ layout. It is called on whole rows, and evaluated on chunks of them by the kerne
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,6 +141,7 @@ class RowExpression:
             self, steps=tuple(steps), results=moved(self.results)
         )
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019  one for all layers
     def gradient(self, dtype: np.dtype) -> "RowExpression":
         """Returns the function from the tiles, and the result's gradient, to theirs.
 
