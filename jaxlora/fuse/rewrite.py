@@ -11,8 +11,9 @@ from jaxlora.fuse.group import group_sites, ungroup
 from jaxlora.fuse.linears.match import find_sites
 from jaxlora.fuse.place import part_equations, place_parts
 from jaxlora.fuse.regions.choose import Choice, Chooser
-from jaxlora.fuse.regions.measure import Stopwatch, region_program
+from jaxlora.fuse.regions.measure import Stopwatch
 from jaxlora.fuse.regions.part import Part, Region, find_regions
+from jaxlora.fuse.regions.programs import region_program
 from jaxlora.fuse.site import Refusal, Site
 from jaxlora.fuse.trace import Opened, open_calls
 from jaxlora.pallas_kernels import LINEAR_RESULTS
@@ -119,11 +120,11 @@ class _Rewriter:
 
     def _choices(self, sites: Sequence[Site]) -> Iterator[list[Choice]]:
         """Yields what to do with sites, until no two parts depend on each other."""
-        chosen = [self.chooser.choose(region) for region in find_regions(sites)]
+        chosen = self.chooser.choose(find_regions(sites))
         yield chosen
         yield [choice.apart() for choice in chosen]
         single = [one for site in sites for one in ungroup(site)]
-        chosen = [self.chooser.choose(region) for region in find_regions(single)]
+        chosen = self.chooser.choose(find_regions(single))
         yield [choice.apart() for choice in chosen]
 
     def _program(self, region: Region, parts: Sequence[Part]) -> core.Jaxpr | None:

@@ -130,7 +130,7 @@ class _Shortened:
         """Describes the forms of what a segment reads of the one before."""
         begin = self.run.begin(segment)
         eqns = self.eqns[begin : begin + self.run.length]
-        read = (v for eqn in eqns for v in eqn.invars)
+        read = (v for eqn in eqns for v in eqn.invars if isinstance(v, core.Var))
         before = range(self.first, begin)
         crossing = [v for v in read if number_of(self.maker, v) in before]
         forms = tuple((v, n.forms.get(v)) for v in dict.fromkeys(crossing))

@@ -6,6 +6,7 @@ XLA's to decide.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jaxlora.fuse.predict.cost import decide, format_time
 from jaxlora.fuse.predict.site_shape import SiteShape
 from jaxlora.fuse.regions import kept
 from jaxlora.fuse.regions.candidates import Candidate, Plan, best_plans, candidates_of
-from jaxlora.fuse.regions.measure import Stopwatch
+from jaxlora.fuse.regions.measure import Request, Stopwatch, Times
 from jaxlora.fuse.regions.part import Part, Region, is_transposed
 from jaxlora.fuse.site import Site
 from jaxlora.pallas_kernels import BACKENDS
@@ -108,13 +109,22 @@ class Chooser:
         device = jax.devices()[0].device_kind
         self._shipped = kept.shipped(device) if self._is_auto else {}
 
-    def choose(self, region: Region) -> Choice:
-        """Chooses how to compute a region."""
-        candidates = candidates_of(region)
-        key = normal_form(region)
-        if key not in self._known:
-            self._known[key] = self._find(region, candidates, key)
-        found = self._known[key]
+    def choose(self, regions: Sequence[Region]) -> list[Choice]:
+        """Chooses how to compute each of some regions."""
+        every = [(r, normal_form(r), candidates_of(r)) for r in regions]
+        new: dict[str, tuple[Region, list[Candidate]]] = {}
+        for region, key, candidates in every:
+            if key not in self._known:
+                new.setdefault(key, (region, candidates))
+        self._find(new)
+        return [
+            self._choice(region, candidates, self._known[key])
+            for region, key, candidates in every
+        ]
+
+    def _choice(
+        self, region: Region, candidates: Sequence[Candidate], found: _Found
+    ) -> Choice:
         by_name = {c.name: c for c in candidates}
         plan = Plan(candidates=tuple(by_name[name] for name in found.plan))
         return Choice(
@@ -125,23 +135,45 @@ class Chooser:
             reason=_reason(region, plan, _plain(candidates), found),
         )
 
-    def _find(
-        self, region: Region, candidates: Sequence[Candidate], key: str
-    ) -> _Found:
-        usable = [c for c in candidates if self._may_use(region, c)]
-        seconds: dict[str, float] = {}
-        unmeasured, measured = None, None
-        if self._stopwatch is not None or key in self._shipped:
-            timed = self._timed(usable, _plain(candidates))
-            if self._stopwatch is None:
-                seconds = self._shipped[key].of([plan.name for plan in timed])
-            else:
-                program = lambda plan: self._program(region, plan.parts)
-                seconds, unmeasured = self._stopwatch.times(region, key, timed, program)
-            measured = _by_time(timed, seconds)
-        plans = measured or [self._predicted(usable)]
-        names = tuple(c.name for c in plans[0].candidates)
-        return _Found(plan=names, seconds=seconds, unmeasured=unmeasured)
+    def _find(self, new: dict[str, tuple[Region, list[Candidate]]]) -> None:
+        """Finds the plans of regions, by the digests of their normal forms."""
+        usable = {
+            key: [c for c in candidates if self._may_use(region, c)]
+            for key, (region, candidates) in new.items()
+        }
+        timed = {
+            key: self._timed(usable[key], _plain(candidates))
+            for key, (_, candidates) in new.items()
+            if self._stopwatch is not None or key in self._shipped
+        }
+        times = self._times({key: region for key, (region, _) in new.items()}, timed)
+        for key, some in usable.items():
+            seconds, unmeasured = times.get(key, ({}, None))
+            plans = _by_time(timed.get(key, []), seconds) or [self._predicted(some)]
+            names = tuple(c.name for c in plans[0].candidates)
+            self._known[key] = _Found(
+                plan=names, seconds=seconds, unmeasured=unmeasured
+            )
+
+    def _times(
+        self, regions: dict[str, Region], timed: dict[str, list[Plan]]
+    ) -> dict[str, Times]:
+        if self._stopwatch is None:
+            names = {key: [plan.name for plan in timed[key]] for key in timed}
+            return {key: (self._shipped[key].of(names[key]), None) for key in timed}
+        requests = [
+            Request(
+                region=regions[key],
+                key=key,
+                plans=plans,
+                program=functools.partial(self._program_of, regions[key]),
+            )
+            for key, plans in timed.items()
+        ]
+        return dict(zip(timed, self._stopwatch.times(requests), strict=True))
+
+    def _program_of(self, region: Region, plan: Plan) -> Any:
+        return self._program(region, plan.parts)
 
     def _predicted(self, usable: Sequence[Candidate]) -> Plan:
         """Returns the plan to take if nothing is measured."""

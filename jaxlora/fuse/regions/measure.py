@@ -1,36 +1,31 @@
 """Times the plans of a region on the device."""
 
+import contextlib
+import dataclasses
 import logging
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax._src.core import eval_context
 from jax.extend import core
 
 from jaxlora.errors import ConfigError
-from jaxlora.fuse.kernel_call import inputs_of
 from jaxlora.fuse.regions import kept
 from jaxlora.fuse.regions.candidates import Plan
 from jaxlora.fuse.regions.part import Region
+from jaxlora.fuse.regions.programs import BothPasses, both_passes
 from jaxlora.pallas_kernels import compile_program
 
 logger = logging.getLogger(__name__)
 
 _SHORTEST_SECONDS = 0.02  # of calls that are timed together
 _NUM_BATCHES = 5
-_HEAVY = {
-    "dot_general",
-    "ragged_dot_general",
-    "scan",
-    "while",
-    "cond",
-    "custom_vjp_call",
-}
-
+_MOST_THREADS = 8  # that compile at the same time
 # Returns the seconds of a call of a compiled function.
 Timer = Callable[[Callable[..., Any], Sequence[Any]], float]
 
@@ -50,8 +45,42 @@ def time_call(function: Callable[..., Any], arguments: Sequence[Any]) -> float:
     return statistics.median(batch(count) for _ in range(_NUM_BATCHES))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """A region whose plans are to be timed.
+
+    Attributes:
+        region: The region.
+        key: The digest of its normal form.
+        plans: The plans, XLA's first.
+        program: Returns the program of the region with a plan; None: it has none.
+    """
+
+    region: Region
+    key: str
+    plans: Sequence[Plan]
+    program: Callable[[Plan], core.Jaxpr | None]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the plans."""
+        return [plan.name for plan in self.plans]
+
+
+# The times of plans, by name; or no times, and why.
+Times = tuple[dict[str, float], str | None]
+_USED_UP: Times = {}, "measure_seconds are used up"
+# Both passes of the plans of a region, and what compiles them, by the plans' names.
+_Programs = dict[str, tuple[BothPasses, Future[Callable[..., Any]]]]
+
+
 class Stopwatch:
-    """Times plans until a limit is reached, and keeps the times."""
+    """Times plans until a limit is reached, and keeps the times.
+
+    The programs of several plans are compiled at the same time. None is being compiled
+    while one is timed, since a compiler runs kernels on the device too, and takes the
+    processors that start those that are timed.
+    """
 
     def __init__(
         self,
@@ -59,86 +88,152 @@ class Stopwatch:
         *,
         timer: Timer = time_call,
         clock: Callable[[], float] = time.perf_counter,
+        num_threads: int | None = None,
     ) -> None:
         """Starts with all of its time.
 
         Args:
-            limit_seconds: Time for compiling and running candidates, in all; 0: only
-                times that are kept are used. The last candidate may exceed it.
+            limit_seconds: Time for compiling and running candidates, in all, as a clock
+                on the wall shows it; 0: only times that are kept are used. When it is
+                reached, nothing more is compiled or timed; what is being compiled or
+                timed then may exceed it.
             timer: Times a call.
             clock: Measures what is left of the limit.
+            num_threads: Programs that are compiled at the same time; None: one for each
+                processor, up to eight.
         """
         self._left = limit_seconds
         self._timer, self._clock = timer, clock
+        self._num_threads = num_threads or min(_MOST_THREADS, os.cpu_count() or 1)
         self._kept: dict[str, kept.Measured] | None = None
 
-    def times(
-        self,
-        region: Region,
-        key: str,
-        plans: Sequence[Plan],
-        program: Callable[[Plan], core.Jaxpr | None],
-    ) -> tuple[dict[str, float], str | None]:
-        """Returns the times of plans, by name, or no times and why.
+    def times(self, requests: Sequence[Request]) -> list[Times]:
+        """Returns the times of the plans of regions.
 
         Args:
-            region: The region.
-            key: The digest of its normal form.
-            plans: The plans, XLA's first.
-            program: Returns the program of the region with a plan; None: it has none.
+            requests: The regions, each with another key.
 
         Raises:
             ConfigError: There are several processes.
+            Exception: A program does not compile or run.
         """
         _check_processes()
         device = jax.devices()[0].device_kind
         if self._kept is None:
             self._kept = kept.shipped(device) | kept.read(device)
-        names = [plan.name for plan in plans]
-        if key in self._kept and (known := self._kept[key].of(names)):
-            return known, None
-        if "shard_map" in region.sites[0].path:
-            return {}, "regions inside of shard_map are not timed"
-        seconds = {}
-        for plan in plans:
-            if self._left <= 0:
-                return {}, "measure_seconds are used up"
-            start, jaxpr = self._clock(), program(plan)
-            if jaxpr is not None:
-                seconds[plan.name] = self._time(jaxpr, region)
+        found: dict[str, Times] = {}
+        new = []
+        for request in requests:
+            key = request.key
+            if key in self._kept and (known := self._kept[key].of(request.names)):
+                found[key] = known, None
+            elif "shard_map" in request.region.sites[0].path:
+                found[key] = {}, "regions inside of shard_map are not timed"
+            else:
+                new.append(request)
+        for batch in _batches(new, self._num_threads):
+            start = self._clock()
+            until = start + self._left
+            compiled = self._compiled(batch, until)
+            for request, programs in zip(batch, compiled, strict=True):
+                found[request.key] = self._timed(programs, until)
+                self._keep(device, request.key, found[request.key])
             self._left -= self._clock() - start
-        self._kept[key] = kept.Measured.now(key, seconds)
-        kept.write(device, self._kept[key])
+        return [found[request.key] for request in requests]
+
+    def _compiled(
+        self, batch: Sequence[Request], until: float
+    ) -> list[_Programs | None]:
+        """Compiles the plans of regions at the same time, and waits for all.
+
+        Returns:
+            For each region its programs; None if its turn had not come when the time
+            was used up.
+        """
+        with ThreadPoolExecutor(self._num_threads, "measure-compile") as pool:
+            return [self._started(pool, request, until) for request in batch]
+
+    def _started(
+        self, pool: ThreadPoolExecutor, request: Request, until: float
+    ) -> _Programs | None:
+        started: _Programs = {}
+        for plan in request.plans:
+            if self._clock() >= until:
+                return None
+            jaxpr = request.program(plan)
+            if jaxpr is not None:
+                with _apart():
+                    program = both_passes(jaxpr, request.region)
+                    started[plan.name] = program, _start(pool, program)
+        return started
+
+    def _timed(self, programs: _Programs | None, until: float) -> Times:
+        """Times the programs of a region one after the other."""
+        if programs is None:
+            return _USED_UP
+        seconds = {}
+        for name, (program, compiled) in programs.items():
+            if self._clock() >= until:
+                return _USED_UP
+            call = compiled.result()
+            with _apart():
+                seconds[name] = self._timer(call, program.arguments())
         return seconds, None
 
-    def _time(self, jaxpr: core.Jaxpr, region: Region) -> float:
-        """Times both passes of a program with random arguments."""
-        # Another function may be traced around this one. JAX's public context of this
-        # kind, `ensure_compile_time_eval`, would also evaluate what Mosaic's kernels
-        # compute without arrays, such as the number of a warpgroup.
-        with eval_context():
-            frozen = frozen_inputs(region)
-            values = [_random(v, number) for number, v in enumerate(jaxpr.invars)]
-            trained = [i for i, v in enumerate(jaxpr.invars) if _is_trained(v, frozen)]
-            run = core.jaxpr_as_fun(jaxpr)
-
-            def step(values, gradients):
-                def results(some):
-                    every = list(values)
-                    for place, value in zip(trained, some, strict=True):
-                        every[place] = value
-                    return [y for y in run(*every) if _is_float(y)]
-
-                ys, pull = jax.vjp(results, [values[i] for i in trained])
-                return ys, pull(gradients)
-
-            shapes = jax.eval_shape(lambda *v: run(*v), *values)
-            gradients = [jnp.ones(y.shape, y.dtype) for y in shapes if _is_float(y)]
-            return self._timer(_compiled(step, values, gradients), (values, gradients))
+    def _keep(self, device: str, key: str, times: Times) -> None:
+        seconds, reason = times
+        if reason is None:
+            assert self._kept is not None
+            self._kept[key] = kept.Measured.now(key, seconds)
+            kept.write(device, self._kept[key])
 
 
-def _compiled(step: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    return compile_program(jax.jit(step).lower(*arguments))
+def _apart() -> contextlib.AbstractContextManager[None]:
+    """Returns a context apart from the functions that are traced around this one.
+
+    JAX's public context of this kind, `ensure_compile_time_eval`, would also evaluate
+    what Mosaic's kernels compute without arrays, such as the number of a warpgroup.
+    """
+    return eval_context()
+
+
+def _batches(requests: Sequence[Request], most: int) -> Iterator[list[Request]]:
+    """Yields regions that are compiled together, with at most so many plans.
+
+    A region with more is compiled alone.
+    """
+    batch: list[Request] = []
+    for request in requests:
+        if batch and sum(len(r.plans) for r in (*batch, request)) > most:
+            yield batch
+            batch = []
+        batch.append(request)
+    if batch:
+        yield batch
+
+
+def _start(pool: ThreadPoolExecutor, program: BothPasses) -> Future[Callable[..., Any]]:
+    """Traces and lowers a program here, and compiles it in a thread.
+
+    It is traced here as the settings of JAX are those of a thread.
+    """
+    try:
+        lowered = _lowered(program)
+    except Exception as error:  # it is raised when the program would be timed
+        failed: Future[Callable[..., Any]] = Future()
+        failed.set_exception(error)
+        return failed
+    return pool.submit(_compile, lowered)
+
+
+def _lowered(program: BothPasses) -> jax.stages.Lowered:
+    # Not by workers, as in `lower_program`: JAX keeps the traces of kernels, and the
+    # fused function, which has the same, may also run without being compiled.
+    return jax.jit(program.function).lower(program.values, program.gradients)
+
+
+def _compile(lowered: jax.stages.Lowered) -> Callable[..., Any]:
+    return compile_program(lowered)
 
 
 def _check_processes() -> None:
@@ -147,108 +242,3 @@ def _check_processes() -> None:
             "measure_seconds is set, and there are several processes, which might "
             "choose different kernels. Leave it out, so that the prediction decides."
         )
-
-
-def _is_float(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating)
-
-
-def frozen_inputs(region: Region) -> set[Any]:
-    """Returns the variables of a region's weights, biases and values of features."""
-    frozen = {v for maker in region.makers.values() for v in maker.features}
-    for site in region.sites:
-        for p in site.projections:
-            operands = (p.w, *p.w_scales, *(() if p.bias is None else (p.bias,)))
-            frozen |= {o.var for o in operands}
-    return frozen
-
-
-def _is_trained(var: core.Var, frozen: set[Any]) -> bool:
-    return var not in frozen and _is_float(var.aval)
-
-
-def _random(var: core.Var, number: int) -> jax.Array:
-    """Returns an array of a variable's type: random floats, keys or bits, or zeros."""
-    aval: Any = var.aval
-    key = jax.random.key(number)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.random.split(key, aval.shape) if aval.shape else key
-    if jnp.issubdtype(aval.dtype, jnp.floating):
-        return (jax.random.normal(key, aval.shape) / 16).astype(aval.dtype)
-    if aval.dtype == jnp.uint32:  # a key, or random bits
-        return jax.random.bits(key, aval.shape)
-    return jnp.zeros(aval.shape, aval.dtype)
-
-
-def region_program(region: Region) -> core.Jaxpr:
-    """Returns the region as a program of its own, as its author wrote it.
-
-    Dropout masks are drawn in it, and what row-wise functions read of rows is computed
-    in it, if that takes no product.
-    """
-    jaxpr = region.sites[0].jaxpr
-    made = {maker.x for maker in region.makers.values()}
-    read = {maker.read for maker in region.makers.values()}
-    roots = [p.root for site in region.sites for p in site.projections]
-    inputs = {v for site in region.sites for v in inputs_of(site)} - read - {*roots}
-    for maker in region.makers.values():
-        inputs |= {*maker.inputs} - {*roots}
-    number_of = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    small = {v for maker in region.makers.values() for v in maker.rows}
-    small |= _masks(region)
-    inner = frozenset().union(*(m.equations for m in region.makers.values()))
-    inner = inner.union(*(site.equations for site in region.sites))
-    for var in small & inputs:
-        needed, leaves = _behind(jaxpr, number_of, [var], inputs - {var})
-        names = {jaxpr.eqns[n].primitive.name for n in needed - inner}
-        is_light = not names & _HEAVY and not any(_is_large(v, inputs) for v in leaves)
-        if needed and is_light:
-            inputs.remove(var)
-    outputs = [v for v in (*roots, *made) if _is_read(jaxpr, v, inner)]
-    needed, leaves = _behind(jaxpr, number_of, outputs, inputs)
-    order = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-    place = lambda v: (number_of.get(v, -1), order.get(v, len(order)))
-    return jaxpr.replace(
-        constvars=[],
-        invars=sorted(leaves, key=place),
-        outvars=sorted(outputs, key=place),
-        eqns=[jaxpr.eqns[number] for number in sorted(needed)],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-
-
-def _is_large(var: core.Var, inputs: set[Any]) -> bool:
-    """Tells whether a variable is an array of floats that the region does not read."""
-    aval: Any = var.aval
-    return var not in inputs and _is_float(aval) and aval.size > 1
-
-
-def _masks(region: Region) -> set[Any]:
-    masks = (p.mask for site in region.sites for p in site.projections)
-    return {m.operand.var for m in masks if m is not None}
-
-
-def _is_read(jaxpr: core.Jaxpr, var: core.Var, inner: frozenset[int]) -> bool:
-    """Tells whether something outside of a region reads a variable."""
-    if any(v is var for v in jaxpr.outvars):
-        return True
-    return any(
-        any(v is var for v in eqn.invars)
-        for number, eqn in enumerate(jaxpr.eqns)
-        if number not in inner
-    )
-
-
-def _behind(jaxpr, number_of, outputs, inputs) -> tuple[set[int], list[Any]]:
-    """Returns the equations from inputs to outputs, and what they read."""
-    todo, needed, leaves = list(outputs), set(), {}
-    while todo:
-        var = todo.pop()
-        number = number_of.get(var)
-        if var in inputs or number is None:
-            leaves[var] = None
-        elif number not in needed:
-            needed.add(number)
-            eqn = jaxpr.eqns[number]
-            todo += [v for v in eqn.invars if isinstance(v, core.Var)]
-    return needed, list(leaves)

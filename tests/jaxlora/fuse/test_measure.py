@@ -1,8 +1,10 @@
 """Regions are timed within a limit, and the fastest way to compute each is kept."""
 
 import dataclasses
+import itertools
 import json
 import os
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from tests.oracle import relative_error
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
-_COMPILED = measure._compiled
+_LOWERED, _COMPILE = measure._lowered, measure._compile
 XLA, BOTH = "xla", "producer and gate(0, 1)"
 LINEARS = "kernels(0), kernels(1)"
 
@@ -68,7 +70,8 @@ def kept_file():
 @pytest.fixture(autouse=True)
 def _not_compiled(monkeypatch):
     """Programs that a given clock times need not be compiled."""
-    monkeypatch.setattr(measure, "_compiled", lambda *_: None)
+    monkeypatch.setattr(measure, "_lowered", lambda *_: None)
+    monkeypatch.setattr(measure, "_compile", lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,104 @@ def test_a_damaged_file_is_measured_anew(damage, caplog):
     assert "is not used" in caplog.text
 
 
+class Compiler:
+    """Compiles programs that only have names, and knows how many at the same time."""
+
+    def __init__(self, together, fails=()):
+        self.barrier = threading.Barrier(together)
+        self.lock = threading.Lock()
+        self.fails, self.active, self.ended = fails, 0, 0
+
+    def compile(self, number):
+        with self.lock:
+            self.active += 1
+        self.barrier.wait(timeout=60)  # until so many are being compiled
+        with self.lock:
+            self.active -= 1
+            self.ended += 1
+        if number in self.fails:
+            raise ValueError(f"candidate {number} does not compile")
+        return number
+
+    def time_call(self, number, arguments):
+        """Times a program while nothing is compiled."""
+        assert not self.active
+        self.ended_before.append(self.ended)
+        return 9.0 - number
+
+    @property
+    def stopwatch(self):
+        self.ended_before = []
+        return Stopwatch(100.0, timer=self.time_call, num_threads=8)
+
+
+@pytest.fixture
+def numbered(monkeypatch):
+    """Candidates are the numbers in whose order they are lowered."""
+    numbers = itertools.count()
+    monkeypatch.setattr(measure, "_lowered", lambda _: next(numbers))
+    return lambda compiler: monkeypatch.setattr(measure, "_compile", compiler.compile)
+
+
+def two_sizes(lora, frozen, x):
+    y = SWIGLU(lora, frozen, x)
+    return y, SWIGLU(lora, frozen, jnp.concatenate([x, x]))
+
+
+def test_candidates_are_compiled_at_the_same_time_and_timed_alone(numbered):
+    compiler = Compiler(together=8)  # those of two regions
+    numbered(compiler)
+    first, second = choose(compiler.stopwatch, two_sizes)
+    assert compiler.ended_before == [8] * 8
+    assert [*first.seconds.values()] == [9.0, 8.0, 7.0, 6.0]
+    assert [*second.seconds.values()] == [5.0, 4.0, 3.0, 2.0]
+
+
+def test_no_more_are_compiled_than_there_are_threads(numbered):
+    compiler = Compiler(together=2)
+    numbered(compiler)
+    stopwatch = compiler.stopwatch
+    stopwatch._num_threads = 2
+    choose(stopwatch, two_sizes)
+    assert compiler.ended_before == [4] * 4 + [8] * 4  # one region after the other
+
+
+def test_the_error_of_a_candidate_is_raised_in_its_turn(numbered):
+    compiler = Compiler(together=8, fails=(5, 6))
+    numbered(compiler)
+    with pytest.raises(ValueError, match="candidate 5 does not compile"):
+        choose(compiler.stopwatch, two_sizes)
+    (kept,) = json.loads(kept_file().read_text())["regions"]
+    assert [*kept["seconds"].values()] == [9.0, 8.0, 7.0, 6.0]
+
+
+def test_what_cannot_be_lowered_is_an_error_in_its_turn(monkeypatch):
+    def fail(program):
+        raise ValueError("it cannot be lowered")
+
+    monkeypatch.setattr(measure, "_lowered", fail)
+    with pytest.raises(ValueError, match="it cannot be lowered"):
+        choose(Clock(9.0).stopwatch())
+
+
+def test_time_of_compiling_counts(monkeypatch):
+    """What has not begun when the time is used up is neither compiled nor timed."""
+    clock, lowered = Clock(9.0, 5.0, 6.0, 7.0), []
+
+    def lower(program):
+        clock.now += 2.0
+        lowered.append(program)
+
+    monkeypatch.setattr(measure, "_lowered", lower)
+    for limit, count in ((3.0, 2), (7.9, 4)):
+        lowered.clear()
+        (choice,) = choose(clock.stopwatch(limit))
+        assert len(lowered) == count and not choice.seconds and not clock.called
+        assert "measure_seconds are used up" in choice.reason
+    (choice,) = choose(clock.stopwatch(8.5 + 3.0))
+    assert clock.called == 4 and choice.plan.name == BOTH
+
+
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="several processes"):
@@ -175,7 +276,8 @@ def test_explain_prints_predicted_and_measured_times(monkeypatch, tmp_path):
 
 
 def test_programs_of_a_region_compute_the_same_while_a_function_is_traced(monkeypatch):
-    monkeypatch.setattr(measure, "_compiled", _COMPILED)
+    monkeypatch.setattr(measure, "_lowered", _LOWERED)
+    monkeypatch.setattr(measure, "_compile", _COMPILE)
     block, seen = dataclasses.replace(SWIGLU, keep=0.75), []
 
     def time_call(function, arguments):
