@@ -157,11 +157,14 @@ class Compiler:
         self.barrier = threading.Barrier(together)
         self.lock = threading.Lock()
         self.fails, self.active, self.ended = fails, 0, 0
+        self.timed = threading.Event()
 
     def compile(self, number):
         with self.lock:
             self.active += 1
         self.barrier.wait(timeout=60)  # until so many are being compiled
+        if number == 7:
+            self.timed.wait(timeout=0.2)  # for what must not begin
         with self.lock:
             self.active -= 1
             self.ended += 1
@@ -171,6 +174,7 @@ class Compiler:
 
     def time_call(self, number, arguments):
         """Times a program while nothing is compiled."""
+        self.timed.set()
         assert not self.active
         self.ended_before.append(self.ended)
         return 9.0 - number
@@ -186,6 +190,7 @@ def numbered(monkeypatch):
     """Candidates are the numbers in whose order they are lowered."""
     numbers = itertools.count()
     monkeypatch.setattr(measure, "_lowered", lambda _: next(numbers))
+    monkeypatch.setattr(measure.BothPasses, "arguments", lambda _: ())
     return lambda compiler: monkeypatch.setattr(measure, "_compile", compiler.compile)
 
 

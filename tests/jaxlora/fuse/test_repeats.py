@@ -86,11 +86,11 @@ def products_used_elsewhere(x, layers):
 
 def growing_products(x, layers):
     """Each layer scales a sum that is kept, until its product is too long."""
-    kept = x @ layers[0]["w"]
+    first, kept = x, x @ layers[0]["w"]
     for p in layers:
         kept = kept * p["scale"]
-        x = jnp.tanh(x + lora(x, p) + kept)
-    return x, kept
+        x = x + jnp.tanh(kept + (first @ p["a"]) @ p["b"])
+    return x
 
 
 def growing_sums(x, layers):
@@ -155,7 +155,7 @@ def the_same_layer(x, layers):
 
 def read_before(x, layers):
     """What one layer alone reads was computed in different ways."""
-    ws = [p["w"] * 2 if n % 5 else p["w"] @ p["w"] for n, p in enumerate(layers)]
+    ws = [p["w"] @ p["w"] if n == COUNT else 2 * p["w"] for n, p in enumerate(layers)]
     for w, p in zip(ws, layers, strict=True):
         x = jnp.tanh(lora(x, dict(p, w=w))) + x
     return x
