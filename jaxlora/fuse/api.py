@@ -75,10 +75,11 @@ def fuse[**P, R](
         implementation: Name of a back end, or `auto` for the first that can run a
             linear on this device. With `auto`, linears that would be slower in its
             kernels stay as they are; `jaxlora.explain` says which and why.
-        measure_seconds: Time to spend on measuring, in all: when a call is traced, the
-            best ways to compute each region of linears, norms and gates are compiled
-            and timed on this device, beside XLA's, and the fastest is taken. Times are
-            kept in the user's cache, and used again. With 0, only kept times are used.
+        measure_seconds: Time to spend on measuring, in all, compiling included: when a
+            call is traced, the best ways to compute each region of linears, norms and
+            gates are compiled, several at the same time, and timed on this device one
+            by one, beside XLA's, and the fastest is taken. Times are kept in the user's
+            cache, and used again. With 0, only kept times are used.
             None: the prediction decides, and times that come with the package for some
             regions on this kind of device, so all such machines take the same kernels.
             Under `auto`, norms and gates of other regions stay as they are.

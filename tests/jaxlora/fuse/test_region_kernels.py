@@ -62,7 +62,9 @@ def test_both_passes_by_the_oracle_and_adapters_are_isolated():
 
 def test_candidates_are_timed_while_a_function_is_traced(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measure, "_compiled", jax.eval_shape)  # kernels are traced
+    traced = lambda p: jax.eval_shape(p.function, p.values, p.gradients)
+    monkeypatch.setattr(measure, "_lowered", traced)
+    monkeypatch.setattr(measure, "_compile", lambda _: None)
     options = FuseOptions("mosaic", Stopwatch(100.0, timer=lambda *_: 1.0))
 
     def linear(lora, frozen, x):
