@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from jaxlora.common.note import Note
-from jaxlora.config import RunConfig
+from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.layer import Remat
@@ -49,6 +49,7 @@ class Bounds:
     @staticmethod
     def of(
         config: RunConfig,
+        jobs: Sequence[LoraJob],
         train: Sequence[TokenizedData],
         held_out: Sequence[TokenizedData] = (),
     ) -> "Bounds":
@@ -56,15 +57,16 @@ class Bounds:
 
         Args:
             config: The run; its mesh is not `auto`.
-            train: Training samples of each job.
-            held_out: Held-out samples of the jobs that have any.
+            jobs: Those of its jobs that microbatches have to hold.
+            train: Training samples of each of these jobs.
+            held_out: Held-out samples of those that have any.
         """
         block = config.block_tokens
         num_slots = config.max_concurrent_jobs or len(config.jobs)
         longest = max(data.longest_group for data in (*train, *held_out))
         steps = [
             data.mean_batch_tokens(job.batch_size) + block / 2
-            for job, data in zip(config.jobs, train, strict=True)
+            for job, data in zip(jobs, train, strict=True)
         ]
         sizes = config.mesh_sizes
         in_flight = num_lanes = len(config.replica_shapes) or sizes.num_lanes
@@ -80,8 +82,7 @@ class Bounds:
             unit *= 2
         largest = _round_up(most, unit)
         allowed = max(
-            job.max_length * find_objective(job.objective).group_size
-            for job in config.jobs
+            job.max_length * find_objective(job.objective).group_size for job in jobs
         )
         smallest = _round_up(min(allowed, largest), unit)
         asked = config.microbatch_tokens

@@ -38,6 +38,7 @@ from jaxlora.train.plan.auto_replicas.moving import ReplicaChoice
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.resumed import Resumed
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.shapes import ONE_SHAPE
 from jaxlora.train.saved.describe_run import check_not_cut, check_saved_states
@@ -180,6 +181,7 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
         begun.config,
         None,
         begun.started,
+        resumed=Resumed.of(config, begun),
         on_read=check_saved,
         report_to=lambda: check_installed(config.report_to),
         output_dir=check_output_dir,
@@ -279,7 +281,7 @@ def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
     held_out = [] if job.eval_data is None else [job.eval_data]
     if plan.bounds.fixed is None:
         auto = config.replace(microbatch_tokens="auto")
-        largest = Bounds.of(auto, [job.train_data], held_out).largest
+        largest = Bounds.of(auto, auto.jobs, [job.train_data], held_out).largest
         tokens = min(largest, config.limits.capacity)
         config = config.replace(microbatch_tokens=tokens)
     alone = plan.alone(config, job)

@@ -29,6 +29,10 @@ def foretell_moves(
         ConfigError: It would move to replicas on which it cannot be planned.
     """
     lines, compared = [], 0
+    sweep = plan.config.sweep
+    search = None if sweep is None else sweep.search
+    # Configurations may follow that are like those that have ended.
+    holds_all = search is not None and len(search.points) < search.count
     left = [one for one in foretold.left if one and has_rest(plan, one)]
     names = {job.name for job in jobs}
     while left:
@@ -41,14 +45,15 @@ def foretell_moves(
         there = {jobs[p.job].name for p in positions}
         ended = sorted(names - there)
         names = there
-        move = choice.weigh(plan, jobs, positions)
+        over = [] if holds_all else [j.name for j in jobs if j.name not in there]
+        move = choice.weigh(plan, jobs, positions, over)
         furthest = max(positions, key=lambda p: p.step)
         steps, job = counted(furthest.step, "step"), jobs[furthest.job].name
         verb = "has" if len(ended) == 1 else "have"
         why = f"when {', '.join(ended)} {verb} left, after {steps} of {job}"
         lines.append(move.note(why).text)
         if move.pays:
-            plan = choice.plan(move.config, jobs)
+            plan = choice.plan(move, jobs)
             course = foretell(plan, jobs, positions)
             left = [one for one in course.left if one and has_rest(plan, one)]
     return lines

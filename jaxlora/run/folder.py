@@ -127,12 +127,14 @@ class BegunRun:
         started: Time at which it began, or now, in ISO format. Chat templates may print
             the date, so a resumed run uses that of its start.
         notes: Lines for the log about the settings and the jobs.
+        ended: Jobs that its replicas need not hold; see `RunRecord`.
     """
 
     config: RunConfig
     has_begun: bool
     started: str
     notes: tuple[Note, ...]
+    ended: tuple[str, ...] = ()
 
 
 def as_begun(config: RunConfig) -> BegunRun:
@@ -147,15 +149,16 @@ def as_begun(config: RunConfig) -> BegunRun:
         CheckpointError: The run's record is damaged or contradicts the settings.
     """
 
-    def read() -> tuple[str | None, dict[str, Any], list[dict[str, Any]], str]:
+    def read() -> tuple[str | None, dict, list[dict[str, Any]], list[str], str]:
         now = datetime.datetime.now().isoformat()
         record = read_run_record(pathlib.Path(config.output_dir))
         if record is None:
-            return None, {}, [], now
+            return None, {}, [], [], now
         added = _added_jobs(config, record)
-        return record.started, _begun_settings(config, record), added, now
+        begun = _begun_settings(config, record)
+        return record.started, begun, added, record.ended, now
 
-    started, begun, added, now = processes.from_first(read)
+    started, begun, added, ended, now = processes.from_first(read)
     joined = [LoraJob.model_validate(job) for job in added]
     notes = [
         Note(f"{name}: auto: {value}, as when the run began")
@@ -172,6 +175,7 @@ def as_begun(config: RunConfig) -> BegunRun:
         has_begun=started is not None,
         started=started or now,
         notes=tuple(notes),
+        ended=tuple(ended),
     )
 
 

@@ -17,6 +17,9 @@ class SavedReplan:
     Attributes:
         deployment: The replicas that ran.
         jobs: The jobs for which they were compared last, or are to be.
+        held: The jobs that replicas had to hold, as they had not ended: `jobs`, and
+            those that were paused or waited; None: an earlier version saved it, for
+            which all jobs of the run were.
         steps: Steps that each of these jobs had done when one joined or left, which the
             comparison is made from; empty: it is made.
         slots: The slots of those that had one.
@@ -28,6 +31,7 @@ class SavedReplan:
 
     deployment: OneLine
     jobs: list[JobName]
+    held: list[JobName] | None = None
     steps: dict[JobName, _Count] = dataclasses.field(default_factory=dict)
     slots: dict[JobName, _Count] = dataclasses.field(default_factory=dict)
     why: str = ""
@@ -37,5 +41,7 @@ class SavedReplan:
         """Checks that the jobs are the same ones; see `read_sealed`."""
         if self.steps and self.steps.keys() != set(self.jobs):
             raise ValueError("replan.steps has other jobs than replan.jobs.")
+        if self.held is not None and not set(self.jobs) <= set(self.held):
+            raise ValueError("replan.jobs has jobs that replan.held has not.")
         if not self.slots.keys() <= self.steps.keys():
             raise ValueError("replan.slots has jobs that replan.steps has not.")

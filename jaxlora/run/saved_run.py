@@ -113,7 +113,9 @@ class SavedCheckpoint:
                 raise ValueError(f"{kind} has other jobs than identity.")
         self.run.requests.check_names(names)
         replan = self.run.replan
-        if replan is not None and not set(replan.jobs) <= set(names):
+        if replan is not None and not {*replan.jobs, *(replan.held or ())} <= set(
+            names
+        ):
             raise ValueError("replan has other jobs than identity.")
         self._check_progress()
         for name, tensors in self.tensors.items():
@@ -158,6 +160,8 @@ class RunRecord:
         suggested: Those of `added` that the search of a sweep has suggested.
         mesh: The mesh of a run with `replicas: auto`; None: it has a list of replicas,
             or its mesh was given.
+        ended: Jobs that had ended when the replicas were chosen, which need not hold
+            them; none in earlier versions.
     """
 
     __pydantic_config__ = STRICT
@@ -169,6 +173,7 @@ class RunRecord:
     answers: dict[str, Answer] = dataclasses.field(default_factory=dict)
     suggested: list[JobName] = dataclasses.field(default_factory=list)
     mesh: str | None = None
+    ended: list[JobName] = dataclasses.field(default_factory=list)
 
     @property
     def microbatch_tokens(self) -> int:
@@ -211,6 +216,8 @@ class RunRecord:
         self.requests.check_names(self.identity.jobs)
         if not set(self.added) <= self.identity.jobs.keys():
             raise ValueError("added has other jobs than identity.")
+        if not set(self.ended) <= self.identity.jobs.keys():
+            raise ValueError("ended has other jobs than identity.")
         if not set(self.suggested) <= set(self.added):
             raise ValueError("suggested has other jobs than added.")
 

@@ -62,6 +62,11 @@ class Suggestions:
             check_installed()
         self.restore({})
 
+    @property
+    def is_open(self) -> bool:
+        """Whether further configurations may follow, like those that there were."""
+        return self._search is not None and len(self.points) < self._search.count
+
     def restore(self, suggested: dict[str, dict[str, float]]) -> None:
         """Takes over what was suggested before; the drawn ones come first."""
         drawn = {} if self._search is None else self._search.points
@@ -100,7 +105,7 @@ class Suggestions:
             num_slots: Number of jobs that may run at the same time.
         """
         search = self._search
-        if search is None or self._is_exhausted or len(self.points) >= search.count:
+        if search is None or self._is_exhausted or not self.is_open:
             return None
         mine = [job for job in jobs if job.name in self.points]
         if sum(not job.progress.is_over for job in mine) >= num_slots:

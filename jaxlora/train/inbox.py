@@ -26,7 +26,7 @@ from jaxlora.run.events import StepEvent
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.outbox import Outbox
 from jaxlora.run.message import Answer, ControlRequest
-from jaxlora.train.cloning import find_running, refusal
+from jaxlora.train.cloning import find_running
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 
@@ -221,7 +221,7 @@ class Inbox(Callback):
                 continue
             job, future = self._adds.pop(name)
             if future.exception() is None:
-                results.append(refusal(future.result(), self._live.jobs))
+                results.append(self._live.refusal(future.result()))
             if reasons := [reason for reason in results if reason]:
                 self._live.release(job)
                 self._refuse(name, reasons[0])

@@ -10,6 +10,7 @@ from jaxlora.distributed import agreement
 from jaxlora.errors import ConfigError
 from jaxlora.train.cloning import fix_start, refusal, settings_of_copy
 from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.requests import Requests
 
 # Reasons of requests that give none.
@@ -25,6 +26,7 @@ class LiveJobs:
         jobs: The jobs, in the order in which they were given or have joined.
         added: Names of those that joined while the run trained.
         requests: Requests to stop and to pause jobs.
+        joining: Is held while a job joins, and while the run moves to other replicas.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class LiveJobs:
         jobs: list[JobState],
         added: Sequence[str],
         open_job: Callable[[LoraJob], JobState],
+        check_fits: Callable[[PreparedJob], None],
     ):
         """Makes the object.
 
@@ -39,10 +42,12 @@ class LiveJobs:
             jobs: Jobs that the run has so far.
             added: Names of those that have joined it in an earlier process.
             open_job: Reads a job's data and checks that it fits the run.
+            check_fits: Checks it alone, as the run may have moved since.
         """
         self.jobs, self.added, self.requests = jobs, list(added), Requests()
         self._names = [job.name for job in jobs]  # also of jobs that are being opened
-        self._open_job = open_job
+        self._open_job, self._check_fits = open_job, check_fits
+        self.joining = threading.RLock()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._waiting: deque[JobState] = deque()
@@ -54,12 +59,13 @@ class LiveJobs:
         self.reserve(settings)
         try:
             job = self.open(settings)
-            if reason := refusal(job, self.jobs):
-                raise ConfigError(reason)
+            with self.joining:
+                if reason := self.refusal(job):
+                    raise ConfigError(reason)
+                self.join(job)
         except BaseException:
             self.release(settings.name)
             raise
-        self.join(job)
 
     def clone(self, name: str, new_name: str | None, changes: dict[str, Any]) -> None:
         """Adds a copy of a job."""
@@ -135,6 +141,14 @@ class LiveJobs:
         """
         with self._opening:
             return self._open_job(settings)
+
+    def refusal(self, job: JobState) -> str:
+        """Returns why an opened job cannot join any more; empty if it can."""
+        try:
+            self._check_fits(job.prepared)
+        except ConfigError as error:
+            return str(error)
+        return refusal(job, self.jobs)
 
     def join(self, job: JobState) -> None:
         """Lets an opened job join when the run looks for it."""

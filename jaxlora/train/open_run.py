@@ -6,6 +6,7 @@ import importlib
 import pathlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import jax
 
@@ -23,6 +24,7 @@ from jaxlora.models.forward import Base
 from jaxlora.run.folder import BegunRun, as_begun, check_writable
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
+from jaxlora.run.saved_run import RunRecord
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.execute.answers import AnswerMeter
 from jaxlora.train.execute.base_move import move_base
@@ -36,6 +38,7 @@ from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import DataReader, PreparedJob
 from jaxlora.train.plan.quantized_base import with_derived
+from jaxlora.train.plan.resumed import Resumed
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.saved.describe_run import (
     check_saved_states,
@@ -81,18 +84,28 @@ class OpenedRun:
     meter: AnswerMeter | None
     decoder: SlotDecoder
 
-    @property
-    def chosen_mesh(self) -> str | None:
-        """The mesh that `replicas: auto` has chosen, if it was no list of replicas."""
-        config = self.plan.config
-        if self.choice is None or config.replica_shapes:
-            return None
-        return str(config.mesh_sizes)
-
     def identity(self, jobs: Sequence[JobState]) -> RunIdentity:
         """Returns what is compared when a run of these jobs is resumed."""
         prepared = [job.prepared for job in jobs]
         return run_identity(self.plan, self.model.fingerprint, prepared)
+
+    def record(self, jobs: Sequence[JobState], **live: Any) -> RunRecord:
+        """Returns the record of the run with these jobs.
+
+        Args:
+            jobs: The jobs.
+            **live: The fields that do not follow from what was decided about the run.
+        """
+        config, mesh = self.plan.config, None
+        if self.choice is not None and not config.replica_shapes:
+            mesh = str(config.mesh_sizes)
+        return RunRecord(
+            started=self.started,
+            identity=self.identity(jobs),
+            mesh=mesh,
+            ended=list(self.plan.ended),
+            **live,
+        )
 
     def start_programs(self, plan: RunPlan) -> RunPrograms:
         """Starts to compile all programs of the run, with the settings of a plan.
@@ -184,6 +197,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         config,
         model,
         begun.started,
+        resumed=Resumed.of(asked, begun),
         held_bytes=0 if model is None else device_bytes(model.params),
         on_read=check_saved,
         on_accepted=base.start_early,

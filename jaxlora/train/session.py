@@ -15,7 +15,7 @@ from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import ADAPTERS, clean_up
 from jaxlora.run.lock import RunLock
-from jaxlora.run.saved_run import RunRecord, SavedRequests
+from jaxlora.run.saved_run import SavedRequests
 from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.ending import StopRequest
@@ -87,7 +87,7 @@ class Session:
         self.time = TrainingTime()
         self.memory = RunMemory(run.plan.need, run.plan.num_slots, read_devices)
         saved = None if found is None else found.run.replan
-        self._replanning = Replanning(run, live, saved)
+        self._replanning = Replanning(run, live, saved, lambda: suggestions.is_open)
 
     @property
     def _config(self) -> RunConfig:
@@ -166,13 +166,15 @@ class Session:
     def _move(self, states: JobStates) -> None:
         """Goes on with other replicas; the checkpoint of this border is on the disk.
 
-        Until the record has the new replicas, a run that is resumed moves by itself
-        before its first step.
+        A run that is resumed before the record has them moves before its first step.
         """
-        self._run = run = self._replanning.move(states)
+        with self._live.joining:  # jobs that join now would join other replicas
+            while self._live.num_waiting:
+                self._take_added()
+            self._run = run = self._replanning.move(states)
+            self._on_move(run)
         self._saved_stream = None
         self.memory = RunMemory(run.plan.need, run.plan.num_slots, read_devices)
-        self._on_move(run)
         self._record()
 
     def _at_border(self, stream: Stream, border: Border, stop: StopRequest) -> None:
@@ -328,14 +330,12 @@ class Session:
             return
         for job in live.jobs:
             copy_best_export(job, self._folder / ADAPTERS / job.name)
-        record = RunRecord(
-            started=run.started,
-            identity=run.identity(live.jobs),
+        record = run.record(
+            live.jobs,
             requests=live.requests.saved([job.name for job in live.jobs]),
             added=list(live.added),
             answers=self._inbox.answers,
             suggested=[n for n in self._suggestions.saved() if n in live.added],
-            mesh=run.chosen_mesh,
         )
         self._store.write_record(record, lambda: resolved_settings(run.plan, live.jobs))
 

@@ -27,7 +27,7 @@ from jaxlora.train.ending import explained
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 from jaxlora.train.open_run import OpenedRun, open_run
-from jaxlora.train.plan.prepared_job import prepare_job
+from jaxlora.train.plan.prepared_job import PreparedJob, prepare_job
 from jaxlora.train.plan.resolve import check_comparable
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.slot_spec import check_fits
@@ -38,7 +38,11 @@ from jaxlora.train.report.summary import (
     write_report,
 )
 from jaxlora.train.saved.continue_job import continue_job
-from jaxlora.train.saved.describe_run import check_not_cut, check_resumes
+from jaxlora.train.saved.describe_run import (
+    check_held,
+    check_not_cut,
+    check_resumes,
+)
 from jaxlora.train.saved.job_states import restore_jobs
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.references import go_on_with_reference, read_references
@@ -91,7 +95,9 @@ class Trainer:
         self.jobs, self.reader = opened.jobs, opened.reader
         self.output_dir = pathlib.Path(config.output_dir)
         self._num_compiled = opened.num_compiled
-        self._live = LiveJobs(self.jobs, opened.joined, self._open_job)
+        self._live = LiveJobs(
+            self.jobs, opened.joined, self._open_job, self._check_fits
+        )
         own = EarlyExit(config, self._live.is_asked_to_pause)
         self._early_exit: SweepControl = own if control is None else control
         self._suggestions = Suggestions(config)
@@ -137,11 +143,22 @@ class Trainer:
         check_comparable(
             self.config.sweep, [*(job.prepared for job in self.jobs), prepared]
         )
-        check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
+        self._check_fits(prepared)
         check_copy(self.config, self.jobs, settings)
         job = start_job(prepared, self.model)
         self._continue([job])
         return job
+
+    def _check_fits(self, prepared: PreparedJob) -> None:
+        try:
+            check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
+        except ConfigError as error:
+            if self._opened.choice is None:
+                raise
+            raise ConfigError(
+                f"{error} Or end the run (Ctrl-C), add the job to its run file and "
+                "resume it: replicas: auto then chooses replicas that hold it."
+            ) from None
 
     def clone_job(self, name: str, new_name: str | None = None, **changes: Any) -> None:
         """Adds a copy of a job, which takes its whole state after its next batch.
@@ -289,6 +306,7 @@ class Trainer:
             logger.info("resumed after round %d", found.number)
         self._live.requests.restore(store.saved_requests(found))
         self._continue(self.jobs)
+        check_held(self.output_dir, self.plan, self.jobs)
         return found
 
     def _drop_suggested(self, store: RunStore, found: ReadCheckpoint | None) -> None:

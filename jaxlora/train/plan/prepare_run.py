@@ -28,7 +28,7 @@ from jaxlora.train.plan.prepared_job import (
     data_reader,
     prepare_jobs,
 )
-from jaxlora.train.plan.resolve import resolve
+from jaxlora.train.plan.resumed import NEW_RUN, Resumed
 from jaxlora.train.plan.run_plan import RunPlan
 
 
@@ -165,6 +165,7 @@ def prepare_run(
     model: FrozenModel | None,
     started: str,
     *,
+    resumed: Resumed = NEW_RUN,
     held_bytes: int = 0,
     on_read: Callable[[PlannedModel, Sequence[PreparedJob]], None] = lambda *_: None,
     on_accepted: Callable[[], None] = lambda: None,
@@ -176,6 +177,7 @@ def prepare_run(
         config: The run.
         model: The base model, if it is loaded already.
         started: Time at which the run began, in ISO format.
+        resumed: Where it goes on, if it has begun.
         held_bytes: Memory that the run holds already on the first device.
         on_read: Is called when the data are read, and may refuse the run.
         on_accepted: See `resolve`.
@@ -192,6 +194,6 @@ def prepare_run(
     log_notes(note for job in jobs for note in job.notes)
     on_read(inputs.model, jobs)
     machine = this_machine(held_bytes)
-    plan = resolve(config, inputs.model, jobs, machine, on_accepted)
+    plan = resumed.plan(config, inputs.model, jobs, machine, on_accepted)
     log_notes(plan.notes)
     return PreparedRun(plan=plan, machine=machine, jobs=jobs, reader=reader)

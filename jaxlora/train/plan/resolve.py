@@ -1,7 +1,7 @@
 """Decides all that is `auto` in a run, once, before its weights are loaded."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
@@ -45,6 +45,7 @@ def resolve(
     jobs: Sequence[PreparedJob],
     machine: Machine,
     on_accepted: Callable[[], None] = lambda: None,
+    ended: Collection[str] = (),
 ) -> RunPlan:
     """Decides all that is `auto`, and refuses what cannot be trained; logs nothing.
 
@@ -56,6 +57,7 @@ def resolve(
         on_accepted: Is called when a run on one device can no longer be refused; what
             follows are estimates, which may take seconds. Only if the device's memory
             is known.
+        ended: Names of those of the jobs that have ended, and need not be held.
 
     Raises:
         ConfigError: The mesh does not fit the devices or the model, no mesh has enough
@@ -64,7 +66,7 @@ def resolve(
             estimate; or a sweep compares losses on different samples.
     """
     check_comparable(config.sweep, jobs)
-    jobs = [job.foreseen for job in jobs]
+    jobs = [job.foreseen for job in jobs if job.name not in ended]
     chooses_remat, notes = config.remat == "auto", []
     chooses_replicas = config.replicas == "auto"
     if config.has_open_replicas:
@@ -90,7 +92,9 @@ def resolve(
     notes += plan.notes
     if chooses_replicas:
         notes += _staged_replicas(plan, jobs, machine)
-    return dataclasses.replace(plan, bounds=bounds, notes=tuple(notes))
+    return dataclasses.replace(
+        plan, bounds=bounds, ended=tuple(ended), notes=tuple(notes)
+    )
 
 
 def check_comparable(sweep: Sweep | None, jobs: Sequence[PreparedJob]) -> None:
@@ -336,9 +340,10 @@ def _demand(
 
 
 def run_bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:
-    """Returns the bounds of a run's capacity; its mesh is not `auto`."""
+    """Returns the bounds of a run's capacity for these jobs; its mesh is not `auto`."""
+    settings = [job.settings for job in jobs]
     held_out = [job.eval_data for job in jobs if job.eval_data is not None]
-    return Bounds.of(config, [job.train_data for job in jobs], held_out)
+    return Bounds.of(config, settings, [job.train_data for job in jobs], held_out)
 
 
 def first_positions(jobs: Sequence[PreparedJob]) -> list[JobPosition]:

@@ -54,6 +54,8 @@ class RunPlan:
         shapes: Shapes of microbatches beside that of the capacity.
         rates: What the predicted time follows from.
         need: Memory of the compiled run, which `fit` finds; None: it is not known.
+        ended: Jobs of the run that had ended when it was planned. Neither slots nor
+            microbatches have to hold them.
         notes: The reasons, for the log.
     """
 
@@ -65,6 +67,7 @@ class RunPlan:
     shapes: Shapes = ONE_SHAPE
     rates: Rates
     need: MemoryNeed | None = None
+    ended: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
 
     @property

@@ -38,7 +38,7 @@ def decoder_spec(
     Args:
         config: The run; its mesh is not `auto`.
         planned: The base model.
-        jobs: Jobs of the run.
+        jobs: Jobs of the run that slots and microbatches have to hold.
         max_tokens: Upper bound on the capacity of microbatches.
 
     Raises:
@@ -52,7 +52,7 @@ def decoder_spec(
         targets = Targets(where=where, target_modules=config.slot_targets)
         more = choose_linears(targets, linear_names(model), Patterns(where))
         adapted |= {linear_path(name) for name in more}
-    longest = max(job.max_length for job in config.jobs)
+    longest = max(job.settings.max_length for job in jobs)
     # Replicas run the same kernels; those of the smallest parts run them all.
     degrees = [config.mesh_sizes.tensor, *(one.tensor for one in config.replica_shapes)]
     part = part_config(model, max(degrees))
@@ -63,7 +63,7 @@ def decoder_spec(
         remat=config.weakest_remat,
         attention=attention.name,
         max_segment_tokens=min(longest, max_tokens),
-        objectives=tuple(sorted({job.objective for job in config.jobs})),
+        objectives=tuple(sorted({job.settings.objective for job in jobs})),
     )
     # Otherwise, other data of the same shapes would be compiled for anew.
     if ATTENTIONS[attention.name].depends_on_mean:
@@ -89,11 +89,12 @@ def _slot_shape(
     config: RunConfig, jobs: Sequence[PreparedJob], loaded: Sequence[Loaded]
 ) -> SlotShape:
     """Returns the shape of slots that can hold each of the jobs and its reference."""
+    settings = [job.settings for job in jobs]
     return SlotShape(
-        num_slots=config.max_concurrent_jobs or len(jobs),
+        num_slots=config.max_concurrent_jobs or len(config.jobs),
         rank=config.slot_rank or max(max(one.ranks.values()) for one in loaded),
         use_dropout=(
-            any(job.dropout > 0 for job in config.jobs)
+            any(job.dropout > 0 for job in settings)
             if config.slot_dropout is None
             else config.slot_dropout
         ),
@@ -102,9 +103,9 @@ def _slot_shape(
             for setting in tensor_settings()
             if any(setting in one.settings for one in loaded)
         ),
-        keeps_start=any(job.keeps_start for job in config.jobs),
-        dora_dropout=any(job.use_dora and job.dropout > 0 for job in config.jobs),
-        optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
+        keeps_start=any(job.keeps_start for job in settings),
+        dora_dropout=any(job.use_dora and job.dropout > 0 for job in settings),
+        optimizers=tuple(sorted({job.optimizer for job in settings})),
         has_score=any(job.objective.has_score for job in jobs),
         num_token_rows=max(len(one.token_ids["embed_tokens"]) for one in loaded),
         num_head_rows=max(len(one.token_ids["lm_head"]) for one in loaded),

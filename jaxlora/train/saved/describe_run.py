@@ -250,6 +250,27 @@ def check_resumes(
         check_same_run(identity, record.identity, folder / RUN_FILE, RUN_FILE)
 
 
+def check_held(folder: pathlib.Path, plan: RunPlan, jobs: Sequence[JobState]) -> None:
+    """Refuses to train jobs again that the replicas of a trainer do not hold any more.
+
+    Args:
+        folder: Folder of the run.
+        plan: The plan of the trainer.
+        jobs: The jobs as they are to go on.
+
+    Raises:
+        CheckpointError: The trainer has moved to other replicas when such a job had
+            ended, and is to go on from a state before.
+    """
+    found = [j.name for j in jobs if j.name in plan.ended and not j.progress.is_over]
+    if found:
+        raise CheckpointError(
+            f"this trainer has moved to replicas that do not hold {', '.join(found)}, "
+            f"as that had ended, and is to go on in {folder} from a state before. Make "
+            "a new Trainer, which chooses replicas that hold all jobs."
+        )
+
+
 def check_not_cut(
     folder: pathlib.Path, jobs: Sequence[PreparedJob], *, drop_state: bool = False
 ) -> None:

@@ -69,4 +69,4 @@ def test_a_gpu_gets_all_that_jobs_can_fill(run, monkeypatch):
     many = run(num_records=200, job={"batch_size": 200, "steps": 1})
     job = plan_run(many).jobs[0]
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert Bounds.of(many, [job.train_data]).largest > 4096
+    assert Bounds.of(many, many.jobs, [job.train_data]).largest > 4096

@@ -7,7 +7,7 @@ The trainer and `jaxlora plan` decide it here.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
@@ -36,6 +36,7 @@ class WeighedMove:
         now: The replicas that run.
         then: Those that would be chosen.
         config: The run with the latter, as it is resumed on them.
+        ended: Jobs that have ended, which the latter need not hold.
         is_same: Whether they are those that run.
         gain_seconds: What they save until the end of the jobs.
         cost_seconds: What moving takes.
@@ -44,6 +45,7 @@ class WeighedMove:
     now: str
     then: str
     config: RunConfig
+    ended: tuple[str, ...]
     is_same: bool
     gain_seconds: float
     cost_seconds: float
@@ -75,8 +77,8 @@ class ReplicaChoice:
     """The setting `replicas: auto` of a run, by which replicas may be chosen again.
 
     Attributes:
-        asked: The run with `replicas: auto`, and with the number and the rank of its
-            slots, which stay.
+        asked: The run with `replicas: auto`, and with the number of its slots, which
+            stays. Their rank is chosen again, unless the user gave it.
         model: The base model.
         machine: The machine.
     """
@@ -103,14 +105,13 @@ class ReplicaChoice:
         is_open = given.replicas == "auto" and machine.num_devices > 1
         if not is_open or machine.num_processes > 1 or not plan.rates.are_known:
             return None
-        assert plan.spec.slots is not None
         asked = begun.replace(
             replicas="auto",
             mesh=ONE_DEVICE,
             microbatch_tokens="auto",
             remat=given.remat,
             max_concurrent_jobs=begun.max_concurrent_jobs or len(begun.jobs),
-            slot_rank=plan.spec.slots.rank,
+            slot_rank=given.slot_rank,
         )
         return ReplicaChoice(asked=asked, model=plan.model, machine=machine)
 
@@ -119,53 +120,76 @@ class ReplicaChoice:
         plan: RunPlan,
         jobs: Sequence[PreparedJob],
         positions: Sequence[JobPosition],
+        ended: Collection[str] = (),
     ) -> WeighedMove:
         """Compares the replicas that run with those that would be chosen now.
 
-        The largest microbatches still hold the longest sample of every job that the run
-        has had. So the run can be resumed, and copies of these jobs can join.
+        The choice is that of a run that never had the jobs that have ended, with the
+        number of slots of this one.
 
         Args:
             plan: The plan of the run.
             jobs: All of its jobs, also those that have ended.
-            positions: Positions of those that have not, by their number in `jobs`.
+            positions: Positions of those that may train now, by their number in `jobs`.
+            ended: Names of those that have ended. All others are held, also those that
+                have no position: they are paused, or wait for the job that they copy.
 
         Raises:
             DoesNotFitError: No replica has the memory for the longest sample.
         """
-        config, jobs = self._of(jobs), [job.foreseen for job in jobs]
+        config = self._of(jobs)
+        held = [job.foreseen for job in jobs if job.name not in ended]
         alone = config.replace(replicas=None)
-        bounds = run_bounds(alone, jobs)
-        spec, _ = decoder_spec(alone, self.model, jobs, bounds.max_tokens)
-        args = self.model, spec, jobs, positions, bounds, self.machine
-        lists = ReplicaLists(*args)
-        then, _ = lists.best(alone)
-        now = lists.timed(plan.config)
+        bounds = run_bounds(alone, held)
+        spec, _ = decoder_spec(alone, self.model, held, bounds.max_tokens)
+
+        def lists(own: Sequence[PreparedJob]) -> ReplicaLists:
+            there = _renumbered(positions, jobs, own)
+            return ReplicaLists(self.model, spec, own, there, bounds, self.machine)
+
+        then, _ = lists(held).best(alone)
+        # Whether replicas share jobs was decided for the jobs that there were.
+        planned = [job.foreseen for job in jobs if job.name not in plan.ended]
+        now = lists(planned).timed(plan.config)
         shown = {"with_remat": config.remat == "auto"}
         chosen = _settings(config, then)
         return WeighedMove(
             now=now.describe(**shown),
             then=then.describe(**shown),
             config=chosen,
+            ended=tuple(job.name for job in jobs if job.name in ended),
             is_same=_deployed(then.config) == _deployed(plan.config),
             gain_seconds=_tokens_left(plan, positions) * (now.seconds - then.seconds),
             cost_seconds=_moving_seconds(plan, then.config, positions, now.seconds),
         )
 
-    def plan(self, config: RunConfig, jobs: Sequence[PreparedJob]) -> RunPlan:
+    def plan(self, move: WeighedMove, jobs: Sequence[PreparedJob]) -> RunPlan:
         """Plans a run on the replicas of a weighed move, as it is when it is resumed.
 
         Args:
-            config: `WeighedMove.config`.
+            move: The move.
             jobs: All jobs of the run.
 
         Raises:
             ConfigError: It does not fit.
         """
-        return resolve(config, self.model, jobs, self.machine)
+        args = move.config, self.model, jobs, self.machine
+        return resolve(*args, ended=move.ended)
 
     def _of(self, jobs: Sequence[PreparedJob]) -> RunConfig:
         return self.asked.replace(jobs=tuple(job.settings for job in jobs))
+
+
+def _renumbered(
+    positions: Iterable[JobPosition],
+    jobs: Sequence[PreparedJob],
+    own: Sequence[PreparedJob],
+) -> list[JobPosition]:
+    """Returns positions of jobs by their number among some of them."""
+    numbers = {job.name: number for number, job in enumerate(own)}
+    return [
+        dataclasses.replace(one, job=numbers[jobs[one.job].name]) for one in positions
+    ]
 
 
 def _settings(config: RunConfig, then: Timed) -> RunConfig:
