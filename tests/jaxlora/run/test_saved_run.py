@@ -177,6 +177,11 @@ LINEAR = made_run.LINEARS[0]
         (set_in("run", "replan", {"deployment": "a", "jobs": ["b"]}), "replan has oth"),
         (set_in("run", "replan", "slots", {"later": 1}), "slots has jobs that replan"),
         (set_in("run", "replan", "due", -1), "greater than or equal to 0"),
+        (set_in("run", "replan", "held", ["later"]), "jobs has jobs that replan.held"),
+        (
+            set_in("run", "replan", "held", ["now", "b"]),
+            "replan has other jobs than id",
+        ),
         (set_in("run", "base_model", "a\nb"), "base_model: wanted one line"),
         (set_in("run", "base_model", ""), "base_model: wanted one line"),
         (set_in("run", "linear_names", ["../x"]), "'../x' is no name of a linear"),
@@ -277,6 +282,7 @@ def test_a_damaged_run_file(run, change, message):
         (set_in("identity", "settings", "microbatch_tokens", "x"), "'x', no number of"),
         (set_in("identity", "settings", "microbatch_tokens", -4), "-4, no number of"),
         (set_in("identity", "jobs", {"..": {}}), "must be a plain folder name"),
+        (set_in("ended", ["b"]), "ended has other jobs than identity"),
     ],
 )
 def test_a_made_up_run_file(run, change, message):
@@ -288,3 +294,18 @@ def test_a_made_up_run_file(run, change, message):
     with pytest.raises(CheckpointError, match=f"{path}: .*{message}") as error:
         read_run_record(run)
     assert "Traceback" not in "".join(traceback.format_exception_only(error.value))
+
+
+def test_files_without_the_jobs_that_replicas_hold(run):
+    """As earlier versions wrote them: replicas hold all jobs."""
+    meta = run / "checkpoints" / "6" / "run" / "meta.json"
+    for path, place in ((run / "run.json", ()), (meta, ("run", "replan"))):
+        values = json.loads(path.read_text())
+        del values["checksum"]
+        fields = values
+        for name in place:
+            fields = fields[name]
+        del fields["held" if place else "ended"]
+        path.write_text(json.dumps(sealed(values)))
+    assert read_run_record(run).ended == []
+    assert read_newest(run / "checkpoints").run.replan.held is None

@@ -1,0 +1,196 @@
+"""The choice of replicas after jobs have ended, by plans for GPUs that are not here."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlora import LoraJob, RunConfig
+from jaxlora.adapters.targets import ModuleLora
+from jaxlora.costs.device_speed import find_speed
+from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.tokenized_data import TokenizedData
+from jaxlora.memory.device_memory import DeviceMemory
+from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.auto_replicas import choose
+from jaxlora.train.plan.auto_replicas.moving import ReplicaChoice
+from jaxlora.train.plan.job_slots import JobPosition
+from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepared_job import PreparedJob, longest_group
+from jaxlora.train.plan.resolve import resolve
+from jaxlora.train.plan.run_plan import RunPlan
+from tests.llama import LLAMA_1B
+
+pytestmark = pytest.mark.usefixtures("memory_by_formula", "few_ways")
+
+# Two layers, so that a mesh is weighed in milliseconds. One device holds samples of
+# about 2,300 tokens.
+LLAMA = dataclasses.replace(
+    LLAMA_1B, num_layers=2, vocab_size=8192, layer_windows=(None,) * 2
+)
+MODEL = PlannedModel(config=LLAMA, dtype=jnp.dtype("bfloat16"), base_format=None)
+HERE = Machine(
+    num_devices=4,
+    speed=find_speed("NVIDIA H100 80GB HBM3"),
+    memory=DeviceMemory(num_bytes=2**29, source="a test"),
+)
+
+
+@pytest.fixture
+def few_ways(monkeypatch):
+    """Fewer ticks are packed, and fewer sizes tried."""
+    monkeypatch.setattr(choose, "_TICKS", 2)
+    monkeypatch.setattr(choose, "_HALVINGS", 2)
+
+
+def tokenized(lengths: Sequence[int]) -> TokenizedData:
+    samples = [
+        TokenizedSample(token_ids=np.zeros(n, np.int32), is_target=np.ones(n, bool))
+        for n in lengths
+    ]
+    return TokenizedData(
+        source="none",
+        samples=samples,
+        max_length=max(lengths),
+        num_records=len(samples),
+        num_truncated=0,
+        num_dropped=0,
+        num_without_target=0,
+    )
+
+
+def prepared(
+    name: str, lengths: Sequence[int], held_out: Sequence[int] = (), **settings
+) -> PreparedJob:
+    """A job with samples of these lengths."""
+    data = {"path": "none"}
+    own = {"batch_size": 6, "steps": 400, "rank": 8}
+    own |= {"max_length": max(*lengths, *held_out)}
+    own |= {"eval_data": data} if held_out else {}
+    job = LoraJob(name=name, data=data, **own | settings)
+    modules = {
+        f"model.layers.{layer}.{linear}": ModuleLora(
+            rank=job.rank, lora_alpha=8.0, scaling=1.0
+        )
+        for layer in range(LLAMA.num_layers)
+        for linear in ("self_attn.q_proj", "mlp.down_proj")
+    }
+    return PreparedJob(
+        settings=job,
+        modules=modules,
+        start=None,
+        train_data=tokenized(lengths),
+        eval_data=tokenized(held_out) if held_out else None,
+    )
+
+
+def begun(
+    jobs: Sequence[PreparedJob], here: Machine = HERE
+) -> tuple[ReplicaChoice, RunPlan]:
+    """A run with `replicas: auto` that runs on two replicas of two devices."""
+    config = RunConfig(
+        model="none",
+        jobs=[job.settings for job in jobs],
+        replicas="auto",
+        remat="layer",
+        max_concurrent_jobs=4,
+    )
+    tokens = -(-max(map(longest_group, jobs)) // 1024) * 1024
+    mesh = {"mesh": "data=2,tensor=2", "microbatch_tokens": tokens}
+    if any(job.settings.modules_to_save for job in jobs):
+        mesh["mesh"] = "data=4"
+    plan = resolve(
+        config.replace(replicas=None, **mesh),
+        MODEL,
+        jobs,
+        dataclasses.replace(here, memory=None),
+    )
+    found = ReplicaChoice.of(config, config, plan, here)
+    assert found is not None
+    return found, plan
+
+
+def positions(jobs: Sequence[PreparedJob], names: Collection[str]):
+    """Where the jobs of these names are, after some steps; all have slots."""
+    return [
+        JobPosition(
+            job=number,
+            priority=0,
+            slot=sorted(names).index(job.name),
+            step=3,
+            num_steps=job.num_steps,
+            batch_tokens=job.batch_tokens,
+        )
+        for number, job in enumerate(jobs)
+        if job.name in names
+    ]
+
+
+def lengths(rng: np.random.Generator, most: int) -> list[int]:
+    return rng.integers(50, most, rng.integers(8, 24)).tolist()
+
+
+# Jobs that ask more of slots or microbatches than `others` do.
+DEMANDING = [
+    {"rank": 64, "use_dora": True, "dropout": 0.1},
+    {"modules_to_save": ["lm_head"], "optimizer": "sgd"},
+]
+
+
+@pytest.mark.parametrize("seed", range(len(DEMANDING)))
+def test_the_choice_is_that_of_a_run_without_them(seed):
+    """Replicas, slots, kernels and the assignment of jobs to replicas."""
+    rng = np.random.default_rng(seed)
+    others = [
+        prepared(
+            f"job{i}", lengths(rng, 900), lengths(rng, 1200), batch_size=(6, 1)[seed]
+        )
+        for i in range(2)
+    ]
+    settings = {"batch_size": 4} | DEMANDING[seed]
+    most = (8000, 900)[seed]
+    ended = [prepared("ended", lengths(rng, most), lengths(rng, most), **settings)]
+    number = int(rng.integers(3))
+    jobs = [*others[:number], *ended, *others[number:]]
+    names = [job.name for job in others]
+    # Whole copies of the head need more.
+    memory = DeviceMemory(num_bytes=(5 * 2**27, 3 * 2**30)[seed], source="a test")
+    here = dataclasses.replace(HERE, memory=memory)
+    choice, plan = begun(jobs, here)
+    move = choice.weigh(plan, jobs, positions(jobs, names), ["ended"])
+    alone, plan_alone = begun(others, here)
+    never = alone.weigh(plan_alone, others, positions(others, names))
+    assert move.then == never.then
+    draft, wanted = choice.plan(move, jobs), alone.plan(never, others)
+    assert draft.ended == ("ended",) and [j.name for j in draft.config.jobs] == [
+        job.name for job in jobs
+    ]
+    for name in ("spec", "lanes", "bounds", "shapes", "rules"):
+        assert getattr(draft, name) == getattr(wanted, name), name
+    assert draft.config.replace(jobs=wanted.config.jobs) == wanted.config
+    # With them, it is another one.
+    kept = choice.plan(choice.weigh(plan, jobs, positions(jobs, names)), jobs)
+    assert kept.spec != wanted.spec
+
+
+def test_a_choice_that_could_not_hold_the_job_that_has_left():
+    rng = np.random.default_rng(0)
+    others = [prepared(f"job{i}", lengths(rng, 900)) for i in range(2)]
+    jobs = [prepared("long", [*lengths(rng, 900), 7900]), *others]
+    names = [job.name for job in others]
+    choice, plan = begun(jobs)
+    there = positions(jobs, names)
+    assert tokens(choice, plan, jobs, there) >= 7900
+    assert tokens(choice, plan, jobs, there, ["long"]) < 7900
+    # A sample that is held out is held as well.
+    jobs[1] = prepared("job0", lengths(rng, 900), [2500])
+    assert 2500 <= tokens(choice, plan, jobs, there, ["long"]) < 7900
+
+
+def tokens(choice, plan, jobs, there, ended=()) -> int:
+    """Tokens of the largest microbatches that are chosen."""
+    chosen = choice.weigh(plan, jobs, there, ended).config
+    shapes = chosen.replica_shapes
+    return shapes[0].tokens if shapes else chosen.limits.capacity
