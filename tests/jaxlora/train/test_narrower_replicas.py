@@ -20,6 +20,7 @@ from jaxlora.train.replanning import Replanning
 from jaxlora.train.saved.read_checkpoint import read_newest
 from jaxlora.train.saved.run_adapters import load_run_adapters
 from tests import tiny
+from tests.jaxlora.memory_formula import estimated_by_formula
 from tests.jaxlora.train.at_window import Copies, InterruptAt, at_windows
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
@@ -69,7 +70,7 @@ def machine():
     def fitting(self, config, tensor, available):
         return min(ROOM[tensor], self._bounds.largest)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, estimated_by_formula():
         patch.setattr(prepare_run, "this_machine", lambda *_: here)
         patch.setattr(RoomFinder, "_fitting", fitting)
         patch.setattr(moving, "_moving_seconds", lambda *_: 0.0)
