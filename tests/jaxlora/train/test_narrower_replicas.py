@@ -127,6 +127,12 @@ def test_a_kill_at_any_checkpoint(runs, own_jobs, moved, tmp_path):
         assert_same_bits(whole, again)
         assert again.trainer.plan.ended == ("job0",)
         assert again.result.num_compilations == 0
+    # With the settings of `settings.yaml`, which has them in the place of `auto`.
+    folder = shutil.copytree(copies.copies[numbers["after"][-1]], tmp_path / "given")
+    given = {"replicas": None, "mesh": "data=3", "microbatch_tokens": 64}
+    again = resumed(runs, own_jobs, folder, **AUTO | given)
+    assert_same_bits(whole, again)
+    assert again.trainer.plan.ended == ("job0",)
     # This trainer cannot begin again with the job.
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match=r"not hold job0, .* Make a new Trainer"):
@@ -179,6 +185,18 @@ def test_jobs_that_join_after_the_move(runs, own_jobs, caplog):
     assert {one.status for one in again.progress.values()} == {"finished"}
     alone = runs.train((late,), **ONE)
     assert again.losses["late"] == pytest.approx(alone.losses["late"], rel=2e-6)
+
+
+@pytest.mark.grid
+def test_slots_hold_what_is_left(runs, own_jobs):
+    """Rank, tensors and optimizers of the job that has left are gone from them."""
+    first = own_jobs[0].replace(use_dora=True, optimizer="sgd", adam_eps=1e-8)
+    jobs, open_slots = (first, *own_jobs[1:]), {"slot_rank": None, "slot_dropout": None}
+    moved = runs.train(jobs, **AUTO | open_slots)
+    assert_same_on_meshes(runs.train(jobs, **ONE | open_slots), moved)
+    slots = moved.trainer.plan.spec.slots
+    assert (slots.num_slots, slots.rank) == (3, max(job.rank for job in jobs[1:]))
+    assert (slots.settings, slots.optimizers) == ((), ("adamw",))
 
 
 def test_a_job_that_has_ended_is_not_continued(runs, own_jobs, moved):
