@@ -158,7 +158,9 @@ def test_one_that_does_not_fit_is_left_out(scripted, caplog):
     def add(settings: LoraJob) -> None:
         raise ConfigError("its rank is too large")
 
+    assert search.is_open
     assert not search.add_due(jobs, 3, add)
+    assert not search.is_open
     assert "is left out: its rank is too large" in caplog.text
     assert len(search.points) == 5
 

@@ -11,6 +11,7 @@ from jaxlora.costs.device_speed import find_speed
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.run.folder import CHECKPOINTS, read_run_record
+from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.plan import prepare_run
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.auto_replicas import moving
@@ -185,6 +186,13 @@ def test_jobs_that_join_after_the_move(runs, own_jobs, caplog):
     assert {one.status for one in again.progress.values()} == {"finished"}
     alone = runs.train((late,), **ONE)
     assert again.losses["late"] == pytest.approx(alone.losses["late"], rel=2e-6)
+
+
+def test_configurations_that_may_follow_are_held(runs, own_jobs, monkeypatch):
+    """A search suggests more of the kind of the job that has left."""
+    monkeypatch.setattr(Suggestions, "is_open", property(lambda self: True))
+    trainer = runs.train(own_jobs, **AUTO).trainer
+    assert is_wide(trainer) and not trainer.plan.ended
 
 
 @pytest.mark.grid
