@@ -31,11 +31,14 @@ class StageSharding:
             device holds its part of those tables that are divided; see
             `jaxlora.models.tensor_parallel`.
         device: The one device, if there is no mesh; None: JAX's default.
+        lanes_per_device: Microbatches that a device runs side by side, with rows of one
+            after those of the other; see `jaxlora.models.halves`.
     """
 
     mesh: jax.sharding.Mesh | None = None
     is_pinned: bool = False
     device: Sharding | None = None
+    lanes_per_device: int = 1
 
     def __post_init__(self):
         assert self.mesh is None or self.mesh.axis_names == (*LANES, TENSOR)
@@ -53,7 +56,12 @@ class StageSharding:
     @property
     def num_lanes(self) -> int:
         """Number of microbatches that run at the same time."""
-        return self.num_devices // self.num_tensor
+        return self.num_devices // self.num_tensor * self.lanes_per_device
+
+    @property
+    def lanes_per_replica(self) -> int:
+        """Number of microbatches that run at once on the devices of a slot."""
+        return self.num_lanes // self.num_replicas
 
     @property
     def num_replicas(self) -> int:
@@ -65,7 +73,7 @@ class StageSharding:
     @property
     def summed_axes(self) -> tuple[str, ...]:
         """Axes over whose microbatches a slot's gradients are summed; empty: one."""
-        if self.num_lanes == 1:
+        if self.num_devices == self.num_tensor:
             return ()
         return ("fsdp",) if self.is_pinned else LANES
 
@@ -76,8 +84,8 @@ class StageSharding:
 
     @property
     def num_parts(self) -> int:
-        """Number of microbatches with gradients of the same slot that run at once."""
-        return self.num_lanes // self.num_replicas
+        """Number of devices with gradients of a slot from microbatches of their own."""
+        return self.num_devices // self.num_tensor // self.num_replicas
 
     # ---- partition specs, inside the mesh --------------------------------------------
 

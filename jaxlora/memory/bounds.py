@@ -151,7 +151,7 @@ def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
             "jobs at once, lower max_length, or set microbatch_shapes: auto"
         )
     num_lanes = len(config.replica_shapes) or config.mesh_sizes.num_lanes
-    lanes = f" for each of {num_lanes} devices" if num_lanes > 1 else ""
+    lanes = f" for each of {num_lanes} that run at once" if num_lanes > 1 else ""
     text = (
         f"low fill: at most {100 * step_tokens / capacity:.0f}% of a microbatch of "
         f"{capacity:,} tokens can be filled, as a step of all jobs that run at once "

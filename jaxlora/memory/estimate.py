@@ -94,7 +94,7 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
         stage_resident(spec, use),
         gathered_bytes=gathered_bytes(spec, use),
         fixed_bytes=fixed_bytes(spec, use) + weights,
-        bytes_per_token=use.num_kept * kept + gaps + waiting,
+        bytes_per_token=use.lanes * (use.num_kept * kept + gaps + waiting),
         # No layer is recomputed while the loss is.
         transient_bytes_per_token=found.recomputed + transient,
         scratch_bytes=scratch_bytes(part) + _gradient_copies(spec, use) + weights,

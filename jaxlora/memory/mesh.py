@@ -176,10 +176,11 @@ class MeshStages:
         return StageUse(
             num_shards=sizes.fsdp,
             num_replicas=num_replicas,
-            num_parts=sizes.num_lanes // num_replicas,
+            num_parts=sizes.data * sizes.fsdp // num_replicas,
             num_kept=ahead[number] + 1,
             num_waiting=num_waiting if sizes.stage > 1 else 0,
             num_tensor=sizes.tensor,
+            lanes=sizes.lanes_per_device,
         )
 
     def describe(self, number: int) -> str:

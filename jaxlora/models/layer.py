@@ -24,7 +24,11 @@ from jaxlora.sharding.tensor import gather_rows, scatter_rows
 # the weakest on.
 Remat = Literal["none", "elementwise", "mlp", "layer"]
 
-_keep_results = jax.checkpoint_policies.save_only_these_names(
+# Queries, keys and values; and the rows that the last linear of the MLP takes.
+Heads = tuple[Float[Array, "T H E"], Float[Array, "T HK E"], Float[Array, "T HK E"]]
+Gated = Float[Array, "T F"] | LinearInput
+
+keep_results = jax.checkpoint_policies.save_only_these_names(
     LINEAR_RESULTS, ATTENTION_RESULTS
 )
 
@@ -45,8 +49,9 @@ class DecoderLayer(nnx.Module):
         dtype,
         attention: AttentionImplementation = "xla",
         tensor: int = 1,
+        by_copies: bool = False,
     ):
-        self.tensor = tensor
+        self.tensor, self.by_copies = tensor, by_copies
         norm = functools.partial(layer_norm, config, dtype=dtype)
         output_norm = functools.partial(optional_layer_norm, config, dtype=dtype)
         self.attention_norm = norm("attention_norm")
@@ -62,8 +67,23 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
+        return self.end_attention(
+            h, self.start_attention(h, rows, routing), rows, routing
+        )
+
+    def start_attention(
+        self, h: Float[Array, "U D"], rows: PackedRows, routing: Routing
+    ) -> Heads:
+        """Computes the queries, keys and values of the first half."""
         x = self._normed(self.attention_norm, h, self.self_attn.input_linears, routing)
-        return self.add_attention(h, self._sum(self.self_attn(x, rows, routing)))
+        return self.self_attn.project(x, rows.ropes, routing)
+
+    def end_attention(
+        self, h: Float[Array, "U D"], heads: Heads, rows: PackedRows, routing: Routing
+    ) -> Float[Array, "U D"]:
+        """Computes the rest of the first half."""
+        y = self.self_attn.attend(*heads, rows, routing)
+        return self.add_attention(h, self._sum(y))
 
     def add_attention(
         self, h: Float[Array, "T D"], y: Float[Array, "T D"]
@@ -75,8 +95,18 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the second half of the layer, the MLP."""
+        return self.end_mlp(h, self.start_mlp(h, routing), routing)
+
+    def start_mlp(self, h: Float[Array, "U D"], routing: Routing) -> Gated:
+        """Computes the gated rows of the second half."""
         x = self._normed(self.mlp_norm, h, self.mlp.input_linears, routing)
-        y = self._sum(self.mlp(x, routing))
+        return self.mlp.gated(x, routing)
+
+    def end_mlp(
+        self, h: Float[Array, "U D"], gated: Gated, routing: Routing
+    ) -> Float[Array, "U D"]:
+        """Computes the rest of the second half."""
+        y = self._sum(self.mlp.down_proj(gated, routing))
         return h + (self.mlp_output_norm or _identity)(y)
 
     def _normed(
@@ -89,14 +119,16 @@ class DecoderLayer(nnx.Module):
         """Returns all normalized rows on each device that shares the layer."""
         if self.tensor == 1:
             return normed_input(norm, h, linears, routing)
-        return LinearInput.of(gather_rows(norm(h), self.tensor))
+        x = gather_rows(norm(h), self.tensor, by_copies=self.by_copies)
+        return LinearInput.of(x)
 
     def _sum(self, y: Float[Array, "T D"]) -> Float[Array, "U D"]:
         """Adds the outputs of all devices that share the layer, in the own rows."""
         if self.tensor == 1:
             return y
         # A policy that saves the results of linears sums nothing again.
-        return checkpoint_name(scatter_rows(y, self.tensor), LINEAR_RESULTS)
+        y = scatter_rows(y, self.tensor, by_copies=self.by_copies)
+        return checkpoint_name(y, LINEAR_RESULTS)
 
     def __call__(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
@@ -121,12 +153,12 @@ def run_layer(
             return layer(h, rows, routing)
         case "elementwise":
             whole = lambda x, h: x(h, rows, routing)
-            return _rematerialized(whole, layer, h, policy=_keep_results)
+            return rematerialized(whole, layer, h, policy=keep_results)
         case "mlp":
             h = layer.attend(h, rows, routing)
-            return _rematerialized(lambda x, h: x.feed_forward(h, routing), layer, h)
+            return rematerialized(lambda x, h: x.feed_forward(h, routing), layer, h)
         case "layer":
-            return _rematerialized(lambda x, h: x(h, rows, routing), layer, h)
+            return rematerialized(lambda x, h: x(h, rows, routing), layer, h)
 
 
 def run_whole_layers(
@@ -168,10 +200,17 @@ def run_whole_layers(
     return h, before
 
 
-def _rematerialized(
+def rematerialized(
     run: Callable, layer: DecoderLayer, h, *, policy: Callable | None = None
 ):
-    """Runs `run(layer, h)`; rematerializes all values that the policy does not save."""
+    """Runs `run(layer, h)`; rematerializes all values that the policy does not save.
+
+    Args:
+        run: The function.
+        layer: The layer.
+        h: Hidden states, or several.
+        policy: Says what is saved; None: nothing is.
+    """
     graph, state = nnx.split(layer)
 
     def pure(state, h):

@@ -199,24 +199,6 @@ class Attention(nnx.Module):
         self.scoring = layer_scoring(config, layer)
         self.implementation: AttentionImplementation = implementation
 
-    def __call__(
-        self,
-        x: Float[Array, "T D"] | LinearInput,
-        rows: PackedRows,
-        routing: Routing,
-    ) -> Float[Array, "T D"]:
-        q, k, v = self.project(x, rows.ropes, routing)
-        out = packed_attention(
-            q,
-            k,
-            v,
-            rows.segment_ids,
-            lengths=rows.lengths,
-            scoring=self.scoring,
-            implementation=self.implementation,
-        )
-        return self.o_proj(out.reshape(len(out), -1), routing)
-
     @property
     def input_linears(self) -> tuple[MultiLoraLinear, ...]:
         """The linears that share the input."""
@@ -234,3 +216,23 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         rope = ropes.of(self.scoring)
         return apply_rope(q, *rope), apply_rope(k, *rope), v
+
+    def attend(
+        self,
+        q: Float[Array, "T H E"],
+        k: Float[Array, "T HK E"],
+        v: Float[Array, "T HK E"],
+        rows: PackedRows,
+        routing: Routing,
+    ) -> Float[Array, "T D"]:
+        """Computes the output from queries, keys and values."""
+        out = packed_attention(
+            q,
+            k,
+            v,
+            rows.segment_ids,
+            lengths=rows.lengths,
+            scoring=self.scoring,
+            implementation=self.implementation,
+        )
+        return self.o_proj(out.reshape(len(out), -1), routing)

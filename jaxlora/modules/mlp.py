@@ -20,7 +20,10 @@ MakeLinear = Callable[[LayerLinear], MultiLoraLinear]
 
 
 class Mlp(nnx.Module):
-    """`down(activation(gate(x)) * up(x))`; its linears take LoRA."""
+    """`down(activation(gate(x)) * up(x))`; its linears take LoRA.
+
+    `down_proj` takes what `gated` returns.
+    """
 
     def __init__(self, config: ModelConfig, linear: MakeLinear):
         linears = config.linears()
@@ -34,17 +37,17 @@ class Mlp(nnx.Module):
         """The linears that share the input."""
         return self.gate_proj, self.up_proj
 
-    def __call__(
+    def gated(
         self, x: Float[Array, "T D"] | LinearInput, routing: Routing
-    ) -> Float[Array, "T D"]:
-        h = None
+    ) -> Float[Array, "T F"] | LinearInput:
+        """Computes the rows that `down` takes."""
         if self.activation == "silu":
             gate = Gate(swiglu_rows, swiglu_gradient_rows)
             h = gated_input(self.input_linears, gate, self.down_proj, x, routing)
-        if h is None:
-            gated = swiglu if self.activation == "silu" else geglu
-            h = gated(*apply_together(self.input_linears, x, routing))
-        return self.down_proj(h, routing)
+            if h is not None:
+                return h
+        gated = swiglu if self.activation == "silu" else geglu
+        return gated(*apply_together(self.input_linears, x, routing))
 
 
 @jax.custom_vjp

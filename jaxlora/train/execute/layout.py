@@ -125,7 +125,11 @@ class Layout:
             placements = [dataclasses.replace(ONE_DEVICE, device=_device_of(base))]
         else:
             placements = [
-                StageSharding(mesh=mesh, is_pinned=stages.is_pinned)
+                StageSharding(
+                    mesh=mesh,
+                    is_pinned=stages.is_pinned,
+                    lanes_per_device=sizes.lanes_per_device,
+                )
                 for mesh in stage_meshes(sizes, devices)
             ]
         pairs = zip(stages.specs, placements, strict=True)
@@ -301,7 +305,9 @@ def one_copy(x: jax.Array) -> jax.Array:
 
 
 def _divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:
-    return spec.divided(fsdp=sizes.fsdp, tensor=sizes.tensor)
+    return spec.divided(
+        fsdp=sizes.fsdp, tensor=sizes.tensor, lanes=sizes.lanes_per_device
+    )
 
 
 def base_placement(stages: MeshStages) -> Place:

@@ -343,8 +343,8 @@ class StagedExecutor:
             ]
             packed = greedy.pack(samples, self._limits).microbatches if samples else ()
             queues += [
-                list(packed[lane :: placement.num_parts])
-                for lane in range(placement.num_parts)
+                list(packed[lane :: placement.lanes_per_replica])
+                for lane in range(placement.lanes_per_replica)
             ]
         num_ticks = max(map(len, queues))
         return [

@@ -73,7 +73,7 @@ class Block(nnx.Module):
 
     def __call__(self, h, routing):
         x = normed_input(self.norm, h, self.mlp.input_linears, routing)
-        return h + self.mlp(x, routing)
+        return h + self.mlp.down_proj(self.mlp.gated(x, routing), routing)
 
 
 def make_routing():

@@ -230,7 +230,11 @@ def shape_seconds(
         most = _overlapped(full * seconds, gather)
         each = (most - _overlapped(half * seconds, gather)) / (capacity / 2)
         base = most - capacity * each
-        return AffineCost(base=base, per_token=each + reduction, per_square=0.0)
+        # What a device runs side by side takes the time of one after the other.
+        lanes = stages.sizes.lanes_per_device
+        return AffineCost(
+            base=lanes * base, per_token=lanes * (each + reduction), per_square=0.0
+        )
 
     costs = []
     for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
