@@ -47,6 +47,7 @@ def changed_specs(spec: DecoderSpec) -> dict[str, DecoderSpec]:
         "fsdp": 2,
         "tensor": 2,
         "kv_parts": 2,
+        "lanes": 2,
         "objectives": ("dpo",),
         "layers_per_program": 1,
     }
