@@ -18,7 +18,7 @@ for those that NCCL occupies. So these exchanges are copies, which the copy engi
 addition.
 
 References:
-    DeepSpeed-Domino, arXiv 2409.15241, section 3 (the rows of a batch in two halves).
+    DeepSpeed-Domino, arXiv 2409.15241, which divides the rows of a batch, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
