@@ -215,13 +215,7 @@ class DecoderSpec:
     def divided(
         self, *, fsdp: int = 1, tensor: int = 1, lanes: int = 1
     ) -> "DecoderSpec":
-        """Returns this decoder divided among the devices of these axes.
-
-        Args:
-            fsdp: Devices that share the weights.
-            tensor: Devices that share each microbatch.
-            lanes: Microbatches that each device runs side by side.
-        """
+        """Returns this decoder divided among the devices of these axes."""
         kv_parts = min(tensor, self.config.num_kv_heads)
         options = dataclasses.replace(
             self.options, fsdp=fsdp, tensor=tensor, kv_parts=kv_parts, lanes=lanes

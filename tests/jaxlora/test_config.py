@@ -237,29 +237,6 @@ def test_a_job_that_is_named_like_the_base_model():
             {"mesh": "stage=4", "pipeline_microbatches": 3},
             "pipeline_microbatches=3 is less than the 4 stages of mesh stage=4",
         ),
-        (
-            [],
-            {"overlap_halves": True},
-            "overlap_halves is true, and devices of mesh fsdp=1 exchange no hidden "
-            "states. Leave overlap_halves out, or set a mesh with tensor=2 or more",
-        ),
-        (
-            [],
-            {"overlap_halves": True, "mesh": "fsdp=2,tensor=2"},
-            "devices of mesh fsdp=2,tensor=2 gather the weights of one microbatch. "
-            "Leave overlap_halves out, or set a mesh without fsdp",
-        ),
-        (
-            [],
-            {"overlap_halves": True, "mesh": "auto"},
-            "mesh is auto, which does not compare it",
-        ),
-        (
-            [],
-            {"overlap_halves": True, "replicas": [{"tensor": 2}, {"count": 2}]},
-            "replicas run one microbatch at a time",
-        ),
-        ([], {"overlap_halves": 2}, "overlap_halves: "),
     ],
 )
 def test_refused(jobs, more, match):
@@ -275,13 +252,6 @@ def test_a_mesh_is_stored_in_one_form(mesh):
     assert found.mesh == "stage=2,fsdp=2"
     assert found.mesh_sizes == MeshSizes(stage=2, fsdp=2)
     assert found.replace(mesh="auto").mesh == "auto"
-
-
-def test_a_device_has_two_lanes_if_halves_overlap():
-    plain, halves = (run(mesh="tensor=2", overlap_halves=o) for o in ("auto", True))
-    assert plain.mesh_sizes.num_lanes == 1 and not plain.may_gather
-    assert halves.mesh_sizes.num_lanes == 2 and halves.may_gather
-    assert halves.mesh == "tensor=2" and halves.num_devices == 2
 
 
 def test_a_run_uses_one_device_unless_it_has_a_mesh():
