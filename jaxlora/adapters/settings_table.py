@@ -52,13 +52,31 @@ class SettingsTable:
     def of_base(self) -> SlotSettings:
         """Settings with which every slot gives the base, whatever its weights are."""
         if self._of_base is None:
-            zeros = jax.tree.map(
-                np.zeros_like, dataclasses.replace(self._host, vera=None)
-            )
-            for ids in zeros.token_ids.values():
-                ids[:] = -1
-            self._of_base = self._put(zeros)
+            host = dataclasses.replace(self._host, vera=None)
+            self._of_base = self._put(base_settings(host))
         return dataclasses.replace(self._of_base, vera=self.settings.vera)
+
+    def part(self, spec: DecoderSpec) -> SlotSettings:
+        """Returns the settings in the linears of a stage, as arrays of the host.
+
+        Args:
+            spec: The stage, or the whole decoder.
+        """
+        host, places = self._host, [self._places[path] for path in spec.adapted]
+        own = lambda values: None if values is None else values[places]
+        cut = lambda shape, x: x[tuple(map(slice, shape.shape))].copy()
+        return SlotSettings(
+            scaling=host.scaling[places],
+            dropout=host.dropout[places],
+            rank=host.rank[places],
+            trained_rank=own(host.trained_rank),
+            trains_bias=own(host.trains_bias),
+            vera=jax.tree.map(cut, spec.vera_shapes(), host.vera),
+            token_ids={n: host.token_ids[n].copy() for n in spec.token_id_shapes()},
+            trains_whole={
+                n: host.trains_whole[n].copy() for n in spec.trains_whole_shapes()
+            },
+        )
 
     def set(self, slot: int, adapter: Adapter) -> None:
         """Gives a slot the settings of an adapter."""
@@ -117,6 +135,18 @@ class SettingsTable:
     def _put(self, host: SlotSettings) -> SlotSettings:
         where = self._placement.sharding(self._placement.by_linear_and_slot)
         return put(host, where)
+
+
+def base_settings(host: SlotSettings) -> SlotSettings:
+    """Returns settings with which every slot gives the base, as arrays of the host.
+
+    Args:
+        host: Settings of these shapes, whose matrices of VeRA stay as they are.
+    """
+    zeros = jax.tree.map(np.zeros_like, dataclasses.replace(host, vera=None))
+    for ids in zeros.token_ids.values():
+        ids[:] = -1
+    return dataclasses.replace(zeros, vera=host.vera)
 
 
 def _host_zeros(shape: jax.ShapeDtypeStruct) -> np.ndarray:

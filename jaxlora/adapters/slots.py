@@ -97,6 +97,10 @@ class SlotTable:
         """Scaling, dropout and rank of the slots in every adapted linear."""
         return self._settings.settings
 
+    def settings_part(self, spec: DecoderSpec) -> SlotSettings:
+        """Returns the settings in the linears of a stage, as arrays of the host."""
+        return self._settings.part(spec)
+
     @property
     def of_reference(self) -> tuple[Tables | TableShapes, SlotSettings]:
         """Weights and settings with which a program gives the reference of each slot.

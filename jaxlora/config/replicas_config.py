@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import pydantic
@@ -11,26 +11,32 @@ from jaxlora.config.strict import PositiveInt, Rule, StrictModel
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, order=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaShape:
     """One replica.
 
     Attributes:
         tokens: Tokens of its microbatches, padding included.
         tensor: Devices that share each layer.
+        stage: Pipeline stages.
     """
 
     tokens: int
     tensor: int = 1
+    stage: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Number of its devices."""
+        return self.tensor * self.stage
 
 
-def _replicas_have_no_stages(replica: Any) -> tuple[str, str] | None:
-    if replica.stage == 1:
-        return None
-    return "stage", (
-        f"stage={replica.stage}: a replica has no pipeline stages so far. Leave stage "
-        "out, or leave replicas out and divide the model by mesh."
-    )
+def in_order(shapes: Iterable[ReplicaShape]) -> list[ReplicaShape]:
+    """Returns replicas in the order of a run, of which the first takes all steps.
+
+    That is one with the largest microbatches, and without stages if there is one.
+    """
+    return sorted(shapes, key=lambda one: (-one.tokens, one.stage, -one.tensor))
 
 
 class ReplicaConfig(StrictModel):
@@ -38,13 +44,11 @@ class ReplicaConfig(StrictModel):
 
     Attributes:
         tensor: Devices that share each layer of a replica.
-        stage: Pipeline stages of a replica; only 1 so far.
+        stage: Pipeline stages of a replica.
         count: Number of such replicas.
         microbatch_tokens: Tokens of their microbatches, padding included; `auto`: as
             many as fit. Longer samples run on other replicas.
     """
-
-    rules = (_replicas_have_no_stages,)
 
     tensor: PositiveInt = 1
     stage: PositiveInt = 1
@@ -54,18 +58,22 @@ class ReplicaConfig(StrictModel):
 
 def listed(replicas: Sequence[ReplicaShape]) -> list[dict[str, int]]:
     """Returns the settings of replicas, those with the largest microbatches first."""
+    counts = Counter(replicas)
     return [
-        {"microbatch_tokens": one.tokens, "tensor": one.tensor, "count": count}
-        for one, count in sorted(Counter(replicas).items(), reverse=True)
+        {"microbatch_tokens": one.tokens, "tensor": one.tensor, "count": counts[one]}
+        | ({"stage": one.stage} if one.stage > 1 else {})
+        for one in in_order(counts)
     ]
 
 
 def describe_list(shapes: Sequence[ReplicaShape]) -> str:
     """Names replicas, such as `8,192 on tensor=2 + 3 x 2,048 tokens`."""
-    parts = []
-    for one, count in sorted(Counter(shapes).items(), reverse=True):
-        text = f"{count} x {one.tokens:,}" if count > 1 else f"{one.tokens:,}"
-        parts.append(f"{text} on tensor={one.tensor}" if one.tensor > 1 else text)
+    parts, counts = [], Counter(shapes)
+    for one in in_order(counts):
+        text, count = f"{one.tokens:,}", counts[one]
+        sizes = MeshSizes(stage=one.stage, tensor=one.tensor)
+        text = f"{count} x {text}" if count > 1 else text
+        parts.append(f"{text} on {sizes}" if one.num_devices > 1 else text)
     return f"{' + '.join(parts)} tokens"
 
 
@@ -108,6 +116,18 @@ def _replicas_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
     return None
 
 
+def _first_replica_has_no_stages(run: Any) -> tuple[str, str] | None:
+    for one in run.replica_shapes[:1]:
+        if one.stage > 1:
+            return "replicas", (
+                f"the replica with the largest microbatches, of {one.tokens} tokens, "
+                f"has stage={one.stage}, and it takes the optimizer steps of all "
+                "replicas, which need all layers on the same devices. Give a replica "
+                f"without stage at least microbatch_tokens={one.tokens}."
+            )
+    return None
+
+
 def _replicas_have_their_own_tokens(run: Any) -> tuple[str, str] | None:
     first = (one.tokens for one in run.replica_shapes[:1])
     if run.replicas is not None and run.microbatch_tokens not in ("auto", *first):
@@ -146,6 +166,7 @@ def _replicas_stand_alone(run: Any) -> tuple[str, str] | None:
 
 OF_REPLICAS: tuple[Rule, ...] = (
     _replicas_hold_whole_blocks,
+    _first_replica_has_no_stages,
     _replicas_have_their_own_tokens,
     _replicas_stand_alone,
 )

@@ -16,6 +16,7 @@ from jaxlora.config.replicas_config import (
     ReplicaConfig,
     ReplicaShape,
     check_listed,
+    in_order,
 )
 from jaxlora.config.rules import OF_A_RUN, mesh_text
 from jaxlora.config.strict import (
@@ -219,9 +220,11 @@ class RunConfig(BaseSettings):
         for one in self.replicas:
             if one.microbatch_tokens == "auto":
                 return ()
-            shape = ReplicaShape(tokens=one.microbatch_tokens, tensor=one.tensor)
+            shape = ReplicaShape(
+                tokens=one.microbatch_tokens, tensor=one.tensor, stage=one.stage
+            )
             each += [shape] * one.count
-        return tuple(sorted(each, reverse=True))
+        return tuple(in_order(each))
 
     @property
     def has_open_replicas(self) -> bool:
@@ -231,7 +234,7 @@ class RunConfig(BaseSettings):
     @property
     def num_devices(self) -> int:
         """Number of devices that the run uses; `mesh` must not be `auto`."""
-        each = [one.tensor for one in self.replica_shapes]
+        each = [one.num_devices for one in self.replica_shapes]
         return sum(each) or self.mesh_sizes.num_devices
 
     @property

@@ -34,49 +34,97 @@ class FurtherReplica:
     """A replica beside the first one, which has the slots and takes all steps.
 
     Attributes:
-        spec: The whole decoder, for the replica's samples. Its slots have weights and
-            gradients, and no optimizer state.
-        capacity: Tokens of its microbatches.
-        tensor: Devices that share each layer.
+        specs: The stages of the decoder, for the replica's samples. Its slots have
+            weights and gradients, and no optimizer state.
+        shape: Its devices and microbatches.
     """
 
-    spec: DecoderSpec
-    capacity: int
-    tensor: int = 1
+    specs: tuple[DecoderSpec, ...]
+    shape: ReplicaShape
 
     @staticmethod
-    def of(spec: DecoderSpec, shape: ReplicaShape) -> "FurtherReplica":
+    def of(
+        spec: DecoderSpec, shape: ReplicaShape, speed: DeviceSpeed
+    ) -> "FurtherReplica":
         """Makes the replica.
 
         Args:
             spec: The decoder of the first replica.
             shape: The replica, whose microbatches are at most those of the first one.
+            speed: Rates of each device.
+
+        Raises:
+            ConfigError: The replica has more stages than the model has layers.
         """
+        if shape.stage > (most := spec.config.num_layers):
+            raise ConfigError(
+                f"replicas: stage={shape.stage} of a replica needs a layer for each "
+                f"stage, and the model has {most} layers. Use at most stage={most}."
+            )
         longest = min(spec.options.max_segment_tokens, shape.tokens)
         options = dataclasses.replace(spec.options, max_segment_tokens=longest)
         assert spec.slots is not None
         slots = dataclasses.replace(spec.slots, optimizers=())
         spec = dataclasses.replace(spec, options=options, slots=slots)
-        return FurtherReplica(spec=spec, capacity=shape.tokens, tensor=shape.tensor)
+        return FurtherReplica(specs=stage_specs(spec, shape.stage, speed), shape=shape)
 
-    def num_bytes(self, programs: StagePrograms, block_tokens: int) -> int | None:
-        """Returns the memory of each of its devices; None: the compiler reports none.
+    def num_bytes(
+        self, programs: Sequence[StagePrograms], block_tokens: int
+    ) -> int | None:
+        """Returns the most memory of its devices; None: the compiler reports none.
 
         Args:
-            programs: Its compiled passes.
+            programs: The compiled passes of each stage.
             block_tokens: Tokens of a block.
         """
-        limits = Limits(capacity=self.capacity, block_tokens=block_tokens)
-        use = StageUse(
-            num_shards=1,
-            num_replicas=1,
-            num_parts=1,
-            num_kept=1,
-            num_waiting=0,
-            num_tensor=self.tensor,
-        )
-        found = stage_measured(self.spec, programs, limits, use)
-        return None if found is None else found.total_bytes(self.capacity)
+        tokens = self.shape.tokens
+        limits = Limits(capacity=tokens, block_tokens=block_tokens)
+        sizes = MeshSizes(stage=self.shape.stage, tensor=self.shape.tensor)
+        each = []
+        for number, pair in enumerate(zip(self.specs, programs, strict=True)):
+            use = stage_use(sizes, number, in_flight=self.shape.stage)
+            found = stage_measured(*pair, limits, use)
+            if found is None:
+                return None
+            each.append(found.total_bytes(tokens))
+        return max(each)
+
+    def with_remat(self, remat: Remat) -> "FurtherReplica":
+        """Returns the same stages, with another part of each layer recomputed."""
+        specs = tuple(spec.with_remat(remat) for spec in self.specs)
+        return dataclasses.replace(self, specs=specs)
+
+
+def stage_use(
+    sizes: MeshSizes, number: int, *, in_flight: int, is_pinned: bool = False
+) -> StageUse:
+    """Returns how the devices of a stage are used.
+
+    A device keeps the microbatches that its forward passes are ahead, and the one that
+    it runs. It holds the hidden states of those that the stage before is further ahead,
+    of those that come and go, and of those that the host has queued and the device has
+    not reached: copies of them free their source when they are done. The last stage
+    runs both passes of a microbatch at once.
+
+    Args:
+        sizes: Sizes of the mesh.
+        number: Number of the stage.
+        in_flight: Microbatches that each device of the first stage has in flight.
+        is_pinned: Whether the slots are divided among the replicas.
+    """
+    num_replicas = sizes.data if is_pinned else 1
+    ahead = ticks_ahead(sizes.stage, in_flight)
+    num_before = ahead[number - 1] if number else ahead[0]
+    num_waiting = num_before - ahead[number] + 2 + RUN_AHEAD
+    return StageUse(
+        num_shards=sizes.fsdp,
+        num_replicas=num_replicas,
+        num_parts=sizes.data * sizes.fsdp // num_replicas,
+        num_kept=ahead[number] + 1,
+        num_waiting=num_waiting if sizes.stage > 1 else 0,
+        num_tensor=sizes.tensor,
+        lanes=sizes.lanes_per_device,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +173,9 @@ class MeshStages:
         spec = dataclasses.replace(spec, options=options)
         if speed is None:
             speed = find_speed(device_kind())
-        further = [FurtherReplica.of(spec, one) for one in config.replica_shapes[1:]]
+        further = [
+            FurtherReplica.of(spec, one, speed) for one in config.replica_shapes[1:]
+        ]
         # A pipeline of one stage has no use for more.
         in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
         return MeshStages(
@@ -148,10 +198,7 @@ class MeshStages:
             self,
             spec=self.spec.with_remat(remat),
             specs=tuple(spec.with_remat(remat) for spec in self.specs),
-            further=tuple(
-                dataclasses.replace(one, spec=one.spec.with_remat(remat))
-                for one in self.further
-            ),
+            further=tuple(one.with_remat(remat) for one in self.further),
         )
 
     def like(self, tensor: int) -> "MeshStages":
@@ -159,29 +206,23 @@ class MeshStages:
         sizes = dataclasses.replace(self.sizes, tensor=tensor)
         return dataclasses.replace(self, sizes=sizes, further=())
 
-    def use(self, number: int) -> StageUse:
-        """Returns how the devices of a stage are used.
+    def of_replica(self, shape: ReplicaShape) -> "MeshStages":
+        """Returns the first replica on the devices of another one.
 
-        A device keeps the microbatches that its forward passes are ahead, and the one
-        that it runs. It holds the hidden states of those that the stage before is
-        further ahead, of those that come and go, and of those that the host has queued
-        and the device has not reached: copies of them free their source when they are
-        done. The last stage runs both passes of a microbatch at once.
+        Args:
+            shape: Without stages, or one of `further`.
         """
-        sizes = self.sizes
-        num_replicas = sizes.data if self.is_pinned else 1
-        ahead = ticks_ahead(sizes.stage, self.in_flight)
-        num_before = ahead[number - 1] if number else ahead[0]
-        num_waiting = num_before - ahead[number] + 2 + RUN_AHEAD
-        return StageUse(
-            num_shards=sizes.fsdp,
-            num_replicas=num_replicas,
-            num_parts=sizes.data * sizes.fsdp // num_replicas,
-            num_kept=ahead[number] + 1,
-            num_waiting=num_waiting if sizes.stage > 1 else 0,
-            num_tensor=sizes.tensor,
-            lanes=sizes.lanes_per_device,
-        )
+        own = self.like(shape.tensor)
+        if shape.stage == 1:
+            return own
+        specs = next(one.specs for one in self.further if one.shape == shape)
+        sizes = dataclasses.replace(own.sizes, stage=shape.stage)
+        return dataclasses.replace(own, specs=specs, sizes=sizes)
+
+    def use(self, number: int) -> StageUse:
+        """Returns how the devices of a stage are used; see `stage_use`."""
+        in_flight, is_pinned = self.in_flight, self.is_pinned
+        return stage_use(self.sizes, number, in_flight=in_flight, is_pinned=is_pinned)
 
     def describe(self, number: int) -> str:
         """Describes the devices of a stage, for errors; empty on a single device."""
@@ -208,8 +249,8 @@ def _layers_per_program(config: RunConfig, spec: DecoderSpec) -> int | None:
     if isinstance(asked, int) and asked >= spec.config.num_layers:
         return None
     why = None
-    if sizes.stage > 1:
-        why = f"the stages of mesh {sizes} are programs of their own"
+    if max([sizes.stage, *(one.stage for one in config.replica_shapes)]) > 1:
+        why = "pipeline stages are programs of their own"
     elif spec.config.tie_embeddings and spec.slots and spec.slots.num_token_rows:
         why = (
             "slots train rows of an embedding that is also the head, which is another "

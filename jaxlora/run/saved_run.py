@@ -226,7 +226,7 @@ def _is_replica(value: Any) -> bool:
     names = {"microbatch_tokens", "tensor", "count"}
     return (
         isinstance(value, dict)
-        and value.keys() == names
+        and value.keys() - {"stage"} == names
         and all(type(n) is int and n > 0 for n in value.values())
     )
 

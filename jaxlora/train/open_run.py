@@ -56,7 +56,7 @@ class OpenedRun:
         plan: The plan of the run, with the jobs that joined it earlier.
         model: The frozen base.
         layout: The decoder on its devices.
-        further_bases: The frozen base on each further replica.
+        further_bases: The frozen base on each stage of the further replicas.
         slots: The slots, which are empty.
         num_compiled: Programs that this process had compiled for the layout before.
         choice: Chooses its replicas again when jobs join or leave; None: they stay.
@@ -72,7 +72,7 @@ class OpenedRun:
     plan: RunPlan
     model: FrozenModel
     layout: Layout
-    further_bases: Sequence[Base]
+    further_bases: Sequence[Sequence[Base]]
     slots: StagedSlots
     num_compiled: int
     choice: ReplicaChoice | None

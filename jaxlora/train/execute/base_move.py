@@ -18,29 +18,36 @@ from jaxlora.train.execute.layout import Layout, one_copy
 _Part = tuple[tuple[int, int], ...]
 
 
-def move_base(params: Base, further: Sequence[Base], layout: Layout) -> list[Base]:
+def move_base(
+    params: Base, further: Sequence[Sequence[Base]], layout: Layout
+) -> list[list[Base]]:
     """Moves the base; all work on the devices that it was on must be done.
 
     Args:
         params: Weights of the first replica. They are replaced in place, so that all
             who have the dictionary have the moved weights.
-        further: Those of the further replicas, which are emptied.
-        layout: The new layout; it has one stage.
+        further: Those of each stage of the further replicas, which are emptied.
+        layout: The new layout; its first replica has one stage.
 
     Returns:
-        The weights of the new further replicas.
+        The weights of each stage of the new further replicas.
     """
     (first,) = layout.stages
-    stages = [first, *(one.stage for one in layout.further)]
-    bases = [params, *({} for _ in layout.further)]
+    new: list[list[Base]] = [[{} for _ in one.stages] for one in layout.further]
+    stages = [first, *(stage for one in layout.further for stage in one.stages)]
+    bases = [params, *(base for one in new for base in one)]
     specs = [stage.spec.base_specs() for stage in stages]
     for path in list(params):
-        held = [params[path], *(base.pop(path) for base in further)]
+        held = [params[path]]
+        held += [base.pop(path) for one in further for base in one if path in base]
+        moved = []
         for base, stage, spec in zip(bases, stages, specs, strict=True):
-            where = stage.placement.committed(spec[path])
-            base[path] = _placed(held, where)
-        jax.block_until_ready([base[path] for base in bases])
-    return bases[1:]
+            if path in spec:
+                where = stage.placement.committed(spec[path])
+                base[path] = _placed(held, where)
+                moved.append(base[path])
+        jax.block_until_ready(moved)
+    return new
 
 
 def _placed(held: Sequence[jax.Array], where: Sharding) -> jax.Array:

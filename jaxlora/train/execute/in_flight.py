@@ -2,15 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.adapters.optimizer import AdapterState
+from jaxlora.adapters.optimizers.state import Tables
+from jaxlora.adapters.reference_table import TableShapes
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.sharding.pipeline import Pass
-from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.layout import Stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,19 +26,44 @@ class _Entered:
     runs_reference: bool
 
 
+@runtime_checkable
+class PassTable(Protocol):
+    """What passes read and write of the slots of a stage.
+
+    Attributes:
+        state: Weights and pending gradients.
+    """
+
+    state: AdapterState
+
+    @property
+    def settings(self) -> SlotSettings:
+        """Settings of the slots."""
+        ...
+
+    @property
+    def of_reference(self) -> tuple[Tables | TableShapes, SlotSettings]:
+        """Weights and settings with which the slots give their references."""
+        ...
+
+
 class InFlight:
     """Queues the passes of ticks, and keeps what they need between two passes."""
 
-    def __init__(self, layout: Layout, bases: Sequence[Base], slots: StagedSlots):
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        bases: Sequence[Base],
+        tables: Sequence[PassTable],
+    ):
         """Starts without ticks.
 
         Args:
-            layout: The stages.
+            stages: The stages.
             bases: Frozen weights of each stage.
-            slots: Slots of all stages.
+            tables: Slots of each stage.
         """
-        self._stages, self._bases = layout.stages, bases
-        self._tables = slots.tables
+        self._stages, self._bases, self._tables = stages, bases, tables
         self._ticks: dict[int, _Entered] = {}
         # By stage and tick: what a pass waits for, and what a backward pass needs.
         self._hidden: dict[tuple[int, int], jax.Array] = {}

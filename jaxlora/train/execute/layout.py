@@ -74,16 +74,21 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicaStage:
+class ReplicaStages:
     """A replica beside the first one; see `FurtherReplica`.
 
     Attributes:
-        stage: The decoder on the replica's devices.
+        stages: The stages of the decoder on the replica's devices.
         capacity: Tokens of its microbatches.
     """
 
-    stage: Stage
+    stages: tuple[Stage, ...]
     capacity: int
+
+    @property
+    def specs(self) -> tuple[DecoderSpec, ...]:
+        """The decoder's layers of each stage."""
+        return tuple(stage.spec for stage in self.stages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +103,7 @@ class Layout:
 
     stages: tuple[Stage, ...]
     in_flight: int
-    further: tuple[ReplicaStage, ...] = ()
+    further: tuple[ReplicaStages, ...] = ()
 
     @staticmethod
     def of(
@@ -152,7 +157,7 @@ class Layout:
             self,
             stages=tuple(map(changed, self.stages)),
             further=tuple(
-                dataclasses.replace(one, stage=changed(one.stage))
+                dataclasses.replace(one, stages=tuple(map(changed, one.stages)))
                 for one in self.further
             ),
         )
@@ -212,26 +217,31 @@ class Layout:
             for stage in self.stages
         ]
 
-    def further_bases(self, params: Base) -> list[Base]:
-        """Copies the frozen weights to the devices of the further replicas.
+    def further_bases(self, params: Base) -> list[list[Base]]:
+        """Copies the frozen weights to the devices of each stage of further replicas.
 
         A weight that is divided is first joined on the devices that have it, one weight
         after the other. Otherwise, it would be copied by the host.
         """
-        stages = [one.stage for one in self.further]
-        bases: list[Base] = [{} for _ in stages]
-        specs = [stage.spec.base_specs() for stage in stages]
-        for path, x in params.items() if stages else ():
-            whole = one_copy(x)
-            for base, stage, spec in zip(bases, stages, specs, strict=True):
-                base[path] = jax.device_put(whole, stage.placement.sharding(spec[path]))
+        bases: list[list[Base]] = [[{} for _ in one.stages] for one in self.further]
+        every = [
+            (base, stage.placement, stage.spec.base_specs())
+            for one, own in zip(self.further, bases, strict=True)
+            for stage, base in zip(one.stages, own, strict=True)
+        ]
+        for path, x in params.items() if every else ():
+            whole, copies = one_copy(x), []
+            for base, placement, specs in every:
+                if path in specs:
+                    base[path] = jax.device_put(whole, placement.sharding(specs[path]))
+                    copies.append(base[path])
             if whole is not x:
-                jax.block_until_ready([base[path] for base in bases])
+                jax.block_until_ready(copies)
         return bases
 
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""
-        each = (*self.stages, *(one.stage for one in self.further))
+        each = itertools.chain(self.stages, *(one.stages for one in self.further))
         return sum(stage.steps.num_compilations() for stage in each)
 
 
@@ -249,7 +259,7 @@ def _further_stages(
     stages: MeshStages,
     first: StageSharding,
     devices: Sequence[jax.Device] | None,
-) -> tuple[ReplicaStage, ...]:
+) -> tuple[ReplicaStages, ...]:
     """Places replicas on the devices that the first one does not use.
 
     Raises:
@@ -266,7 +276,7 @@ def _further_stages(
         )
     every = jax.local_devices() if devices is None else devices
     left = [device for device in every if device not in used]
-    wanted = sum(one.tensor for one in stages.further)
+    wanted = sum(one.shape.num_devices for one in stages.further)
     if len(left) < wanted:
         raise ConfigError(
             f"replicas: {wanted} devices are needed beside those of the first one, "
@@ -274,19 +284,15 @@ def _further_stages(
         )
     placed, devices_left = [], iter(left)
     for one in stages.further:
-        own = list(itertools.islice(devices_left, one.tensor))
-        placed.append(
-            ReplicaStage(
-                stage=Stage(
-                    spec=one.spec.divided(tensor=one.tensor), placement=_replica_on(own)
-                ),
-                capacity=one.capacity,
-            )
-        )
+        own, tensor = [], one.shape.tensor
+        for spec in one.specs:
+            placement = _stage_on(list(itertools.islice(devices_left, tensor)))
+            own.append(Stage(spec=spec.divided(tensor=tensor), placement=placement))
+        placed.append(ReplicaStages(stages=tuple(own), capacity=one.shape.tokens))
     return tuple(placed)
 
 
-def _replica_on(devices: Sequence[jax.Device]) -> StageSharding:
+def _stage_on(devices: Sequence[jax.Device]) -> StageSharding:
     if len(devices) == 1:
         return StageSharding(device=SingleDeviceSharding(devices[0]))
     (mesh,) = stage_meshes(MeshSizes(tensor=len(devices)), devices)

@@ -10,7 +10,8 @@ samples it runs next, and for no other.
 
 One thread queues everything, in an order that the ticks determine. No program runs on
 two replicas. Each divides its tables among its own devices, so gradients and weights
-are whole when they are sent, from device to device without the host.
+of a stage are whole when they are sent, from device to device without the host; the
+first replica, which has one stage, cuts and joins them.
 """
 
 import dataclasses
@@ -28,31 +29,9 @@ from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch
 from jaxlora.scheduler.lanes import Lane
-from jaxlora.sharding.global_arrays import put
 from jaxlora.train.execute.executor import TickWork
-from jaxlora.train.execute.layout import Layout, ReplicaStage, Stage, one_copy
-
-# A replica's part of the gradients of a slot, and whether they are finite.
-_Part = tuple[jax.Array, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class ReplicaRows:
-    """A microbatch of a further replica.
-
-    Attributes:
-        replica: Number of the replica; the first one is 0.
-        rows: Its rows, on the host.
-        slots: Slots of the samples that run.
-        work: Its work.
-        runs_reference: Whether the reference of some samples runs with it.
-    """
-
-    replica: int
-    rows: PackedBatch
-    runs_reference: bool
-    slots: frozenset[int]
-    work: TickWork
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.replica import Part, Replica, ReplicaRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -79,7 +58,7 @@ class FurtherReplicas:
     def __init__(
         self,
         layout: Layout,
-        bases: Sequence[Base],
+        bases: Sequence[Sequence[Base]],
         table: SlotTable,
         limits: Limits,
         lanes: Sequence[Lane],
@@ -88,7 +67,7 @@ class FurtherReplicas:
 
         Args:
             layout: The first replica, and the others.
-            bases: Weights of the frozen base on each of the others.
+            bases: Weights of the frozen base on each stage of the others.
             table: Slots of the first replica.
             limits: Limits of a microbatch of the first replica.
             lanes: The lanes of a tick after that of the first replica; empty if there
@@ -98,13 +77,13 @@ class FurtherReplicas:
         self._limits, self._lanes = limits, tuple(lanes)
         self._objectives = self._home.spec.options.objectives
         self._replicas = {
-            number: _Replica(number, *pair)
+            number: Replica(number, *pair, self._home, table)
             for number, pair in enumerate(
                 zip(layout.further, bases, strict=True), start=1
             )
         }
         # By slot, what the first replica is to add, in the order of the replicas.
-        self._parts: dict[int, list[_Part]] = defaultdict(list)
+        self._parts: dict[int, list[Part]] = defaultdict(list)
         assert self._home.spec.slots is not None
         for slot in range(self._home.spec.slots.num_slots):
             if table.has_job(slot):
@@ -121,19 +100,13 @@ class FurtherReplicas:
             return
         self._parts.pop(slot, None)
         for replica in self._replicas.values():
-            replica.settings = replica.received(self._table.settings)
-            if replica.reference is None:
-                _, settings = self._table.of_reference
-                replica.of_base = replica.received(settings)
-            else:
-                replica.reference.clear(slot)
+            replica.empty(slot, self._table)
         self.copy_weights([slot])
 
     def refer(self, slot: int, adapter: Adapter) -> None:
         """Makes an adapter the reference of a slot, until `copy` of the slot."""
         for replica in self._replicas.values():
-            assert replica.reference is not None, "references may be adapters"
-            replica.reference.load(slot, adapter)
+            replica.refer(slot, adapter)
 
     def copy_weights(self, slots: Collection[int]) -> None:
         """Sends the weights of slots to the replicas, which take them when needed."""
@@ -143,7 +116,7 @@ class FurtherReplicas:
             params = self._table.state.params
             row = self._home.steps.read_slot(params, np.int32(slot))
             for replica in self._replicas.values():
-                replica.new[slot] = replica.received(row)
+                replica.take(slot, row)
 
     def wait(self) -> None:
         """Waits until the replicas have finished all queued work."""
@@ -156,7 +129,7 @@ class FurtherReplicas:
         """Returns the class of the shortest samples of each lane, for attention."""
         found = []
         for lane in self._lanes:
-            options = self._replicas[lane.replica].stage.spec.options
+            options = self._replicas[lane.replica].options
             found.append(shortest_class(lane.capacity, *options.lengths))
         return found
 
@@ -201,15 +174,12 @@ class FurtherReplicas:
             keys: Keys of the dropout masks.
             baseline: The baselines of the slots' global batches, on the first replica.
         """
-        placed: dict[int, SlotKeys] = {}
+        placed: dict[int, jax.Array | None] = {}
         for one in tick:
             replica = self._replicas[one.replica]
             if one.replica not in placed:
-                own = None
-                if baseline is not None:
-                    own = replica.received(baseline)
-                placed[one.replica] = dataclasses.replace(keys, baseline=own)
-            yield one.slots, replica.run(one, placed[one.replica])
+                placed[one.replica] = replica.received(baseline)
+            yield one.slots, replica.run(one, keys, placed[one.replica])
 
     # ---- gradients -----------------------------------------------------------------
 
@@ -218,13 +188,11 @@ class FurtherReplicas:
 
         They leave a replica before it runs its next microbatch.
         """
-        where = self._home.placement.committed(self._home.placement.by_slot)
         for slot in sorted(slots):
             for number in sorted(self._replicas):
                 part = self._replicas[number].part(slot)
                 if part is not None:
-                    part = jax.tree.map(one_copy, part)
-                    self._parts[slot].append(jax.device_put(part, where))
+                    self._parts[slot].append(part)
 
     def add(self, slots: Collection[int]) -> None:
         """Adds the gradients of slots to those of the first replica, in order."""
@@ -235,76 +203,3 @@ class FurtherReplicas:
                     state.pending, np.int32(slot), *part
                 )
                 self._table.state = dataclasses.replace(state, pending=pending)
-
-
-class _Replica:
-    """One of the further replicas.
-
-    Attributes:
-        stage: Its decoder.
-        settings: Settings of the slots.
-        reference: The references of the slots; None: each is the base.
-        of_base: Settings with which the slots give the base.
-        new: Weights of slots that no microbatch has needed yet.
-    """
-
-    def __init__(self, number: int, one: ReplicaStage, base: Base):
-        self._number = number
-        self.stage: Stage = one.stage
-        self.new: dict[int, jax.Array] = {}
-        self.settings: Any = None
-        self.reference = self.stage.steps.make_references()
-        self.of_base: Any = None
-        self._base = base
-        state = self.stage.steps.make_empty()
-        self._params, self._pending = state.params, state.pending
-        self._has_part: set[int] = set()
-
-    def received(self, tree: Any) -> Any:
-        """Sends arrays of the first replica to all devices of this one."""
-        placement = self.stage.placement
-        where = placement.committed(placement.by_slot)
-        return jax.tree.map(lambda x: jax.device_put(one_copy(x), where), tree)
-
-    def run(self, one: ReplicaRows, keys: SlotKeys) -> JobLosses:
-        """Queues a microbatch, whose gradients are added to those before."""
-        try:
-            return self._run(one, keys)
-        except jax.errors.JaxRuntimeError as error:
-            where = self.stage.placement.committed(self.stage.placement.by_slot)
-            names = ", ".join(sorted(map(str, where.device_set)))
-            error.add_note(f"replica {self._number + 1}, on {names}")
-            raise
-
-    def _run(self, one: ReplicaRows, keys: SlotKeys) -> JobLosses:
-        steps = self.stage.steps
-        for slot in sorted(one.slots & self.new.keys()):
-            args = self._params, self._pending, np.int32(slot), self.new.pop(slot)
-            self._params, self._pending = steps.write_weights(*args)
-            self._has_part.discard(slot)
-        rows, placement = one.rows, self.stage.placement
-        if placement.mesh is not None:  # one device's program uploads them faster
-            rows = put(rows, placement.sharding(placement.rows))
-        if one.runs_reference:
-            params, settings = self._params, self.of_base
-            if self.reference is not None:
-                params, settings = self.reference.params, self.reference.settings
-            found = steps.evaluate(
-                *(self._base, params, settings, rows), SlotKeys(baseline=keys.baseline)
-            )
-            rows = dataclasses.replace(rows, reference_nll=found.nll)
-        self._pending, losses, _ = steps.accumulate(
-            *(self._base, self._params, self._pending, self.settings, rows, keys)
-        )
-        self._has_part |= one.slots
-        return losses
-
-    def wait(self) -> None:
-        """Waits until all queued microbatches have run."""
-        jax.block_until_ready(self._pending.is_finite)
-
-    def part(self, slot: int) -> _Part | None:
-        """Returns the gradients of a slot; None if no sample of its batch ran here."""
-        if slot not in self._has_part or slot in self.new:
-            return None
-        return self.stage.steps.read_part(self._pending, np.int32(slot))

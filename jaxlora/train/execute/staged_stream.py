@@ -21,7 +21,8 @@ from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.optimizer_inputs import by_slot, optimizer_inputs
-from jaxlora.train.execute.replicas import FurtherReplicas, ReplicaRows
+from jaxlora.train.execute.replica import ReplicaRows
+from jaxlora.train.execute.replicas import FurtherReplicas
 from jaxlora.train.job_state import JobState
 
 
@@ -83,7 +84,7 @@ class StagedStream:
         self._shape = layout.stages[0].spec.slots
         self._layout, self._slots, self._tables = layout, slots, slots.tables
         self._jobs, self._feed = jobs, feed
-        self._in_flight = InFlight(layout, bases, slots)
+        self._in_flight = InFlight(layout.stages, bases, slots.tables)
         self._baselines, self._baseline = baselines, baselines.none
         self._further = further
         self._further_rows: dict[int, tuple[SlotKeys, Sequence[ReplicaRows]]] = {}

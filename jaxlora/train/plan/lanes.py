@@ -55,7 +55,7 @@ def replica_lanes(
         Replica(
             capacity=one.tokens,
             work=round(_WHOLE * seconds[one] / whole),
-            num_devices=one.tensor,
+            num_devices=one.num_devices,
         )
         for one in shapes
     ]

@@ -167,9 +167,9 @@ def _staged_replicas(
     if found is None:
         return []
     text = (
-        f"replicas: auto: {found} than replicas without stages, by estimate. Replicas "
-        "with pipeline stages cannot be trained yet; `jaxlora plan --replicas auto` "
-        "shows them"
+        f"replicas: auto: {found} than replicas without stages, by estimate. auto "
+        "takes none with pipeline stages; `jaxlora plan --replicas auto` shows them, "
+        "and a list may have them beside replicas without stages"
     )
     return [Note(text)]
 
@@ -201,23 +201,27 @@ def _check_adapters(
     config: RunConfig, model: PlannedModel, jobs: Sequence[PreparedJob]
 ) -> None:
     """Refuses rows and copies that the mesh cannot divide, or that two stages need."""
-    sizes = config.mesh_sizes
-    tensor = max([sizes.tensor, *(one.tensor for one in config.replica_shapes)])
+    sizes, replicas = config.mesh_sizes, config.replica_shapes
+    tensor = max([sizes.tensor, *(one.tensor for one in replicas)])
+    stage = max([sizes.stage, *(one.stage for one in replicas)])
     for job in [one for prepared in jobs for one in loaded_by(prepared)]:
         has_rows = any(job.token_ids.values())
         if job.whole_modules and tensor > 1:
             cure = f"a mesh without it, not {sizes}"
-            if config.replica_shapes:
+            if replicas:
                 cure = "replicas without it"
             raise ConfigError(
                 f"{job.whose} has modules_to_save, which meshes with the axis tensor "
                 f"do not support. Set {cure}."
             )
-        if sizes.stage > 1 and has_rows and model.config.tie_embeddings:
+        if stage > 1 and has_rows and model.config.tie_embeddings:
+            cure = "replicas without stage"
+            if not replicas:
+                cure = f"a mesh of one stage, not {sizes}"
             raise ConfigError(
                 f"{job.whose} has trainable_token_indices, and the head of this base "
                 "is tied to its embedding, which is on another pipeline stage. "
-                f"Set a mesh of one stage, not {sizes}."
+                f"Set {cure}."
             )
 
 

@@ -176,11 +176,11 @@ class RunPlan:
         plan = self.with_config(found.config)
         return dataclasses.replace(plan, need=found.need, notes=found.notes)
 
-    def replica_notes(self, programs: Sequence[StagePrograms]) -> list[Note]:
+    def replica_notes(self, programs: Sequence[Sequence[StagePrograms]]) -> list[Note]:
         """Says how much memory each further replica needs.
 
         Args:
-            programs: Its compiled passes.
+            programs: The compiled passes of its stages.
 
         Raises:
             ConfigError: A replica needs more than there is.
@@ -193,7 +193,7 @@ class RunPlan:
                 continue
             text = (
                 f"{format_bytes(needed)} needed on replica {number} with microbatches "
-                f"of {replica.capacity} tokens"
+                f"of {replica.shape.tokens} tokens"
             )
             if available is not None and needed > available.num_bytes:
                 raise ConfigError(
@@ -298,7 +298,7 @@ def laid_out(
 
 def _tensor_notes(stages: MeshStages, jobs: Sequence[PreparedJob]) -> list[Note]:
     """Says what adapters add to the exchanges along `tensor`, in the job with most."""
-    tensors = {stages.sizes.tensor, *(one.tensor for one in stages.further)} - {1}
+    tensors = {stages.sizes.tensor, *(one.shape.tensor for one in stages.further)} - {1}
     if not jobs:
         return []
     smallest, notes = min(jobs, key=lambda job: job.batch_tokens), []

@@ -19,7 +19,7 @@ from jaxlora.memory.mesh import FurtherReplica
 from jaxlora.plan import plan_run
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.log import read_events
-from jaxlora.train.execute import replicas
+from jaxlora.train.execute.replica import Replica
 from jaxlora.train.execute.replicas import FurtherReplicas
 from jaxlora.train.plan import prepare_run
 from jaxlora.train.plan.auto_mesh.machine import this_machine
@@ -187,16 +187,16 @@ def test_the_same_bits_in_any_order(runs, unlike_jobs, settings, monkeypatch):
 
 def test_a_replica_waits_for_its_own_jobs_only(runs, unlike_jobs, monkeypatch):
     """It takes the new weights of a slot before samples of it, and no others."""
-    run, taken, needed = replicas._Replica.run, [], []
+    run, taken, needed = Replica.run, [], []
 
-    def watched(self, one, keys):
+    def watched(self, one, *given):
         before = set(self.new)
-        out = run(self, one, keys)
+        out = run(self, one, *given)
         taken.append(before - set(self.new))
         needed.append(before & one.slots)
         return out
 
-    monkeypatch.setattr(replicas._Replica, "run", watched)
+    monkeypatch.setattr(Replica, "run", watched)
     runs.train(unlike_jobs, **UNLIKE)
     assert taken == needed
     assert any(not one for one in taken) and any(taken)
@@ -439,8 +439,8 @@ def test_killed(runs, unlike_jobs, settings):
         ({"replicas": "auto", "packer": "greedy"}, "only joint fills replicas"),
         ({"replicas": []}, "replicas is empty. List them"),
         (
-            {"replicas": [{"microbatch_tokens": 64, "stage": 2}]},
-            "stage=2: a replica has no pipeline stages so far. Leave stage out",
+            {"replicas": [{"microbatch_tokens": 64, "stage": 2}, mesh(1, 32)]},
+            "has stage=2, and it takes the optimizer steps of all replicas",
         ),
         (
             {"replicas": [mesh(3, 64)]},
@@ -495,7 +495,7 @@ def test_sizes_are_those_that_fit(runs, unlike_jobs, monkeypatch):
         this_machine(), memory=DeviceMemory(num_bytes=2**30, source="a test")
     )
     monkeypatch.setattr(prepare_run, "this_machine", lambda *_: here)
-    fitting = lambda self, config, tensor, available: room[tensor]
+    fitting = lambda self, config, tensor, available, stage=1: room[tensor]
     monkeypatch.setattr(RoomFinder, "_fitting", fitting)
     replicas = [{"tensor": 1}, {"tensor": 2, "count": 1}, mesh(4, 96)]
     planned = plan_run(runs.config(unlike_jobs, replicas=replicas))

@@ -11,6 +11,7 @@ from jaxlora.config.replicas_config import (
     ReplicaConfig,
     ReplicaShape,
     describe_list,
+    in_order,
     listed,
 )
 from jaxlora.errors import ConfigError
@@ -98,31 +99,66 @@ class RoomFinder:
         Raises:
             DoesNotFitError: No replica has the memory for the longest sample.
         """
-        degrees = sorted({one.tensor for one in replicas})
+        degrees = sorted({one.tensor for one in replicas if one.stage == 1})
+        if not degrees:
+            raise ConfigError(
+                "replicas: each has pipeline stages, and the one that takes the "
+                "optimizer steps of all needs all layers on the same devices. Add a "
+                "replica without stage, or leave replicas out and set mesh: stage=N."
+            )
         rooms = self.rooms(config, degrees)
         room = max(rooms, key=lambda room: len(room.most))  # the weakest of them
         shapes = []
         for one in replicas:
-            tokens = one.microbatch_tokens
-            if tokens == "auto" and (tokens := room.most.get(one.tensor)) is None:
+            tokens: int | str | None = one.microbatch_tokens
+            if tokens == "auto":
+                tokens = self._most(room, one)
+            if tokens is None:
+                sizes = MeshSizes(stage=one.stage, tensor=one.tensor)
                 raise ConfigError(
-                    f"replicas: a replica with tensor={one.tensor} does not have the "
-                    "memory for any microbatch. Give it more devices."
+                    f"replicas: a replica with {sizes} does not have the memory for "
+                    "any microbatch. Give it more devices."
                 )
             assert isinstance(tokens, int)
-            shapes += [ReplicaShape(tokens=tokens, tensor=one.tensor)] * one.count
-        shapes.sort(reverse=True)
+            shape = ReplicaShape(tokens=tokens, tensor=one.tensor, stage=one.stage)
+            shapes += [shape] * one.count
+        shapes = in_order(shapes)
         text = f"replicas: {describe_list(shapes)}, as many as fit"
         return with_list(room.config, shapes), Note(text)
 
+    def _most(self, room: Room, one: ReplicaConfig) -> int | None:
+        """Returns the largest microbatches that fit on a replica; None: none do.
+
+        Those with stages are no larger than those of the first replica, which has none.
+        """
+        if one.stage == 1:
+            return room.most.get(one.tensor)
+        available = self._machine.memory_of(self._machine.num_devices)
+        largest = max(room.most.values())
+        if available is None:
+            return largest
+        found = self._fitting(room.config, one.tensor, available, one.stage)
+        return None if found is None else min(found, largest)
+
     def _stages(self, config: RunConfig, shape: ReplicaShape) -> MeshStages:
-        """Returns the first one of several replicas of a shape."""
+        """Returns the first one of several replicas of a shape.
+
+        With stages, that is a mesh, whose stages have optimizers.
+        """
         spec = self._spec.with_remat(config.weakest_remat)
-        given = with_list(config, [shape] * 2)
+        if shape.stage > 1:
+            mesh = str(MeshSizes(stage=shape.stage, tensor=shape.tensor))
+            given = config.replace(mesh=mesh, microbatch_tokens=shape.tokens)
+        else:
+            given = with_list(config, [shape] * 2)
         return MeshStages.of(given, spec, speed=self._machine.speed)
 
     def _fitting(
-        self, config: RunConfig, tensor: int, available: DeviceMemory
+        self,
+        config: RunConfig,
+        tensor: int,
+        available: DeviceMemory,
+        stage: int = 1,
     ) -> int | None:
         """Returns the largest microbatches of the first replica, which has the most.
 
@@ -130,7 +166,8 @@ class RoomFinder:
         not hold the longest sample, which may run on another replica.
         """
         bounds = dataclasses.replace(self._bounds, smallest=self._bounds.unit)
-        shape = ReplicaShape(tokens=self._bounds.largest, tensor=tensor)
+        most = self._bounds.largest
+        shape = ReplicaShape(tokens=most, tensor=tensor, stage=stage)
         stages = self._stages(config, shape)
         estimate = functools.partial(estimated_footprint, stages, config.block_tokens)
         room = estimated_room(available, _SEVERAL)
