@@ -1,6 +1,7 @@
 """Replicas with pipeline stages train as one device does."""
 
 import dataclasses
+import itertools
 import json
 import random
 
@@ -145,6 +146,39 @@ def test_a_job_that_diverges_changes_no_other(runs, unlike_jobs):
     for name in [job.name for job in unlike_jobs[1:]] + ["late"]:
         assert failed.bytes[name] == calm.bytes[name]
         assert failed.losses[name] == calm.losses[name]
+
+
+def test_jobs_come_and_go(runs, unlike_jobs, monkeypatch):
+    """Some leave a slot while microbatches of their next batch are in flight."""
+    stops = {"early_stopping": 2, "early_stopping_delta": 100.0, "eval_every": 1}
+    stops |= {"batch_size": 14, "steps": 20}  # batches of several ticks
+    late = unlike_jobs[1].model_copy(update={"name": "late", "steps": 6})
+    given = [unlike_jobs[0].model_copy(update=stops)]
+    given += [job.model_copy(update={"steps": 9}) for job in unlike_jobs[1:]]
+    leaving, empty = [], Replica.empty
+
+    def watched(self, slot, table):
+        leaving.append(bool(self._in_flight.ticks_of(slot)))
+        empty(self, slot, table)
+        assert not self._in_flight.ticks_of(slot), "a later job gets their gradients"
+
+    monkeypatch.setattr(Replica, "empty", watched)
+
+    def come_and_go(settings):
+        numbers = itertools.count(1)
+
+        def on_window(trainer):
+            number = next(numbers)
+            if number == 2:
+                trainer.add_job(late)
+            pausing = given[1 + number // 2 % 2].name
+            if 2 < number < 12:
+                (trainer.resume_job if number % 2 else trainer.pause_job)(pausing)
+
+        return train(runs, given, settings, on_window=on_window)
+
+    assert_same_on_meshes(come_and_go(ONE), come_and_go(STAGES))
+    assert any(leaving)
 
 
 @pytest.mark.grid
