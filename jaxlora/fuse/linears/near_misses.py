@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxlora.fuse.linears.linear import Linear
 from jaxlora.fuse.linears.sharing import has_input, holds_features, inputs_in
-from jaxlora.fuse.normal_forms.forms import Form, align
+from jaxlora.fuse.normal_forms.forms import Form, Opaque, align
 from jaxlora.fuse.normal_forms.like_terms import same_product
 from jaxlora.fuse.normal_forms.normal import Normalizer
 from jaxlora.fuse.normal_forms.rules import RULES
@@ -46,7 +46,10 @@ class LenientNormalizer(Normalizer):
     def _is_same(self, first: Form, second: Form) -> bool:
         if first is second:
             return True
-        first, second = align(self.indices, first, second)
+        try:
+            first, second = align(self.indices, first, second)
+        except Opaque:  # their dimensions have no common parts
+            return False
         alike = len(first.terms) == len(second.terms) == 1
         outer = frozenset(first.indices)
         return alike and same_product(self, first.terms[0], second.terms[0], outer)

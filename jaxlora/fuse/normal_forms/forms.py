@@ -321,12 +321,21 @@ def narrower(first: np.dtype | None, second: np.dtype | None) -> np.dtype | None
 
 
 def holds(wide: np.dtype, narrow: np.dtype) -> bool:
-    """Tells whether every value of one floating-point type is a value of another.
+    """Tells whether every value of one type of numbers is a value of another.
 
     Neither of float16 and bfloat16 holds the other.
     """
     if wide == narrow:
         return True
+    if jnp.issubdtype(narrow, jnp.integer):
+        least, most = jnp.iinfo(narrow).min, jnp.iinfo(narrow).max
+        if jnp.issubdtype(wide, jnp.integer):
+            return jnp.iinfo(wide).min <= least and most <= jnp.iinfo(wide).max
+        if jnp.issubdtype(wide, jnp.floating):
+            return most < 2 ** (jnp.finfo(wide).nmant + 1) < 2 ** jnp.finfo(wide).maxexp
+        return False
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
+        return False
     wider, other = jnp.finfo(wide), jnp.finfo(narrow)
     return bool(wider.nmant >= other.nmant and wider.maxexp >= other.maxexp)
 

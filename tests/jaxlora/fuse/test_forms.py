@@ -121,6 +121,38 @@ def test_near_miss_is_left_alone(name):
     assert arithmetic.is_same(*(traced.jaxpr for traced in programs))
 
 
+# Sums of products that are cut otherwise, and integers after such sums.
+_CHAINED = "slices_of_dropped_attention", "base_in_int8"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _CHAINED else pytest.mark.grid)
+        for name in FORMS | NEAR_MISSES
+    ],
+)
+def test_forms_one_after_the_other(name):
+    """Each takes what the ones before have computed, in the place of an array."""
+    form = (FORMS | NEAR_MISSES)[name]
+    place = list(form.arguments).index("x")
+
+    def chained(many):
+        total = jnp.zeros(())
+        for x, *rest in many:
+            rest.insert(place, x + total.astype(x.dtype))
+            results = jax.tree.leaves(form.function(*rest))
+            total += sum(jnp.sum(y.real).astype(jnp.float32) for y in results) / 100
+        return total
+
+    x, rest = form.args[place], form.args[:place] + form.args[place + 1 :]
+    found = jaxlora.explain(chained, [(x, *rest)] * 3)
+    if name in FORMS:  # what the sums before are part of may be no linear
+        assert num_linears(found) >= form.sites, f"{found}"
+    else:
+        assert not found.sites, f"{found}"
+
+
 def gradient_of(form: Form):
     """Returns a function that already is the gradient of a form's sum of squares."""
 
