@@ -22,7 +22,7 @@ from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_mesh
 from tests.jaxlora.train.outcome import Outcome
 from tests.jaxlora.train.test_replicas import ONE, Runs, mesh, windows
 
-pytestmark = pytest.mark.needs_devices(8)
+pytestmark = pytest.mark.needs_devices(4)
 
 
 def staged(stage: int, tensor: int, tokens: int, count: int = 1) -> dict[str, int]:
@@ -80,6 +80,7 @@ def test_equals_one_device(one, whole):
 
 
 @pytest.mark.grid
+@pytest.mark.needs_devices(8)
 @pytest.mark.parametrize("settings", MORE)
 def test_others_equal_one_device(runs, unlike_jobs, one, settings):
     assert_same_on_meshes(one, train(runs, unlike_jobs, settings))
@@ -159,6 +160,7 @@ def test_jobs_come_and_go(runs, unlike_jobs, monkeypatch):
 
 
 @pytest.mark.grid
+@pytest.mark.needs_devices(8)
 def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
     """Baselines, references, other optimizers, and tensors beside A and B."""
     pairs = tmp_path / "pairs.jsonl"
@@ -203,6 +205,7 @@ def test_too_many_stages(runs, unlike_jobs):
 
 
 @pytest.mark.usefixtures("memory_by_formula")
+@pytest.mark.needs_devices(8)
 def test_the_size_that_fits(runs, unlike_jobs, monkeypatch):
     """It is no larger than that of the first replica, which has all layers."""
     here = dataclasses.replace(
