@@ -249,8 +249,10 @@ def _layers_per_program(config: RunConfig, spec: DecoderSpec) -> int | None:
     if isinstance(asked, int) and asked >= spec.config.num_layers:
         return None
     why = None
-    if max([sizes.stage, *(one.stage for one in config.replica_shapes)]) > 1:
-        why = "pipeline stages are programs of their own"
+    if sizes.stage > 1:
+        why = f"the stages of mesh {sizes} are programs of their own"
+    elif any(one.stage > 1 for one in config.replica_shapes):
+        why = "the stages of a replica are programs of their own"
     elif spec.config.tie_embeddings and spec.slots and spec.slots.num_token_rows:
         why = (
             "slots train rows of an embedding that is also the head, which is another "

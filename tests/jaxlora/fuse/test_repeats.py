@@ -273,7 +273,13 @@ def abstract_layers(count):
     return jax.tree.map(lambda v: shape(*v.shape, dtype=v.dtype), layers_of(count))
 
 
-@pytest.mark.parametrize("is_gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize(
+    "is_gradient",
+    [
+        pytest.param(False, id="forward"),
+        pytest.param(True, id="gradient", marks=pytest.mark.grid),
+    ],
+)
 def test_a_decoder_is_read_once(is_gradient, monkeypatch, shortened):
     x, *rest = abstract_layers(COUNT)
     function = unrolled

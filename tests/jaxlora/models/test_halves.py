@@ -97,10 +97,10 @@ def wanted(name: str):
     ("name", "mesh", "remat"),
     [
         ("biases", "tensor=2", "none"),
-        ("tied", "tensor=4", "elementwise"),
         *(
             pytest.param(*case, marks=pytest.mark.grid)
             for case in (
+                ("tied", "tensor=4", "elementwise"),
                 ("biases", "tensor=2", "elementwise"),
                 ("biases", "tensor=2", "mlp"),
                 ("biases", "tensor=2", "layer"),

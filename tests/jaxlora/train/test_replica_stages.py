@@ -108,6 +108,7 @@ def test_each_stage_keeps_as_many_microbatches_as_stages_behind(
     assert list(np.max(waiting, axis=0)) == [2, 1]
 
 
+@pytest.mark.grid
 def test_a_job_that_diverges_changes_no_other(runs, unlike_jobs):
     """Its gradients that are in flight as it leaves are discarded."""
 
@@ -233,7 +234,7 @@ def test_stages_alone_are_refused(runs, unlike_jobs):
 
 def test_programs_of_some_layers_are_refused(runs, unlike_jobs):
     config = runs.config(unlike_jobs, layers_per_program=1, **STAGES)
-    with pytest.raises(ConfigError, match="stages are programs of their own"):
+    with pytest.raises(ConfigError, match="stages of a replica are programs"):
         Trainer(config, runs.model)
 
 

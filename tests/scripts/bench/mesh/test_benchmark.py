@@ -90,6 +90,7 @@ def test_fsdp(tmp_path, in_this_process, capsys):
     assert "| fsdp=1 | the rest | it took more than 1 s |" in printed
 
 
+@pytest.mark.grid
 @pytest.mark.needs_devices(2)
 def test_halves(tmp_path, in_this_process):
     options = TINY.replace("fsdp=2", "tensor=2").replace(
