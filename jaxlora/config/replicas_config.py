@@ -68,13 +68,15 @@ def listed(replicas: Sequence[ReplicaShape]) -> list[dict[str, int]]:
 
 def describe_list(shapes: Sequence[ReplicaShape]) -> str:
     """Names replicas, such as `8,192 on tensor=2 + 3 x 2,048 tokens`."""
-    parts, counts = [], Counter(shapes)
-    for one in in_order(counts):
+    counts, parts = Counter(shapes), []
+    ordered = in_order(counts)
+    for one in ordered:
         text, count = f"{one.tokens:,}", counts[one]
         sizes = MeshSizes(stage=one.stage, tensor=one.tensor)
         text = f"{count} x {text}" if count > 1 else text
+        text += " tokens" if one is ordered[-1] else ""
         parts.append(f"{text} on {sizes}" if one.num_devices > 1 else text)
-    return f"{' + '.join(parts)} tokens"
+    return " + ".join(parts)
 
 
 _LIST = pydantic.TypeAdapter(tuple[ReplicaConfig, ...])

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
@@ -56,11 +57,7 @@ class FurtherReplica:
         Raises:
             ConfigError: The replica has more stages than the model has layers.
         """
-        if shape.stage > (most := spec.config.num_layers):
-            raise ConfigError(
-                f"replicas: stage={shape.stage} of a replica needs a layer for each "
-                f"stage, and the model has {most} layers. Use at most stage={most}."
-            )
+        check_has_layers(spec, shape.stage)
         longest = min(spec.options.max_segment_tokens, shape.tokens)
         options = dataclasses.replace(spec.options, max_segment_tokens=longest)
         assert spec.slots is not None
@@ -93,6 +90,19 @@ class FurtherReplica:
         """Returns the same stages, with another part of each layer recomputed."""
         specs = tuple(spec.with_remat(remat) for spec in self.specs)
         return dataclasses.replace(self, specs=specs)
+
+
+def check_has_layers(spec: DecoderSpec, stage: int) -> None:
+    """Checks that a replica can have so many stages.
+
+    Raises:
+        ConfigError: The model has fewer layers.
+    """
+    if stage > (most := spec.config.num_layers):
+        raise ConfigError(
+            f"replicas: stage={stage} of a replica needs a layer for each stage, and "
+            f"the model has {counted(most, 'layer')}. Use at most stage={most}."
+        )
 
 
 def stage_use(

@@ -199,8 +199,9 @@ def test_rows_of_a_tied_embedding_are_refused(runs, unlike_jobs):
         Trainer(config, runs.model)
 
 
-def test_too_many_stages(runs, unlike_jobs):
-    config = runs.config(unlike_jobs, replicas=(mesh(1, 192), staged(4, 1, 64)))
+@pytest.mark.parametrize("size", [{"microbatch_tokens": 64}, {}])
+def test_too_many_stages(runs, unlike_jobs, size):
+    config = runs.config(unlike_jobs, replicas=(mesh(1, 192), {"stage": 4, **size}))
     with pytest.raises(ConfigError, match="stage=4 of a replica needs a layer for eac"):
         Trainer(config, runs.model)
 
@@ -224,6 +225,8 @@ def test_the_size_that_fits(runs, unlike_jobs, monkeypatch):
 
     found = tokens({"tensor": 2}, {"stage": 2}, {"stage": 2, "tensor": 2})
     assert found[2, 1] < found[2, 2] <= found[1, 2]
+    small = tokens({"stage": 2}, mesh(2, found[2, 1] - 16))
+    assert small[2, 1] == small[1, 2]
 
 
 def test_stages_alone_are_refused(runs, unlike_jobs):

@@ -18,7 +18,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import UNCHECKED_TOKENS
 from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.mesh import MeshStages, estimated_footprint
+from jaxlora.memory.mesh import MeshStages, check_has_layers, estimated_footprint
 from jaxlora.memory.need import DoesNotFitError
 from jaxlora.memory.options import estimated_room, largest_fitting
 from jaxlora.memory.refusal import refusal
@@ -97,8 +97,12 @@ class RoomFinder:
             The run with the replicas, and what they are.
 
         Raises:
+            ConfigError: A replica has more stages than the model has layers, or all
+                have stages.
             DoesNotFitError: No replica has the memory for the longest sample.
         """
+        for one in replicas:
+            check_has_layers(self._spec, one.stage)
         degrees = sorted({one.tensor for one in replicas if one.stage == 1})
         if not degrees:
             raise ConfigError(
@@ -108,11 +112,11 @@ class RoomFinder:
             )
         rooms = self.rooms(config, degrees)
         room = max(rooms, key=lambda room: len(room.most))  # the weakest of them
-        shapes = []
-        for one in replicas:
+        shapes: list[ReplicaShape] = []
+        for one in sorted(replicas, key=lambda one: one.stage):
             tokens: int | str | None = one.microbatch_tokens
             if tokens == "auto":
-                tokens = self._most(room, one)
+                tokens = self._most(room, one, shapes)
             if tokens is None:
                 sizes = MeshSizes(stage=one.stage, tensor=one.tensor)
                 raise ConfigError(
@@ -126,15 +130,22 @@ class RoomFinder:
         text = f"replicas: {describe_list(shapes)}, as many as fit"
         return with_list(room.config, shapes), Note(text)
 
-    def _most(self, room: Room, one: ReplicaConfig) -> int | None:
+    def _most(
+        self, room: Room, one: ReplicaConfig, shapes: Sequence[ReplicaShape]
+    ) -> int | None:
         """Returns the largest microbatches that fit on a replica; None: none do.
 
         Those with stages are no larger than those of the first replica, which has none.
+
+        Args:
+            room: What fits.
+            one: The replica.
+            shapes: If it has stages, those without are among these.
         """
         if one.stage == 1:
             return room.most.get(one.tensor)
         available = self._machine.memory_of(self._machine.num_devices)
-        largest = max(room.most.values())
+        largest = max(shape.tokens for shape in shapes)
         if available is None:
             return largest
         found = self._fitting(room.config, one.tensor, available, one.stage)
