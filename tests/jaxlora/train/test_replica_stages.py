@@ -18,9 +18,10 @@ from jaxlora.train.execute.replica import Replica
 from jaxlora.train.plan import prepare_run
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from tests import tiny
+from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
-from tests.jaxlora.train.test_replicas import ONE, Runs, mesh, windows
+from tests.jaxlora.train.test_replicas import ONE, Runs, mesh, resumed, windows
 
 pytestmark = pytest.mark.needs_devices(4)
 
@@ -158,6 +159,20 @@ def test_jobs_come_and_go(runs, unlike_jobs, monkeypatch):
 
     assert_same_on_meshes(come_and_go(ONE), come_and_go(STAGES))
     assert any(leaving)
+
+
+@pytest.mark.parametrize("after", [STAGES, pytest.param(ONE, marks=pytest.mark.grid)])
+def test_a_run_continues(runs, unlike_jobs, whole, after):
+    """With the same bits on the same replicas."""
+    config = runs.config(unlike_jobs, **STAGES, slot_targets=TARGETS)
+    trainer = Trainer(config, runs.model)
+    assert trainer.train(callbacks=[InterruptAt(1)]).interrupted
+    folder = config.output_dir
+    again = resumed(runs, unlike_jobs, folder, **after, slot_targets=TARGETS)
+    assert_same_on_meshes(whole, again)
+    if after == STAGES:
+        assert again.bytes == whole.bytes
+        assert (again.losses, again.evals) == (whole.losses, whole.evals)
 
 
 @pytest.mark.grid
