@@ -52,8 +52,7 @@ class SettingsTable:
     def of_base(self) -> SlotSettings:
         """Settings with which every slot gives the base, whatever its weights are."""
         if self._of_base is None:
-            host = dataclasses.replace(self._host, vera=None)
-            self._of_base = self._put(base_settings(host))
+            self._of_base = self._put(base_settings(self._host))
         return dataclasses.replace(self._of_base, vera=self.settings.vera)
 
     def part(self, spec: DecoderSpec) -> SlotSettings:
@@ -140,13 +139,16 @@ class SettingsTable:
 def base_settings(host: SlotSettings) -> SlotSettings:
     """Returns settings with which every slot gives the base, as arrays of the host.
 
+    Those on the devices share the matrices of VeRA with other settings, as these are
+    large, so they are None here.
+
     Args:
-        host: Settings of these shapes, whose matrices of VeRA stay as they are.
+        host: Settings of these shapes.
     """
     zeros = jax.tree.map(np.zeros_like, dataclasses.replace(host, vera=None))
     for ids in zeros.token_ids.values():
         ids[:] = -1
-    return dataclasses.replace(zeros, vera=host.vera)
+    return zeros
 
 
 def _host_zeros(shape: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What checks and converts values of a type, made once for each type."""
+"""Pydantic's adapters, which check and convert values; one is made for each type."""
 
 import functools
 from typing import Any

@@ -28,7 +28,7 @@ class _Entered:
 
 @runtime_checkable
 class PassTable(Protocol):
-    """What passes read and write of the slots of a stage.
+    """The part of the slots of a stage that passes read and write.
 
     Attributes:
         state: Weights and pending gradients.

@@ -89,8 +89,9 @@ class _Slots:
         host, placement = table.settings_part(self._spec), self._placement
         where = placement.committed(placement.by_slot)
         self.settings = put(host, where)
-        # With these, the slots give the base.
-        self._of_base = put(base_settings(host), where)
+        if self._reference is None:  # with these settings, the slots give the base
+            base = put(base_settings(host), where)
+            self._of_base = dataclasses.replace(base, vera=self.settings.vera)
 
     def refer(self, slot: int, adapter: Adapter) -> None:
         """Makes an adapter the reference of a slot."""

@@ -21,7 +21,7 @@ from jaxlora.train.plan.resolve import resolve
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
 
-# What the record of a run has in the place of `replicas: auto` and what follows it.
+# The record of a run has chosen values of these settings, because of `replicas: auto`.
 _CHOSEN = ("replicas", "mesh", "microbatch_tokens", "remat", "slot_rank")
 
 
@@ -86,7 +86,7 @@ class Resumed:
         try:
             return resolve(config, *args, on_accepted, self.ended)
         except ConfigError as error:
-            # Of a run whose jobs have all ended, nothing is left to choose for.
+            # If all jobs have ended, there is nothing to choose replicas for.
             if self.anew is None or len(self.over) == len(jobs):
                 raise
             why = str(error)

@@ -236,7 +236,7 @@ def test_what_cannot_be_lowered_is_an_error_in_its_turn(monkeypatch):
 
 
 def test_time_of_compiling_counts(monkeypatch):
-    """What has not begun when the time is used up is neither compiled nor timed."""
+    """Candidates that have not begun when time is up are not compiled or timed."""
     clock, lowered = Clock(9.0, 5.0, 6.0, 7.0), []
 
     def lower(program):

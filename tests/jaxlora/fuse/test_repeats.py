@@ -154,7 +154,7 @@ def the_same_layer(x, layers):
 
 
 def read_before(x, layers):
-    """What one layer alone reads was computed in different ways."""
+    """Each layer reads its own weight; one of these is computed differently."""
     ws = [p["w"] @ p["w"] if n == COUNT else 2 * p["w"] for n, p in enumerate(layers)]
     for w, p in zip(ws, layers, strict=True):
         x = jnp.tanh(lora(x, dict(p, w=w))) + x

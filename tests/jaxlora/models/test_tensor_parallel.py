@@ -134,7 +134,7 @@ def settings(spec: DecoderSpec) -> SlotSettings:
         vera=vera,
         trains_bias=is_trained.copy() if slots.trains_bias else None,
         token_ids=ids,
-        # Of its own for each linear and slot.
+        # Each linear and slot has one of its own.
         scaling=np.linspace(1, 2, shape[0] * SLOTS, dtype=np.float32).reshape(shape),
         dropout=np.broadcast_to(np.float32([0.3, 0.0, 0.1]), shape).copy(),
         rank=np.broadcast_to(np.int32([4, 3, 2]), shape).copy(),

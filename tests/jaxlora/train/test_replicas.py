@@ -291,10 +291,15 @@ def test_jobs_come_and_go(runs, unlike_jobs, settings, monkeypatch):
     assert other.progress[first.name].status == "stopped early"
 
 
-@pytest.mark.grid
-def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
-    """Baselines over a batch, other optimizers, and tensors beside A and B."""
-    pairs = tmp_path / "pairs.jsonl"
+def kinds_of_jobs(jobs, folder: pathlib.Path, rows: dict) -> list[LoraJob]:
+    """Jobs with a baseline over a batch, other optimizers, and tensors beside A and B.
+
+    Args:
+        jobs: Three jobs.
+        folder: Folder for data of one of them.
+        rows: Further settings of the second one.
+    """
+    pairs = folder / "pairs.jsonl"
     with pairs.open("w") as file:
         for number in range(24):
             prompt, completion = "ab" * (1 + number % 7), "c" * (1 + number)
@@ -303,11 +308,10 @@ def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
     kto = {"data": {"path": str(pairs), "kind": "unpaired"}, "objective": "kto"}
     kinds = (
         kto | {"eval_fraction": 0.0, "eval_every": None, "use_vera": True},
-        {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"}
-        | {"trainable_token_indices": [100, 101]},
+        {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"} | rows,
         {"optimizer": "sgd", "use_dora": True, "modules_to_save": ["lm_head"]},
     )
-    jobs = [
+    return [
         # VeRA has no scaling.
         LoraJob(
             **job.model_dump(
@@ -316,8 +320,13 @@ def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
             | {"adam_eps": 1e-8}
             | kind
         )
-        for job, kind in zip(unlike_jobs, kinds, strict=True)
+        for job, kind in zip(jobs, kinds, strict=True)
     ]
+
+
+@pytest.mark.grid
+def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
+    jobs = kinds_of_jobs(unlike_jobs, tmp_path, {"trainable_token_indices": [100, 101]})
     one, other = (runs.train(jobs, **settings) for settings in (ONE, UNLIKE))
     assert_same_on_meshes(one, other)
 

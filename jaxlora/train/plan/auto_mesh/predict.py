@@ -232,7 +232,7 @@ def shape_seconds(
         most = _overlapped(full * seconds, gather)
         each = (most - _overlapped(half * seconds, gather)) / (capacity / 2)
         base = most - capacity * each
-        # What a device runs side by side takes the time of one after the other.
+        # Side by side, they are predicted to take as long as one after the other.
         lanes = stages.sizes.lanes_per_device
         return AffineCost(
             base=lanes * base, per_token=lanes * (each + reduction), per_square=0.0
