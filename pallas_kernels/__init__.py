@@ -7,6 +7,10 @@ from jaxlora.pallas_kernels.frozen import frozen_linear
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import compile_program, prepare_to_load
 from jaxlora.pallas_kernels.mosaic.lower import lower_program
+from jaxlora.pallas_kernels.norm_gradient import (
+    norm_gradient,
+    unsupported_norm_gradient,
+)
 from jaxlora.pallas_kernels.op import (
     LINEAR_RESULTS,
     multi_lora_linear,
@@ -68,11 +72,13 @@ __all__ = [
     "multi_lora_linear",
     "multi_lora_linear_reference",
     "multi_lora_linears",
+    "norm_gradient",
     "pack_mask",
     "prepare_to_load",
     "produce",
     "quantize_rows",
     "row_scale",
     "unpack_mask",
+    "unsupported_norm_gradient",
     "unsupported_producer",
 ]

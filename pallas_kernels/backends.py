@@ -98,6 +98,41 @@ class Producer:
     unsupported: Callable[..., str | None]
 
 
+@runtime_checkable
+class NormGradient(Protocol):
+    """Computes the gradient of a norm, and adds the one that its input has already.
+
+    That is `dh + gradient of dx`, in float32, rounded once.
+    """
+
+    def __call__(
+        self,
+        h: Float[Array, "T D"],
+        scale: Float[Array, " D"],
+        dx: Float[Array, "T D"],
+        dh: Float[Array, "T D"],
+        *,
+        eps: float,
+        offset: bool,
+    ) -> Float[Array, "T D"]:
+        """Returns the sum in the dtype of h."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBackward:
+    """A back end's kernel for the backward pass of norms.
+
+    Attributes:
+        gradient: The kernel.
+        unsupported: Returns why it cannot run on such rows h here, as a clause without
+            a full stop; None if it can. The rows may be their shape.
+    """
+
+    gradient: NormGradient
+    unsupported: Callable[..., str | None]
+
+
 def _nowhere() -> None:
     """The default `slow_device`: the back end is never too slow for `auto`."""
 
@@ -124,6 +159,7 @@ class Backend:
         traced_as: Back end that keeps the same arrays for the backward pass, and can be
             traced where this one's packages or GPU are missing; None: itself.
         producer: What it computes beside row-wise functions; None: nothing.
+        norm_backward: How it computes gradients of norms; None: XLA computes them.
         slow_device: Returns why `auto` passes over the back end on the default device
             although it can run there, as such a clause; None if it does not.
     """
@@ -138,6 +174,7 @@ class Backend:
     skips_padding: bool = False
     traced_as: str | None = None
     producer: Producer | None = None
+    norm_backward: NormBackward | None = None
     slow_device: Callable[[], str | None] = _nowhere
 
     def why_not(self, unsupported: str | None, *, is_auto: bool) -> str | None:
@@ -192,6 +229,10 @@ BACKENDS: dict[str, Backend] = _table(
         producer=Producer(
             _when_traced("mosaic.producers", "produce_for"),
             mosaic.unsupported_producer,
+        ),
+        norm_backward=NormBackward(
+            _when_traced("mosaic.norm_gradient", "norm_gradient"),
+            mosaic.unsupported_norm_gradient,
         ),
         stores_masks=False,
         partitionable=False,

@@ -117,20 +117,23 @@ class _Layer:
 
 
 def _side_by_side(
-    start: Callable[[int, Any], Any], end: Callable[[int, Any, Any], Any], hs: Pair
+    start: Callable[[int, Any], tuple[Any, Any]],
+    end: Callable[[int, Any, Any], Any],
+    hs: Pair,
 ) -> Pair:
     """Runs half a layer over two microbatches.
 
     Args:
-        start: Gathers the rows of a microbatch, and runs the first linears.
+        start: Gathers the rows of a microbatch, and runs the first linears. It also
+            returns the rows, for `end`.
         end: Runs the last linear, and scatters the rows.
         hs: Hidden states of each.
     """
     tie = jax.lax.optimization_barrier
     first, second = hs
-    middle = start(0, first)
+    first, middle = start(0, first)
     middle, second = tie((middle, second))  # the second is scattered beside `start`
-    other = start(1, second)  # gathered beside `end` of the first
+    second, other = start(1, second)  # gathered beside `end` of the first
     first = end(0, first, middle)
     first, other = tie((first, other))  # the first is scattered beside `start`
     return first, end(1, second, other)

@@ -67,16 +67,20 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
-        return self.end_attention(
-            h, self.start_attention(h, rows, routing), rows, routing
-        )
+        h, heads = self.start_attention(h, rows, routing)
+        return self.end_attention(h, heads, rows, routing)
 
     def start_attention(
         self, h: Float[Array, "U D"], rows: PackedRows, routing: Routing
-    ) -> Heads:
-        """Computes the queries, keys and values of the first half."""
-        x = self._normed(self.attention_norm, h, self.self_attn.input_linears, routing)
-        return self.self_attn.project(x, rows.ropes, routing)
+    ) -> tuple[Float[Array, "U D"], Heads]:
+        """Computes the queries, keys and values of the first half.
+
+        Returns:
+            h, which the rest of the half takes, and these.
+        """
+        linears = self.self_attn.input_linears
+        h, x = self._normed(self.attention_norm, h, linears, routing)
+        return h, self.self_attn.project(x, rows.ropes, routing)
 
     def end_attention(
         self, h: Float[Array, "U D"], heads: Heads, rows: PackedRows, routing: Routing
@@ -95,12 +99,19 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the second half of the layer, the MLP."""
-        return self.end_mlp(h, self.start_mlp(h, routing), routing)
+        h, gated = self.start_mlp(h, routing)
+        return self.end_mlp(h, gated, routing)
 
-    def start_mlp(self, h: Float[Array, "U D"], routing: Routing) -> Gated:
-        """Computes the gated rows of the second half."""
-        x = self._normed(self.mlp_norm, h, self.mlp.input_linears, routing)
-        return self.mlp.gated(x, routing)
+    def start_mlp(
+        self, h: Float[Array, "U D"], routing: Routing
+    ) -> tuple[Float[Array, "U D"], Gated]:
+        """Computes the gated rows of the second half.
+
+        Returns:
+            h, which the rest of the half takes, and these.
+        """
+        h, x = self._normed(self.mlp_norm, h, self.mlp.input_linears, routing)
+        return h, self.mlp.gated(x, routing)
 
     def end_mlp(
         self, h: Float[Array, "U D"], gated: Gated, routing: Routing
@@ -115,12 +126,13 @@ class DecoderLayer(nnx.Module):
         h: Float[Array, "T D"],
         linears: Sequence[MultiLoraLinear],
         routing: Routing,
-    ) -> LinearInput:
-        """Returns all normalized rows on each device that shares the layer."""
+    ) -> tuple[Float[Array, "T D"], LinearInput]:
+        """Returns h, and all normalized rows on each device that shares the layer."""
         if self.tensor == 1:
             return normed_input(norm, h, linears, routing)
-        x = gather_rows(norm(h), self.tensor, by_copies=self.by_copies)
-        return LinearInput.of(x)
+        h, x = norm.of_residual(h, linears[0].implementation)
+        x = gather_rows(x, self.tensor, by_copies=self.by_copies)
+        return h, LinearInput.of(x)
 
     def _sum(self, y: Float[Array, "T D"]) -> Float[Array, "U D"]:
         """Adds the outputs of all devices that share the layer, in the own rows."""

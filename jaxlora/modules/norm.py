@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.rowwise import NormRows, inverse_rms, sum_of_squares
+from jaxlora.pallas_kernels import norm_gradient, unsupported_norm_gradient
 
 
 class RmsNorm(nnx.Module):
@@ -33,6 +34,22 @@ class RmsNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         return rms_norm(x, self.scale[...], self.eps, self.offset)
+
+    def of_residual(
+        self, h: Float[Array, "T D"], implementation: str
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """Returns h, and its normalized rows.
+
+        Where the back end has a kernel for it, the gradients of both are added up in
+        one pass over memory. So the h that is returned must take the place of h.
+
+        Args:
+            h: Rows to normalize, which are also added to a result behind.
+            implementation: Name of the kernel back end.
+        """
+        if unsupported_norm_gradient(h, implementation=implementation) is not None:
+            return h, self(h)
+        return _residual_norm(self.rows, implementation, h, self.scale[...])
 
 
 def make_final_norm(config: ModelConfig, *, dtype: jnp.dtype) -> RmsNorm:
@@ -102,3 +119,38 @@ def rms_norm_gradient(
 
 
 rms_norm.defvjp(_forward, rms_norm_gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _residual_norm(rows, implementation, h, scale):
+    del implementation
+    return h, rms_norm(h, scale, rows.eps, rows.offset)
+
+
+def _residual_forward(rows, implementation, h, scale):
+    return _residual_norm(rows, implementation, h, scale), (h, scale)
+
+
+def residual_norm_gradient(
+    rows: NormRows,
+    implementation: str,
+    residuals: tuple[Float[Array, "T D"], Float[Array, " D"]],
+    gradients: tuple[Float[Array, "T D"], Float[Array, "T D"]],
+) -> tuple[Float[Array, "T D"], Float[Array, " D"]]:
+    """Returns the gradients of h and of the scale, which are the residuals.
+
+    Args:
+        rows: The norm.
+        implementation: Name of the kernel back end.
+        residuals: h and the scale.
+        gradients: Those of h and of its normalized rows.
+    """
+    (h, scale), (dh, dx) = residuals, gradients
+    own, dscale = rms_norm_gradient(rows.eps, rows.offset, residuals, dx)
+    if unsupported_norm_gradient(h, implementation=implementation) is not None:
+        return dh + own, dscale
+    given = dict(eps=rows.eps, offset=rows.offset, implementation=implementation)
+    return norm_gradient(h, scale, dx, dh, **given), dscale
+
+
+_residual_norm.defvjp(_residual_forward, residual_norm_gradient)

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.norm import RmsNorm, rms_norm_gradient
+from jaxlora.modules.norm import RmsNorm, residual_norm_gradient
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rowwise import sum_of_squares
 from jaxlora.pallas_kernels import (
@@ -31,27 +31,29 @@ def normed_input(
     h: Float[Array, "T D"],
     linears: Sequence[MultiLoraLinear],
     routing: Routing,
-) -> LinearInput:
-    """Returns normalized rows, and s of the linears that take them where it can.
+) -> tuple[Float[Array, "T D"], LinearInput]:
+    """Returns h, and its normalized rows with s of the linears where it can.
 
     Args:
         norm: The norm.
-        h: Rows to normalize.
+        h: Rows to normalize. What is returned takes their place; see
+            `RmsNorm.of_residual`.
         linears: The linears that take them; those without slots have no s.
         routing: Slot of each row, and the keys of dropout masks.
     """
     adapted = [linear for linear in linears if linear.slots is not None]
-    if not _can_serve(adapted):
-        return LinearInput.of(norm(h))
-    given = _projections(adapted, routing)
-    name, scale = adapted[0].implementation, norm.scale[...]
-    arguments = _arguments(h, scale)
-    reason = unsupported_producer(norm.rows, arguments, given, implementation=name)
-    if reason is not None:
-        return LinearInput.of(norm(h))
-    x, s = _normed(norm.rows, name, h, scale, given, routing.block_adapter)
-    places = [linear.place for linear in adapted]
-    return LinearInput(x, dict(zip(places, s, strict=True)))
+    if _can_serve(adapted):
+        given = _projections(adapted, routing)
+        name, scale = adapted[0].implementation, norm.scale[...]
+        arguments = _arguments(h, scale)
+        reason = unsupported_producer(norm.rows, arguments, given, implementation=name)
+        if reason is None:
+            blocks = routing.block_adapter
+            h, x, s = _normed(norm.rows, name, h, scale, given, blocks)
+            places = [linear.place for linear in adapted]
+            return h, LinearInput(x, dict(zip(places, s, strict=True)))
+    h, x = norm.of_residual(h, linears[0].implementation)
+    return h, LinearInput.of(x)
 
 
 def gated_input(
@@ -132,13 +134,14 @@ def _arguments(h: Float[Array, "T D"], scale: Float[Array, " D"]) -> RowArgument
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _normed(rows, implementation, h, scale, projections, block_adapter):
-    return produce(
+    x, s = produce(
         rows,
         _arguments(h, scale),
         projections,
         block_adapter,
         implementation=implementation,
     )
+    return h, x, s
 
 
 def _forward(rows, implementation, h, scale, projections, block_adapter):
@@ -147,9 +150,9 @@ def _forward(rows, implementation, h, scale, projections, block_adapter):
 
 
 def _backward(rows, implementation, residuals, gradients):
-    del implementation
-    dx, _ = gradients  # the linears compute the gradient of A
-    return *rms_norm_gradient(rows.eps, rows.offset, residuals, dx), None, None
+    dh, dx, _ = gradients  # the linears compute the gradient of A
+    own = residual_norm_gradient(rows, implementation, residuals, (dh, dx))
+    return *own, None, None
 
 
 _normed.defvjp(_forward, _backward)

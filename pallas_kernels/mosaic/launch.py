@@ -223,11 +223,7 @@ def _launch(
         num_sms=num_sms,
         num_side_sms=num_side_sms,
     )
-    if interpret is None and lower.are_used():
-        run = lower.lowered_elsewhere(kernel)
-    else:
-        run = kernel.function(interpret)
-    run = jax.custom_batching.sequential_vmap(run)
+    run = jax.custom_batching.sequential_vmap(lower.runnable(kernel, interpret))
     outs = jax.tree.structure([dict(work.out_types) for work in kernel.works])
     return jax.tree.unflatten(outs, run(*inputs))
 

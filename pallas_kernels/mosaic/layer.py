@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 
 from jaxlora.pallas_kernels.mosaic.hopper import unsupported_device
@@ -10,6 +11,10 @@ from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 from jaxlora.pallas_kernels.settings import RANK_STEP
+
+# A warpgroup has at least one feature per thread, and holds three rows in registers,
+# which spill with twice as many.
+_LEAST_FEATURES, _MOST_FEATURES = 128, 8192
 
 
 def unsupported(shape: LinearShape) -> str | None:
@@ -49,3 +54,15 @@ def unsupported_producer(
     return producers.unsupported(
         function, arguments, projections, is_gradient=is_gradient
     )
+
+
+def unsupported_norm_gradient(h: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Returns why the kernel of a norm's gradient cannot run here; None if it can."""
+    if (reason := unsupported_device()) is not None:
+        return reason
+    if h.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"the rows are {h.dtype.name}, not bfloat16, float16 or float32"
+    if h.ndim != 2 or not _LEAST_FEATURES <= h.shape[1] <= _MOST_FEATURES:
+        wanted = f"[T, D] with D from {_LEAST_FEATURES} to {_MOST_FEATURES}"
+        return f"the rows are {list(h.shape)}, not {wanted}"
+    return None

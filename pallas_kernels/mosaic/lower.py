@@ -67,8 +67,12 @@ class Lowerable(Protocol):
         """Shapes of its results."""
         ...
 
-    def function(self) -> Callable[..., list[jax.Array]]:
-        """Returns the kernel as a function of its inputs, to be traced."""
+    def function(self, interpret: Any = None) -> Callable[..., list[jax.Array]]:
+        """Returns the kernel as a function of its inputs, to be traced.
+
+        Args:
+            interpret: Parameters of Pallas' GPU interpreter, or None.
+        """
         ...
 
 
@@ -94,6 +98,18 @@ def lower_program(jitted: Any, *args: Any) -> jax.stages.Lowered:
 def are_used() -> bool:
     """Whether workers lower the kernels that are traced now."""
     return _USED.get()
+
+
+def runnable(kernel: Lowerable, interpret: Any) -> Callable[..., list[jax.Array]]:
+    """Returns a kernel as a function; a worker lowers it where workers are used.
+
+    Args:
+        kernel: The kernel.
+        interpret: Parameters of Pallas' GPU interpreter, or None.
+    """
+    if interpret is None and are_used():
+        return lowered_elsewhere(kernel)
+    return kernel.function(interpret)
 
 
 def lowered_elsewhere(kernel: Lowerable) -> Callable[..., list[jax.Array]]:

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxlora.families.model_config import ModelConfig, Rope
-from jaxlora.modules import producers
+from jaxlora.modules import norm, producers
 from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import layer_norm
@@ -72,7 +72,7 @@ class Block(nnx.Module):
         return made
 
     def __call__(self, h, routing):
-        x = normed_input(self.norm, h, self.mlp.input_linears, routing)
+        h, x = normed_input(self.norm, h, self.mlp.input_linears, routing)
         return h + self.mlp.down_proj(self.mlp.gated(x, routing), routing)
 
 
@@ -108,17 +108,17 @@ def _kernels():
 ALL = "gate_proj", "up_proj", "down_proj"
 
 
-def calls(monkeypatch):
-    """Returns the list that gets the producers' calls."""
+def calls(monkeypatch, module=producers, names=("produce", "multi_lora_gate")):
+    """Returns the list that gets the calls of a module's functions."""
     found = []
-    for name in ("produce", "multi_lora_gate"):
-        run = getattr(producers, name)
+    for name in names:
+        run = getattr(module, name)
 
         def recorded(*args, run=run, name=name, **options):
             found.append(name)
             return run(*args, **options)
 
-        monkeypatch.setattr(producers, name, recorded)
+        monkeypatch.setattr(module, name, recorded)
     return found
 
 
@@ -137,12 +137,14 @@ def calls(monkeypatch):
 def test_the_results_are_the_same(adapted, weight, used, monkeypatch):
     """In the interpreter, they are the same bits; a GPU's exponentials are inexact."""
     block = Block(adapted, weight)
+    norms = calls(monkeypatch, norm, ["norm_gradient"])
     with monkeypatch.context() as patched:
         patched.setattr(producers, "_can_serve", lambda linears: False)
         want = both_ways(block)
     found = calls(monkeypatch)
     got = both_ways(block)
     assert found == used
+    assert len(norms) == 2  # both ways
     for pair in zip(got, want, strict=True):
         one, other = (np.asarray(x, np.float32) for x in pair)
         allowed = 0.02 * np.abs(other).max() if ON_HOPPER else 0
