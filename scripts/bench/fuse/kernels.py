@@ -10,7 +10,7 @@ from typing import Any
 # Kinds of kernels by their names, the first that fits.
 _KINDS = (
     ("frozen products with s B", re.compile(r"lora_expand")),
-    ("norms and gates with s", re.compile(r"lora_produce")),
+    ("norms and gates", re.compile(r"lora_produce|norm_gradient")),
     ("adapters' own", re.compile(r"lora_")),
     ("attention", re.compile(r"cudnn|fmha|flash|attention", re.IGNORECASE)),
     ("XLA's products", re.compile(r"gemm|nvjet|cublas|cutlass|dot", re.IGNORECASE)),

@@ -13,7 +13,7 @@ from jaxlora.pallas_kernels.mosaic import hopper, layer
 
 FILES = sorted(kept._SHIPPED.glob("*.json"))
 # The programs whose regions were measured.
-MEASURED = ("linear", "layer")
+MEASURED = ("linear", "layer", "layer-plain")
 
 
 def regions_of(name):
