@@ -11,6 +11,7 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.rowwise import NormRows, inverse_rms, sum_of_squares
 from jaxlora.pallas_kernels import norm_gradient, unsupported_norm_gradient
+from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 
 class RmsNorm(nnx.Module):
@@ -49,7 +50,9 @@ class RmsNorm(nnx.Module):
         """
         if unsupported_norm_gradient(h, implementation=implementation) is not None:
             return h, self(h)
-        return _residual_norm(self.rows, implementation, h, self.scale[...])
+        arrays = h, self.scale[...]
+        arrays = vary(arrays, varying_axes(arrays))
+        return _residual_norm(self.rows, implementation, *arrays)
 
 
 def make_final_norm(config: ModelConfig, *, dtype: jnp.dtype) -> RmsNorm:
