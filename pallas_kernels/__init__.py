@@ -7,7 +7,7 @@ from jaxlora.pallas_kernels.frozen import frozen_linear
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import compile_program, prepare_to_load
 from jaxlora.pallas_kernels.mosaic.lower import lower_program
-from jaxlora.pallas_kernels.norm_gradient import (
+from jaxlora.pallas_kernels.norms import (
     norm_gradient,
     unsupported_norm_gradient,
 )
