@@ -169,7 +169,8 @@ _NAMES = (
     # y = x W + s B is one kernel. The names are those of Mosaic's and Triton's kernels.
     (re.compile(r"lora_expand|^expand_kernel"), FROZEN),
     (re.compile(r"lora_quantize"), QUANTIZING),
-    (re.compile(r"lora_produce"), ELEMENTWISE),  # norms and gates that compute s
+    # Norms and gates that compute s, and gradients of norms.
+    (re.compile(r"lora_produce|norm_gradient"), ELEMENTWISE),
     (re.compile(r"lora_|^(shrink|dual|outer)_kernel"), OWN),
     (re.compile(r"cudnn|fmha|flash|attention", re.IGNORECASE), ATTENTION),
 )
