@@ -125,8 +125,9 @@ class NormBackward:
 
     Attributes:
         gradient: The kernel.
-        unsupported: Returns why it cannot run on such rows h here, as a clause without
-            a full stop; None if it can. The rows may be their shape.
+        unsupported: Returns why it does not run here on rows h before a linear with
+            the weight w, as a clause without a full stop; None if it does. The rows may
+            be their shape, and w None.
     """
 
     gradient: NormGradient

@@ -5,6 +5,7 @@ gradient is a sum. See `Backend.norm_backward` and docs/kernels.md.
 """
 
 import typing
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -15,12 +16,13 @@ from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 
 def unsupported_norm_gradient(
-    h: jax.Array | jax.ShapeDtypeStruct, *, implementation: str
+    h: jax.Array | jax.ShapeDtypeStruct, w: Any = None, *, implementation: str
 ) -> str | None:
-    """Returns why a back end cannot compute the gradient of a norm of such rows.
+    """Returns why a back end leaves the gradient of a norm of such rows to XLA.
 
     Args:
         h: The rows that are normalized, or their shape.
+        w: The frozen weight of a linear behind the norm, or None.
         implementation: Name of the kernel back end in `BACKENDS`.
 
     Returns:
@@ -29,7 +31,7 @@ def unsupported_norm_gradient(
     norm_backward = get_backend(implementation).norm_backward
     if norm_backward is None:
         return f"{implementation} has no such kernel"
-    return norm_backward.unsupported(h)
+    return norm_backward.unsupported(h, w)
 
 
 @typing.no_type_check  # the shapes are those of the norm

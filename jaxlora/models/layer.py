@@ -130,7 +130,7 @@ class DecoderLayer(nnx.Module):
         """Returns h, and all normalized rows on each device that shares the layer."""
         if self.tensor == 1:
             return normed_input(norm, h, linears, routing)
-        h, x = norm.of_residual(h, linears[0].implementation)
+        h, x = norm.of_residual(h, linears[0].implementation, linears[0].weight)
         x = gather_rows(x, self.tensor, by_copies=self.by_copies)
         return h, LinearInput.of(x)
 

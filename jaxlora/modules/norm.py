@@ -1,6 +1,7 @@
 """RMS norm."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ class RmsNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps, self.offset)
 
     def of_residual(
-        self, h: Float[Array, "T D"], implementation: str
+        self, h: Float[Array, "T D"], implementation: str, w: Any = None
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """Returns h, and its normalized rows.
 
@@ -47,8 +48,9 @@ class RmsNorm(nnx.Module):
         Args:
             h: Rows to normalize, which are also added to a result behind.
             implementation: Name of the kernel back end.
+            w: The frozen weight of a linear behind the norm, or None.
         """
-        if unsupported_norm_gradient(h, implementation=implementation) is not None:
+        if unsupported_norm_gradient(h, w, implementation=implementation) is not None:
             return h, self(h)
         arrays = h, self.scale[...]
         arrays = vary(arrays, varying_axes(arrays))

@@ -52,7 +52,7 @@ def normed_input(
             h, x, s = _normed(norm.rows, name, h, scale, given, blocks)
             places = [linear.place for linear in adapted]
             return h, LinearInput(x, dict(zip(places, s, strict=True)))
-    h, x = norm.of_residual(h, linears[0].implementation)
+    h, x = norm.of_residual(h, linears[0].implementation, linears[0].weight)
     return h, LinearInput.of(x)
 
 

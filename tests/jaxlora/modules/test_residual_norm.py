@@ -10,6 +10,7 @@ from jaxlora.modules import norm
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from tests.drawn import Draws
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import mosaic_kernels
@@ -51,18 +52,23 @@ def test_the_gradients_of_both_paths_agree(offset, dtype):
         assert_as_accurate_as(actual=one, baseline=two, exact=three)
 
 
-def test_without_a_kernel_the_norm_is_the_plain_one():
+@pytest.mark.parametrize(
+    ("implementation", "on_fp8"), [("triton", False), ("mosaic", True)]
+)
+def test_without_a_kernel_the_norm_is_the_plain_one(implementation, on_fp8):
     """Its program is that of the rows themselves and of the norm."""
     h = jax.ShapeDtypeStruct((T, D), jnp.float32)
     graph, state = nnx.split(make_norm(False))
+    w = Fp8Weight.quantize(jnp.ones((D, D), jnp.bfloat16)) if on_fp8 else None
 
     def both(state, h):
-        return nnx.merge(graph, state).of_residual(h, "triton")
+        return nnx.merge(graph, state).of_residual(h, implementation, w)
 
     def plain(state, h):
         return h, nnx.merge(graph, state)(h)
 
-    found, want = (str(jax.make_jaxpr(run)(state, h)) for run in (both, plain))
+    with planned_for(TRACED_ON):
+        found, want = (str(jax.make_jaxpr(run)(state, h)) for run in (both, plain))
     assert found == want
 
 
