@@ -193,7 +193,7 @@ OBSTACLES: dict[str, tuple[Plant, str, tuple[str, ...]]] = {
 
 
 def reasons(host: str, plant: Plant, dtype: Any = jnp.float32) -> list[str]:
-    with settings(x64=dtype == np.float64):
+    with settings(x64=dtype == np.float64), jax.default_matmul_precision("default"):
         p = arguments(host, dtype)
         explained = jaxlora.explain(lambda p: linear(host, plant, p), p)
     assert bool(explained.sites) == (not plant and dtype == jnp.float32)
