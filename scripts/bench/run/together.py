@@ -64,6 +64,7 @@ class Bench:
         steps: Steps of each.
         work: Folder for everything.
         tokens: `microbatch_tokens` of the sweep.
+        shapes: `microbatch_shapes` of the sweep.
         early_exit: The rule of the case `halving`.
         packs: Numbers of configurations of the case `packed`.
         peft_python: An interpreter with torch, transformers and peft.
@@ -75,6 +76,7 @@ class Bench:
     steps: int
     work: Path
     tokens: int | str = "auto"
+    shapes: Sequence[int] = ()
     early_exit: Any = "halving"
     packs: Sequence[int] = _PACKED
     peft_python: str = sys.executable
@@ -180,6 +182,7 @@ class Bench:
             steps,
             max_concurrent_jobs=self.count,
             microbatch_tokens=self.tokens,
+            microbatch_shapes=list(self.shapes),
             sweep=sweep | {"early_exit": early_exit},
         )
         text = (self.work / name.replace(" ", "-") / "settings.yaml").read_text()
@@ -226,7 +229,7 @@ class Bench:
     def compile(self, cases: Sequence[str]) -> None:
         """Runs two steps of each command, so that its programs are compiled."""
         if {"sweep", "halving"} & set(cases):
-            name = f"sweep warm-up {self.tokens}"
+            name = " ".join(map(str, ["sweep warm-up", self.tokens, *self.shapes]))
             self.warm_up(name, lambda steps: self.sweep(name, steps, "none"))
         if "alone" in cases:
             self.warm_up(_WARM, lambda steps: self.alone(_WARM, steps, 1))
@@ -283,6 +286,13 @@ def add_options(out: argparse.ArgumentParser) -> None:
         help="of the sweep, by default auto",
     )
     out.add_argument(
+        "--microbatch-shapes",
+        type=int,
+        nargs="*",
+        default=(),
+        help="further capacities of the sweep's microbatches",
+    )
+    out.add_argument(
         "--early-exit",
         type=yaml.safe_load,
         default="halving",
@@ -329,6 +339,7 @@ def run(args: argparse.Namespace) -> None:
             steps=args.steps,
             work=work,
             tokens=args.microbatch_tokens,
+            shapes=args.microbatch_shapes,
             early_exit=args.early_exit,
             packs=args.packed,
             peft_python=args.peft_python,
