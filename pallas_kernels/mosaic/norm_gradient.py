@@ -46,7 +46,6 @@ def norm_gradient(
     *,
     eps: float,
     offset: bool,
-    num_rows: int | None = None,
 ) -> Float[Array, "T D"]:
     """Computes `dh` plus the gradient of a norm; see `backends.NormGradient`.
 
@@ -57,18 +56,15 @@ def norm_gradient(
         dh: Gradient that h has from elsewhere.
         eps: Added to the mean square.
         offset: Whether the factor is `1 + scale`.
-        num_rows: Rows of a program; None: `rows_of_a_program` says it.
     """
     if traces_shapes_only():
         return jnp.zeros(h.shape, h.dtype)
-    if num_rows is None:
-        num_rows = rows_of_a_program(h.shape[1], h.dtype.itemsize)
     inputs = h, scale, dx.astype(h.dtype), dh.astype(h.dtype)
     kernel = NormGradientKernel(
         shapes=tuple((x.shape, x.dtype) for x in inputs),
         eps=eps,
         offset=offset,
-        num_rows=num_rows,
+        num_rows=rows_of_a_program(h.shape[1], h.dtype.itemsize),
     )
     return _run(inputs, kernel=kernel, interpret=interpret_params())
 

@@ -9,16 +9,12 @@ OUT gets what the assembler says about the kernels' registers.
 """
 
 import os
-import pathlib
 import sys
 
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # Mosaic reads it when it is loaded
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.pallas_kernels import kernel_settings
 from jaxlora.pallas_kernels.mosaic import hopper as device
@@ -26,6 +22,7 @@ from jaxlora.pallas_kernels.mosaic.fp8_products import expand_fp8
 from jaxlora.pallas_kernels.mosaic.mask import HashMask
 from jaxlora.pallas_kernels.mosaic.products import Term
 from jaxlora.pallas_kernels.routing import make_blocks
+from tests import h200
 
 T, NUM_SLOTS, RANK = 1024, 4, 16
 
@@ -70,26 +67,14 @@ def main() -> None:
     """Compiles the kernels and writes the assembler's words."""
     device.num_sms = lambda: 132
     device.device_kind = lambda: "NVIDIA H200"
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
-        topology="1x1x1",
-    )
-    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
-    whole = NamedSharding(mesh, PartitionSpec())
     cases = (
         arguments((4096,), 4096, is_y=True),
         arguments((4096, 1024, 1024), 4096, is_y=False),
         arguments((4096, 4096), 4096, is_y=False, num_masks=2),
     )
-    out = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for file in (1, 2):  # the assembler writes to the process's own output
-        os.dup2(out, file)
+    h200.write_output_to(sys.argv[1])
     for case in cases:
-        placed = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), case
-        )
-        jax.jit(kernel).lower(*placed).compile()
+        jax.jit(kernel).lower(*h200.placed(case)).compile()
 
 
 if __name__ == "__main__":

@@ -17,14 +17,12 @@ os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # Mosaic reads it when it is loaded
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.pallas_kernels.mosaic import layer
 from jaxlora.pallas_kernels.mosaic.norm_gradient import norm_gradient
+from tests import h200
 
 CASES = (
     *((d, jnp.bfloat16) for d in (576, 2048, 3584, 4096, 5120, 8192)),
@@ -42,29 +40,15 @@ def backward(norm: RmsNorm, h, dh, dx):
 def main() -> None:
     """Compiles the kernels and writes the assembler's words and the program."""
     layer.unsupported_device = lambda: None
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
-        topology="1x1x1",
-    )
-    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def of(*shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
-
-    # The assembler writes to the process's own output.
-    out = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for file in (1, 2):
-        os.dup2(out, file)
+    h200.write_output_to(sys.argv[1])
+    of = jax.ShapeDtypeStruct
     for d, dtype in CASES:
-        rows, scale = of(1001, d, dtype=dtype), of(d, dtype=dtype)
+        rows, scale = h200.placed([of((1001, d), dtype), of((d,), dtype)])
         run = jax.jit(norm_gradient, static_argnames=("eps", "offset"))
         run.lower(rows, scale, rows, rows, eps=1e-5, offset=True).compile()
     norm = RmsNorm(4096, eps=1e-5, dtype=jnp.dtype(jnp.bfloat16))
-    rows = of(512, 4096, dtype=jnp.bfloat16)
     graph, state = nnx.split(norm)
-    shapes = jax.tree.map(lambda x: of(*x.shape, dtype=x.dtype), state)
+    shapes, rows = h200.placed([state, of((512, 4096), jnp.bfloat16)])
     run = jax.jit(lambda state, *given: backward(nnx.merge(graph, state), *given))
     text = run.lower(shapes, rows, rows, rows).compile().as_text()
     pathlib.Path(sys.argv[2]).write_text(text)

@@ -10,16 +10,12 @@ OUT gets what the assembler says about the kernels' registers.
 
 import functools
 import os
-import pathlib
 import sys
 
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # Mosaic reads it when it is loaded
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.modules.rowwise import NormRows, swiglu_gradient_rows, swiglu_rows
 from jaxlora.pallas_kernels import RowArguments, kernel_settings
@@ -27,6 +23,7 @@ from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.mask import HashMask
 from jaxlora.pallas_kernels.mosaic.producers import Side, produce
 from jaxlora.pallas_kernels.routing import make_blocks
+from tests import h200
 
 T, NUM_SLOTS = 1024, 4
 
@@ -82,24 +79,12 @@ def main() -> None:
     """Compiles the kernels and writes the assembler's words."""
     device.num_sms = lambda: 132
     device.device_kind = lambda: "NVIDIA H200"
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
-        topology="1x1x1",
-    )
-    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
-    whole = NamedSharding(mesh, PartitionSpec())
-    out = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for file in (1, 2):  # the assembler writes to the process's own output
-        os.dup2(out, file)
+    h200.write_output_to(sys.argv[1])
     for function, numbers, k, sides, has_masks in CASES:
         for rank in (16, 64):
             case = arguments(numbers, k, rank, sides, has_masks=has_masks)
-            placed = jax.tree.map(
-                lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), case
-            )
             run = functools.partial(kernel, function=function, sides=sides)
-            jax.jit(run).lower(*placed).compile()
+            jax.jit(run).lower(*h200.placed(case)).compile()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The kernel of a norm's gradient, against the definition in float64."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -132,9 +133,7 @@ def test_what_it_does_not_take(shape, dtype, reason):
     h = jax.ShapeDtypeStruct(shape, dtype)
     assert unsupported_norm_gradient(h, implementation="xla")
     found = unsupported_norm_gradient(h, implementation="mosaic")
-    assert found is not None
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(found)
+    assert found is not None and re.search(reason, found)
 
 
 @pytest.mark.grid

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 
 from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs, Pending
 from jaxlora.adapters.stage_sharding import StageSharding
@@ -28,6 +27,7 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.mesh import STAGE_AXES
 from jaxlora.train.execute.step import CompiledSteps
+from tests import h200
 from tests.llama import LLAMA_1B, decoder
 
 
@@ -36,12 +36,7 @@ def find_devices(platform: str, number: int) -> list[Any]:
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", number)
         return jax.devices()
-    topology = topologies.get_topology_desc(
-        platform=platform,
-        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
-        topology=f"1x{max(1, number // 8)}x{min(8, number)}",
-    )
-    return list(topology.devices)
+    return h200.devices(number)
 
 
 def temporary_bytes(spec: DecoderSpec, placement: StageSharding) -> dict[str, int]:

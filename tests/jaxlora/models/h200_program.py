@@ -15,7 +15,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.data.pack import PackedBatch
@@ -29,6 +28,7 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
 from jaxlora.sharding import layerwise
+from tests import h200
 
 NUM_DEVICES, TOKENS = 4, 8192
 ROWS = PartitionSpec("fsdp")
@@ -127,12 +127,8 @@ def main() -> None:
     layer.unsupported_device = lambda: None
     layerwise.has_symmetric_buffers = lambda: True
     spec = decoder_spec(num_layers)
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
-        topology=f"1x1x{NUM_DEVICES}",
-    )
-    mesh = Mesh(np.array(topology.devices).reshape(1, NUM_DEVICES), ("data", "fsdp"))
+    devices = np.array(h200.devices(NUM_DEVICES))
+    mesh = Mesh(devices.reshape(1, NUM_DEVICES), ("data", "fsdp"))
     whole = PartitionSpec()
     specs = spec.base_specs(), whole, whole, ROWS, whole
     run = jax.shard_map(

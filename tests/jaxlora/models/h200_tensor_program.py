@@ -14,7 +14,6 @@ import sys
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlora.adapters.stage_sharding import StageSharding
@@ -22,6 +21,7 @@ from jaxlora.models.forward import training_options
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
 from jaxlora.sharding import layerwise
+from tests import h200
 from tests.jaxlora.models import h200_program as whole
 
 
@@ -33,12 +33,7 @@ def main() -> None:
     layer.unsupported_device = lambda: None
     layerwise.has_symmetric_buffers = lambda: True
     spec = whole.decoder_spec(num_layers, fsdp=1).divided(tensor=tensor, lanes=lanes)
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
-        topology=f"1x1x{tensor}",
-    )
-    devices = np.array(topology.devices).reshape(1, 1, tensor)
+    devices = np.array(h200.devices(tensor)).reshape(1, 1, tensor)
     placement = StageSharding(mesh=Mesh(devices, ("data", "fsdp", "tensor")))
     params = placement.tables(spec.adapter_shapes(), spec.table_axes())
     replicated, rows = PartitionSpec(), placement.rows

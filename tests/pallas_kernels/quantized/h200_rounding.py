@@ -4,17 +4,13 @@ It is a program of its own, because XLA must be set up before JAX starts; see
 `test_rows`.
 """
 
-import pathlib
-
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from jaxlora.pallas_kernels import Fp8Weight
 from jaxlora.pallas_kernels.reference import base_products_reference
-
-ROOT = pathlib.Path(__file__).parents[3]
+from tests import h200
 
 
 def rounded_weight(w):
@@ -26,11 +22,7 @@ def product(x, values, scale):
 
 
 def main() -> None:
-    config = (ROOT / "tests/h200.txtpb").read_text()
-    devices = topologies.get_topology_desc(
-        platform="cuda", target_config=config, topology="1x1x1"
-    ).devices
-    place = SingleDeviceSharding(devices[0])
+    place = SingleDeviceSharding(h200.devices()[0])
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     matrix = of(jnp.float32, 128, 256)
     weight = of(jnp.float8_e4m3fn, 64, 256), of(jnp.float32, 64)
