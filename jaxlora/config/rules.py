@@ -107,7 +107,7 @@ def _streams_need_no_totals(job: Any) -> tuple[str, str] | None:
 
 
 def _schedule_has_its_settings(job: Any) -> tuple[str, str] | None:
-    problem = schedule_problem(job)
+    problem = schedule_problem(job.lr_schedule, job.lr_schedule_args, job.learning_rate)
     return None if problem is None else ("lr_schedule_args", problem)
 
 

@@ -58,13 +58,13 @@ class Schedule:
     Attributes:
         factor: Returns the factor of a step from the values of `settings`, by name.
         settings: Default of each key of `lr_schedule_args`; None: it may be left out.
-        check: Returns what is wrong with the settings of a job that has given them,
-            after the steps of its warm-up if these are known; None: nothing.
+        check: Returns what is wrong with the given settings, from the job's
+            `learning_rate` and those settings; None: nothing.
     """
 
     factor: Callable[..., float]
     settings: Mapping[str, float | str | None] = dataclasses.field(default_factory=dict)
-    check: Callable[[Any, Mapping[str, Any]], str | None] = lambda job, given: None
+    check: Callable[[float, Mapping[str, Any]], str | None] = lambda peak, given: None
 
 
 def _constant(step: Step) -> float:
@@ -172,23 +172,23 @@ def _stable(
     return max(0.0, factor * (1 - min_lr_ratio) + min_lr_ratio)
 
 
-def _has_one_lowest(job: Any, given: Mapping[str, Any]) -> str | None:
+def _has_one_lowest(peak: float, given: Mapping[str, Any]) -> str | None:
     if ("min_lr" in given) == ("min_lr_rate" in given):
         return "give min_lr, the lowest rate, or min_lr_rate, its share of the highest"
     return None
 
 
-def _ends_below(job: Any, given: Mapping[str, Any]) -> str | None:
+def _ends_below(peak: float, given: Mapping[str, Any]) -> str | None:
     end = given.get("lr_end", SCHEDULES["polynomial"].settings["lr_end"])
-    if not end < job.learning_rate:
+    if not end < peak:
         return (
-            f"lr_end={end:g} must be below learning_rate={job.learning_rate:g}: lower "
+            f"lr_end={end:g} must be below learning_rate={peak:g}: lower "
             "it, or take another schedule"
         )
     return None
 
 
-def _decays(job: Any, given: Mapping[str, Any]) -> str | None:
+def _decays(peak: float, given: Mapping[str, Any]) -> str | None:
     if "num_decay_steps" not in given:
         return "give num_decay_steps, the optimizer steps of the decay"
     for key in ("warmup_type", "decay_type"):
@@ -235,23 +235,29 @@ SCHEDULES: dict[str, Schedule] = {
 _TEXTS = ("warmup_type", "decay_type")
 
 
-def schedule_problem(job: Any) -> str | None:
-    """Returns what is wrong with `lr_schedule_args` of a job, with the cure."""
-    schedule, given = SCHEDULES[job.lr_schedule], job.lr_schedule_args
-    for name, value in given.items():
-        if name not in schedule.settings:
+def schedule_problem(name: str, given: Mapping[str, Any], peak: float) -> str | None:
+    """Returns what is wrong with the settings of a schedule, with the cure.
+
+    Args:
+        name: A key of `SCHEDULES`.
+        given: The job's `lr_schedule_args`.
+        peak: The job's `learning_rate`.
+    """
+    schedule = SCHEDULES[name]
+    for key, value in given.items():
+        if key not in schedule.settings:
             known = ", ".join(schedule.settings) or "none"
             return (
-                f"{name!r} is no setting of the schedule {job.lr_schedule}, whose "
+                f"{key!r} is no setting of the schedule {name}, whose "
                 f"settings are: {known}. Correct it, or leave it out."
             )
-        if isinstance(value, str) != (name in _TEXTS):
-            kind = "text" if name in _TEXTS else "a number"
-            return f"{name}={value!r} must be {kind}."
+        if isinstance(value, str) != (key in _TEXTS):
+            kind = "text" if key in _TEXTS else "a number"
+            return f"{key}={value!r} must be {kind}."
         if isinstance(value, float) and value < 0:
-            return f"{name}={value:g} must be at least 0."
-    problem = schedule.check(job, given)
-    return problem and f"the schedule {job.lr_schedule}: {problem}."
+            return f"{key}={value:g} must be at least 0."
+    problem = schedule.check(peak, given)
+    return problem and f"the schedule {name}: {problem}."
 
 
 def learning_rate(job: Any, step: int, num_steps: int) -> float:

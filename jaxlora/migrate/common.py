@@ -71,12 +71,8 @@ def _set_schedule_args(migration: Migration, schedule: str) -> None:
     if schedule not in SCHEDULES or not isinstance(given, dict):
         return  # the schedule is left out with the others that are not known
     rate = migration.job.get("learning_rate") or migration.given.get("learning_rate")
-    job = LoraJob.model_construct(
-        lr_schedule=schedule,
-        lr_schedule_args=given,
-        learning_rate=rate if isinstance(rate, float) else math.inf,
-    )
-    problem = schedule_problem(job)
+    peak = rate if isinstance(rate, float) else math.inf
+    problem = schedule_problem(schedule, given, peak)
     if problem is None:
         migration.job["lr_schedule"] = schedule
         migration.job |= {"lr_schedule_args": given} if given else {}

@@ -79,10 +79,11 @@ class SectionChain:
             args = section.base(base), params, settings, batch, own, place
             *h, residuals = self._kinds[section.spec].forward(*args, *h)
             kept.append(residuals)
+            del residuals  # each is freed by its own backward pass
         pending, losses, dh = self._kinds[head.spec].accumulate(
             *(head.base(base), params, pending, settings, batch, keys, at, *h)
         )
-        del h, residuals  # nothing outlives its backward pass
+        del h
         for section, place in reversed(before):
             if not (programs := self._kinds[section.spec]).has_backward:
                 break
