@@ -138,9 +138,11 @@ class LoraJob(StrictModel):
         eval_every: Optimizer steps between evaluations; None: start and end only.
         early_stopping: Number of evaluations without improvement after which the job
             stops; None: never.
-        early_stopping_delta: Smallest decrease of the loss that counts as an
-            improvement, in nats per token.
-        keep_best: Export the weights of the best evaluation, not the last.
+        early_stopping_delta: A decrease of the loss counts as an improvement if it is
+            larger, in nats per token. So does a better value of a sweep's metric of
+            answers, in its own unit, or an equal one with such a decrease of the loss.
+        keep_best: Export the weights of the best evaluation, not the last. Of equal
+            ones it is the later.
         priority: Waiting jobs of higher priority get a slot first; equal ones in the
             order in which they are given. See also `RunConfig.preempt`.
     """

@@ -26,8 +26,8 @@ class JobProgress:
         last_eval: Latest evaluation loss.
         last_eval_sets: Latest loss on each held-out data set, if there are several.
         last_eval_step: Optimizer steps done at `last_eval`.
-        best_eval: Lowest evaluation loss; if a sweep has a metric of answers, that at
-            the best value of the metric.
+        best_eval: Lowest evaluation loss; if a sweep has a metric of answers, the
+            lowest one at the best value of the metric.
         best_step: Optimizer steps done at `best_eval`.
         last_metric: Latest value of the sweep's metric of answers; None: it has none.
         best_metric: Best value of it.
@@ -52,6 +52,20 @@ class JobProgress:
     last_metric: float | None = None
     best_metric: float | None = None
     evals_without_gain: int = 0
+
+    def exported_step(self, *, keep_best: bool) -> int | None:
+        """Returns the optimizer steps of the weights that the job exports at its end.
+
+        Args:
+            keep_best: Whether it exports those of the best evaluation.
+
+        Returns:
+            The steps; None: it exports none.
+        """
+        if keep_best:
+            return self.best_step
+        has_begun = self.step > 0 or self.first_eval is not None
+        return self.step if has_begun and self.status != "failed" else None
 
     @property
     def is_over(self) -> bool:

@@ -75,8 +75,13 @@ def merge_best(
     """
     best = report.best
     out = folder / MERGED / best.settings.name
-    if best.folder is None or out.exists():
+    was_evaluated = best.settings.name in report.kept
+    if best.folder is None or not was_evaluated or out.exists():
         return
+    if best.warning:
+        logger.warning(
+            "%s is merged into its base: %s", best.settings.name, best.warning
+        )
     out.parent.mkdir(exist_ok=True)
     merge_adapter(base, best.folder, out, revision=revision)
     logger.info("%s: merged into its base: %s", best.settings.name, out)
@@ -93,7 +98,9 @@ def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> 
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     # Names of configurations have the settings, if there is no room for them.
     is_narrow = console.width < _WIDE
-    left_out = {"tokens", "device seconds", *report.varied} if is_narrow else set()
+    left_out = {"warning"}  # below the table
+    if is_narrow:
+        left_out |= {"tokens", "device seconds", *report.varied}
     head = {i: n for i, n in enumerate(report.header()) if n not in left_out}
     for name in head.values():
         is_text = name in ("configuration", "copy of", *report.varied)
@@ -111,6 +118,12 @@ def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> 
     show(console, table)
     if (left := len(report.trials) - _MOST_ROWS) > 0:
         show(console, f"and {left} more in {folder / TABLE}")
+    for warning, names in report.warnings.items():
+        more = (
+            "" if len(names) <= _MOST_ROWS else f" and {len(names) - _MOST_ROWS} more"
+        )
+        named = ", ".join(names[:_MOST_ROWS])
+        show(console, f"warning: {named}{more}: {warning}", soft_wrap=True)
     for trial in report.trials:
         if trial.settings.name in report.kept and trial.folder is not None:
             show(console, f"best: {trial.folder}", soft_wrap=True)

@@ -50,6 +50,24 @@ class Trial:
         value = self.value(metric)
         return math.inf if value is None else metric.cost(value)
 
+    def place(self, metric: Metric) -> tuple[float, float, int]:
+        """Returns what configurations are sorted by, the best first.
+
+        As within a job, of equal values of the metric, that with the lower held-out
+        loss is better, and then the later step.
+        """
+        return self.cost(metric), self.loss, -(self.progress.best_step or 0)
+
+    @property
+    def warning(self) -> str:
+        """Says whether its adapter, or its place, has seen no training; or empty."""
+        p = self.progress
+        if p.exported_step(keep_best=self.settings.keep_best) == 0:
+            return "its adapter is that of step 0"
+        if p.best_step == 0 and p.step:
+            return "its best evaluation is that of step 0"
+        return ""
+
     @property
     def parent(self) -> str:
         """Names the job and step that it is a copy of; empty if it started anew."""
@@ -94,7 +112,7 @@ class SweepReport:
         events: Iterable[Mapping[str, Any]],
         num_devices: int = 1,
     ) -> "SweepReport":
-        """Ranks configurations; of equal ones, the one given first is better.
+        """Ranks configurations by `Trial.place`; of equal ones, the first is better.
 
         Args:
             sweep: The sweep.
@@ -103,7 +121,7 @@ class SweepReport:
             num_devices: Number of devices of the run.
         """
         metric, events = sweep.metric, list(events)
-        ranked = sorted(trials, key=lambda trial: trial.cost(metric))
+        ranked = sorted(trials, key=lambda trial: trial.place(metric))
         return SweepReport(
             trials=tuple(ranked),
             metric=metric,
@@ -137,6 +155,15 @@ class SweepReport:
         """Whether a configuration is a copy of another one."""
         return any(trial.parent for trial in self.trials)
 
+    @property
+    def warnings(self) -> dict[str, list[str]]:
+        """Names of the configurations of each warning, the best first."""
+        found: dict[str, list[str]] = {}
+        for trial in self.trials:
+            if trial.warning:
+                found.setdefault(trial.warning, []).append(trial.settings.name)
+        return found
+
     def family(self) -> dict[str, list[str]]:
         """Returns the copies of each configuration that has some, in their order."""
         found: dict[str, list[str]] = {}
@@ -158,6 +185,7 @@ class SweepReport:
             "tokens",
             "device seconds",
             "ended",
+            *(["warning"] if self.warnings else []),
             *(["copy of"] if self.has_copies else []),
             *self.varied,
         ]
@@ -180,6 +208,7 @@ class SweepReport:
             p.num_tokens,
             round(self.seconds.get(name, 0.0), 2),
             trial.ending,
+            *([trial.warning] if self.warnings else []),
             *([trial.parent] if self.has_copies else []),
             *(column[name] for column in self.varied.values()),
         ]

@@ -85,6 +85,11 @@ class Curve:
         """Returns the cost after so many steps; None if it was not evaluated there."""
         return dict(self.points).get(step)
 
+    def loss_at(self, step: int) -> float:
+        """Returns the held-out loss after so many steps; infinite without one."""
+        found = self.points if self.losses is None else self.losses
+        return dict(found).get(step, math.inf)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
@@ -288,7 +293,8 @@ def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Cut | None:
     """Decides about a rung when all configurations have come as far.
 
     The best 1/eta go on, rounded up. Those that have failed on the way from the rung
-    before take the last places. Of equal losses, the one given first is better.
+    before take the last places. Of equal costs, that with the lower held-out loss is
+    better, and then the one given first.
 
     Source: successive halving (arXiv 1502.07943) with a rung at a share of each
     configuration's own steps.
@@ -302,12 +308,12 @@ def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Cut | None:
         The decision; None as long as a configuration that goes on is to come.
     """
     places = {name: rungs(rule, curve.num_steps) for name, curve in curves.items()}
-    losses, num_lost = {}, 0
+    losses, held_out, num_lost = {}, {}, 0
     for name, curve in curves.items():
         step = places[name][number]
         loss = curve.at(step)
         if loss is not None:
-            losses[name] = loss
+            losses[name], held_out[name] = loss, curve.loss_at(step)
         elif is_awaited(curve, rule, number):
             return None
         elif curve.has_failed and curve.step <= step:
@@ -315,7 +321,7 @@ def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Cut | None:
             num_lost += before is None or curve.at(before) is not None
     if not losses:
         return None
-    ranked = sorted(losses, key=lambda name: losses[name])
+    ranked = sorted(losses, key=lambda name: (losses[name], held_out[name]))
     num_in = len(ranked) + num_lost
     num_kept = min(len(ranked), math.ceil(num_in / rule.eta))
     cutoff = losses[ranked[num_kept - 1]]

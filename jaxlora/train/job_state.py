@@ -336,20 +336,18 @@ class JobState:
     ) -> bool:
         """Records an evaluation; returns whether it is the best so far.
 
+        Of equal metrics, that with the lower loss is better, and of equal losses the
+        later one, so that a metric that never changes does not keep the first weights.
+
         Args:
             loss: Mean loss over the held-out target tokens, in nats.
             metric: The value by which evaluations are compared; None: the loss.
             is_maximized: Whether a higher metric is better.
             by_set: Mean loss over each held-out data set, if there are several.
         """
-        before, sign = self.progress, -1 if is_maximized else 1
-        value, best = loss, before.best_eval
-        if metric is not None:
-            value, best = sign * metric, before.best_metric
-            best = None if best is None else sign * best
-        best = math.inf if best is None else best
-        is_best = value < best
-        gained = value < best - self.settings.early_stopping_delta or best == math.inf
+        before = self.progress
+        gain = _gain(before, loss, metric, is_maximized=is_maximized)
+        is_best, gained = gain >= 0, gain > self.settings.early_stopping_delta
         self.update(
             first_eval=loss if before.first_eval is None else before.first_eval,
             last_eval=loss,
@@ -378,3 +376,27 @@ class JobState:
             batch_tokens=self.batch_tokens,
             progress=self.progress,
         )
+
+
+def _gain(
+    before: JobProgress, loss: float, metric: float | None, *, is_maximized: bool
+) -> float:
+    """Returns by how much an evaluation is better than the best one before.
+
+    It is the difference of the metrics, or of the losses if the metrics are equal;
+    infinite if there is none before, and NaN if a value is not finite.
+    """
+    if not (math.isfinite(loss) and math.isfinite(metric or 0.0)):
+        return math.nan
+    best = [before.best_eval]
+    found = [loss]
+    if metric is not None:
+        sign = -1 if is_maximized else 1
+        found.insert(0, sign * metric)
+        best.insert(0, before.best_metric and sign * before.best_metric)
+    for value, other in zip(found, best, strict=True):
+        if other is None:
+            return math.inf
+        if value != other:
+            return other - value
+    return 0.0

@@ -61,13 +61,7 @@ class GroupEnds:
     def _report(self, job: JobState, run: pathlib.Path) -> None:
         """Reports an end, if nothing is still to be written."""
         name, progress = job.name, self._ended[job.name]
-        step: int | None = progress.step
-        if job.settings.keep_best:
-            step = progress.best_step
-        elif progress.status == "failed" or not (
-            progress.step or progress.first_eval is not None
-        ):
-            step = None
+        step = progress.exported_step(keep_best=job.settings.keep_best)
         folder = run / ADAPTERS / name
         if step is None:
             self._send(name, None)

@@ -370,15 +370,24 @@ class JobLifecycle:
 
     def _end(self, job: JobState) -> None:
         """Exports the adapter of a job that is over, and releases its slot."""
-        has_weights = job.has_slot or job.parked is not None
-        is_wanted = job.progress.status != "failed" and not job.settings.keep_best
-        if has_weights and is_wanted:
+        keep_best, exported = job.settings.keep_best, job.progress.best_step
+        if not keep_best:
+            is_wanted = job.has_begun and job.progress.status != "failed"
+            exported = job.progress.step if is_wanted else None
+        if exported is not None and not keep_best:
             self.side_work.export(job)
         job.parked = None
         if job.has_slot:
             self._leave(job)
         ended = job.progress
         logger.info("%s: %s (%s)", job.name, ended.status, ended.reason)
+        if exported == 0:
+            why = "no later evaluation is better" if ended.step else "it did no step"
+            logger.warning(
+                "%s: the exported adapter is that of step 0, as it started: %s",
+                job.name,
+                why,
+            )
         self._send_of(job, JobEndEvent, status=ended.status, reason=ended.reason)
 
     def _decide(self, job: JobState) -> None:

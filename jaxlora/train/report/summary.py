@@ -143,11 +143,9 @@ def sweep_report(
 
 def _is_exported(job: JobState) -> bool:
     """Whether this run has written the job's adapter, rather than an older run."""
-    progress = job.progress
-    if job.settings.keep_best:
-        return progress.best_step is not None
-    has_started = progress.step > 0 or progress.first_eval is not None
-    return has_started and progress.is_over and progress.status != "failed"
+    progress, keep_best = job.progress, job.settings.keep_best
+    is_written = keep_best or progress.is_over
+    return is_written and progress.exported_step(keep_best=keep_best) is not None
 
 
 def _change(first: float | None, last: float | None, *, is_same: bool) -> str:

@@ -1,6 +1,7 @@
 """The report of a sweep: ranking, importance, table, picture and page."""
 
 import csv
+import dataclasses
 import html.parser
 import io
 import math
@@ -12,8 +13,9 @@ from rich.console import Console
 
 from jaxlora import LoraJob, Sweep
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.sweeps import files
 from jaxlora.sweeps.axes import parallel_axes
-from jaxlora.sweeps.files import print_sweep, remove_others, write_sweep
+from jaxlora.sweeps.files import merge_best, print_sweep, remove_others, write_sweep
 from jaxlora.sweeps.importance import importance
 from jaxlora.sweeps.ranking import SweepReport, Trial
 from tests.jaxlora.train.made_run import write_export
@@ -80,6 +82,63 @@ def test_ranking(report):
 def test_one_that_was_never_evaluated_is_not_kept():
     found = SweepReport.of(Sweep(keep=3), [trial("a", None), trial("b", 1.0)], [])
     assert found.kept == ("b",)
+
+
+def by_answers(name: str, value: float, loss: float, step: int, **settings) -> Trial:
+    """A configuration of a sweep with a metric of answers."""
+    found = trial(name, loss, **settings)
+    best = {"best_metric": value, "best_step": step}
+    progress = dataclasses.replace(found.progress, **best)
+    return dataclasses.replace(found, progress=progress)
+
+
+def test_equal_metrics_are_ranked_by_the_loss_and_then_the_later_step():
+    trials = [
+        by_answers("start", 0.0, 2.0, 0),
+        by_answers("later", 0.0, 2.0, 4),
+        by_answers("lower", 0.0, 1.5, 2),
+        by_answers("higher", 0.1, 3.0, 2),
+        by_answers("none", 0.0, 2.0, 4),
+    ]
+    found = SweepReport.of(Sweep(metric="exact_match", keep=2), trials, [])
+    names = [one.settings.name for one in found.trials]
+    assert names == ["higher", "lower", "later", "none", "start"]
+    assert found.kept == ("higher", "lower")
+
+
+def test_an_adapter_of_step_0_is_named(tmp_path, caplog, monkeypatch):
+    """In the tables of the terminal, of the page and of the csv, and in a merge."""
+    folder = write_export(tmp_path / "a", "a", 0)
+    trials = [
+        by_answers("a", 0.6, 1.0, 0, keep_best=True, folder=folder),
+        by_answers("b", 0.6, 2.0, 0),
+        by_answers("c", 0.6, 2.5, 4, keep_best=True),
+    ]
+    found = SweepReport.of(Sweep(metric="exact_match"), trials, [])
+    of_a, of_b = (
+        "its adapter is that of step 0",
+        "its best evaluation is that of step 0",
+    )
+    rows = list(csv.DictReader(io.StringIO(found.csv())))
+    assert [row["warning"] for row in rows] == [of_a, of_b, ""]
+    text = io.StringIO()
+    print_sweep(found, tmp_path, Console(file=text, width=60))
+    assert f"warning: a: {of_a}\nwarning: b: {of_b}\n" in text.getvalue()
+    write_sweep(found, tmp_path)
+    assert of_a in Page((tmp_path / "sweep.html").read_text()).texts
+    monkeypatch.setattr(files, "merge_adapter", lambda *args, **kwargs: None)
+    merge_best(found, tmp_path, "base", None)
+    assert f"a is merged into its base: {of_a}" in caplog.text
+    fine = SweepReport.of(Sweep(), [trial("d", 1.0)], [])
+    assert "warning" not in fine.header()
+
+
+def test_what_was_never_evaluated_is_not_merged(tmp_path):
+    folder = write_export(tmp_path / "a", "a", 3)
+    merge_best(
+        SweepReport.of(Sweep(), [trial("a", None, folder)], []), tmp_path, "", None
+    )
+    assert not (tmp_path / "merged").exists()
 
 
 def test_the_table_is_csv(report):

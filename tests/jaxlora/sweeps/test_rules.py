@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxlora.config.sweep_config import ExitRule
+from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.sweeps.rules import Curve, Stop, cut, is_late, judge, rungs
 
 HALVING = ExitRule(type="halving")
@@ -140,6 +140,17 @@ def test_a_rung_waits_for_all_that_go_on():
     clone = Curve(num_steps=4, step=2, points=[(2, 0.5)])
     found = cut({"a": at, "clone": clone}, HALVING, 0)
     assert found is not None and found.num_in == 1
+
+
+def test_a_rung_compares_the_losses_of_equal_metrics():
+    """Not the order in which the configurations are given."""
+    exact = Metric(name="exact_match")
+    curves = {
+        name: curve(0.0, 0.0, num_steps=4, metric=exact, losses=[(0, 3.0), (1, loss)])
+        for name, loss in (("a", 2.5), ("b", 1.5), ("c", 2.0), ("d", 1.0))
+    }
+    found = cut(curves, HALVING, 0)
+    assert found is not None and set(found.stops) == {"a", "c"}
 
 
 def test_later_rungs_compare_those_that_are_left():

@@ -18,7 +18,9 @@ from jaxlora.train.execute.answers import AnswerMeter
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import outcome
+from tests.jaxlora.train.test_contracts import ROUNDING
 from tests.jaxlora.train.thread_workers import use_threads
+from tests.oracle import relative_error
 
 RATES = 3e-2, 1e-3, 1e-4
 
@@ -94,6 +96,7 @@ def whole(make, model):
 def test_ranking_exits_and_weights_follow_the_metric(whole):
     config, found = whole
     metrics, report = measured(config), found.result.sweep
+    evaluated = {name: [step for step, _ in points] for name, points in metrics.items()}
     assert config.sweep.metric.name == f"{__name__}:share_of_places"
     best = {name: max(v for _, v in points) for name, points in metrics.items()}
     ranked = [trial.progress.best_metric for trial in report.trials]
@@ -101,8 +104,10 @@ def test_ranking_exits_and_weights_follow_the_metric(whole):
     assert len(set(best.values())) > 1, "the rates make a difference"
     for name, progress in found.progress.items():
         assert progress.best_metric == best[name]
-        first = next(step for step, value in metrics[name] if value == best[name])
-        assert progress.best_step == first  # and its weights are those of the folder
+        # Of equal metrics, that with the lowest loss; its weights are in the folder.
+        losses = dict(zip(evaluated[name], found.evals[name], strict=True))
+        equal = [step for step, value in metrics[name] if value == best[name]]
+        assert progress.best_step == min(reversed(equal), key=losses.__getitem__)
     stopped = [p for p in found.progress.values() if p.stopped_by]
     assert stopped and all("share_of_places" in p.reason for p in stopped)
     kept = {t.settings.name: at(metrics, t, 3) for t in report.trials}
@@ -127,8 +132,13 @@ def test_groups_decide_by_the_metric_and_merge_the_best(make, whole, monkeypatch
         other, keys = found[name].progress, ("status", "best_metric", "best_step")
         assert [getattr(other, k) for k in keys] == [getattr(progress, k) for k in keys]
         path = "adapters", name, "adapter_model.safetensors"
-        here, there = (pathlib.Path(c.output_dir, *path) for c in (config, grouped))
-        assert here.read_bytes() == there.read_bytes()
+        here, there = (
+            safetensors.numpy.load_file(pathlib.Path(c.output_dir, *path))
+            for c in (config, grouped)
+        )
+        # Another neighbour in a microbatch may round other bits.
+        for tensor in here:
+            assert relative_error(here[tensor], there[tensor]) < ROUNDING
     assert result.sweep.curves == alone.result.sweep.curves
     merged = sorted(pathlib.Path(grouped.output_dir, "merged").glob("*/*.safetensors"))
     best = pathlib.Path(config.output_dir, "merged", result.sweep.best.settings.name)
