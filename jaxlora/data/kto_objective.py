@@ -7,7 +7,8 @@ With the log-ratio u of a completion's policy and reference probabilities, its l
 where sign is 1 for a desirable completion and -1 for an undesirable one. The baseline
 z = max(0, mean of u over recombined samples) estimates the KL divergence of the policy
 from the reference: a recombined sample has the prompt of one sample and the completion
-of another one. All means are over the job's global batch (arXiv 2402.01306). The loss
+of another one. All means are over the job's global batch (arXiv 2402.01306), which has
+two samples or more, as the baseline of a single one would be its own ratio. The loss
 `apo_zero_unpaired` is without the baseline (arXiv 2408.06266).
 """
 

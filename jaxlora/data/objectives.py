@@ -6,7 +6,7 @@ asks for; the objective turns them into losses. Jobs of several objectives share
 microbatches: each row belongs to one job, and so to one objective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,3 +73,22 @@ def find_objective(name: str) -> Objective:
     if name not in OBJECTIVES:
         raise ConfigError(f"objective={name!r} must be one of {', '.join(OBJECTIVES)}.")
     return OBJECTIVES[name]
+
+
+def smallest_batch(objective: str, args: Mapping[str, float | str]) -> int:
+    """Returns the fewest groups of samples that a global batch may have.
+
+    A baseline is made from the prompts of a batch with the answers of its other
+    samples. With a single sample, it would be the sample's own log-ratio.
+
+    Args:
+        objective: Name of the objective.
+        args: Values of some of its settings.
+
+    Raises:
+        ConfigError: There is no such objective, or it has no such settings.
+    """
+    found = find_objective(objective)
+    settings = found.settings_of(args)
+    has_baseline = found.baseline is not None and found.needs_baseline(settings)
+    return 2 if has_baseline else 1

@@ -15,13 +15,25 @@ from jaxtyping import Float, Int
 _ROUNDING = 1e-9
 
 
+def batches_of(num_samples: int, batch_size: int, smallest_batch: int = 1) -> int:
+    """Returns the number of global batches that samples are cut into; see `JobOrder`.
+
+    Args:
+        num_samples: Number of samples, at least one.
+        batch_size: Number of samples in a global batch.
+        smallest_batch: Fewest samples of a batch, if there are as many.
+    """
+    return max(1, -(-(num_samples - smallest_batch + 1) // batch_size))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOrder:
     """The order in which one job sees its samples.
 
     An epoch is a permutation of all samples, cut into global batches; its last batch
-    may be smaller and is kept. There is no state between batches, so the step of the
-    job is its whole position in the data.
+    may be smaller and is kept, unless it is smaller than the objective allows: then its
+    samples go into the batch before. There is no state between batches, so the step of
+    the job is its whole position in the data.
 
     Attributes:
         num_samples: Number of samples of the job.
@@ -31,6 +43,7 @@ class JobOrder:
             they keep their order.
         epochs: Number of passes over the data; used if `steps` is None.
         steps: Number of optimizer steps.
+        smallest_batch: Fewest samples of a global batch that the objective allows.
     """
 
     num_samples: int
@@ -39,6 +52,7 @@ class JobOrder:
     shuffle: bool = True
     epochs: float = 1.0
     steps: int | None = None
+    smallest_batch: int = 1
     # The last epochs' permutations. Planning runs ahead of training, in a thread of its
     # own and possibly in the next epoch, so there are two. They never change a result.
     _cache: dict = dataclasses.field(
@@ -50,11 +64,17 @@ class JobOrder:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value} must be positive.")
+        for name in ("num_samples", "batch_size"):
+            if (value := getattr(self, name)) < self.smallest_batch:
+                raise ValueError(
+                    f"{name}={value} must be at least smallest_batch="
+                    f"{self.smallest_batch}."
+                )
 
     @property
     def batches_per_epoch(self) -> int:
         """Number of global batches in an epoch."""
-        return math.ceil(self.num_samples / self.batch_size)
+        return batches_of(self.num_samples, self.batch_size, self.smallest_batch)
 
     @property
     def num_steps(self) -> int:
@@ -68,11 +88,16 @@ class JobOrder:
         if not 0 <= step < self.num_steps:
             raise ValueError(f"{step=} must be in [0, {self.num_steps}).")
         epoch, batch = divmod(step, self.batches_per_epoch)
-        first = batch * self.batch_size
-        end = min(first + self.batch_size, self.num_samples)
+        places = self._places(batch)
         if not self.shuffle:
-            return np.arange(first, end)
-        return self._epoch(epoch)[first:end].copy()
+            return np.arange(places.start, places.stop)
+        return self._epoch(epoch)[places].copy()
+
+    def _places(self, batch: int) -> slice:
+        """Returns the places in an epoch's permutation of one of its batches."""
+        first = batch * self.batch_size
+        is_last = batch == self.batches_per_epoch - 1
+        return slice(first, self.num_samples if is_last else first + self.batch_size)
 
     def neighbors(self) -> Int[np.ndarray, " N"]:
         """Returns for each sample the one before it in its batch of the first epoch.
@@ -82,8 +107,8 @@ class JobOrder:
         order, out = np.arange(self.num_samples), np.empty(self.num_samples, np.int64)
         if self.shuffle:
             order = self._epoch(0)
-        for first in range(0, self.num_samples, self.batch_size):
-            batch = order[first : first + self.batch_size]
+        for number in range(self.batches_per_epoch):
+            batch = order[self._places(number)]
             out[batch] = np.roll(batch, 1)
         return out
 

@@ -7,7 +7,7 @@ from jaxtyping import Bool
 
 from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob
-from jaxlora.data.objectives import find_objective
+from jaxlora.data.objectives import find_objective, smallest_batch
 from jaxlora.data.tokens.samples import EncodedRecords, Samples
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import DataError
@@ -108,6 +108,27 @@ def check_some(data: TokenizedData, job: LoraJob, first_bad: str) -> None:
             f"{job.max_length}, and {data.num_without_target} have no token to predict "
             f"within it{bad if data.num_bad else ''}. Raise max_length or give other "
             "records."
+        )
+
+
+def check_enough(data: TokenizedData, job: LoraJob) -> None:
+    """Checks that there are as many samples as a batch of the objective has at least.
+
+    Args:
+        data: All training samples of the job, or all held-out ones.
+        job: The job.
+
+    Raises:
+        DataError: There are fewer.
+    """
+    found = len(data.group_lengths)
+    fewest = smallest_batch(job.objective, job.objective_args)
+    if found < fewest:
+        raise DataError(
+            f"{data.source}: job {job.name!r} has {counted(found, data.noun)} there, "
+            f"and {job.objective} needs {fewest} or more, for training and in held-out "
+            "data, as its baseline has the prompt of each with the answer of another "
+            "one. Give more records, or choose a loss_type without a baseline."
         )
 
 

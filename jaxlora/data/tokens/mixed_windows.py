@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from jaxlora.config import LoraJob
 from jaxlora.data.order import StreamPlace, drawn
-from jaxlora.data.tokens.mixture import arranged, describe_shares
+from jaxlora.data.tokens.mixture import arranged, describe_shares, joined
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.data.tokens.windows import Window, WindowReader, Windows
 
@@ -57,7 +57,7 @@ class MixedWindows(Windows):
                 continue
             found = reader.take(starts[number], num)
             sources[is_drawn], indices[is_drawn] = len(parts), np.arange(num)
-            parts[self._names[number]] = _joined([window.data for window in found])
+            parts[self._names[number]] = joined([window.data for window in found])
             ends[number] = found[-1].after
             shards += dict.fromkeys(name for one in found for name in one.shards)
         order = f"interleaving ({describe_shares(self._job.data)})"
@@ -82,16 +82,3 @@ class MixedWindows(Windows):
         else:
             found = drawn(shares, self._job.seed, first=window * num, num=num)
         return np.repeat(found, self._drawn_groups)
-
-
-def _joined(passes: Sequence[TokenizedData]) -> TokenizedData:
-    """Returns the samples of passes over a data set, one after the other."""
-    if len(passes) == 1:
-        return passes[0]
-    sizes = [len(one.group_lengths) for one in passes]
-    return arranged(
-        {str(number): one for number, one in enumerate(passes)},
-        np.repeat(np.arange(len(sizes)), sizes),
-        np.concatenate([np.arange(size) for size in sizes]),
-        "passes",
-    )

@@ -18,7 +18,8 @@ from jaxtyping import Int
 
 from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob
-from jaxlora.data.order import JobOrder, StreamPlace
+from jaxlora.data.objectives import smallest_batch
+from jaxlora.data.order import JobOrder, StreamPlace, batches_of
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.data.tokens.windows import Window, Windows
 from jaxlora.errors import DataError
@@ -165,10 +166,13 @@ class SampleStream:
     def _order(self, window: Window) -> JobOrder:
         """Returns the order of a window's samples: an epoch's of its number."""
         job, num = self._job, len(window.data.group_lengths)
+        fewest = smallest_batch(job.objective, job.objective_args)
+        num_batches = batches_of(num, job.batch_size, fewest)
         return JobOrder(
             num_samples=num,
             batch_size=job.batch_size,
             seed=job.seed,
             shuffle=job.shuffle,
-            steps=(window.place.window + 1) * -(-num // job.batch_size),
+            steps=(window.place.window + 1) * num_batches,
+            smallest_batch=fewest,
         )

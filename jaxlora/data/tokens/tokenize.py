@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.objectives import find_objective
+from jaxlora.data.objectives import find_objective, smallest_batch
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
 from jaxlora.data.records.read import Record, open_records
@@ -129,7 +129,8 @@ class DataReader:
         shards = self._shards[settings]
         # The seed only orders the shards; each job orders the samples of a window.
         seed = job.seed if job.shuffle and len(shards) > 1 else None
-        limits = job.max_length, job.too_long, job.batch_size
+        fewest = smallest_batch(job.objective, job.objective_args)
+        limits = job.max_length, job.too_long, job.batch_size, fewest
         choice = settings, *limits, job.shuffle, seed, *sample_form(job)
         if choice not in self._windows:
             tokenizer = self.tokenizer.with_setting(data.chat_template)

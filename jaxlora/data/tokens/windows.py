@@ -11,19 +11,22 @@ from concurrent.futures import Future
 import numpy as np
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.order import StreamPlace, permutation
+from jaxlora.data.objectives import smallest_batch
+from jaxlora.data.order import StreamPlace, batches_of, permutation
 from jaxlora.data.records.files import Record
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Records
 from jaxlora.data.records.shards import Shard, read_shards
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.choose import (
+    check_enough,
     check_some,
     choose_samples,
     grouped,
     sample_form,
 )
 from jaxlora.data.tokens.encode_records import RecordEncoder
+from jaxlora.data.tokens.mixture import joined
 from jaxlora.data.tokens.record_writer import RecordWriter
 from jaxlora.data.tokens.tokenized_data import MeasuredData, TokenizedData
 from jaxlora.errors import DataError
@@ -174,8 +177,8 @@ class WindowReader(Windows):
             data: The data set, with the kind of its records.
             shards: Its shards.
             tokenizer: The base model's tokenizer, with the data's template.
-            job: Settings of a job, of which `max_length`, `too_long`, `batch_size` and
-                the order of the shards count.
+            job: Settings of a job, of which `max_length`, `too_long`, `batch_size`, the
+                smallest batch of the objective and the order of the shards count.
 
         Raises:
             DataError: The first record cannot be read.
@@ -183,6 +186,7 @@ class WindowReader(Windows):
         super().__init__()
         self.shards = {shard.name: shard.fingerprint for shard in shards}
         self._data, self._list, self._job = data, shards, job
+        self._smallest_batch = smallest_batch(job.objective, job.objective_args)
         self._notes = Notes(data.path)
         read, feed = read_shards(shards, None)
         records = Records(path=data.path, read=read, feed=feed, limit=None)
@@ -197,8 +201,32 @@ class WindowReader(Windows):
         """Reads the window at a place."""
         with self._reads:
             found = self._read(place, place, self.num_groups)
+            if len(found.data.group_lengths) < self._smallest_batch:
+                found = self._with_next_pass(found)
             self._note_records(place)
         return found
+
+    def _with_next_pass(self, found: Window) -> Window:
+        """Adds the first window of the next pass to one that is no batch alone.
+
+        Raises:
+            DataError: The passes have no more samples than that.
+        """
+        following = self._read(found.after, found.after, self.num_groups)
+        check_enough(following.data, self._job)  # it is a whole pass, or a full window
+        data = joined([found.data, following.data])
+        num = len(data.group_lengths)
+        num_batches = batches_of(num, self._job.batch_size, self._smallest_batch)
+        return Window(
+            place=dataclasses.replace(found.place, digest=data.fingerprint),
+            after=dataclasses.replace(
+                following.after,
+                step=found.place.step + num_batches,
+                window=found.after.window,
+            ),
+            data=dataclasses.replace(data, is_part=True),
+            shards=tuple(dict.fromkeys(found.shards + following.shards)),
+        )
 
     def take(self, place: StreamPlace, num_groups: int) -> list[Window]:
         """Reads so many groups from a place on, of several passes if need be.
@@ -261,7 +289,8 @@ class WindowReader(Windows):
         return Window(
             place=dataclasses.replace(place, digest=data.fingerprint),
             after=StreamPlace(
-                step=place.step + -(-num // self._job.batch_size),
+                step=place.step
+                + batches_of(num, self._job.batch_size, self._smallest_batch),
                 window=place.window + 1,
                 epoch=start.epoch + is_end,
                 shard=0 if is_end else reading.shard,

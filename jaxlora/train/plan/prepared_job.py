@@ -21,9 +21,10 @@ from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.kto_objective import recombined
 from jaxlora.data.objective import Objective
-from jaxlora.data.objectives import find_objective
+from jaxlora.data.objectives import find_objective, smallest_batch
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.choose import check_enough
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.stream import SampleStream
 from jaxlora.data.tokens.token_cache import user_token_cache
@@ -89,6 +90,7 @@ class PreparedJob:
             shuffle=settings.shuffle,
             epochs=settings.epochs,
             steps=settings.steps,
+            smallest_batch=smallest_batch(settings.objective, settings.objective_args),
         )
 
     @property
@@ -297,6 +299,8 @@ def _read_job(
     train = reader.read(job, "train") if stream is None else stream.first
     if job.eval_data is not None or job.eval_fraction > 0:
         held_out = reader.read(job, "eval")
+    for data in filter(None, (train, held_out)):
+        check_enough(data, job)
     read = {"training data": train, "held-out data": held_out}
     prepared = PreparedJob(
         settings=job,

@@ -39,6 +39,40 @@ def test_batch_depends_on_step_alone(num, batch_size, seed, random):
         assert fresh.batch(step).tolist() == in_order[step]
 
 
+@given(st.integers(2, 60), st.integers(2, 60), seeds, st.booleans())
+def test_no_batch_has_a_single_sample_where_two_are_needed(
+    num, batch_size, seed, shuffle
+):
+    """One that is left over is in the batch before; all others are as without it."""
+    common = {"num_samples": num, "batch_size": batch_size, "seed": seed}
+    common |= {"shuffle": shuffle, "epochs": 2.0}
+    order, plain = JobOrder(**common, smallest_batch=2), JobOrder(**common)
+    per_epoch = order.batches_per_epoch
+    assert order.num_steps == 2 * per_epoch
+    assert per_epoch == plain.batches_per_epoch - (num % batch_size == 1)
+    for epoch in range(2):
+        steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        batches = [order.batch(step).tolist() for step in steps]
+        sizes = [len(batch) for batch in batches]
+        assert min(sizes) >= 2 and max(sizes) <= batch_size + 1
+        assert all(size == batch_size for size in sizes[:-1])
+        first = epoch * plain.batches_per_epoch
+        whole = [plain.batch(first + i) for i in range(plain.batches_per_epoch)]
+        assert np.concatenate(batches).tolist() == np.concatenate(whole).tolist()
+    neighbors = order.neighbors()
+    assert (neighbors != np.arange(num)).all()
+    for step in range(per_epoch):
+        batch = order.batch(step)
+        assert neighbors[batch].tolist() == np.roll(batch, 1).tolist()
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (5, 1)])
+def test_sizes_allow_the_smallest_batch(sizes):
+    num, batch_size = sizes
+    with pytest.raises(ValueError, match="=1 must be at least smallest_batch=2"):
+        JobOrder(num_samples=num, batch_size=batch_size, seed=0, smallest_batch=2)
+
+
 def test_epochs_and_seeds_differ():
     def epoch(number, seed=0):
         order = JobOrder(num_samples=50, batch_size=50, seed=seed, epochs=2.0)

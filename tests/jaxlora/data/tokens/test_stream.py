@@ -346,3 +346,47 @@ def test_fingerprints_of_shards(tmp_path):
         found.add(of())
     path.write_text("a" * (2**21) + "b")
     assert of() not in found and len(found) == 4
+
+
+def labelled(name: str) -> dict:
+    return record(name) | {"label": True}
+
+
+def kto(path: str, window: int, **changes) -> LoraJob:
+    data = {"path": path, "streaming": True, "shuffle_buffer": window}
+    settings = {"objective": "kto", "batch_size": 4, "steps": 12, "max_length": LONG}
+    data |= {"bad_records": "drop"}
+    return LoraJob(name="k", data=data, shuffle=False, **settings | changes)
+
+
+@pytest.mark.parametrize(("num", "window"), [(9, 8), (9, 100), (8, 8), (13, 4)])
+def test_a_sample_that_a_pass_leaves_over_has_others_in_its_batch(
+    tokenizer, tmp_path, num, window
+):
+    """It is in the batch before, or goes before the next pass."""
+    names = [f"r{i}" for i in range(num)]
+    path = tmp_path / "set.jsonl"
+    path.write_text("".join(json.dumps(labelled(name)) + "\n" for name in names))
+    job = kto(str(path), window)
+    stream = DataReader(tokenizer).stream(job)
+    found = [batch_names(stream, step, tokenizer) for step in range(job.steps)]
+    assert {len(batch) for batch in found} <= {2, 3, 4, 5}
+    seen = list(itertools.chain(*found))
+    assert seen == list(itertools.islice(itertools.cycle(names), len(seen)))
+    for step in range(job.steps):
+        other = DataReader(tokenizer).stream(job)
+        other.follow(stream.place(step))
+        assert [
+            batch_names(other, later, tokenizer) for later in range(step, job.steps)
+        ] == found[step:]
+
+
+def test_a_stream_of_one_answer_is_refused(tokenizer, tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps(labelled("r0")) + "\n")
+    job = kto(str(path), 8)
+    with pytest.raises(DataError, match="has 1 sample there, and kto needs 2 or more"):
+        DataReader(tokenizer).stream(job)
+    args = {"loss_type": "apo_zero_unpaired"}
+    stream = DataReader(tokenizer).stream(job.replace(objective_args=args))
+    assert batch_names(stream, 3, tokenizer) == ["r0"]
