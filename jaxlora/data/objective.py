@@ -73,11 +73,14 @@ class Terms:
             something else than terms, the weight of an element: 1 divided by the number
             of elements, or by their mean number in a term for a sum.
         settings: Values of the objective's settings.
+        is_reference: Whether the adapter gives the probabilities of the reference, but
+            for rounding, as before its first step.
     """
 
     weight: float
     part_weights: tuple[float, ...] = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_reference: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

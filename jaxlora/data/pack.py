@@ -69,6 +69,7 @@ class JobBatch:
             training, 1 for a sum.
         objective: What the loss is.
         settings: Values of the objective's settings.
+        is_reference: See `Terms`.
     """
 
     slot: int
@@ -77,6 +78,7 @@ class JobBatch:
     weight: float
     objective: Objective = NEXT_TOKEN
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_reference: bool = False
 
     @functools.cached_property
     def terms(self) -> Terms:
@@ -86,6 +88,7 @@ class JobBatch:
             weight=self.weight,
             part_weights=tuple(whole / max(1, size) for size in self._part_sizes),
             settings=self.settings,
+            is_reference=self.is_reference,
         )
 
     @functools.cached_property

@@ -40,6 +40,10 @@ _OF_PAIRS = (
     *("weight", "chosen_scale", "rejected_scale", "beta", "shift"),
     *("win", "lose", "hinge", "square", "reward"),
 )
+# A difference of rewards is a tie if float32 may have made it: if it is at most so many
+# times its relative precision, 2^-23, of the numbers that it is made of. Where samples
+# are packed in another way, sums over a few hundred tokens differ by about one.
+_ROUNDINGS = 8
 # As TRL names them.
 _METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -92,6 +96,20 @@ def group_sums(
     return values
 
 
+def is_preferred(
+    chosen: Float[Array, " T"], rejected: Float[Array, " T"], size: Float[Array, " T"]
+) -> Float[Array, " T"]:
+    """Whether the chosen answer has the higher reward: 1 or 0, which a tie has.
+
+    Args:
+        chosen: Its reward.
+        rejected: Reward of the other one.
+        size: Sum of the magnitudes of the numbers whose differences are rewards.
+    """
+    rounding = _ROUNDINGS * jnp.finfo(size.dtype).eps * size
+    return jnp.where(chosen - rejected > rounding, 1.0, 0.0)
+
+
 def _num_pairs(samples: Sequence[TokenizedSample]) -> int:
     return len(samples) // 2
 
@@ -129,11 +147,12 @@ def _pair_inputs(
     token_weight = terms.part_weights[0] if terms.part_weights else 0.0
     out["nll"][: len(chosen)] = likely * token_weight * nll_weight(terms.settings)
     scales = [1 / one.sum() if loss.is_mean else 1.0 for one in (chosen, rejected)]
+    reward = loss.beta if loss.reward is None else loss.reward
     of_pair = {
         "weight": terms.weight,
         "chosen_scale": scales[0],
         "rejected_scale": scales[1],
-        "reward": loss.beta if loss.reward is None else loss.reward,
+        "reward": 0.0 if terms.is_reference else reward,  # only metrics read it
     }
     for name in ("beta", "shift", "win", "lose", "hinge", "square"):
         of_pair[name] = getattr(loss, name)
@@ -199,10 +218,13 @@ def _metrics(
     if ratios is logps:
         logps = ratios = _scaled(logps, inputs)
     chosen, rejected = (inputs["reward"] * one for one in ratios)
+    pairs = zip(logps, ratios, strict=True)
+    size = sum(abs(logp) + abs(logp - ratio) for logp, ratio in pairs)
+    size = inputs["reward"] * size
     values = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
-        "rewards/accuracies": jnp.where(chosen > rejected, 1.0, 0.0),
+        "rewards/accuracies": is_preferred(chosen, rejected, size),
         "rewards/margins": chosen - rejected,
         "logps/chosen": logps.chosen,
         "logps/rejected": logps.rejected,

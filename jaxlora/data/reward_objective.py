@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.data.objective import Objective, ObjectiveSetting, RowInputs, Terms
-from jaxlora.data.preference_objectives import group_sums
+from jaxlora.data.preference_objectives import group_sums, is_preferred
 from jaxlora.data.tokens.samples import TokenizedSample
 
 # Input of the last rows of a pair's sequences: 1 of the chosen and -1 of the rejected
@@ -70,9 +70,9 @@ def _metrics(
 ) -> dict[str, Float[Array, " T"]]:
     """TRL's metrics; the smallest and the largest reward of a batch are no sums."""
     chosen, rejected = _rewards(inputs, groups)
-    weight = inputs["weight"]
+    weight, size = inputs["weight"], abs(chosen) + abs(rejected)
     values = {
-        "accuracy": jnp.where(chosen > rejected, 1.0, 0.0),
+        "accuracy": is_preferred(chosen, rejected, size),
         "margin": chosen - rejected,
         "mean_reward": (chosen + rejected) / 2,
     }

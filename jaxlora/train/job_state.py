@@ -180,6 +180,7 @@ class JobState:
             weight=1.0 / objective.num_terms(samples),
             objective=objective,
             settings=self.prepared.objective_settings,
+            is_reference=self._is_reference(step, dropout=self.settings.dropout),
         )
 
     def eval_batch(self, slot: int) -> JobBatch:
@@ -193,7 +194,26 @@ class JobState:
             weight=1.0,
             objective=self.prepared.objective,
             settings=self.prepared.objective_settings,
+            is_reference=self._is_reference(self.progress.step, dropout=0.0),
         )
+
+    def _is_reference(self, step: int, *, dropout: float) -> bool:
+        """Whether the adapter after so many steps is still the reference.
+
+        A warm-up may begin with a rate of 0, so that the first step changes nothing.
+        The rates of steps that another job or run has done are not known.
+
+        Args:
+            step: Optimizer steps done.
+            dropout: Probability of dropping a feature, which changes what an adapter
+                computes unless it is fresh.
+        """
+        prepared, job = self.prepared, self.settings
+        if not prepared.starts_as_reference or (prepared.start and dropout):
+            return False
+        is_own = job.clone_of is None and job.continue_from is None
+        is_still = step == 1 and is_own and self.learning_rate(0) == 0
+        return step == 0 or is_still
 
     def baseline_batch(
         self, slot: int, batch: JobBatch | None = None

@@ -19,6 +19,7 @@ from jaxlora.adapters.targets import (
 from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.starts import LOFTQ
 from jaxlora.data.kto_objective import recombined
 from jaxlora.data.objective import Objective
 from jaxlora.data.objectives import find_objective, smallest_batch
@@ -156,6 +157,19 @@ class PreparedJob:
                 return "the adapter that it starts from"
             case folder:
                 return f"the adapter in {folder}"
+
+    @functools.cached_property
+    def starts_as_reference(self) -> bool:
+        """Whether the job's first weights are those with which it compares."""
+        start, reference = self.start, self.reference
+        match self.objective_settings.get("reference"):
+            case None:
+                return False
+            case "base":  # all fresh adapters but LoftQ's change nothing
+                return start is None and self.settings.init_lora_weights != LOFTQ
+        if start is None or reference is None:
+            return False
+        return start.product_fingerprint() == reference.product_fingerprint()
 
     @functools.cached_property
     def runs_reference(self) -> bool:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.data.objective import Objective
+from jaxlora.data.objective import Objective, Terms
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.pack import JobBatch
-from jaxlora.data.preference_objectives import group_sums
+from jaxlora.data.preference_objectives import DPO, group_sums
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 
@@ -132,6 +132,49 @@ def test_the_reference_may_run_with_the_microbatch(name, case):
     assert float(loss) == pytest.approx(case["loss"], rel=1e-10)
     golden = {name: case["metrics"][name] for name in found}
     assert found == pytest.approx(golden, rel=1e-10, abs=1e-10)
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo", "cpo", "orpo"])
+def test_equal_rewards_are_no_preference(name):
+    """Rounding of float32 is none, in either direction; a real difference is one."""
+    case = next(c.values[1] for c in CASES if c.values[0] == name)
+    batch = Batch(name, case)
+    _, inputs, groups = batch.arrays("float32")
+    nll = np.full(len(groups), 1.7, np.float32)
+    side, is_pair = np.asarray(inputs["side"]), np.asarray(inputs["weight"]) > 0
+    for answer, sign in (("chosen", 1), ("rejected", -1)):
+        counts = np.array([((side == sign) & (groups == g)).sum() for g in groups])
+        if name == "dpo":  # the policy is the reference
+            inputs[f"{answer}_reference"] = jnp.where(is_pair, -1.7 * counts, 0)
+        else:  # both answers have the same mean likelihood
+            scale = jnp.where(is_pair, 1 / np.maximum(counts, 1), 0)
+            inputs[f"{answer}_scale"] = scale
+
+    def accuracy(change: float) -> float:
+        changed = jnp.where(inputs["side"] > 0, nll * (1 + change), nll)
+        found = compiled(name)(changed, inputs, groups)[2]["rewards/accuracies"]
+        return float(found.sum())
+
+    eps = 2.0**-23
+    assert [accuracy(k * eps) for k in range(-3, 4)] == [0.0] * 7
+    assert accuracy(-1e-3) == pytest.approx(1.0) and accuracy(1e-3) == 0.0
+
+
+def test_the_rewards_of_the_reference_itself_are_0():
+    """In any precision; the loss is as it is computed."""
+    case = next(c.values[1] for c in CASES if c.values[0] == "dpo")
+    batch = Batch("dpo", case)
+    before = compiled("dpo")(*batch.arrays("float32"))
+    terms = Terms(weight=1.0, settings=DPO.settings_of({}), is_reference=True)
+    pair = [TokenizedSample(np.arange(4), np.arange(4) > 1, 0.0, -3.0)] * 2
+    assert not DPO.row_inputs(pair, terms)["reward"].any()
+    batch.inputs["reward"] = np.zeros_like(batch.inputs["reward"])
+    loss, gradient, metrics = compiled("dpo")(*batch.arrays("float32"))
+    assert loss == before[0] and (gradient == before[1]).all()
+    for kind in ("chosen", "rejected", "accuracies", "margins"):
+        assert not np.asarray(metrics[f"rewards/{kind}"]).any()
+    logps = "logps/chosen"
+    np.testing.assert_array_equal(metrics[logps], before[2][logps])
 
 
 def test_sums_of_groups_have_the_same_bits_anywhere():

@@ -67,3 +67,24 @@ def test_losses_are_those_of_trl(case):
         2, -1
     )
     np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_equal_rewards_are_no_preference():
+    """Rounding of float32 is none, in either direction."""
+    inputs = {
+        "side": jnp.array([1.0, -1.0]),
+        **{name: jnp.array([1.0, 0.0]) for name in ("weight", "margin")},
+        "center": jnp.zeros(2),
+    }
+    groups = jnp.zeros(2, int)
+
+    def accuracy(chosen: float, rejected: float) -> float:
+        score = jnp.array([chosen, rejected], jnp.float32)
+        *_, metrics = compute(jnp.zeros(2), inputs | {"score": score}, groups)
+        return float(metrics["accuracy"])
+
+    eps = 2.0**-23
+    for value in (1.3, -1.3, 0.0, 40.0):
+        found = [accuracy(value * (1 + k * eps), value) for k in range(-3, 4)]
+        assert found == [0.0] * 7
+    assert accuracy(1.3001, 1.3) == 1.0 and accuracy(-1.3001, -1.3) == 0.0

@@ -1,5 +1,6 @@
 """The reference of DPO and KTO: kept or in the step, of the base or of the start."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -7,9 +8,13 @@ import numpy as np
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.data.order import JobOrder
 from jaxlora.errors import ConfigError
+from jaxlora.train.job_state import JobState
 from jaxlora.train.plan import prepared_job
 from jaxlora.train.plan.check_objective import check_objective
+from jaxlora.train.plan.prepared_job import PreparedJob
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import Outcome, outcome
 from tests.jaxlora.train.reference_folders import write_reference
@@ -195,3 +200,52 @@ def test_a_reference_that_cannot_be_had_is_refused(args, changes, match):
         changes = changes | {"data": changes["data"] | {"bad_records": "drop"}}
     with pytest.raises(ConfigError, match=match):
         check_objective(job("x", "dpo", "pairs.jsonl", args, **changes))
+
+
+def with_reference(start: Adapter | None, args: dict, **settings) -> JobState:
+    """A job without data, of which only the settings and adapters are read."""
+    prepared = object.__new__(PreparedJob)
+    made = job("x", "dpo", "pairs.jsonl", args, **settings)
+    other = None if start is None else dataclasses.replace(start)
+    values = {"settings": made, "start": start, "stream": None}
+    values["reference"] = None if args.get("reference", "base") == "base" else other
+    for name, value in values.items():
+        object.__setattr__(prepared, name, value)
+    order = JobOrder(num_samples=8, batch_size=4, seed=0, steps=9)
+    object.__setattr__(prepared, "order", order)
+    return JobState(prepared, Adapter(modules={}))
+
+
+FRESH = Adapter(modules={})
+MOVED = dataclasses.replace(FRESH, score=np.ones((1, 2), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("start", "args", "settings", "trained", "evaluated"),
+    [
+        (None, {}, {}, {0}, {0}),
+        (None, {}, {"warmup_steps": 3}, {0, 1}, {0, 1}),
+        (None, {}, {"warmup_steps": 3, "continue_from": "runs/a"}, {0}, {0}),
+        (None, {}, {"init_lora_weights": "loftq", "use_dora": False}, set(), set()),
+        (MOVED, {}, {"init_from": "a"}, set(), set()),
+        (MOVED, {"reference": "start"}, {"init_from": "a", "dropout": 0.0}, {0}, {0}),
+        (MOVED, {"reference": "start"}, {"init_from": "a"}, set(), {0}),
+        (MOVED, {"reference": "a"}, {"init_from": "a", "dropout": 0.0}, {0}, {0}),
+    ],
+)
+def test_the_adapter_is_the_reference_before_it_moves(
+    start, args, settings, trained, evaluated
+):
+    """Dropout changes what an adapter computes, unless it is fresh."""
+    if start is not None:
+        settings = {"use_dora": False, "trainable_token_indices": ()} | settings
+    state = with_reference(start, args, **settings)
+    for dropout, wanted in ((state.settings.dropout, trained), (0.0, evaluated)):
+        steps = {s for s in range(9) if state._is_reference(s, dropout=dropout)}
+        assert steps == wanted
+
+
+def test_another_adapter_is_not_the_reference():
+    state = with_reference(MOVED, {"reference": "b"}, init_from="a", dropout=0.0)
+    object.__setattr__(state.prepared, "reference", FRESH)
+    assert not state._is_reference(0, dropout=0.0)
