@@ -31,6 +31,7 @@ from jaxlora.data.objective import (
 )
 from jaxlora.data.preference_objectives import group_sums
 from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.errors import ConfigError
 
 # Input of the rows that predict a completion: 1. The others are in the first row of a
 # sample, and 0 in other rows; `sample` is 1 there, `share` the weight of a recombined
@@ -172,6 +173,14 @@ def _weight() -> ObjectiveSetting:
     return ObjectiveSetting(default=1.0)
 
 
+def _check(settings: Mapping[str, Any]) -> None:
+    if not settings["desirable_weight"] and not settings["undesirable_weight"]:
+        raise ConfigError(
+            "objective_args: desirable_weight and undesirable_weight are 0, so nothing "
+            "is learned. Leave one of them out."
+        )
+
+
 _LABELLED = Objective(
     name="kto",
     kinds=("unpaired", "preference"),
@@ -185,6 +194,7 @@ _LABELLED = Objective(
         "undesirable_weight": _weight(),
         **REFERENCE_SETTINGS,
     },
+    check=_check,
     input_names=_INPUTS,
     num_terms=len,
     part_sizes=_num_of_label,

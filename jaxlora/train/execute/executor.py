@@ -187,6 +187,8 @@ class Executor(Protocol):
 
         Adapters are only read, and pending gradients are kept.
 
+        The progress of each job is that of the weights in its slot.
+
         Args:
             jobs: Jobs to evaluate, by slot. Their order determines the packing.
 

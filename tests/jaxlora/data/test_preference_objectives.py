@@ -229,6 +229,11 @@ def test_a_likely_completion_has_a_finite_gradient():
         ("cpo", {"label_smoothing": 0.5}, "at least 0 and below 0.5"),
         ("cpo", {"loss_type": "kto"}, "one of sigmoid, hinge, ipo"),
         ("orpo", {"beta": "high"}, "beta='high' must be a number"),
+        (
+            "kto",
+            {"desirable_weight": 0.0, "undesirable_weight": 0.0},
+            "desirable_weight and undesirable_weight are 0, so nothing is learned",
+        ),
     ],
 )
 def test_settings_that_do_not_exist_are_refused(name, args, message):
