@@ -408,12 +408,11 @@ def _gain(
     """
     if not (math.isfinite(loss) and math.isfinite(metric or 0.0)):
         return math.nan
-    best = [before.best_eval]
-    found = [loss]
+    found, best = [loss], [before.best_eval]
     if metric is not None:
-        sign = -1 if is_maximized else 1
+        sign, known = -1 if is_maximized else 1, before.best_metric
         found.insert(0, sign * metric)
-        best.insert(0, before.best_metric and sign * before.best_metric)
+        best.insert(0, None if known is None else sign * known)
     for value, other in zip(found, best, strict=True):
         if other is None:
             return math.inf
