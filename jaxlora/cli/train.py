@@ -53,7 +53,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 
 def train(arguments: argparse.Namespace) -> int:
     """Trains the run of a run file; returns the exit status."""
-    from jaxlora.distributed.environment import find_membership
+    from jaxlora.distributed.start import find_membership, joined, local_device_ids
     from jaxlora.memory.gpu_share import take_free_gpus
 
     use_device(arguments)
@@ -64,13 +64,11 @@ def train(arguments: argparse.Namespace) -> int:
     if config.sweep is not None and config.sweep.has_groups:
         with file.rewords(given):
             return _train_groups(config, arguments, file, is_member=member is not None)
-    local_ids = None if member is None else member.local_device_ids
+    local_ids = None if member is None else local_device_ids()
     take_free_gpus(local_ids, gathers=config.may_gather)
     with file.rewords(given):
         if member is None:
             return _train_in_process(config, arguments, file)
-        from jaxlora.distributed.start import joined
-
         with joined(member):
             return _train_in_process(config, arguments, file)
 

@@ -40,8 +40,7 @@ def is_first() -> bool:
 def gather[T](value: T) -> list[T]:
     """Returns the values of all processes, in their order.
 
-    It waits for all processes. If one of them ends, so does this one; see
-    `jaxlora.distributed.watch`.
+    It waits for all processes. If one of them ends, JAX ends this one, too.
 
     Args:
         value: A JSON value.

@@ -1,41 +1,167 @@
-"""Joins the processes of a run."""
+"""Joins the processes of a run, through JAX's distributed service.
+
+JAX detects SLURM and Open MPI, lets the processes find each other, and ends all of them
+when one is lost (`jax.distributed.initialize`).
+"""
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
+import re
 import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
-from jaxlora.common.console import complain
 from jaxlora.distributed import processes
-from jaxlora.distributed.environment import Membership
-from jaxlora.distributed.watch import RESUME, Watch
 from jaxlora.errors import ConfigError, DeviceError, ProcessError
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 300.0
-LOST_SECONDS = 60.0
+START_SECONDS = 300
+LOST_SECONDS = 60
+_FLAGS = {
+    "coordinator": ("--coordinator", "JAX_COORDINATOR_ADDRESS"),
+    "num_processes": ("--num-processes", "JAX_NUM_PROCESSES"),
+    "process_id": ("--process-id", "JAX_PROCESS_ID"),
+}
+# Variables that count the processes which a cluster's scheduler has started together.
+_CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """What is known about this process's place among those of a run.
+
+    Attributes:
+        coordinator: Host and port at which process 0 coordinates the others.
+        num_processes: Number of processes.
+        process_id: Number of this process, from 0.
+
+    All three are None where a cluster's scheduler has started the processes, which JAX
+    asks.
+
+    Raises:
+        ConfigError: A value is invalid.
+    """
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+    def __post_init__(self):
+        if self.coordinator is None:
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(
+                f"coordinator {self.coordinator!r} is not host:port. Give the address "
+                "of process 0 and a free port there, such as node1:9000."
+            )
+        assert self.num_processes is not None and self.process_id is not None
+        if not 0 <= self.process_id < self.num_processes:
+            raise ConfigError(
+                f"process id {self.process_id} is out of range: the ids of "
+                f"{self.num_processes} processes are 0 to {self.num_processes - 1}."
+            )
+
+
+def find_membership(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> Membership | None:
+    """Decides whether this process is one of several that train a run together.
+
+    Flags come first, then the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, and then what SLURM (srun) or Open MPI say. One process, given by
+    any of them, is an ordinary run.
+
+    Args:
+        coordinator: Host and port of process 0.
+        num_processes: Number of processes.
+        process_id: Number of this process, from 0.
+
+    Returns:
+        The place of this process; None if the run has no other processes.
+
+    Raises:
+        ConfigError: A value is invalid, or some but not all of them are given.
+    """
+    given: dict[str, Any] = {
+        "coordinator": coordinator,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    for name, (flag, variable) in _FLAGS.items():
+        if given[name] is not None or not (value := os.environ.get(variable)):
+            continue
+        if name != "coordinator" and not re.fullmatch(r"-?\d{1,9}", value):
+            raise ConfigError(
+                f"{variable} (or {flag}) is {value!r}, which is no number."
+            )
+        given[name] = value if name == "coordinator" else int(value)
+    if given["num_processes"] == 1:
+        return None
+    missing = [name for name, value in given.items() if value is None]
+    if not missing:
+        return Membership(**given)
+    if len(missing) < len(given):
+        there = [name for name in given if name not in missing]
+        raise ConfigError(
+            f"{_listed(there)} is given without {_listed(missing)}. A run of several "
+            "processes needs all three, for each process; an ordinary run needs none."
+        )
+    counts = [os.environ.get(variable, "") for variable in _CLUSTERS]
+    is_one_of_several = any(n.isdecimal() and int(n) > 1 for n in counts)
+    return Membership() if is_one_of_several else None
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"{_FLAGS[n][0]} (or {_FLAGS[n][1]})" for n in names)
+
+
+def local_device_ids() -> tuple[int, ...] | None:
+    """Returns the GPUs of this host that one process of several uses; None: all.
+
+    JAX gives each process of a cluster the GPU of its number on the host. A process
+    that is alone on its host takes all of them here.
+
+    Raises:
+        ConfigError: JAX_LOCAL_DEVICE_IDS does not list numbers.
+    """
+    ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    if ids:
+        if not re.fullmatch(r"\d+(,\d+)*", ids):
+            raise ConfigError(
+                f"JAX_LOCAL_DEVICE_IDS is {ids!r}; give numbers of GPUs such as 0,1."
+            )
+        return tuple(map(int, ids.split(",")))
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE")  # such as 4(x2),3
+    if tasks is not None:
+        is_alone = all(part.partition("(")[0] == "1" for part in tasks.split(","))
+    else:
+        is_alone = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") == "1"
+    number = os.environ.get("SLURM_LOCALID" if tasks else "OMPI_COMM_WORLD_LOCAL_RANK")
+    return None if is_alone or number is None else (int(number),)
 
 
 @contextlib.contextmanager
 def joined(
     member: Membership,
     *,
-    start_seconds: float = START_SECONDS,
-    lost_seconds: float = LOST_SECONDS,
+    start_seconds: int = START_SECONDS,
+    lost_seconds: int = LOST_SECONDS,
 ) -> Iterator[None]:
     """Connects this process to the others for the time of the block.
 
-    No JAX computation may have run before. If a process fails or is lost, all end: by
-    an error here, or by `jaxlora.distributed.watch`. After an error, the process must
-    not use JAX any more.
+    No JAX computation may have run before. If a process fails or is lost, the others
+    end: by an error of a computation here, or by JAX, which ends the process. After an
+    error, the process must not use JAX any more.
 
     Args:
         member: The place of this process in the run.
@@ -43,31 +169,22 @@ def joined(
         lost_seconds: Time without a sign of life after which a process is lost.
 
     Raises:
-        ConfigError: The coordinator cannot be reached.
+        ConfigError: The processes do not find each other.
         ProcessError: A computation failed, probably as another process has ended.
     """
     _connect(member, start_seconds, lost_seconds)
     if not processes.is_first():
         logging.getLogger("jaxlora").setLevel(logging.WARNING)
-    with Watch(lost_seconds) as watch:
-        try:
-            yield
-            processes.gather(None)  # none may stop its watch while another still works
-        except (jax.errors.JaxRuntimeError, DeviceError) as error:
-            failed = ProcessError(_explain(error))
-            _fail(watch, failed)
-            raise failed from error
-        except BaseException as error:
-            _fail(watch, error)
-            raise
+    try:
+        yield
+        processes.gather(None)  # none may leave while another still works
+    except BaseException as error:
+        # When Python ends, JAX would wait for the other processes. This comes before.
+        atexit.register(_end, 130 if isinstance(error, KeyboardInterrupt) else 1)
+        if isinstance(error, jax.errors.JaxRuntimeError | DeviceError):
+            raise ProcessError(_explain(error)) from error
+        raise
     jax.distributed.shutdown()
-
-
-def _fail(watch: Watch, error: BaseException) -> None:
-    """Tells the others of an error, and lets this process end without waiting."""
-    # When Python ends, JAX would wait for the other processes. This comes before that.
-    atexit.register(_end, 130 if isinstance(error, KeyboardInterrupt) else 1)
-    watch.report(error)
 
 
 def _end(status: int) -> None:
@@ -76,69 +193,33 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-def _connect(member: Membership, seconds: float, lost_seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    if member.process_id:
-        _wait_for_coordinator(member, deadline)
+def _connect(member: Membership, start_seconds: int, lost_seconds: int) -> None:
     # JAX would take the handler of SIGTERM, which a run needs to stop between windows.
     jax.config.update("jax_enable_preemption_service", False)
-    timer = threading.Timer(deadline - time.monotonic(), _give_up, (member, seconds))
-    timer.daemon = True
-    timer.start()
+    is_given = member.coordinator is not None
     try:
         jax.distributed.initialize(
             member.coordinator,
             member.num_processes,
             member.process_id,
-            local_device_ids=member.local_device_ids,
-            cluster_detection_method="deactivate",
-            # The timers here come first, as JAX's abort the process.
-            initialization_timeout=int(seconds) + 60,
-            heartbeat_timeout_seconds=int(lost_seconds) + 60,
+            local_device_ids=local_device_ids() or (),  # (): all
+            cluster_detection_method="deactivate" if is_given else None,
+            initialization_timeout=start_seconds,
+            heartbeat_timeout_seconds=lost_seconds,
         )
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"process {member.process_id} cannot join the run at "
-            f"{member.coordinator}: {error}. Is the port free on process 0, and is "
-            "each process id given once?"
+            f"this process on {socket.gethostname()} cannot join the others of its run "
+            f"({member.coordinator or 'as the cluster says'}): {error}. Start each of "
+            "them, with ids from 0, and leave the port free on the host of process 0."
         ) from error
-    finally:
-        timer.cancel()
     logger.info(
         "process %d of %d, %d of %d devices",
-        member.process_id,
-        member.num_processes,
+        processes.index(),
+        processes.count(),
         jax.local_device_count(),
         jax.device_count(),
     )
-
-
-def _wait_for_coordinator(member: Membership, deadline: float) -> None:
-    """Waits until process 0 listens, as JAX would abort with a stack trace if not."""
-    began = time.monotonic()
-    while True:
-        try:
-            with socket.create_connection(member.host_and_port, timeout=5.0):
-                return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"the coordinator {member.coordinator} cannot be reached from "
-                    f"process {member.process_id} on {socket.gethostname()} within "
-                    f"{time.monotonic() - began:.0f} s: {error}. Is process 0 started, "
-                    "is this its address, and is the port open?"
-                ) from error
-        time.sleep(0.2)
-
-
-def _give_up(member: Membership, seconds: float) -> None:
-    complain(
-        f"jaxlora: error: process {member.process_id} has waited {seconds:g} s for all "
-        f"{member.num_processes} processes to connect to {member.coordinator}. Start "
-        f"each of them, with the ids 0 to {member.num_processes - 1}."
-    )
-    # The main thread waits in a call of JAX, where no exception reaches it.
-    os._exit(1)
 
 
 def _explain(error: Exception) -> str:
@@ -146,5 +227,6 @@ def _explain(error: Exception) -> str:
     return (
         f"process {processes.index()} of {processes.count()} on "
         f"{socket.gethostname()}: a computation failed: {lines[0]:.300}. If another "
-        f"process has ended, this is how the others notice. {RESUME}"
+        "process has ended, this is how the others notice. All checkpoints that were "
+        "written are whole: start all processes again with --resume."
     )
