@@ -158,6 +158,34 @@ class Tokenizer:
             )
         return token_id
 
+    def num_given(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> int:
+        """Counts the first ids of a text that are `prefix_ids`, spelled out in it.
+
+        A text that was rendered before may begin with them, and needs no others.
+
+        Args:
+            ids: Ids of the text, or of its first part, without special tokens.
+        """
+        num = len(self.prefix_ids)
+        is_given = len(ids) >= num and tuple(map(int, ids[:num])) == self.prefix_ids
+        return num if is_given else 0
+
+    def has_end(self, text: str) -> bool:
+        """Whether a text ends with a special token, apart from spaces after it.
+
+        Such a text was rendered before: its last turn, or the text itself, has an end.
+        """
+        return bool(self._ends) and text.rstrip().endswith(self._ends)
+
+    @functools.cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """Texts of the special tokens that may end a text."""
+        added = self._backend.get_added_tokens_decoder().values()
+        ends = {token.content for token in added if token.special}
+        keys = ("bos_token", "pad_token", "unk_token", "mask_token")
+        ends -= {self._special_tokens.get(key) for key in keys}
+        return tuple(ends | ({self.eos_token} if self.eos_token else set()))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes `text`, by default with the tokenizer's special tokens around it."""
         with self._wrap_panics():

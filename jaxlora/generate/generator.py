@@ -130,7 +130,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, max_positions: int) -> list
             raise ConfigError(f"{shown} has tools and is no chat: set chat.")
         # The ids that the tokenizer puts after a text would end it.
         ids = tokenizer.encode(prompt.text, add_special_tokens=False)
-        ids = [*tokenizer.prefix_ids, *ids]
+        ids = [*tokenizer.prefix_ids, *ids[tokenizer.num_given(ids) :]]
     else:
         messages = [dict(message) for message in prompt.text]
         text = _render(messages, prompt.tools, tokenizer.chat, shown)
