@@ -25,11 +25,13 @@ class Chat:
         text: The conversation.
         target_spans: First character and end of each span.
         weights: Weight of each span; empty: all are 1.
+        num_cut: Answers that are not trained on and whose thoughts are left out.
     """
 
     text: str
     target_spans: tuple[Span, ...]
     weights: tuple[float, ...] = ()
+    num_cut: int = 0
 
 
 class ModelChat:
@@ -117,7 +119,7 @@ class ModelChat:
 
         Raises:
             DataError: The template refuses the messages, fails, exceeds a limit, or
-                leaves out a call, the text beside it, its result or a tool.
+                leaves out a tool, a call or a text other than thoughts.
             ModelError: There is no template, or it does not parse.
         """
         values = {
@@ -169,15 +171,16 @@ class ModelChat:
         """
         self._choose_template("default")
 
-    def _chat(self, answer: Answer, weights: Mapping[int, float]) -> Chat | DataError:
+    def _chat(self, answer: Answer, weight_of: Mapping[int, float]) -> Chat | DataError:
         if isinstance(answer, Failure):
             error = self._error(answer)
             if isinstance(error, DataError):
                 return error
             raise error
         spans = tuple((start, end) for start, end, _ in answer["spans"])
-        found = tuple(weights.get(index, 1.0) for _, _, index in answer["spans"])
-        return Chat(answer["text"], spans, found if set(found) - {1.0} else ())
+        found = tuple(weight_of.get(index, 1.0) for _, _, index in answer["spans"])
+        weights = found if set(found) - {1.0} else ()
+        return Chat(answer["text"], spans, weights, answer["num_cut"])
 
     def _error(self, failure: Failure) -> DataError | ModelError:
         if failure.kind == "syntax":
