@@ -32,6 +32,7 @@ from jaxlora.errors import DataError
 _SIGNIFICANT_KEYS = (
     "reasoning_content",
     "thinking",
+    "reasoning",
     "images",
     "train",
     "training",

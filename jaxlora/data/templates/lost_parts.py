@@ -24,8 +24,6 @@ _TEXT_MARK = f"Zq_{secrets.token_hex(4)}_"
 _ANY_MARK = re.compile(f"{_TEXT_MARK}[0-9]+_")
 _NUMBER_MARK = 10**13 + secrets.randbelow(10**8) * 10**5
 _PLAIN_ROLES = ("system", "developer", "user", "assistant")
-# A shorter text may be found in a rendering that does not print it.
-_FOUND_CHARS = 12
 # Keys of messages that hold the thoughts before an answer.
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _THOUGHT_END = re.compile(
@@ -56,7 +54,7 @@ _ROLE_CURE = (
     "chat_template)"
 )
 _ANSWER_CURE = (
-    "Set data.chat_template to a template that prints it, such as one of TRL for "
+    "set data.chat_template to a template that prints it, such as one of TRL for "
     "training (trl/chat_templates/qwen3_training.jinja and others); or do not train on "
     "the answer: data.loss_on: last leaves out earlier ones, and the weight 0 any"
 )
@@ -162,13 +160,14 @@ class _Marker:
                 continue
             if (number := known.get(shown)) is None:
                 number = known[shown] = len(self.parts)
-                what = part.what.replace("{}", f"{shown!r:.80}", 1)
-                mark = f"{_TEXT_MARK}{number}_"
-                found = {"what": what, "value": shown, "mark": mark}
-                is_thought = at <= end
-                self.parts.append(
-                    dataclasses.replace(part, **found, is_thought=is_thought)
+                found = dataclasses.replace(
+                    part,
+                    what=part.what.replace("{}", f"{shown!r:.80}", 1),
+                    value=shown,
+                    mark=f"{_TEXT_MARK}{number}_",
+                    is_thought=at <= end,
                 )
+                self.parts.append(found)
             if self._only in (None, number):
                 # Templates strip spaces at the ends of texts.
                 head = piece.rstrip()
@@ -246,16 +245,20 @@ def _has_tools(values: Mapping[str, Any]) -> bool:
     return has_calls or bool(values.get("tools"))
 
 
-def _prints_all(template: ChatTemplate, messages: Sequence[Any], text: str) -> bool:
-    """Whether the texts of all messages are surely printed, one after the other."""
-    at = 0
+def _prints_all(template: ChatTemplate, values: Mapping[str, Any], text: str) -> bool:
+    """Whether the texts of all messages are surely printed, one after the other.
+
+    A text that the template may print by itself is never sure.
+    """
+    messages, at = values["messages"], 0
+    others = [value for value in values.values() if isinstance(value, str)]
+    others += {str(message.get("role")) for message in messages}
+    own = template.literals + "\0".join(others)
     for message in messages:
         for one in _texts(template, message).values():
             one = one.strip()
-            if len(one) < _FOUND_CHARS or one in template.source:
-                return False
             at = text.find(one, at)
-            if at < 0:
+            if at < 0 or one in own or one.isdecimal():
                 return False
             at += len(one)
     return True
@@ -292,7 +295,7 @@ def check_parts(
     if "tools" not in template.names:
         values = {**values, "tools": None}
     has_tools = _has_tools(values)
-    if not has_tools and _prints_all(template, values["messages"], text):
+    if not has_tools and _prints_all(template, values, text):
         return 0
     marker = _Marker(template)
     marked = marker.conversation(values)
@@ -318,8 +321,8 @@ def _error(part: _Part, template: ChatTemplate, *, is_trained: bool) -> LostPart
         cure = _ANSWER_CURE
         for key, value in _KEEPING.items():
             if key in template.names:
-                cure = f"Set data.chat_template_kwargs to {{{key}: {value}}}. {cure}"
-    return LostPartError(f"{why}. {cure}")
+                cure = f"Set data.chat_template_kwargs to {{{key}: {value}}}; or {cure}"
+    return LostPartError(f"{why}. {cure[0].upper()}{cure[1:]}")
 
 
 def _lost_parts(

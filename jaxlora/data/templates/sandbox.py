@@ -116,6 +116,7 @@ class ChatTemplate:
 
     Attributes:
         source: The template.
+        literals: The texts that it may print by itself, and what it tells the time.
         names: Variables that the template may use.
         has_generation: Whether it has `{% generation %}` blocks.
     """
@@ -142,6 +143,10 @@ class ChatTemplate:
         self._start_clock = start_clock
         tree = sandbox.parse(source)
         self.names = meta.find_undeclared_variables(tree)
+        texts = [node.value for node in tree.find_all(nodes.Const)]
+        texts += [node.data for node in tree.find_all(nodes.TemplateData)]
+        texts += [now.strftime("%A %d %B %Y %b %m/%d/%y %H:%M:%S %Y-%m-%d")]
+        self.literals = "\0".join(text for text in texts if isinstance(text, str))
         self.has_generation = sandbox.has_generation
         self._template = sandbox.from_string(tree, globals=dict(self._functions))
         self._marks: _Marks | None = None
