@@ -8,9 +8,10 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -118,20 +119,30 @@ class Tokenizer:
         )
         return other
 
-    def with_setting(self, chat_template: str | None) -> "Tokenizer":
+    def with_setting(
+        self,
+        chat_template: str | None,
+        kwargs: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> "Tokenizer":
         """Returns the tokenizer with the template of the setting `chat_template`.
 
         Args:
             chat_template: See `find_template`; None: the tokenizer's own.
+            kwargs: The setting `chat_template_kwargs`.
 
         Raises:
             DataError: There is no such template.
         """
-        if chat_template is None:
-            return self
-        first, *_ = chat_template.splitlines()
-        source = f"chat_template {first!r:.80}"
-        return self.with_chat_template(find_template(chat_template), source)
+        found = self
+        if chat_template is not None:
+            first, *_ = chat_template.splitlines()
+            source = f"chat_template {first!r:.80}"
+            found = self.with_chat_template(find_template(chat_template), source)
+        if kwargs:
+            found = copy.copy(found)
+            found.__dict__.pop("fingerprint", None)  # it depends on these
+            found.chat = found.chat.with_kwargs(kwargs)
+        return found
 
     @functools.cached_property
     def longest_token(self) -> int:

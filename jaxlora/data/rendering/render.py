@@ -79,6 +79,11 @@ def plain_renderer(
             f"chat_template is for chats, and the records are read as {reading}. Set "
             "data.chat to true, or remove data.chat_template."
         )
+    if data.chat_template_kwargs and not (is_chat or data.chat):
+        raise DataError(
+            "chat_template_kwargs are for chats, and the records are read as "
+            f"{reading}. Set data.chat to true, or remove data.chat_template_kwargs."
+        )
     if data.roles and not is_chat:
         raise DataError(
             f"roles are those of messages, and the records are read as {reading}. "
@@ -209,6 +214,7 @@ class _ChatRenderer:
         self._data = data
         self._source = source
         self._chat = tokenizer.chat
+        self._chat.check_kwargs()
         self._is_columnar = _is_columnar(data)
         self._has_tools = "tools" in self._chat.variables
         self._fields = [*source.fields, *([Field("tools")] if self._has_tools else [])]

@@ -119,6 +119,7 @@ class ChatTemplate:
         literals: The texts that it may print by itself, and what it tells the time.
         names: Variables that the template may use.
         has_generation: Whether it has `{% generation %}` blocks.
+        prompts: Generation prompts that were found, for `turns`.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class ChatTemplate:
         self.literals = "\0".join(text for text in texts if isinstance(text, str))
         self.has_generation = sandbox.has_generation
         self._template = sandbox.from_string(tree, globals=dict(self._functions))
+        self.prompts: dict[str, str] = {}
         self._marks: _Marks | None = None
         self._marked: jinja2.Template | None = None
 

@@ -152,4 +152,9 @@ def _carry_out(template: Template, common: Mapping, payload: Payload) -> dict[st
         template, values, conversation.text, trained, has_turns=has_turns
     )
     spans = (conversation.all_but if is_all else conversation.answers)(payload)
-    return {"text": conversation.text, "spans": spans, "num_cut": num_cut}
+    return {
+        "text": conversation.text,
+        "spans": spans,
+        "num_cut": num_cut,
+        "num_thoughtless": conversation.num_thoughtless,
+    }

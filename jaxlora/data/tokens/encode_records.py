@@ -69,7 +69,7 @@ def encode_records(
     writer = RecordWriter(data.path, max_length)
     progress = _Progress(writer, data.path)
     encoder.add(records, writer, on_chunk=progress.log)
-    encoder.note_cuts()
+    encoder.note_thoughts()
     num_records = len(writer) // encoder.size
     verb = "is" if num_records == 1 else "are"
     notes.add(
@@ -114,7 +114,7 @@ class RecordEncoder:
             raise DataError(f"{data.path}: {error}") from error
         self.size = SAMPLES_PER_RECORD.get(self._reading.kind, 1)
         self._tokenizer, self._bad = tokenizer, _BadRecords(data, notes)
-        self._notes, self._num_cut = notes, 0
+        self._notes, self._num_cut, self._num_thoughtless = notes, 0, 0
         self._encode = Encoder(data, tokenizer, max_length)
         self._first: TokenizedSample | None = None  # with a target
 
@@ -123,8 +123,8 @@ class RecordEncoder:
         """Describes the first record that was left out; "" if there is none."""
         return self._bad.first
 
-    def note_cuts(self) -> None:
-        """Logs how many texts the chat template has left out since the last call."""
+    def note_thoughts(self) -> None:
+        """Logs what the chat template did with thoughts since the last call."""
         if self._num_cut:
             self._notes.add(
                 "the chat template leaves out the thoughts of "
@@ -132,7 +132,15 @@ class RecordEncoder:
                 "after, as it does when the model is served. None of them is trained "
                 "on. To keep them, set chat_template to a template that prints them."
             )
-        self._num_cut = 0
+        if self._num_thoughtless:
+            self._notes.add(
+                "the chat template prints an empty thought before "
+                f"{counted(self._num_thoughtless, 'answer')} without thoughts, which "
+                "counts as prompt. Generation has the same prompt only with thinking "
+                "off: set chat_template_kwargs, such as {enable_thinking: false}.",
+                logging.INFO,
+            )
+        self._num_cut = self._num_thoughtless = 0
 
     def describe(self) -> str:
         """Says how records are read, and shows the first one."""
@@ -192,6 +200,7 @@ class RecordEncoder:
             elif isinstance(first, Chat):
                 # The samples of a record have a prompt in common.
                 self._num_cut += first.num_cut
+                self._num_thoughtless += first.num_thoughtless
             for tokens, (value, factor), is_whole in record:
                 if errors or isinstance(tokens, DataError):
                     writer.add_bad()

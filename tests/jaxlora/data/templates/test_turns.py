@@ -10,7 +10,6 @@ from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
 
 END = "<|im_end|>"
-THOUGHT = "<think>\n\n</think>\n\n"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
@@ -93,9 +92,9 @@ def answers(template, messages) -> list[str]:
             MUTED,
             ["<think>\nwell\n</think>\n\nFine.<|end|>"],
         ),
-        ("QWEN3", TALK, [f"Hello!{END}", f"{THOUGHT}Fine.\n{END}"]),
-        ("QWEN3", IN_A_ROW, [f"Hello!{END}", f"{THOUGHT}More.{END}"]),
-        ("QWEN3", ASSISTANT_FIRST, [f"Hello!{END}", f"{THOUGHT}Fine.{END}"]),
+        ("QWEN3", TALK, [f"Hello!{END}", f"Fine.\n{END}"]),
+        ("QWEN3", IN_A_ROW, [f"Hello!{END}", f"More.{END}"]),
+        ("QWEN3", ASSISTANT_FIRST, [f"Hello!{END}", f"Fine.{END}"]),
         ("QWEN3", MUTED, [f"<think>\nwell\n</think>\n\nFine.{END}"]),
         (
             "QWEN3",
@@ -104,10 +103,10 @@ def answers(template, messages) -> list[str]:
                 f"{CALLED}{END}",
                 f"Seven.{END}",
                 f"<think>\nhm\n</think>\n\nLet me see.\n{CALLED}\n{CALLED}{END}",
-                f"{THOUGHT}Nine.{END}",
+                f"Nine.{END}",
             ],
         ),
-        ("QWEN3", CALLS[:5], [f"{CALLED}{END}", f"{THOUGHT}Seven.{END}"]),
+        ("QWEN3", CALLS[:5], [f"{CALLED}{END}", f"Seven.{END}"]),
         ("GENERATION", TALK, [f"Hello!{END}", f"Fine.\n{END}"]),
         ("GENERATION", IN_A_ROW, [f"Hello!{END}", f"More.{END}"]),
     ],
