@@ -235,9 +235,11 @@ def test_tools_go_to_the_chat_template(folder):
     prompt = Prompt(CHAT, tools=[{"name": "clock"}])
     with pytest.raises(DataError, match=r"the prompt 'ab' has tools, which"):
         prompt_ids(prompt, load_tokenizer(folder), 512)
-    (folder / "chat_template.jinja").write_text("{{ tools[0].name }}")
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools[0].name }}{{ messages[0].content }}"
+    )
     tokenizer = load_tokenizer(folder)
-    assert prompt_ids(prompt, tokenizer, 512) == tokenizer.encode("clock")
+    assert prompt_ids(prompt, tokenizer, 512) == tokenizer.encode("clockab")
     with pytest.raises(ConfigError, match="is no chat: set chat"):
         prompt_ids(Prompt("ab", tools=[{}]), tokenizer, 512)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
