@@ -69,7 +69,7 @@ class _Part:
     """A part of a conversation that has to be printed.
 
     Attributes:
-        what: Describes it.
+        what: Describes it, with {} for a text.
         value: The text, number, bool or null, or an empty list or object.
         mark: What is printed if the marked value is printed.
         cure: What to do if it is not printed.
@@ -87,6 +87,11 @@ class _Part:
     is_result: bool = False
     message: int | None = None
     is_thought: bool = False
+
+    def __str__(self) -> str:
+        if self.message is None:
+            return self.what
+        return self.what.replace("{}", f"{self.value!r:.80}", 1)
 
 
 class _Marker:
@@ -150,6 +155,7 @@ class _Marker:
                 one mark, as thoughts may be given twice, of which one is printed.
             end: Where the thoughts in the text end.
         """
+        same = part.cure, part.caller, part.is_result, part.message
         pieces, at = _SEPARATOR.split(text), 0
         if not any(piece.strip() for piece in pieces[::2]):
             pieces = [text]
@@ -160,14 +166,8 @@ class _Marker:
                 continue
             if (number := known.get(shown)) is None:
                 number = known[shown] = len(self.parts)
-                found = dataclasses.replace(
-                    part,
-                    what=part.what.replace("{}", f"{shown!r:.80}", 1),
-                    value=shown,
-                    mark=f"{_TEXT_MARK}{number}_",
-                    is_thought=at <= end,
-                )
-                self.parts.append(found)
+                mark, is_thought = f"{_TEXT_MARK}{number}_", at <= end
+                self.parts.append(_Part(part.what, shown, mark, *same, is_thought))
             if self._only in (None, number):
                 # Templates strip spaces at the ends of texts.
                 head = piece.rstrip()
@@ -314,7 +314,7 @@ def check_parts(
 
 
 def _error(part: _Part, template: ChatTemplate, *, is_trained: bool) -> LostPartError:
-    why, cure = f"the chat template does not print {part.what}", part.cure
+    why, cure = f"the chat template does not print {part}", part.cure
     if is_trained:
         why += ", which is trained on"
     if is_trained and (part.is_thought or cure == _ROLE_CURE):
@@ -347,7 +347,7 @@ def _lost_parts(
     for number, part in enumerate(parts):
         if part.is_thought and part.message in thoughtless:
             continue
-        if rendering is not None and part.mark in rendering.of(part.caller):
+        if rendering is not None and rendering.has(part):
             continue
         is_known = is_sure and part.message is not None
         if not is_known and _is_printed_alone(template, values, number, text):
@@ -363,12 +363,12 @@ def _check_turns(
     """Checks that no result is printed within a turn that is trained on."""
     results = [part for part in parts if part.is_result]
     for i in trained:
-        turn = rendering.of(i) if i in rendering.turns else ""
+        marks = rendering.marks_of(i) if i in rendering.turns else ()
         for part in results:
-            if part.mark in turn:
+            if part.mark in marks:
                 raise UnclearTurnError(
                     f"the turn of message {i} is unclear: the template prints "
-                    f"{part.what} in it"
+                    f"{part} in it"
                 )
 
 
@@ -379,7 +379,7 @@ def _is_printed_alone(
     marker = _Marker(template, only=number)
     marked = _render(template, marker.conversation(values))
     part = marker.parts[number]
-    if marked is not None and part.mark in marked.of(part.caller):
+    if marked is not None and marked.has(part):
         return True
     if marked is not None and marked.text == text:
         return False
@@ -402,10 +402,24 @@ class _Rendering:
     Attributes:
         text: All of it.
         turns: Known spans that each message printed.
+        marks: The marks that each message printed, as far as they were asked for.
     """
 
     text: str
     turns: Mapping[int, Sequence[Span]]
+    marks: dict[int | None, frozenset[str]] = dataclasses.field(default_factory=dict)
+
+    def has(self, part: _Part) -> bool:
+        """Whether a part was printed, by its message if that is known."""
+        if part.mark.startswith(_TEXT_MARK):
+            return part.mark in self.marks_of(part.caller)
+        return part.mark in self.of(part.caller)
+
+    def marks_of(self, message: int | None) -> frozenset[str]:
+        """Returns the marks of texts that a message printed; all, if unknown."""
+        if message not in self.marks:
+            self.marks[message] = frozenset(_ANY_MARK.findall(self.of(message)))
+        return self.marks[message]
 
     def of(self, message: int | None) -> str:
         """Returns the text that a message printed; all text if that is unknown."""

@@ -223,6 +223,13 @@ def test_a_text_of_the_template_does_not_stand_for_a_message():
             model_chat(template).render(talk)
 
 
+def test_a_long_text_in_another_form_takes_little_time():
+    """Each of its lines has a mark."""
+    lines = "\n".join(f"line {i} of the result" for i in range(20_000))
+    chat = model_chat(TEMPLATES["json"])
+    assert chat.render([say("system", lines), say("tool", lines), USER])
+
+
 @pytest.mark.live
 def test_templates_of_trl():
     found = importlib.util.find_spec("trl")
