@@ -149,8 +149,9 @@ def _template_kwargs(arguments: argparse.Namespace) -> dict[str, Any] | None:
     given, option = arguments.chat_template_kwargs, "--chat-template-kwargs"
     if given is None:
         return None
+    values = parse_yaml(given, option)
     try:
-        return check_template_kwargs(parse_yaml(given, option))
+        return check_template_kwargs(values)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
 

@@ -55,8 +55,9 @@ _ROLE_CURE = (
 )
 _ANSWER_CURE = (
     "set data.chat_template to a template that prints it, such as one of TRL for "
-    "training (trl/chat_templates/qwen3_training.jinja and others); or do not train on "
-    "the answer: data.loss_on: last leaves out earlier ones, and the weight 0 any"
+    "training (in trl/chat_templates: qwen3_training.jinja, deepseek_r1_distill_"
+    "training.jinja and others); or do not train on the answer: data.loss_on: last "
+    "leaves out earlier ones, and the weight 0 any"
 )
 
 

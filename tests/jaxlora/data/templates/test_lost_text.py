@@ -181,7 +181,7 @@ def test_nothing_is_lost_in_silence(name, loss_on):
         (
             "qwen3",
             "thoughts",
-            r"trl/chat_templates/qwen3_training\.jinja and .* data\.lo",
+            r"trl/chat_templates: qwen3_training\.jinja, .* data\.lo",
         ),
         (
             "preserving",

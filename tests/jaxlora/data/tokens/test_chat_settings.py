@@ -296,9 +296,8 @@ def test_settings_of_chats_for_other_records(run, base, setting, message):
 def test_settings_that_contradict():
     with pytest.raises(ConfigError, match="Set loss_on in data: completion trains on"):
         DataConfig(path="a", train_on="last")
-    job = LoraJob(
-        name="a", data={"path": "a", "chat_template": "chatml"}, eval_fraction=0.1
-    )
     samples = {"prompts": ["Hi"], "chat": True}
-    with pytest.raises(ConfigError, match="rendered by the tokenizer's chat template"):
-        RunConfig(model="m", jobs=[job], samples=samples)
+    for setting in ({"chat_template": "chatml"}, {"chat_template_kwargs": OFF}):
+        job = LoraJob(name="a", data={"path": "a"} | setting, eval_fraction=0.1)
+        with pytest.raises(ConfigError, match="by the tokenizer's chat template"):
+            RunConfig(model="m", jobs=[job], samples=samples)
