@@ -101,7 +101,7 @@ EVERY_TEMPLATE = {
     "mistral": (chat_templates.MISTRAL, ["Hello!</s>", "Fine.\n</s>"]),
     "reasoning": (
         chat_templates.REASONING,
-        ["Hello!<|im_end|>", "<think>\n\n</think>\n\nFine.\n<|im_end|>"],
+        ["Hello!<|im_end|>", "Fine.\n<|im_end|>"],
     ),
 }
 
