@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -134,6 +135,8 @@ class Adapter:
         token_rows: Trained rows, such as those of added tokens, of `embed_tokens`
             (and of a head that is tied to it) and of an untied `lm_head`; or whole
             copies of these modules, each by itself.
+        chat_template_kwargs: The setting of the data that it was trained on, which
+            chats with it have, too.
     """
 
     modules: dict[str, LoraWeights]
@@ -145,6 +148,7 @@ class Adapter:
     score: np.ndarray | None = None
     vera: VeraMatrices | None = None
     token_rows: dict[str, TokenRowValues] = dataclasses.field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def scaling(self, weights: LoraWeights) -> float:
         """Factor of A B in one of the adapter's linears."""

@@ -71,6 +71,12 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         help="chat template of the adapter's training, if it was not the tokenizer's: "
         "a file, a model's folder, chatml, llama3, or text",
     )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="{NAME: VALUE}",
+        help="values of variables of the chat template, such as '{enable_thinking: "
+        "false}'; default: those of each adapter's training",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message of chats")
     parser.add_argument(
         "--output", metavar="FILE", help="also write the texts as .jsonl"
@@ -126,6 +132,7 @@ def _check(arguments: argparse.Namespace) -> None:
         from jaxlora.data.templates.known import find_template
 
         find_template(arguments.chat_template)
+    _template_kwargs(arguments)
     if arguments.system is not None and not (arguments.chat or arguments.interactive):
         raise ConfigError("--system is a message of a chat: add --chat.")
     if arguments.interactive and arguments.output is not None:
@@ -133,6 +140,20 @@ def _check(arguments: argparse.Namespace) -> None:
             "--output is for --prompt and --prompts, and has no effect on a chat in "
             "the terminal. Leave it out."
         )
+
+
+def _template_kwargs(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    from jaxlora.common.yaml_file import parse_yaml
+    from jaxlora.config.data_config import check_template_kwargs
+
+    given, option = arguments.chat_template_kwargs, "--chat-template-kwargs"
+    if given is None:
+        return None
+    values = parse_yaml(given, option)
+    try:
+        return check_template_kwargs(values)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
@@ -191,6 +212,7 @@ def _generator(arguments: argparse.Namespace) -> "Generator":
         adapters,
         batch_size=arguments.batch_size,
         chat_template=arguments.chat_template,
+        chat_template_kwargs=_template_kwargs(arguments),
     )
 
 

@@ -1,7 +1,8 @@
 """The user's settings of a job's data."""
 
+import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pydantic
@@ -123,6 +124,72 @@ def _mixed_streams_have_no_end(data: Any) -> tuple[str, str] | None:
     return None
 
 
+# Variables of chat templates that do not come from settings.
+_OWN_VARIABLES = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize"),
+        *("raise_exception", "strftime_now"),
+        *(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls")),
+        *("mask_token", "additional_special_tokens"),
+    )
+)
+
+
+def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
+    """Returns values for variables of a chat template, if they can be that.
+
+    Raises:
+        ValueError: A name is no name or is given by the program, or a value is not
+            plain.
+    """
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(
+            f"expected names with values, such as {{enable_thinking: false}}, not "
+            f"{kwargs!r:.80}."
+        )
+    for name, value in kwargs.items():
+        if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
+            raise ValueError(
+                f"{name!r:.80} is no name of a variable. Write names such as "
+                "enable_thinking."
+            )
+        if name in _OWN_VARIABLES:
+            raise ValueError(
+                f"{name!r} is given to chat templates by the program itself, from the "
+                "records and the tokenizer. Leave it out."
+            )
+        if not _is_plain(value):
+            raise ValueError(
+                f"{name} is {value!r:.80}, and must be true, false, null, a number, a "
+                "text, or a list or mapping of these."
+            )
+    return dict(kwargs)
+
+
+def common_template_kwargs(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `chat_template_kwargs` of all data sets; none if they differ.
+
+    Args:
+        data: The settings of a job's data, as `DataConfig` writes them.
+    """
+    sets = data.get("datasets") or [data]
+    first, *others = (one.get("chat_template_kwargs", {}) for one in sets)
+    return first if all(one == first for one in others) else {}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(
+            map(_is_plain, value.values())
+        )
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int | str)
+
+
 # The kinds of records that a data set may have.
 RecordKind = Literal[
     "prompt_completion",
@@ -176,6 +243,9 @@ class DataConfig(StrictModel):
         chat_template: Template of chats in place of the tokenizer's own, which a base
             may not have: a file, the folder of a model that has one, `chatml`,
             `llama3`, or the template itself.
+        chat_template_kwargs: Values of variables that the chat template has for its
+            users, such as {enable_thinking: false}. Generation with the adapter has
+            them, too.
         system: System message put before the prompt (with `chat`).
         roles: Role of the chat template, such as `assistant`, for each role or speaker
             that the messages call otherwise.
@@ -235,6 +305,7 @@ class DataConfig(StrictModel):
     weight: str | None = None
     chat: Bool = False
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     system: str | None = None
     roles: dict[str, str] = {}
     loss_on: Literal["completion", "last", "all"] = "completion"
@@ -271,6 +342,11 @@ class DataConfig(StrictModel):
             if len(set(names)) == len(names):
                 return names
         return tuple(f"{n}-{i}" for i, n in enumerate(map(_stem, self.sets), start=1))
+
+    @pydantic.field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _kwargs_are_plain(cls, kwargs: object) -> object:
+        return check_template_kwargs(kwargs)
 
     @pydantic.field_validator("datasets", mode="before")
     @classmethod

@@ -275,10 +275,14 @@ def _samples_have_the_template(run: Any) -> tuple[str, str] | None:
     if run.samples is None or not run.samples.chat:
         return None
     for job in run.jobs:
-        if any(getattr(one, "chat_template", None) for one in job.data.sets):
+        for one in job.data.sets:
+            has_other = getattr(one, "chat_template", None) is not None
+            if not has_other and not getattr(one, "chat_template_kwargs", None):
+                continue
+            what = "another one" if has_other else "chat_template_kwargs"
             return "samples", (
                 f"samples are rendered by the tokenizer's chat template, and job "
-                f"{job.name!r} has another one. Write prompts as it prints them, and "
+                f"{job.name!r} has {what}. Write prompts as it prints them, and "
                 "leave chat out of samples."
             )
     return None

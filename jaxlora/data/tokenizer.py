@@ -8,9 +8,10 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -118,20 +119,30 @@ class Tokenizer:
         )
         return other
 
-    def with_setting(self, chat_template: str | None) -> "Tokenizer":
+    def with_setting(
+        self,
+        chat_template: str | None,
+        kwargs: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> "Tokenizer":
         """Returns the tokenizer with the template of the setting `chat_template`.
 
         Args:
             chat_template: See `find_template`; None: the tokenizer's own.
+            kwargs: The setting `chat_template_kwargs`.
 
         Raises:
             DataError: There is no such template.
         """
-        if chat_template is None:
-            return self
-        first, *_ = chat_template.splitlines()
-        source = f"chat_template {first!r:.80}"
-        return self.with_chat_template(find_template(chat_template), source)
+        found = self
+        if chat_template is not None:
+            first, *_ = chat_template.splitlines()
+            source = f"chat_template {first!r:.80}"
+            found = self.with_chat_template(find_template(chat_template), source)
+        if kwargs:
+            found = copy.copy(found)
+            found.__dict__.pop("fingerprint", None)  # it depends on these
+            found.chat = found.chat.with_kwargs(kwargs)
+        return found
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -157,6 +168,34 @@ class Tokenizer:
                 "tokenizer again with transformers."
             )
         return token_id
+
+    def num_given(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> int:
+        """Counts the first ids of a text that are `prefix_ids`, spelled out in it.
+
+        A text that was rendered before may begin with them, and needs no others.
+
+        Args:
+            ids: Ids of the text, or of its first part, without special tokens.
+        """
+        num = len(self.prefix_ids)
+        is_given = len(ids) >= num and tuple(map(int, ids[:num])) == self.prefix_ids
+        return num if is_given else 0
+
+    def has_end(self, text: str) -> bool:
+        """Whether a text ends with a special token, apart from spaces after it.
+
+        Such a text was rendered before: its last turn, or the text itself, has an end.
+        """
+        return bool(self._ends) and text.rstrip().endswith(self._ends)
+
+    @functools.cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """Texts of the special tokens that may end a text."""
+        added = self._backend.get_added_tokens_decoder().values()
+        ends = {token.content for token in added if token.special}
+        keys = ("bos_token", "pad_token", "unk_token", "mask_token")
+        ends -= {self._special_tokens.get(key) for key in keys}
+        return tuple(ends | ({self.eos_token} if self.eos_token else set()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes `text`, by default with the tokenizer's special tokens around it."""

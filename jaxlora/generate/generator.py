@@ -13,6 +13,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
+from jaxlora.config.data_config import check_template_kwargs
 from jaxlora.config.generation_settings import BASE, GenerationSettings
 from jaxlora.data.records.messages import Message
 from jaxlora.data.templates.chat import ModelChat
@@ -49,12 +50,14 @@ class TextDecoder:
         tokenizer: The model's tokenizer.
         slots: Slot of each adapter, by name, and of `base`.
         end_ids: Tokens that end a text.
+        chats: Chat template of each adapter that has another one than the tokenizer.
     """
 
     decoder: GeneratingDecoder
     tokenizer: Tokenizer
     slots: Mapping[str, int]
     end_ids: tuple[int, ...]
+    chats: Mapping[str, ModelChat] = dataclasses.field(default_factory=dict)
 
     def generate(
         self, prompts: Sequence[Prompt], settings: GenerationSettings, batch_size: int
@@ -99,7 +102,8 @@ class TextDecoder:
                 f"{', '.join(self.slots)}."
             )
         positions = self.decoder.spec.config.max_positions
-        token_ids = prompt_ids(prompt, self.tokenizer, positions)
+        chat = self.chats.get(prompt.adapter or BASE)
+        token_ids = prompt_ids(prompt, self.tokenizer, positions, chat)
         text = AnswerText(self.tokenizer, token_ids, settings.stop, self.end_ids)
         request = Request(
             token_ids=np.array(token_ids, np.int32),
@@ -111,13 +115,19 @@ class TextDecoder:
         return request, text
 
 
-def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, max_positions: int) -> list[int]:
+def prompt_ids(
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    max_positions: int,
+    chat: ModelChat | None = None,
+) -> list[int]:
     """Returns the tokens of a prompt.
 
     Args:
         prompt: The prompt.
         tokenizer: The model's tokenizer.
         max_positions: Longest sequence that the model was made for, in tokens.
+        chat: The chat template; None: that of the tokenizer.
 
     Raises:
         ConfigError: The prompt is empty or too long, or has tools and is no chat.
@@ -130,10 +140,10 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, max_positions: int) -> list
             raise ConfigError(f"{shown} has tools and is no chat: set chat.")
         # The ids that the tokenizer puts after a text would end it.
         ids = tokenizer.encode(prompt.text, add_special_tokens=False)
-        ids = [*tokenizer.prefix_ids, *ids]
+        ids = [*tokenizer.prefix_ids, *ids[tokenizer.num_given(ids) :]]
     else:
         messages = [dict(message) for message in prompt.text]
-        text = _render(messages, prompt.tools, tokenizer.chat, shown)
+        text = _render(messages, prompt.tools, chat or tokenizer.chat, shown)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise ConfigError(
@@ -153,6 +163,7 @@ def _render(
     messages: list[Message], tools: Sequence[Any] | None, chat: ModelChat, shown: str
 ) -> str:
     """Returns the text of a chat up to the answer."""
+    chat.check_kwargs()
     if tools and "tools" not in chat.variables:
         raise DataError(
             f"{shown} has tools, which the chat template does not print. Leave them "
@@ -193,6 +204,7 @@ class Generator:
         *,
         batch_size: int = 16,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
         """Loads the adapters and the tokenizer; nothing is compiled yet.
 
@@ -204,17 +216,22 @@ class Generator:
             batch_size: Most prompts that are generated together.
             chat_template: Template of chats in place of the tokenizer's own, as in
                 `DataConfig`.
+            chat_template_kwargs: Values of variables of the template, as in
+                `DataConfig`; None: those that each adapter was trained with, and none
+                for the base.
 
         Raises:
             AdapterError: A folder cannot be read, or does not fit the model.
             ConfigError: The model is divided among devices, `batch_size` is below 1,
-                an adapter is named `base`, or two have the same name.
+                an adapter is named `base`, two have the same name, or
+                `chat_template_kwargs` cannot be values of a template.
             DataError: There is no such chat template.
             DeviceError: A GPU is visible, and JAX does not use it.
             ModelError: The model or the tokenizer cannot be read.
         """
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1.")
+        kwargs = _checked_kwargs(chat_template_kwargs)
         check_device()
         named = {} if adapters is None else named_adapters(adapters)
         self._loading: Future[FrozenModel] = Future()
@@ -226,7 +243,8 @@ class Generator:
             self._loading = in_background(model.load)
         self.adapters = tuple(named)
         self._batch_size = batch_size
-        tokenizer = load_tokenizer(model.folder).with_setting(chat_template)
+        tokenizer = load_tokenizer(model.folder)
+        tokenizer = tokenizer.with_setting(chat_template, kwargs or {})
         tokenizer.check_fits(model.config.vocab_size)
         loaded = [_read(model, adapter) for adapter in named.values()]
         numbered = enumerate(self.adapters, NO_ADAPTER + 1)
@@ -235,6 +253,11 @@ class Generator:
             tokenizer=tokenizer,
             slots={BASE: NO_ADAPTER, **{name: slot for slot, name in numbered}},
             end_ids=end_ids(model, tokenizer),
+            chats={
+                name: tokenizer.chat.with_kwargs(adapter.chat_template_kwargs)
+                for name, adapter in zip(self.adapters, loaded, strict=True)
+                if kwargs is None and adapter.chat_template_kwargs
+            },
         )
 
     @property
@@ -312,6 +335,13 @@ def end_ids(model: FrozenModel | OpenedModel, tokenizer: Tokenizer) -> tuple[int
     """Returns the tokens that end a text: the tokenizer's and the model's."""
     own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     return tuple(dict.fromkeys([*own, *model_eos_ids(model.folder)]))
+
+
+def _checked_kwargs(kwargs: Any) -> dict[str, Any] | None:
+    try:
+        return None if kwargs is None else check_template_kwargs(kwargs)
+    except ValueError as error:
+        raise ConfigError(f"chat_template_kwargs: {error}") from None
 
 
 def _check_one_device(model: FrozenModel) -> None:

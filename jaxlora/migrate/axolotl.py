@@ -141,6 +141,8 @@ def _set_data(migration: Migration, learns_from_preferences: bool) -> None:
     sets = itertools.chain(*map(sources.sets_of, read))
     if template is not None and not any("chat_template" in one for one in sets):
         migration.left_out["chat_template"] = "No data set has messages."
+    key = "chat_template_kwargs"
+    common.set_template_kwargs(migration, key, migration.take(key))
     common.set_held_out_share(migration, "val_set_size")
     if migration.take("curriculum_sampling"):
         job["shuffle"] = False

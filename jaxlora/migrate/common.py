@@ -3,12 +3,13 @@
 import json
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer, find_by_other_name
 from jaxlora.config import LoraJob, check_job_name
 from jaxlora.config.schedules import SCHEDULES, schedule_problem
-from jaxlora.migrate import reasons
+from jaxlora.migrate import reasons, sources
 from jaxlora.migrate.migration import Migration
 from jaxlora.migrate.unsupported import describe_quantization
 
@@ -254,6 +255,31 @@ def set_start(migration: Migration, folder: Any) -> None:
     for key in _OF_ADAPTER:
         migration.job.pop(key, None)
         migration.left_out[key] = f"It is taken from the adapter in {folder}."
+
+
+def set_template_kwargs(migration: Migration, key: str, kwargs: Any) -> None:
+    """Gives data sets that may be chats values of variables of the chat template.
+
+    Args:
+        migration: The conversion, whose data are known.
+        key: The other tool's setting.
+        kwargs: The values by name; none: the setting was left out.
+    """
+    if not kwargs:
+        return
+    read = [
+        migration.job[name] for name in ("data", "eval_data") if name in migration.job
+    ]
+    sets = [one for data in read for one in sources.sets_of(data)]
+    chats = [one for one in sets if one.get("chat") or _may_be_chats(one)]
+    for one in chats:
+        one["chat_template_kwargs"] = kwargs
+    if not chats:
+        migration.left_out[key] = "No data set has messages."
+
+
+def _may_be_chats(data: Mapping[str, Any]) -> bool:
+    return data.get("kind", "auto") in ("auto", "messages", "preference", "unpaired")
 
 
 def set_held_out_share(migration: Migration, key: str) -> None:

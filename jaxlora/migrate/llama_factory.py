@@ -69,6 +69,9 @@ def migrate(given: dict[str, Any]) -> Migration:
     common.note_quantization_method(migration, "quantization_method")
     job = migration.job
     _set_data(migration, stage)
+    if migration.take("enable_thinking", True) is False:
+        off = {"enable_thinking": False}
+        common.set_template_kwargs(migration, "enable_thinking", off)
     _set_adapter(migration)
     job["max_length"] = migration.take("cutoff_len", 2048)
     job |= common.TRANSFORMERS

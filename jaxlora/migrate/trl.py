@@ -47,6 +47,8 @@ def migrate(given: dict[str, Any]) -> Migration:
     bits = [b for b in (4, 8) if migration.take(f"load_in_{b}bit")]
     common.set_quantized_base(migration, bits[0] if bits else None)
     _set_data(migration, objective is not None)
+    key = "chat_template_kwargs"
+    common.set_template_kwargs(migration, key, migration.take(key))
     _set_adapter(migration)
     _set_length(migration)
     job = migration.job

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import xxhash
@@ -79,11 +79,13 @@ class ExportRecord(StrictModel):
         step: Optimizer steps behind the weights.
         checksums: XXH3 of each file in hexadecimal, by file name; set when the record
             is written.
+        chat_template_kwargs: The setting of the job's data, if they have one.
     """
 
     job: str
     step: Annotated[int, Field(ge=0)]
     checksums: dict[_File, Annotated[str, Field(pattern="^[0-9a-f]{32}$")]] = {}
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 def write_record(folder: pathlib.Path, record: ExportRecord) -> None:
@@ -92,7 +94,8 @@ def write_record(folder: pathlib.Path, record: ExportRecord) -> None:
         name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) for name in _FILES
     }
     record = record.model_copy(update={"checksums": checksums})
-    text = json.dumps(record.model_dump(), indent=2) + "\n"
+    # Without settings that are not used, earlier versions can read the record.
+    text = json.dumps(record.model_dump(exclude_defaults=True), indent=2) + "\n"
     (folder / RECORD_FILE).write_text(text, encoding="utf-8")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
+from jaxlora.adapters.files.export_record import read_record
 from jaxlora.adapters.files.peft_config import loftq_bits, read_config
 from jaxlora.adapters.files.peft_export import (
     CONFIG_FILE,
@@ -90,6 +91,7 @@ def _import(
             lora_alpha=float(lora_alpha),
         )
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
+    record = read_record(folder)
     use_rslora = bool(config.get("use_rslora"))
     vera = None
     if config.get("use_vera"):
@@ -102,6 +104,7 @@ def _import(
         vera=vera,
         token_rows=_token_rows(folder, config, others, linear_shapes),
         loftq_bits=loftq_bits(path, config),
+        chat_template_kwargs={} if record is None else record.chat_template_kwargs,
     )
 
 

@@ -20,7 +20,9 @@ _IGNORED = -100  # label of a token that is no target
 # Log-probabilities of a token that a record may have.
 MOST_TOP = 64
 # Settings that say how text becomes tokens.
-_OF_TEXT = ("chat", "chat_template", "system", "roles", "loss_on")
+_OF_TEXT = (
+    *("chat", "chat_template", "chat_template_kwargs", "system", "roles", "loss_on"),
+)
 
 
 class TopLogprobs(NamedTuple):

@@ -153,6 +153,11 @@ class _PairRenderer:
                 out += [record, record]
                 continue
             chosen, rejected = (_unweighted(next(each)) for each in rendered)
+            if not isinstance(chosen, DataError) and chosen == rejected:
+                chosen = rejected = DataError(
+                    "both answers are the same text, so neither is better. Remove the "
+                    "record, or use a template that prints how they differ."
+                )
             if self._margin is not None and not isinstance(chosen, DataError):
                 chosen = Valued(chosen, float(record[self._margin]))
             out += [chosen, rejected]

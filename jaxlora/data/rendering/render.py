@@ -32,6 +32,7 @@ from jaxlora.errors import DataError
 _SIGNIFICANT_KEYS = (
     "reasoning_content",
     "thinking",
+    "reasoning",
     "images",
     "train",
     "training",
@@ -77,6 +78,11 @@ def plain_renderer(
         raise DataError(
             f"chat_template is for chats, and the records are read as {reading}. Set "
             "data.chat to true, or remove data.chat_template."
+        )
+    if data.chat_template_kwargs and not (is_chat or data.chat):
+        raise DataError(
+            "chat_template_kwargs are for chats, and the records are read as "
+            f"{reading}. Set data.chat to true, or remove data.chat_template_kwargs."
         )
     if data.roles and not is_chat:
         raise DataError(
@@ -208,6 +214,7 @@ class _ChatRenderer:
         self._data = data
         self._source = source
         self._chat = tokenizer.chat
+        self._chat.check_kwargs()
         self._is_columnar = _is_columnar(data)
         self._has_tools = "tools" in self._chat.variables
         self._fields = [*source.fields, *([Field("tools")] if self._has_tools else [])]

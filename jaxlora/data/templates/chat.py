@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import re
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,11 +26,16 @@ class Chat:
         text: The conversation.
         target_spans: First character and end of each span.
         weights: Weight of each span; empty: all are 1.
+        num_cut: Answers that are not trained on and whose thoughts are left out.
+        num_thoughtless: Answers that are trained on after an empty thought, which the
+            template prints and the generation prompt does not have.
     """
 
     text: str
     target_spans: tuple[Span, ...]
     weights: tuple[float, ...] = ()
+    num_cut: int = 0
+    num_thoughtless: int = 0
 
 
 class ModelChat:
@@ -49,6 +55,7 @@ class ModelChat:
         *,
         source: str,
         now: datetime.datetime,
+        kwargs: Mapping[str, Any] = types.MappingProxyType({}),
     ):
         """Wraps the template of a tokenizer's folder.
 
@@ -57,11 +64,38 @@ class ModelChat:
             special_tokens: Text of each special token, by `bos_token`, `eos_token`, ...
             source: Where the template came from, for errors.
             now: The time that the template sees.
+            kwargs: Values of variables that the template has for its users.
         """
-        self._template = template
+        self._template, self._kwargs = template, dict(kwargs)
         self._special_tokens = special_tokens
         self._source = source
         self.now = now
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> "ModelChat":
+        """Returns the template with values of variables that it has for its users."""
+        return ModelChat(
+            self._template,
+            self._special_tokens,
+            source=self._source,
+            now=self.now,
+            kwargs=kwargs,
+        )
+
+    def check_kwargs(self) -> None:
+        """Checks that the template uses the variables that it is given.
+
+        Raises:
+            DataError: It does not use one of them.
+            ModelError: There is no template, or it does not parse.
+        """
+        for name in self._kwargs:
+            if name not in self.variables:
+                raise DataError(
+                    f"chat_template_kwargs has {name!r}, which the chat template of "
+                    f"{self._source} does not use (it uses "
+                    f"{', '.join(sorted(self.variables))}). Correct or remove it, or "
+                    "give the chat_template that uses it."
+                )
 
     @property
     def sources(self) -> list[str]:
@@ -73,7 +107,8 @@ class ModelChat:
     @property
     def fingerprint(self) -> str:
         """A hash of the templates and of the special tokens that they see."""
-        given = [self._template, sorted(self._special_tokens.items())]
+        given: list[Any] = [self._template, sorted(self._special_tokens.items())]
+        given += [self._kwargs] if self._kwargs else []
         return hashlib.sha256(json.dumps(given).encode()).hexdigest()
 
     @functools.cached_property
@@ -117,7 +152,7 @@ class ModelChat:
 
         Raises:
             DataError: The template refuses the messages, fails, exceeds a limit, or
-                leaves out a call, the text beside it, its result or a tool.
+                leaves out a tool, a call or a text other than thoughts.
             ModelError: There is no template, or it does not parse.
         """
         values = {
@@ -169,15 +204,17 @@ class ModelChat:
         """
         self._choose_template("default")
 
-    def _chat(self, answer: Answer, weights: Mapping[int, float]) -> Chat | DataError:
+    def _chat(self, answer: Answer, weight_of: Mapping[int, float]) -> Chat | DataError:
         if isinstance(answer, Failure):
             error = self._error(answer)
             if isinstance(error, DataError):
                 return error
             raise error
         spans = tuple((start, end) for start, end, _ in answer["spans"])
-        found = tuple(weights.get(index, 1.0) for _, _, index in answer["spans"])
-        return Chat(answer["text"], spans, found if set(found) - {1.0} else ())
+        found = tuple(weight_of.get(index, 1.0) for _, _, index in answer["spans"])
+        weights = found if set(found) - {1.0} else ()
+        counts = {name: answer[name] for name in ("num_cut", "num_thoughtless")}
+        return Chat(answer["text"], spans, weights, **counts)
 
     def _error(self, failure: Failure) -> DataError | ModelError:
         if failure.kind == "syntax":
@@ -211,6 +248,7 @@ class ModelChat:
     def _tasks(self) -> tuple[Task, Task]:
         """Tasks for conversations without tools and with tools."""
         common = {"tools": None, "documents": None, **self._special_tokens}
+        common |= self._kwargs
         sources = self._choose_template("default"), self._choose_template("tool_use")
         without, with_tools = (Task(source, self.now, common) for source in sources)
         return without, with_tools

@@ -6,6 +6,7 @@ memory. It must import nothing heavy.
 
 import dataclasses
 import datetime
+import functools
 import json
 import re
 import secrets
@@ -114,8 +115,11 @@ class ChatTemplate:
     """A tokenizer's chat template, with the functions that transformers gives to it.
 
     Attributes:
+        source: The template.
+        literals: The texts that it may print by itself, and what it tells the time.
         names: Variables that the template may use.
         has_generation: Whether it has `{% generation %}` blocks.
+        prompts: Generation prompts that were found, for `turns`.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class ChatTemplate:
             jinja2.TemplateSyntaxError: It does not parse.
         """
         sandbox = _chat_sandbox(None)
-        self._source = source
+        self.source = source
         self._functions = {
             "raise_exception": _raise_exception,
             "strftime_now": now.strftime,
@@ -140,10 +144,20 @@ class ChatTemplate:
         self._start_clock = start_clock
         tree = sandbox.parse(source)
         self.names = meta.find_undeclared_variables(tree)
+        texts = [node.value for node in tree.find_all(nodes.Const)]
+        texts += [node.data for node in tree.find_all(nodes.TemplateData)]
+        texts += [now.strftime("%A %d %B %Y %b %m/%d/%y %H:%M:%S %Y-%m-%d")]
+        self.literals = "\0".join(text for text in texts if isinstance(text, str))
         self.has_generation = sandbox.has_generation
         self._template = sandbox.from_string(tree, globals=dict(self._functions))
+        self.prompts: dict[str, str] = {}
         self._marks: _Marks | None = None
         self._marked: jinja2.Template | None = None
+
+    @functools.cache  # noqa: B019 - templates are few
+    def mentions(self, key: str) -> bool:
+        """Whether the template mentions a key of messages, as a complete word."""
+        return re.search(rf"\b{key}\b", self.source) is not None
 
     def render(self, values: Mapping[str, Any]) -> str:
         """The text; whatever goes wrong is an exception of any type."""
@@ -168,7 +182,7 @@ class ChatTemplate:
         if self._marks is None or self._marked is None:
             self._marks = _Marks()
             sandbox = _chat_sandbox(self._marks)
-            tree = _LoopMarker().visit(sandbox.parse(self._source))
+            tree = _LoopMarker().visit(sandbox.parse(self.source))
             self._marked = sandbox.from_string(
                 tree, globals=self._functions | self._marks.functions()
             )

@@ -146,10 +146,15 @@ def _carry_out(template: Template, common: Mapping, payload: Payload) -> dict[st
         check_parts(template, values, text)
         return {"text": text}
     conversation = RenderedConversation(template, values)
-    text = conversation.text
-    if payload.wanted == "all":
-        check_parts(template, values, text)
-        return {"text": text, "spans": conversation.all_but(payload)}
-    turns = () if template.has_generation else conversation.turns(payload.skip)
-    check_parts(template, values, text, turns)
-    return {"text": text, "spans": conversation.answers(payload)}
+    is_all, trained = payload.wanted == "all", conversation.turns(payload.skip)
+    has_turns = not (is_all or template.has_generation)
+    num_cut = check_parts(
+        template, values, conversation.text, trained, has_turns=has_turns
+    )
+    spans = (conversation.all_but if is_all else conversation.answers)(payload)
+    return {
+        "text": conversation.text,
+        "spans": spans,
+        "num_cut": num_cut,
+        "num_thoughtless": conversation.num_thoughtless,
+    }

@@ -11,8 +11,11 @@ conversation to find its turns.
   (reasoning models leave out earlier thoughts). Then the turn is the text that the
   template printed in its iteration over that message, after as much of the generation
   prompt as this text has.
+- Templates of reasoning models print an empty thought before an answer without one.
+  It belongs to the prompt, as in inference with thinking off, and is not learned.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +24,16 @@ from jaxlora.data.templates.template_task import Payload
 
 # Its first character, its end, and the index of its message, if that is known.
 MessageSpan = tuple[int, int, int | None]
+
+
+# Variables of templates that switch thinking off.
+_SWITCHES = ("enable_thinking", "thinking")
+_OPEN = (
+    r"<think(?:ing)?>|<seed:think>|\[THINK\]|<\|START_THINKING\|>|<\|channel>thought"
+)
+_CLOSE = r"</think(?:ing)?>|</seed:think>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>"
+_EMPTY_THOUGHT = re.compile(rf"\s*(?P<open>{_OPEN})?\s*(?:{_CLOSE})\s*")
+_OPENED = re.compile(rf"(?:{_OPEN})\s*\Z")
 
 
 class UnclearTurnError(Exception):
@@ -36,6 +49,8 @@ class RenderedConversation:
 
     Attributes:
         text: The whole conversation.
+        num_thoughtless: Answers that begin after an empty thought, which the generation
+            prompt does not have.
     """
 
     def __init__(self, template: ChatTemplate, values: Mapping[str, Any]):
@@ -51,6 +66,7 @@ class RenderedConversation:
         self.text = template.render(values)
         self._trace: Trace | None = None
         self._is_traced = False
+        self.num_thoughtless = 0
 
     def answers(self, payload: Payload) -> list[MessageSpan]:
         """Spans of the assistant's answers, except of the messages in `skip`.
@@ -60,13 +76,14 @@ class RenderedConversation:
             UnclearTurnError: It is unclear where an answer is.
         """
         if self._template.has_generation:
-            return self._generations(payload)
+            return [self._learned(*span) for span in self._generations(payload)]
         if not any(map(self._is_answer, range(len(self._messages)))):
             raise NoAnswerError(
                 "no message has the role 'assistant', so there is nothing to learn "
                 f"(roles: {', '.join(m['role'] for m in self._messages)})"
             )
-        return [(*self._turn(i), i) for i in self.turns(payload.skip)]
+        turns = [(*self._turn(i), i) for i in self.turns(payload.skip)]
+        return [self._learned(*turn) for turn in turns]
 
     def turns(self, skip: Sequence[int]) -> list[int]:
         """Indices of the assistant's messages, except of those in `skip`."""
@@ -91,6 +108,47 @@ class RenderedConversation:
             edge = end
         spans.append((edge, len(self.text), None))
         return [span for span in spans if span[0] < span[1]]
+
+    def _learned(self, start: int, end: int, i: int | None) -> MessageSpan:
+        """Returns a span of an answer without an empty thought before it."""
+        found = _EMPTY_THOUGHT.match(self.text, start, end)
+        if found is None or i is None or found.end() == end:
+            return start, end, i
+        # A message may have an empty thought of its own, which the model is to write,
+        # unless the generation prompt begins it.
+        is_begun = not found["open"] and _OPENED.search(self.text[:start][-80:])
+        content = self._messages[i].get("content") or ""
+        if not is_begun and _EMPTY_THOUGHT.match(content):
+            return start, end, i
+        self.num_thoughtless += 1
+        prompt = self._prompt_without_thoughts()
+        if prompt:
+            place = self.text.rfind(prompt, max(0, start - len(prompt)), found.end())
+            if 0 <= place <= start < place + len(prompt):
+                return place + len(prompt), end, i
+        return found.end(), end, i
+
+    def _prompt_without_thoughts(self) -> str:
+        """Returns the generation prompt with thinking off; "" if that is unknown."""
+        switches = [name for name in _SWITCHES if name in self._template.names]
+        off = {"tools": None, **dict.fromkeys(switches, False)}
+        key = repr(
+            [
+                item
+                for item in self._values.items()
+                if item[0] not in ("messages", "tools")
+            ]
+        )
+        prompts = self._template.prompts
+        if key not in prompts:
+            messages = [{"role": "user", "content": "A"}]
+            before, whole = (
+                self._render(messages, add_generation_prompt=asks, **off) or ""
+                for asks in (False, True)
+            )
+            is_known = bool(switches) and whole.startswith(before)
+            prompts[key] = whole[len(before) :] if is_known else ""
+        return prompts[key]
 
     def _generations(self, payload: Payload) -> list[MessageSpan]:
         trace = self._traced() or self._template.trace(
@@ -175,6 +233,10 @@ class RenderedConversation:
         if given >= 0:
             # The text before the whole conversation is printed with its first turn.
             return given + len(prompt)
+        thoughtless = self._prompt_without_thoughts()
+        if thoughtless and turn.startswith(thoughtless):
+            self.num_thoughtless += 1
+            return len(thoughtless)
         if common < head:
             raise self._unclear(
                 i,

@@ -103,7 +103,8 @@ class Encoder:
                 separate[i] = record
             else:
                 joined[i] = record
-        for i, tokens in zip(separate, self._separate(separate.values()), strict=True):
+        pairs = self._separate(list(separate.values()))
+        for i, tokens in zip(separate, pairs, strict=True):
             results[i] = tokens
         texts = list(map(_with_boundaries, joined.values()))
         encodings = self._boundaries.encode(texts) if texts else []
@@ -112,14 +113,20 @@ class Encoder:
             results[i] = encoded if is_bad else self._mark(record, encoded)
         return results
 
-    def _separate(self, records: Iterable[PromptCompletion]) -> list[MarkedTokens]:
+    def _separate(self, records: Sequence[PromptCompletion]) -> list[MarkedTokens]:
         """Encodes prompts and completions separately, which needs no spans."""
         texts = [text for r in records for text in (r.prompt, r.completion)]
+        parts = self._prefixes.encode_ids(texts)
+        for i, part in enumerate(parts):
+            # A completion begins a text only if the prompt is empty.
+            if not i % 2 or not len(parts[i - 1]):
+                parts[i] = part[self._tokenizer.num_given(part) :]
         joined = join_pairs(
-            self._prefixes.encode_ids(texts),
+            parts,
             self._head,
             self._eos_id() if texts and self._data.append_eos else None,
             learns_all=self._data.loss_on == "all",
+            has_end=[self._tokenizer.has_end(r.prompt + r.completion) for r in records],
         )
         return [MarkedTokens(*sample) for sample in joined]
 
@@ -128,7 +135,7 @@ class Encoder:
         if isinstance(record, PromptCompletion):
             ids, is_target = self._pair(record, encoded)
         elif isinstance(record, PlainText):
-            ids, is_target = self._plain(encoded.ids)
+            ids, is_target = self._plain(record, encoded.ids)
         else:
             ids, is_target = encoded.ids, _within(encoded, record.target_spans)
             if record.weights:
@@ -142,29 +149,38 @@ class Encoder:
     def _pair(self, pair: PromptCompletion, encoded: Encoded) -> tuple[_Ids, _Flags]:
         # The tokenizer's suffix ids are left out, because the text does not end here.
         head = self._head
-        if self._data.loss_on == "all":
-            ids = np.concatenate([head, self._ended(encoded.ids)])
-            return ids, np.ones(len(ids), bool)
-        is_learned = encoded.spans[:, 0] >= len(pair.prompt)
-        ids = np.concatenate([head, self._ended(encoded.ids)])
+        given = self._tokenizer.num_given(encoded.ids)
+        text = self._ended(pair.prompt + pair.completion, encoded.ids[given:])
+        ids = np.concatenate([head, text])
         is_target = np.ones(len(ids), bool)
+        if self._data.loss_on == "all":
+            return ids, is_target
+        is_learned = encoded.spans[given:, 0] >= len(pair.prompt)
         is_target[: len(head)] = False
         is_target[len(head) : len(head) + len(is_learned)] = is_learned
         return ids, is_target
 
-    def _plain(self, text: _Ids) -> tuple[_Ids, _Flags]:
-        if not len(text):
-            return text, np.zeros(0, bool)
-        around = self._tokenizer.prefix_ids, self._tokenizer.suffix_ids
-        ids = self._ended(np.array([*around[0], *text, *around[1]], np.int32))
+    def _plain(self, record: PlainText, ids: _Ids) -> tuple[_Ids, _Flags]:
+        if not len(ids):
+            return ids, np.zeros(0, bool)
+        suffix = np.array(self._tokenizer.suffix_ids, np.int32)
+        if self._tokenizer.has_end(record.text):
+            suffix = suffix[:0]
+        given = self._tokenizer.num_given(ids)
+        ids = np.concatenate([self._head, ids[given:], suffix])
+        ids = self._ended(record.text, ids)
         return ids, np.ones(len(ids), bool)
 
-    def _ended(self, ids: _Ids) -> _Ids:
-        """Appends the end-of-sequence token if it is configured and missing."""
+    def _ended(self, text: str, ids: _Ids) -> _Ids:
+        """Appends the end-of-sequence token if it is configured and missing.
+
+        A text that was rendered before ends with the end of its last turn, which is
+        another token in many models. Its chats go on after that, without more.
+        """
         if not self._data.append_eos:
             return ids
         eos = self._eos_id()
-        if len(ids) and ids[-1] == eos:
+        if (len(ids) and ids[-1] == eos) or self._tokenizer.has_end(text):
             return ids
         return np.concatenate([ids, np.array([eos], np.int32)])
 
@@ -179,7 +195,12 @@ class Encoder:
 
 
 def join_pairs(
-    parts: Sequence[_Ids], head: _Ids, eos: int | None, *, learns_all: bool
+    parts: Sequence[_Ids],
+    head: _Ids,
+    eos: int | None,
+    *,
+    learns_all: bool,
+    has_end: Sequence[bool] | bool = False,
 ) -> list[tuple[_Ids, _Flags]]:
     """Joins head, prompt, completion and end-of-sequence token of many samples.
 
@@ -190,6 +211,7 @@ def join_pairs(
         head: Token ids before each prompt.
         eos: Token to append to each sample that does not end with it; None for none.
         learns_all: Whether prompts are targets of the loss, too.
+        has_end: Whether each sample, or every one, needs no such token.
 
     Returns:
         For each sample, its token ids, and whether each of them is a target.
@@ -197,7 +219,7 @@ def join_pairs(
     text = np.concatenate(parts) if parts else np.zeros(0, np.int32)
     lengths = np.array([len(part) for part in parts], int).reshape(-1, 2)
     last = np.append(text, -1)[lengths.sum(axis=1).cumsum() - 1]
-    ends_with_eos = lengths.any(axis=1) & (last == eos)
+    ends_with_eos = (lengths.any(axis=1) & (last == eos)) | np.array(has_end, bool)
     has_eos = np.full(len(lengths), eos is not None) & ~ends_with_eos
     # The head counts as part of the prompt, and the appended token of the completion.
     lengths += np.stack([np.full(len(lengths), len(head)), has_eos], axis=1)

@@ -25,6 +25,7 @@ from jaxlora.data.rendering.kinds import (
 )
 from jaxlora.data.rendering.preferences import Valued, ValuedRenderer, make_renderer
 from jaxlora.data.rendering.render import Rendered
+from jaxlora.data.templates.chat import Chat
 from jaxlora.data.templates.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode import Encoder
@@ -68,6 +69,7 @@ def encode_records(
     writer = RecordWriter(data.path, max_length)
     progress = _Progress(writer, data.path)
     encoder.add(records, writer, on_chunk=progress.log)
+    encoder.note_thoughts()
     num_records = len(writer) // encoder.size
     verb = "is" if num_records == 1 else "are"
     notes.add(
@@ -112,6 +114,7 @@ class RecordEncoder:
             raise DataError(f"{data.path}: {error}") from error
         self.size = SAMPLES_PER_RECORD.get(self._reading.kind, 1)
         self._tokenizer, self._bad = tokenizer, _BadRecords(data, notes)
+        self._notes, self._num_cut, self._num_thoughtless = notes, 0, 0
         self._encode = Encoder(data, tokenizer, max_length)
         self._first: TokenizedSample | None = None  # with a target
 
@@ -119,6 +122,25 @@ class RecordEncoder:
     def first_bad(self) -> str:
         """Describes the first record that was left out; "" if there is none."""
         return self._bad.first
+
+    def note_thoughts(self) -> None:
+        """Logs what the chat template did with thoughts since the last call."""
+        if self._num_cut:
+            self._notes.add(
+                "the chat template leaves out the thoughts of "
+                f"{counted(self._num_cut, 'answer')} that the conversation goes on "
+                "after, as it does when the model is served. None of them is trained "
+                "on. To keep them, set chat_template to a template that prints them."
+            )
+        if self._num_thoughtless:
+            self._notes.add(
+                "the chat template prints an empty thought before "
+                f"{counted(self._num_thoughtless, 'answer')} without thoughts, which "
+                "counts as prompt. Generation has the same prompt only with thinking "
+                "off: set chat_template_kwargs, such as {enable_thinking: false}.",
+                logging.INFO,
+            )
+        self._num_cut = self._num_thoughtless = 0
 
     def describe(self) -> str:
         """Says how records are read, and shows the first one."""
@@ -168,10 +190,17 @@ class RecordEncoder:
         rendered = [one.text if isinstance(one, Valued) else one for one in chunk]
         wholes = map(self._encode.is_whole, rendered)
         samples = zip(self._encode(rendered), numbers, wholes, strict=True)
-        for record in itertools.batched(samples, self.size):
+        firsts = rendered[:: self.size]
+        for first, record in zip(
+            firsts, itertools.batched(samples, self.size), strict=True
+        ):
             errors = [one for one, *_ in record if isinstance(one, DataError)]
             if errors:
                 self._bad.add(name(len(writer) // self.size + 1), errors[0])
+            elif isinstance(first, Chat):
+                # The samples of a record have a prompt in common.
+                self._num_cut += first.num_cut
+                self._num_thoughtless += first.num_thoughtless
             for tokens, (value, factor), is_whole in record:
                 if errors or isinstance(tokens, DataError):
                     writer.add_bad()

@@ -69,7 +69,8 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
         limit = min(shown.num_samples, data.limit or 2**62)
         data = data.replace(limit=limit, shuffle_buffer=window)
     max_length = shown.max_length if tokenizer else 2**31
-    used = (tokenizer or _stand_in()).with_setting(data.chat_template)
+    used = tokenizer or _stand_in()
+    used = used.with_setting(data.chat_template, data.chat_template_kwargs)
     with _less_log():
         records = encode_records(data, open_records(data), used, max_length)
     size = SAMPLES_PER_RECORD.get(data.kind, 1)

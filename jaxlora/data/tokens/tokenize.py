@@ -133,7 +133,9 @@ class DataReader:
         limits = job.max_length, job.too_long, job.batch_size, fewest
         choice = settings, *limits, job.shuffle, seed, *sample_form(job)
         if choice not in self._windows:
-            tokenizer = self.tokenizer.with_setting(data.chat_template)
+            tokenizer = self.tokenizer.with_setting(
+                data.chat_template, data.chat_template_kwargs
+            )
             self._windows[choice] = WindowReader(data, shards, tokenizer, job)
         return self._windows[choice]
 
@@ -165,7 +167,9 @@ class DataReader:
         """Returns the tokens of a data set, and the key by which they are shared."""
         records = open_records(data)
         content = records.content_hash()
-        tokenizer = self.tokenizer.with_setting(data.chat_template)
+        tokenizer = self.tokenizer.with_setting(
+            data.chat_template, data.chat_template_kwargs
+        )
         key = cache_key(data, content, tokenizer, max_length)
         if key in self._encoded:
             return key, self._encoded[key]

@@ -257,6 +257,7 @@ class WindowReader(Windows):
         return found
 
     def _note_records(self, place: StreamPlace) -> None:
+        self._encoder.note_thoughts()
         if place.window == 0:
             self._notes.add(f"streamed, as {self._encoder.describe()}", logging.INFO)
 

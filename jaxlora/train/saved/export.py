@@ -29,6 +29,7 @@ from jaxlora.common.atomic import (
     replace_folder,
     sync_files,
 )
+from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.errors import AdapterError, CheckpointError
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, read_run_record
 from jaxlora.run.job_progress import JobProgress
@@ -211,6 +212,7 @@ def _write(
         saved: SavedRun = run.checkpoint.run
         base = run_base(saved.base_model, saved.base_revision)
         step = saved.progress[folder.name].step
+        data = run.settings[folder.name].get("data", {})
         export_peft(
             source,
             folder,
@@ -218,7 +220,11 @@ def _write(
             revision=base.revision,
             linear_names=saved.linear_names,
             overwrite=overwrite,
-            record=ExportRecord(job=folder.name, step=step),
+            record=ExportRecord(
+                job=folder.name,
+                step=step,
+                chat_template_kwargs=common_template_kwargs(data),
+            ),
             card=card,
         )
 

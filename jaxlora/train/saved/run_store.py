@@ -22,6 +22,7 @@ from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.atomic import write_text
 from jaxlora.common.yaml_file import dump_yaml
+from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.distributed import agreement, processes
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
@@ -313,19 +314,24 @@ def _export(
     folder: pathlib.Path,
 ) -> None:
     """Writes a job's adapter with the progress that belongs to it."""
+    settings = job.settings.model_dump(mode="json")
     export_peft(
         adapter,
         folder,
         base_model=model.source,
         revision=model.revision,
         linear_names=linear_names(model.config),
-        record=ExportRecord(job=job.name, step=progress.step),
+        record=ExportRecord(
+            job=job.name,
+            step=progress.step,
+            chat_template_kwargs=common_template_kwargs(settings["data"]),
+        ),
         card=job_card(
             name=job.name,
             step=progress.step,
             base_model=model.source,
             revision=model.revision,
-            settings=job.settings.model_dump(mode="json"),
+            settings=settings,
             progress=progress,
         ),
     )

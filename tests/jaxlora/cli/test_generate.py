@@ -95,6 +95,10 @@ def test_an_output_that_is_read_is_refused(folder, tmp_path, monkeypatch, capsys
             ["m", "--chat-template", "no", "--prompt", "a"],
             "'no' is neither a name",
         ),
+        (
+            ["m", "--chat-template-kwargs", "{tools: 1}", "--prompt", "a"],
+            "--chat-template-kwargs: 'tools' is given to chat templates by the program",
+        ),
         (["m", "--prompt", "a", "--top-p", "2"], "top_p: must be less than"),
         (["m", "--prompt", "a", "--stop", ""], "stop holds an empty text"),
         (["m", "-i", "--output", "a.jsonl"], "--output is for --prompt and --prompts"),

@@ -49,7 +49,8 @@ def make_folder(tmp_path, backend_json):
             [
                 processors.ByteLevel(trim_offsets=True),
                 processors.TemplateProcessing(
-                    single=around, special_tokens=[("<s>", 0), ("</s>", 1)]
+                    single=around,
+                    special_tokens=[(s, i) for i, s in enumerate(SPECIAL)],
                 ),
             ]
         )

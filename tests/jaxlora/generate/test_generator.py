@@ -1,5 +1,6 @@
 """Texts of a base model and of several adapters in one batch."""
 
+import dataclasses
 import json
 import threading
 
@@ -235,14 +236,36 @@ def test_tools_go_to_the_chat_template(folder):
     prompt = Prompt(CHAT, tools=[{"name": "clock"}])
     with pytest.raises(DataError, match=r"the prompt 'ab' has tools, which"):
         prompt_ids(prompt, load_tokenizer(folder), 512)
-    (folder / "chat_template.jinja").write_text("{{ tools[0].name }}")
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools[0].name }}{{ messages[0].content }}"
+    )
     tokenizer = load_tokenizer(folder)
-    assert prompt_ids(prompt, tokenizer, 512) == tokenizer.encode("clock")
+    assert prompt_ids(prompt, tokenizer, 512) == tokenizer.encode("clockab")
     with pytest.raises(ConfigError, match="is no chat: set chat"):
         prompt_ids(Prompt("ab", tools=[{}]), tokenizer, 512)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(DataError, match=r"the prompt 'ab': the chat template"):
         prompt_ids(Prompt(CHAT), load_tokenizer(folder), 512)
+
+
+def test_chats_have_the_template_kwargs_of_the_adapters_training(folder, adapters):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ mood }}")
+    calm = {"chat_template_kwargs": {"mood": "calm"}}
+    given = {"one": dataclasses.replace(adapters["one"], **calm)}
+    given["two"] = adapters["two"]
+    model = load_model(folder, dtype="float32")
+
+    def texts(**options):
+        decoder = Generator(model, given, **options)._text_decoder
+        prompts = [Prompt(CHAT, adapter=name) for name in ("base", "one", "two")]
+        requests = [decoder._encode(prompt, LIVELY)[0] for prompt in prompts]
+        return [decoder.tokenizer.decode(one.token_ids) for one in requests]
+
+    assert texts() == ["ab", "abcalm", "ab"]
+    assert texts(chat_template_kwargs={"mood": "low"}) == ["ablow"] * 3
+    assert texts(chat_template_kwargs={}) == ["ab"] * 3
+    with pytest.raises(DataError, match="chat_template_kwargs has 'mod', which the ch"):
+        texts(chat_template_kwargs={"mod": 1})
 
 
 def test_prompts_and_answers_of_other_lengths_reuse_the_programs(model):

@@ -366,6 +366,28 @@ def test_a_limit_of_several_files(migrated):
     assert "had the first 50 records of 2 files together" in migration.text("a.yml")
 
 
+OFF = {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (f"{TRL}datasets: [{{path: a.jsonl}}]\nchat_template_kwargs: ", [OFF]),
+        (
+            f"{AXOLOTL}datasets: [{{path: a.jsonl, type: chat_template}}, {{path: b."
+            "jsonl}]\nchat_template_kwargs: ",
+            [OFF, {}],
+        ),
+        (ON_DATA, [OFF]),
+    ],
+)
+def test_values_of_variables_of_chat_templates(migrated, text, wanted):
+    text += "enable_thinking: false" if text == ON_DATA else "{enable_thinking: false}"
+    migration, run = migrated(text)
+    assert [one.chat_template_kwargs for one in run.jobs[0].data.sets] == wanted
+    assert "thinking" not in str(migration.left_out)
+
+
 def test_a_template_that_no_data_set_uses(migrated):
     migration, _ = migrated(f"{ON_FILE}chat_template: chatml\n")
     assert migration.left_out["chat_template"] == "No data set has messages."

@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 
 from jaxlora.adapters.files.export_record import read_export
+from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.cli.main import main
 from jaxlora.common import atomic
 from jaxlora.errors import AdapterError, CheckpointError, JaxloraError, StorageError
@@ -70,6 +71,31 @@ def test_every_job_that_has_weights_is_written(run, tmp_path):
     assert contents(run) == before
     again = export_checkpoint(run, out, ["now", "now"])
     assert [folder.name for folder in again.folders] == ["now"]
+
+
+def test_chat_template_kwargs_stay_with_the_adapter(tmp_path, monkeypatch):
+    """They are those of all data sets of the job, if these agree."""
+    off, plain = {"enable_thinking": False}, made_run.identity
+    thinks_not = {"path": "a.jsonl", "chat_template_kwargs": off}
+    jobs = {
+        "now": {"datasets": [thinks_not, thinks_not]},
+        "best": {"datasets": [thinks_not, {"path": "b.jsonl"}]},
+    }
+
+    def identity(names):
+        found = plain(names)
+        return dataclasses.replace(
+            found, jobs=found.jobs | {name: {"data": d} for name, d in jobs.items()}
+        )
+
+    monkeypatch.setattr(made_run, "identity", identity)
+    run, out = made_run.write_run(tmp_path / "run"), tmp_path / "out"
+    export_checkpoint(run, out)
+    shapes = dict.fromkeys(made_run.LINEARS, (made_run.K, made_run.N))
+    kwargs = [import_peft(out / n, shapes).chat_template_kwargs for n in jobs]
+    assert kwargs == [off, {}]
+    # Earlier versions read records without the setting.
+    assert "kwargs" not in (out / "done" / "jaxlora.json").read_text()
 
 
 def test_an_export_that_is_newer_than_the_checkpoint_goes_first(run, tmp_path):

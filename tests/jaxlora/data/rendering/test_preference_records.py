@@ -266,3 +266,30 @@ def test_the_longest_recombined_sample_is_bounded(pairs):
     assert data.longest_sample == data.longest_group == whole > data.lengths.max()
     _, data = pairs(records, objective="kto", max_length=24)
     assert data.longest_sample == 24
+
+
+def test_answers_that_are_rendered_alike_are_a_bad_record(run, make_tokenizer):
+    """The template leaves out how they differ, or they do not differ at all."""
+    simpo = {"objective": "simpo"}
+    strict = make_tokenizer(chat_templates.LLAMA3)
+    differs = {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
+    for chosen, rejected, tokenizer in (
+        ([{"role": "assistant", "content": "Yes."}], " Yes. ", strict),
+        ([{"role": "assistant", "content": "Yes."}], "Yes.", strict),
+    ):
+        other = [{"role": "assistant", "content": rejected}]
+        record = {"prompt": ASKED, "chosen": chosen, "rejected": other}
+        with pytest.raises(DataError, match="record 1: both answers are the same text"):
+            run([record], tokenizer, **simpo)
+        drop = {"bad_records": "drop"}
+        kept = run([record, differs], tokenizer, data=drop, **simpo)
+        assert (len(kept.samples), kept.num_bad) == (2, 1)
+    thoughts = [
+        [{"role": "assistant", "content": f"<think>{one}</think>Yes."}] for one in "ab"
+    ]
+    record = {"prompt": ASKED, "chosen": thoughts[0], "rejected": thoughts[1]}
+    with pytest.raises(DataError, match="does not print the text 'a' of message"):
+        run([record], make_tokenizer(chat_templates.R1), **simpo)
+    same = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    with pytest.raises(DataError, match="both answers are the same text"):
+        run([same], **simpo)

@@ -101,7 +101,9 @@ def speak(value):
     ],
 )
 def test_an_absent_text_suits_every_template(printed):
-    template = f"{START}{printed}{EACH}{{{{ f | tojson }}}}{{% endfor %}}{END}"
+    asked = "{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    printed += f"{EACH}{{{{ f | tojson }}}}{{% endfor %}}"
+    template = f"{START}{asked}{printed}{{% endif %}}{END}"
     (called,) = render(template, USER, calling(None, call(city="Rome")))
     assert called == '{"name": "weather", "arguments": {"city": "Rome"}}<end>'
 
@@ -253,10 +255,14 @@ def test_lost_tools_are_named():
         render(template, system, USER, ANSWER, tools=["weather"])
 
 
-def test_thoughts_beside_a_call_may_be_left_out():
+def test_thoughts_beside_a_call_that_is_not_trained_on_may_be_left_out():
     thought = "<think>\nhm\n</think>\n\nLet me see."
-    talk = USER, calling(thought, call(city="x")), RESULT, ANSWER, USER, ANSWER
-    assert render(chat_templates.QWEN3, *talk)[0].startswith("Let me see.\n<tool_call>")
+    called = calling(thought, call(city="x"))
+    talk = RESULT, ANSWER, USER, ANSWER
+    match = "print the text 'hm' beside .* of message 1 .*, which is trained on"
+    with pytest.raises(DataError, match=match):
+        render(chat_templates.QWEN3, USER, called, *talk)
+    assert len(render(chat_templates.QWEN3, USER, called | {"weight": 0}, *talk)) == 2
 
 
 def test_an_old_function_call_is_an_error_also_with_text():

@@ -10,7 +10,6 @@ from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
 
 END = "<|im_end|>"
-THOUGHT = "<think>\n\n</think>\n\n"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
@@ -36,6 +35,7 @@ THINKING = [
     user("How?"),
     assistant("<think>\nwell\n</think>\n\nFine."),
 ]
+MUTED = [THINKING[0], THINKING[1] | {"weight": 0}, *THINKING[2:]]
 CALLS = [
     user("Hi"),
     assistant("", tool_calls=[CALL]),
@@ -84,22 +84,18 @@ def answers(template, messages) -> list[str]:
             ["Hello!<end_of_turn>", "Fine.<end_of_turn>"],
         ),
         ("PHI3", TALK, ["Hello!<|end|>", "Fine.\n<|end|>\n</s>"]),
-        ("R1", THINKING, ["\n\nHello!</s>", "\n\nFine.</s>"]),
+        ("R1", TALK, ["Hello!</s>", "Fine.\n</s>"]),
         ("MERGING", IN_A_ROW, ["Hello!", f"\nMore.{END}"]),
         ("SEPARATED", TALK, ["Hello!<|end|>", "Fine.\n<|end|>"]),
         (
             "SEPARATED",
-            THINKING,
-            ["\n\nHello!<|end|>", "<think>\nwell\n</think>\n\nFine.<|end|>"],
+            MUTED,
+            ["<think>\nwell\n</think>\n\nFine.<|end|>"],
         ),
-        ("QWEN3", TALK, [f"Hello!{END}", f"{THOUGHT}Fine.\n{END}"]),
-        ("QWEN3", IN_A_ROW, [f"Hello!{END}", f"{THOUGHT}More.{END}"]),
-        ("QWEN3", ASSISTANT_FIRST, [f"Hello!{END}", f"{THOUGHT}Fine.{END}"]),
-        (
-            "QWEN3",
-            THINKING,
-            [f"Hello!{END}", f"<think>\nwell\n</think>\n\nFine.{END}"],
-        ),
+        ("QWEN3", TALK, [f"Hello!{END}", f"Fine.\n{END}"]),
+        ("QWEN3", IN_A_ROW, [f"Hello!{END}", f"More.{END}"]),
+        ("QWEN3", ASSISTANT_FIRST, [f"Hello!{END}", f"Fine.{END}"]),
+        ("QWEN3", MUTED, [f"<think>\nwell\n</think>\n\nFine.{END}"]),
         (
             "QWEN3",
             CALLS,
@@ -107,10 +103,10 @@ def answers(template, messages) -> list[str]:
                 f"{CALLED}{END}",
                 f"Seven.{END}",
                 f"<think>\nhm\n</think>\n\nLet me see.\n{CALLED}\n{CALLED}{END}",
-                f"{THOUGHT}Nine.{END}",
+                f"Nine.{END}",
             ],
         ),
-        ("QWEN3", CALLS[:5], [f"{CALLED}{END}", f"{THOUGHT}Seven.{END}"]),
+        ("QWEN3", CALLS[:5], [f"{CALLED}{END}", f"Seven.{END}"]),
         ("GENERATION", TALK, [f"Hello!{END}", f"Fine.\n{END}"]),
         ("GENERATION", IN_A_ROW, [f"Hello!{END}", f"More.{END}"]),
     ],
@@ -142,8 +138,8 @@ def test_marks_decide_also_within_a_turn():
 def test_marks_may_be_in_a_macro_and_end_in_space():
     template = (
         "{% macro say(m) %}{% generation %}{{ m.content }}\n\n{% endgeneration %}"
-        "{% endmacro %}{% for m in messages if m.role != 'user' %}{{ say(m) }}"
-        "{% endfor %}"
+        "{% endmacro %}{% for m in messages %}"
+        "{{ say(m) if m.role != 'user' else m.content }}{% endfor %}"
     )
     assert answers(template, TALK) == ["Hello!\n\n", "Fine.\n\n\n"]
 

@@ -9,6 +9,8 @@ from jaxlora.data.templates.known import CHATML, KNOWN, LLAMA3
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError, DataError
+from jaxlora.generate.generator import Generator, prompt_ids
+from jaxlora.generate.prompt import Prompt
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.conftest import NOW
 from tests.jaxlora.data.tokens.test_tokenize import show
@@ -78,6 +80,141 @@ def test_each_job_has_its_own_template(base, tmp_path):
     }
     assert "<|im_start|>user" in found["chatml"]
     assert "<|start_header_id|>user" in found["llama3"]
+
+
+# As Qwen3.5: the generation prompt opens a thought, or has an empty one.
+THINKING = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- set parts = m.content.split('</think>') %}
+    {%- if m.role == 'assistant' and loop.last %}
+        {{- '<think>\\n' + parts[:-1] | join | replace('<think>', '') | trim }}
+        {{- '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- parts[-1].lstrip('\\n') + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>\\n' }}
+    {{- '\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking }}
+{%- endif %}
+"""
+OFF = {"enable_thinking": False}
+
+
+def prompt_tokens(sample):
+    return sample.token_ids[: sample.is_target.argmax()].tolist()
+
+
+@pytest.fixture
+def joining(make_folder):
+    """Makes a tokenizer in which two line breaks are one token, 300."""
+
+    def make(template):
+        folder = make_folder(chat_template__jinja=template)
+        settings = json.loads((folder / "tokenizer.json").read_text())
+        first, *_ = added = settings["added_tokens"]
+        added.append({**first, "id": 300, "content": "\n\n", "special": False})
+        (folder / "tokenizer.json").write_text(json.dumps(settings))
+        return load_tokenizer(folder, now=NOW)
+
+    return make
+
+
+@pytest.mark.parametrize("template", [THINKING, chat_templates.QWEN3])
+@pytest.mark.parametrize("kwargs", [{}, OFF])
+@pytest.mark.parametrize("own", ["", "<think>\n\n</think>\n\n"])
+def test_an_empty_thought_is_part_of_the_prompt(
+    run, joining, template, kwargs, own, caplog
+):
+    """Its tokens are those of generation with thinking off."""
+    tokenizer = joining(template)
+    talk = [TALK[0], TALK[1] | {"content": own + TALK[1]["content"]}]
+    data = {"chat_template_kwargs": kwargs}
+    with caplog.at_level("INFO"):
+        (sample,) = run([{"messages": talk}], tokenizer, data=data).samples
+    prompt = Prompt(talk[:1])
+    asked = prompt_ids(prompt, tokenizer, 512, tokenizer.chat.with_kwargs(OFF))
+    assert 300 in asked
+    assert tokenizer.decode(sample.token_ids) == tokenizer.chat.render(talk)
+    is_noted = "prints an empty thought before 1 answer" in caplog.text
+    answer = "How are you?<|im_end|>"
+    if own and not kwargs and template == chat_templates.QWEN3:
+        # The generation prompt has no part of it, so the model is to write it.
+        assert (True, own + answer) in show(tokenizer, sample) and not is_noted
+        return
+    assert prompt_tokens(sample) == asked
+    assert (True, answer) in show(tokenizer, sample)
+    assert is_noted == (not kwargs)
+
+
+@pytest.mark.parametrize("template", [THINKING, chat_templates.QWEN3])
+def test_a_thought_is_learned(run, joining, template):
+    tokenizer = joining(template)
+    talk = [TALK[0], TALK[1] | {"content": "<think>\nhm\n</think>\n\nFine."}]
+    (sample,) = run([{"messages": talk}], tokenizer).samples
+    asked = prompt_ids(Prompt(talk[:1]), tokenizer, 512)
+    assert prompt_tokens(sample) == asked
+    learned = tokenizer.decode(sample.token_ids[sample.is_target])
+    assert learned.endswith("hm\n</think>\n\nFine.<|im_end|>")
+
+
+def test_kwargs_of_templates(run, make_tokenizer):
+    tokenizer = make_tokenizer(CHATML + "{{ greeting | tojson if greeting }}")
+    plain, *others = (
+        run([{"messages": TALK}], tokenizer, data={"chat_template_kwargs": kwargs})
+        for kwargs in ({}, {"greeting": "hi"}, {"greeting": {"a": [1, None, 2.5]}})
+    )
+    start, *said = (
+        tokenizer.decode(one.samples[0].token_ids) for one in (plain, *others)
+    )
+    assert said == [start + '"hi"', start + '{"a": [1, null, 2.5]}']
+    wrong = {"chat_template_kwargs": {"greting": 1}}
+    match = r"has 'greting', which .* does not use \(it uses .*greeting, messages"
+    with pytest.raises(DataError, match=match):
+        run([{"messages": TALK}], tokenizer, data=wrong)
+    with pytest.raises(
+        DataError, match="are for chats, and the records are read as te"
+    ):
+        run([{"text": "a"}], tokenizer, data=wrong)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        *(({name: 1}, f"'{name}' is given to") for name in ("messages", "tools")),
+        *(({name: 1}, "Leave it out") for name in ("documents", "bos_token")),
+        ({"add_generation_prompt": True}, "given to chat templates by the program"),
+        ({1: 2}, "1 is no name of a variable"),
+        ({"a b": 2}, "'a b' is no name of a variable"),
+        ({"a": {1}}, r"a is \{1\}, and must be true, false, null, a number, a text"),
+        ({"a": [float("nan")]}, "and must be true, false"),
+        (["a"], "expected names with values, such as"),
+    ],
+)
+def test_kwargs_that_cannot_be_used(kwargs, match):
+    with pytest.raises(ConfigError, match=match):
+        DataConfig(path="a.jsonl", chat_template_kwargs=kwargs)
+
+
+def test_kwargs_of_a_generator_are_checked():
+    with pytest.raises(ConfigError, match="chat_template_kwargs: 'tools' is given to"):
+        Generator("no model", chat_template_kwargs={"tools": 1})
+
+
+def test_thoughts_that_are_left_out_are_counted_in_one_line(
+    run, make_tokenizer, caplog
+):
+    tokenizer = make_tokenizer(chat_templates.QWEN3)
+    thought = TALK[1] | {"content": "<think>\nhm\n</think>\n\nFine."}
+    record = {"messages": [TALK[0], thought, *TALK[2:]]}
+    found = run([record] * 3, tokenizer, data={"loss_on": "last"})
+    assert len(found.samples) == 3
+    (line,) = [one.message for one in caplog.records if "leaves out" in one.message]
+    assert "leaves out the thoughts of 3 answers" in line
+    with pytest.raises(DataError, match="record 1: the chat template does not print"):
+        run([record], tokenizer)
+    kept = run([record, {"messages": TALK}], tokenizer, data={"bad_records": "drop"})
+    assert (len(kept.samples), kept.num_bad) == (1, 1)
 
 
 @pytest.mark.parametrize("template", [chat_templates.SMOLLM2, CHATML, GENERATION])
@@ -159,9 +296,8 @@ def test_settings_of_chats_for_other_records(run, base, setting, message):
 def test_settings_that_contradict():
     with pytest.raises(ConfigError, match="Set loss_on in data: completion trains on"):
         DataConfig(path="a", train_on="last")
-    job = LoraJob(
-        name="a", data={"path": "a", "chat_template": "chatml"}, eval_fraction=0.1
-    )
     samples = {"prompts": ["Hi"], "chat": True}
-    with pytest.raises(ConfigError, match="rendered by the tokenizer's chat template"):
-        RunConfig(model="m", jobs=[job], samples=samples)
+    for setting in ({"chat_template": "chatml"}, {"chat_template_kwargs": OFF}):
+        job = LoraJob(name="a", data={"path": "a"} | setting, eval_fraction=0.1)
+        with pytest.raises(ConfigError, match="by the tokenizer's chat template"):
+            RunConfig(model="m", jobs=[job], samples=samples)

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.tokens import encode_records, tokenize
+from jaxlora.data.tokens.boundary import BoundaryEncoder
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError
+from jaxlora.generate.generator import prompt_ids
+from jaxlora.generate.prompt import Prompt
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.chat_templates import TALK
 
@@ -98,7 +101,7 @@ EVERY_TEMPLATE = {
     "mistral": (chat_templates.MISTRAL, ["Hello!</s>", "Fine.\n</s>"]),
     "reasoning": (
         chat_templates.REASONING,
-        ["Hello!<|im_end|>", "<think>\n\n</think>\n\nFine.\n<|im_end|>"],
+        ["Hello!<|im_end|>", "Fine.\n<|im_end|>"],
     ),
 }
 
@@ -193,6 +196,60 @@ def test_generation_prompt_that_is_not_a_prefix(run, make_tokenizer):
         run([{"messages": TALK[:2]}], make_tokenizer(template))
     options = {"loss_on": "all"}
     assert run([{"messages": TALK}], make_tokenizer(template), data=options).samples
+
+
+# --- Text that was rendered before ---------------------------------------------------
+
+RENDERED = [
+    # The text, the special tokens around any text, and the text of the sample.
+    ("<s>xyz", "<s> $A", "<s>xyz</s>"),
+    ("<s><s>xyz", "<s> $A", "<s><s>xyz</s>"),
+    ("<s>xyz", "$A", "<s>xyz</s>"),
+    ("<s>xyz</s>", "<s> $A </s>", "<s>xyz</s>"),
+    ("xyz</s>\n", "<s> $A", "<s>xyz</s>\n"),
+    ("<s>xyz<|im_end|>", "<s> $A", "<s>xyz<|im_end|>"),
+    ("xyz<|im_end|>\n", "<s> $A </s>", "<s>xyz<|im_end|>\n"),
+    ("<|im_start|>xyz", "<|im_start|> $A", "<|im_start|>xyz</s>"),
+    ("xyz<pad>", "<s> $A", "<s>xyz<pad></s>"),
+]
+
+
+@pytest.mark.parametrize(("text", "around", "expected"), RENDERED)
+def test_a_rendered_text_has_one_start_and_one_end(
+    run, make_tokenizer, text, around, expected
+):
+    tokenizer = make_tokenizer(around=around)
+    (sample,) = run([{"text": text}], tokenizer).samples
+    assert tokenizer.decode(sample.token_ids) == expected
+    assert sample.is_target.tolist() == [False] + [True] * (len(sample.token_ids) - 1)
+
+
+@pytest.mark.parametrize("marks_start", [False, True])
+@pytest.mark.parametrize("loss_on", ["completion", "all"])
+@pytest.mark.parametrize(("text", "around", "expected"), RENDERED)
+def test_a_rendered_pair_has_one_start_and_one_end(
+    run, make_tokenizer, monkeypatch, text, around, expected, loss_on, marks_start
+):
+    tokenizer = make_tokenizer(around=around)
+    monkeypatch.setattr(BoundaryEncoder, "_does_mark_start", lambda self: marks_start)
+    middle, data = text.index("y"), {"loss_on": loss_on}
+    pair = {"prompt": text[:middle], "completion": text[middle:]}
+    (sample,) = run([pair], tokenizer, data=data).samples
+    assert tokenizer.decode(sample.token_ids) == expected
+    first = expected.index("y") if loss_on == "completion" else 0
+    learned = tokenizer.decode(sample.token_ids[sample.is_target])
+    assert learned == expected[first:].removeprefix("<s>").removeprefix("<|im_start|>")
+    (sample,) = run([{"prompt": "", "completion": text}], tokenizer, data=data).samples
+    assert tokenizer.decode(sample.token_ids) == expected
+
+
+@pytest.mark.parametrize(("text", "around", "expected"), RENDERED)
+def test_a_prompt_of_generation_has_one_start(make_tokenizer, text, around, expected):
+    tokenizer = make_tokenizer(around=around)
+    ids = prompt_ids(Prompt(text), tokenizer, 512)
+    assert tokenizer.decode(ids) == expected.removesuffix("</s>") + (
+        "</s>" if text.endswith("</s>") else ""
+    )
 
 
 # --- Text --------------------------------------------------------------------
