@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from jaxlora.adapters.files.base_name import BaseName, base_name, is_hub_id, last_part
+from jaxlora.adapters.files.base_name import BaseName, is_hub_id, last_part
 from jaxlora.common.json_file import read_regular_file
 from jaxlora.printable import one_line
 
@@ -28,8 +28,7 @@ _SHOWN = (
 def model_card(
     *,
     name: str,
-    base_model: str,
-    revision: str | None,
+    base: BaseName,
     job: Mapping[str, Any],
     figures: Mapping[str, Any],
     version: str,
@@ -38,13 +37,11 @@ def model_card(
 
     Args:
         name: Name of the adapter.
-        base_model: Folder or hub id of the base.
-        revision: Commit of a base from the hub.
+        base: The base.
         job: Settings of the job, by the names of `LoraJob`.
         figures: What was measured, by what it is; entries that are None are left out.
         version: Version of jaxlora.
     """
-    base = base_name(base_model, revision)
     data = job.get("data") or {}
     front: dict[str, Any] = {"base_model": base.name} if base.is_on_hub else {}
     front |= {

@@ -63,8 +63,8 @@ def export_peft(
     Args:
         adapter: The adapter.
         folder: Folder to write.
-        base_model: Folder or hub id of the base. Of a folder, adapter_config.json tells
-            only the last part of its path.
+        base_model: Folder or hub id of the base, which adapter_config.json tells as it
+            is given here, as with peft.
         linear_names: Names of the base model's linears. They show whether a suffix such
             as `q_proj` selects exactly the adapted modules.
         revision: Commit (or branch or tag) of a base on the hub, as in
@@ -171,7 +171,7 @@ def _common_config(
     score = [] if adapter.score is None else [SCORE]
     return {
         "auto_mapping": None,
-        "base_model_name_or_path": base.name,
+        "base_model_name_or_path": base.path,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

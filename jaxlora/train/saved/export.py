@@ -214,7 +214,7 @@ def _write(
         export_peft(
             source,
             folder,
-            base_model=base.name,
+            base_model=base.path,
             revision=base.revision,
             linear_names=saved.linear_names,
             overwrite=overwrite,
@@ -229,20 +229,17 @@ def _card(run: _Run, source: Export | Adapter | str, name: str) -> str:
     progress = None if saved is None else saved.progress.get(name)
     if isinstance(source, Export):
         step = source.record.step
-        base = json.loads(source.files[CONFIG_FILE])
+        config = json.loads(source.files[CONFIG_FILE])
+        path = config.get("base_model_name_or_path") or "unknown"
+        base = run_base(path, config.get("revision"))
     else:
         assert saved is not None
         step = saved.progress[name].step
-        named = run_base(saved.base_model, saved.base_revision)
-        base = {
-            "base_model_name_or_path": named.name,
-            "revision": named.revision,
-        }
+        base = run_base(saved.base_model, saved.base_revision)
     return job_card(
         name=name,
         step=step,
-        base_model=base.get("base_model_name_or_path") or "unknown",
-        revision=base.get("revision"),
+        base=base,
         settings=run.settings.get(name, {}),
         progress=progress,
     )

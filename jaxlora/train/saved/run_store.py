@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.files.base_name import run_base
 from jaxlora.adapters.files.export_record import ExportRecord
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.staged_slots import StagedSlots
@@ -323,8 +324,7 @@ def _export(
         card=job_card(
             name=job.name,
             step=progress.step,
-            base_model=model.source,
-            revision=model.revision,
+            base=run_base(model.source, model.revision),
             settings=job.settings.model_dump(mode="json"),
             progress=progress,
         ),
