@@ -10,10 +10,11 @@ from jaxtyping import Float
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.adapters.files.tokenizer_copy import merged_tokenizer
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.convert import log_dequantized
-from jaxlora.hf.files import model_folder, tokenizer_files
+from jaxlora.hf.files import model_folder
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.save import save_checkpoint
@@ -43,7 +44,8 @@ def merge_adapter(
     trained biases replace those of their linears. Whole copies replace embedding and
     head each by itself, so a tied base becomes one with a head of its own. An adapter
     that started from the error of a quantized base (LoftQ) is merged into the weights
-    that it adapts as they are after quantizing.
+    that it adapts as they are after quantizing. The folder has the tokenizer and the
+    chat template that lie beside the adapter, or else those of the base.
 
     It computes in float32 and rounds once. Tensors are streamed: the host never holds
     more than one shard. Quantized linears are dequantized, also those without an
@@ -81,7 +83,7 @@ def merge_adapter(
     if adapter.modules_to_save:
         config_json = {**config_json, "tie_word_embeddings": False}
     tensors = _merged(checkpoint, adapter, None if dtype is None else _DTYPES[dtype])
-    extra = tokenizer_files(checkpoint.folder)
+    extra = [*merged_tokenizer(checkpoint.folder, pathlib.Path(adapter_folder))]
     return save_checkpoint(out_folder, tensors, config_json, extra)
 
 

@@ -21,6 +21,7 @@ from jaxlora.adapters.files.export_record import (
     write_record,
 )
 from jaxlora.adapters.files.model_card import write_card
+from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import (
@@ -54,6 +55,7 @@ def export_peft(
     overwrite: bool = False,
     record: ExportRecord | None = None,
     card: str | None = None,
+    tokenizer: TokenizerCopy | None = None,
 ) -> pathlib.Path:
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
@@ -72,6 +74,8 @@ def export_peft(
         overwrite: Whether to replace a folder that holds files other than an export's.
         record: Record to write as jaxlora.json, with the checksums of the files.
         card: Text of a model card to write as README.md; None: there is none.
+        tokenizer: Tokenizer to write beside the adapter; None: there is none. Without
+            a record, the folder is then not replaced by a later export.
 
     Raises:
         AdapterError: The folder holds files that this program did not write.
@@ -112,6 +116,8 @@ def export_peft(
         )
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (temporary / CONFIG_FILE).write_text(text, encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.write(temporary)
         if record is not None:
             write_record(temporary, record)
         if card is not None:

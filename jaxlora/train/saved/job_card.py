@@ -16,6 +16,7 @@ def job_card(
     base: BaseName,
     settings: Mapping[str, Any],
     progress: JobProgress | None,
+    has_tokenizer: bool,
 ) -> str:
     """Returns the text of the card of a job's adapter.
 
@@ -26,6 +27,7 @@ def job_card(
         settings: Settings of the job, by the names of `LoraJob`.
         progress: What is known of the job's losses. Figures of other weights than those
             of `step` are left out.
+        has_tokenizer: Whether the tokenizer lies beside the adapter.
     """
     figures: dict[str, Any] = {"optimizer steps": step}
     if progress is not None and step == progress.step:
@@ -48,5 +50,6 @@ def job_card(
         base=base,
         job=settings,
         figures=figures,
+        has_tokenizer=has_tokenizer,
         version=__version__,
     )

@@ -114,7 +114,7 @@ def test_no_text_becomes_code_or_markup(text):
     tokens = markdown_it.MarkdownIt("commonmark").enable("table").parse(body)
     [example] = [token.content for token in tokens if token.type == "fence"]
     *_, base, model = statements = ast.parse(example).body
-    assert len(statements) == 4 and isinstance(model, ast.Assign)
+    assert len(statements) == 5 and isinstance(model, ast.Assign)
     assert isinstance(base, ast.Assign) and isinstance(base.value, ast.Call)
     assert ast.literal_eval(base.value.args[0]) == base_name(name).name
     inner = [child for token in tokens for child in token.children or ()]
