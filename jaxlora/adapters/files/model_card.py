@@ -100,7 +100,7 @@ def _tokenizer(data: Mapping[str, Any]) -> str:
     """Says which chat template the tokenizer in the folder has."""
     settings = template_settings(data)
     if not settings:
-        return "The tokenizer in this folder is that of the base, with its template."
+        return "The tokenizer in this folder is that of the base."
     more = ""
     if len(settings) > 1:
         more = " Its data sets have several templates, of which this is the first."
