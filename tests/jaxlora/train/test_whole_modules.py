@@ -95,7 +95,7 @@ def _check_uses(folder, model, tmp_path):
     with pytest.raises(AdapterError, match="has use_dora, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
     job = LoraJob(name="more", data={"path": "x"}, init_from=str(folder), use_dora=True)
-    with pytest.raises(ConfigError, match=r"modules_to_save=\['embed_tokens', 'lm_he"):
+    with pytest.raises(ConfigError, match=r'modules_to_save=\["embed_tokens", "lm_he'):
         choose_modules(job, model.config)
     start = choose_modules(job.replace(modules_to_save=BOTH), model.config).start
     assert start.modules_to_save == BOTH
