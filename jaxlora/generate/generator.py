@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.adapters.files.peft_tables import BaseTables
 from jaxlora.adapters.files.tokenizer_copy import ChatTemplate
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
@@ -374,4 +375,5 @@ def _read(
 ) -> Adapter:
     if isinstance(adapter, Adapter):
         return adapter
-    return import_peft(adapter, linear_shapes(model.config))
+    base = BaseTables(model.folder, model.config.tie_embeddings)
+    return import_peft(adapter, linear_shapes(model.config), base=base)

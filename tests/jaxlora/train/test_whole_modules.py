@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 import pytest
+import safetensors.numpy
 
 import jaxlora
 from jaxlora import LoraJob, RunConfig, Trainer, import_peft, merge_adapter
@@ -113,11 +114,18 @@ def _check_uses(folder, model, tmp_path):
     path = out / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
-    with pytest.raises(AdapterError, match="safetensors has a whole copy of embed_tok"):
-        merge_adapter(model.folder, out, tmp_path / "other")
+    # The copy is then what peft trained on, as after a change of the vocabulary.
+    read = import_peft(out, linear_shapes(model.config)).token_rows
+    assert read.keys() == set(BOTH)
     both = {"trainable_token_indices": {"lm_head": [1]}, "modules_to_save": list(BOTH)}
     path.write_text(json.dumps(config | both))
     with pytest.raises(AdapterError, match="lm_head in modules_to_save and in trainab"):
+        merge_adapter(model.folder, out, tmp_path / "other")
+    path.write_text(json.dumps(config))
+    weights = safetensors.numpy.load_file(out / "adapter_model.safetensors")
+    del weights["base_model.model.lm_head.weight"]
+    safetensors.numpy.save_file(weights, out / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="json has a whole copy of lm_head"):
         merge_adapter(model.folder, out, tmp_path / "other")
 
 
