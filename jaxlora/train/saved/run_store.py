@@ -168,7 +168,8 @@ class RunStore:
             model: The base model.
         """
         folder = self._folder / TOKENIZER
-        if processes.is_first() and not os.path.lexists(folder):
+        is_wanted = processes.is_first() and not os.path.lexists(folder)
+        if is_wanted and tokenizer_files(model.folder, COPIED):
             with new_folder(folder) as temporary:
                 TokenizerCopy(folder=model.folder).write(temporary)
                 sync_files(temporary)
