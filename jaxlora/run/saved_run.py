@@ -161,7 +161,7 @@ class RunRecord:
         mesh: The mesh of a run with `replicas: auto`; None: it has a list of replicas,
             or its mesh was given.
         chat_templates: The chat templates that data of the jobs name, by the setting
-            `chat_template`: a file may change later. None in earlier versions.
+            `chat_template`: a file may change later. Empty in earlier versions.
         ended: Jobs that had ended when the replicas were chosen, which need not hold
             them; none in earlier versions.
     """
