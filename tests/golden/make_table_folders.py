@@ -71,6 +71,18 @@ ADAPTERS = {
         {"target_modules": [Q, HEAD], "trainable_token_indices": [3]},
         "auto",
     ),
+    "tied_together": (
+        {"target_modules": [Q, HEAD], "ensure_weight_tying": True},
+        "auto",
+    ),
+    "tied_copies_together": (
+        {
+            "target_modules": [Q],
+            "modules_to_save": [EMBED],
+            "ensure_weight_tying": True,
+        },
+        "auto",
+    ),
 }
 TRAINED = "lora_B", "lora_embedding", "tokens_delta", "modules_to_save"
 
