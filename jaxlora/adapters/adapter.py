@@ -323,7 +323,9 @@ class Adapter:
                 raise AdapterError(
                     f"the adapter has a whole copy of {module} with {size} tokens, and "
                     f"the base model has {vocab_size}. Use the base whose embedding "
-                    "has as many, such as the resized one."
+                    "has as many, such as the resized one; or merge the adapter into "
+                    "its base (jaxlora merge), which makes that model if the adapter "
+                    "has both the embedding and the head."
                 )
         for module, values in by_token.items():
             if (largest := max(values.ids)) >= vocab_size:

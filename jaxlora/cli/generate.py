@@ -1,6 +1,7 @@
 """`jaxlora generate`."""
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxlora.cli.command import Command
@@ -68,8 +69,8 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template",
         metavar="TEMPLATE",
-        help="chat template of the adapter's training, if it was not the tokenizer's: "
-        "a file, a model's folder, chatml, llama3, or text",
+        help="chat template in place of those of the adapters, which lie in their "
+        "folders, and of the base: a file, a model's folder, chatml, llama3, or text",
     )
     parser.add_argument(
         "--chat-template-kwargs",
@@ -188,6 +189,7 @@ def _generator(arguments: argparse.Namespace) -> "Generator":
     from jaxlora.train.saved.run_adapters import load_run_adapters
 
     adapters: dict[str, Any] = named_folders(arguments.adapter)
+    templates: Mapping[str, Any] = {}
     if arguments.run_dir is None:
         model = open_model(
             arguments.model,
@@ -196,16 +198,15 @@ def _generator(arguments: argparse.Namespace) -> "Generator":
             quantize=arguments.quantize,
         )
     else:
-        model, jobs, notes = load_run_adapters(
-            arguments.run_dir, arguments.job, model=arguments.model
-        )
+        run = load_run_adapters(arguments.run_dir, arguments.job, model=arguments.model)
+        model, jobs, templates = run.model, run.adapters, run.templates
         for name in jobs.keys() & adapters.keys():
             raise ConfigError(
                 f"the run has a job {name!r}, and {adapters[name]} has the same name. "
                 f"Give the folder another one: --adapter NAME={adapters[name]}."
             )
         adapters = jobs | adapters
-        for name, note in notes.items():
+        for name, note in run.notes.items():
             complain(f"{name}: {note}")
     return Generator(
         model,
@@ -213,6 +214,7 @@ def _generator(arguments: argparse.Namespace) -> "Generator":
         batch_size=arguments.batch_size,
         chat_template=arguments.chat_template,
         chat_template_kwargs=_template_kwargs(arguments),
+        templates=templates,
     )
 
 

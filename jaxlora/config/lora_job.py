@@ -119,7 +119,8 @@ class LoraJob(StrictModel):
             `{num_cycles: 3}` of `cosine_with_restarts`.
         warmup_steps: Optimizer steps of linear warm-up.
         warmup_ratio: Warm-up as a share of all steps, when `warmup_steps` is None.
-        lora_plus_ratio: Rate of B over rate of A (LoRA+, arXiv 2402.12354).
+        lora_plus_ratio: Rate of B, and of the vectors of DoRA and of biases, over rate
+            of A (LoRA+, arXiv 2402.12354).
         optimizer: How gradients change the weights: `adamw`, `adamw_8bit`,
             `schedule_free_adamw`, `lion`, `sgd`, `muon`, `adafactor`, or one that was
             registered with `jaxlora.register_optimizer`.

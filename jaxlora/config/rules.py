@@ -194,7 +194,7 @@ def _modules_are_trained_in_one_way(job: Any) -> tuple[str, str] | None:
 
 
 # Settings of LoRA that VeRA does not have, and their defaults.
-_NOT_OF_VERA = {
+NOT_OF_VERA = {
     "use_dora": False,
     "use_rslora": False,
     "init_lora_weights": True,
@@ -208,7 +208,7 @@ _NOT_OF_VERA = {
 
 
 def _vera_has_its_settings(job: Any) -> tuple[str, str] | None:
-    for setting, default in _NOT_OF_VERA.items():
+    for setting, default in NOT_OF_VERA.items():
         value = getattr(job, setting)
         if job.use_vera and value != default:
             return setting, (

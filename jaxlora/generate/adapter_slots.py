@@ -74,7 +74,8 @@ def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:
         return None
     return SlotShape(
         num_slots=len(adapters) + 1,
-        rank=max(w.rank for a in adapters for w in a.modules.values()),
+        # An adapter may have nothing but the embedding or the head.
+        rank=max((w.rank for a in adapters for w in a.modules.values()), default=1),
         use_dropout=False,
         settings=tuple(
             s for s in tensor_settings() if any(a.is_set(s) for a in adapters)

@@ -1,9 +1,11 @@
 """Generates text with a base model and adapters that are loaded once."""
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ from jax.sharding import NamedSharding
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.adapters.files.peft_tables import BaseTables
+from jaxlora.adapters.files.tokenizer_copy import ChatTemplate
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
 from jaxlora.config.data_config import check_template_kwargs
@@ -23,6 +27,7 @@ from jaxlora.device_check import check_device
 from jaxlora.errors import ConfigError, DataError
 from jaxlora.generate.adapter_names import Adapters, named_adapters
 from jaxlora.generate.adapter_slots import NO_ADAPTER, load_decoder
+from jaxlora.generate.adapter_tokenizers import own_tokenizers
 from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.batch import Answer, Batch, GeneratingDecoder, Request
 from jaxlora.generate.batch_shape import chat_shape
@@ -50,31 +55,36 @@ class TextDecoder:
         tokenizer: The model's tokenizer.
         slots: Slot of each adapter, by name, and of `base`.
         end_ids: Tokens that end a text.
-        chats: Chat template of each adapter that has another one than the tokenizer.
+        own: Tokenizers of adapters that have their own, by name, and the tokens that
+            end their texts.
     """
 
     decoder: GeneratingDecoder
     tokenizer: Tokenizer
     slots: Mapping[str, int]
     end_ids: tuple[int, ...]
-    chats: Mapping[str, ModelChat] = dataclasses.field(default_factory=dict)
+    own: Mapping[str, tuple[Tokenizer, tuple[int, ...]]] = MappingProxyType({})
 
     def generate(
         self, prompts: Sequence[Prompt], settings: GenerationSettings, batch_size: int
     ) -> list[Generation]:
         """Generates a text for each prompt; see `Generator.generate`."""
         encoded = [self._encode(prompt, settings) for prompt in prompts]
-        # Prompts of similar length share a batch, which so has little padding.
-        order = sorted(range(len(prompts)), key=lambda i: len(encoded[i][0].token_ids))
         made: dict[int, Generation] = {}
-        for begin in range(0, len(order), batch_size):
-            numbers = order[begin : begin + batch_size]
-            requests = [encoded[i][0] for i in numbers]
-            batch = Batch(self.decoder, requests, settings, self.end_ids)
-            while not batch.is_done:
-                batch.advance()
-            for i, answer in zip(numbers, batch.answers, strict=True):
-                made[i] = _generation(prompts[i], encoded[i][1], answer)
+        # The texts of a batch end with the same tokens.
+        by_ends: dict[tuple[int, ...], list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            by_ends.setdefault(self._own(prompt)[1], []).append(i)
+        for ends, some in by_ends.items():
+            # Prompts of similar length share a batch, which so has little padding.
+            order = sorted(some, key=lambda i: len(encoded[i][0].token_ids))
+            for numbers in itertools.batched(order, batch_size):
+                requests = [encoded[i][0] for i in numbers]
+                batch = Batch(self.decoder, requests, settings, ends)
+                while not batch.is_done:
+                    batch.advance()
+                for i, answer in zip(numbers, batch.answers, strict=True):
+                    made[i] = _generation(prompts[i], encoded[i][1], answer)
         return [made[i] for i in range(len(prompts))]
 
     def stream(self, prompt: Prompt, settings: GenerationSettings) -> Iterator[str]:
@@ -82,7 +92,8 @@ class TextDecoder:
         request, text = self._encode(prompt, settings)
         positions = self.decoder.spec.config.max_positions
         shape = chat_shape(len(request.token_ids), request.max_new_tokens, positions)
-        batch = Batch(self.decoder, [request], settings, self.end_ids, shape)
+        ends = self._own(prompt)[1]
+        batch = Batch(self.decoder, [request], settings, ends, shape)
         done = ""
         (answer,) = batch.answers
         while not batch.is_done:
@@ -93,6 +104,10 @@ class TextDecoder:
                 yield now[len(done) :]
                 done = now
 
+    def _own(self, prompt: Prompt) -> tuple[Tokenizer, tuple[int, ...]]:
+        """Returns the tokenizer of a prompt, and the tokens that end its text."""
+        return self.own.get(str(prompt.adapter), (self.tokenizer, self.end_ids))
+
     def _encode(
         self, prompt: Prompt, settings: GenerationSettings
     ) -> tuple[Request, AnswerText]:
@@ -102,9 +117,9 @@ class TextDecoder:
                 f"{', '.join(self.slots)}."
             )
         positions = self.decoder.spec.config.max_positions
-        chat = self.chats.get(prompt.adapter or BASE)
-        token_ids = prompt_ids(prompt, self.tokenizer, positions, chat)
-        text = AnswerText(self.tokenizer, token_ids, settings.stop, self.end_ids)
+        tokenizer, ends = self._own(prompt)
+        token_ids = prompt_ids(prompt, tokenizer, positions)
+        text = AnswerText(tokenizer, token_ids, settings.stop, ends)
         request = Request(
             token_ids=np.array(token_ids, np.int32),
             slot=self.slots[prompt.adapter],
@@ -119,7 +134,6 @@ def prompt_ids(
     prompt: Prompt,
     tokenizer: Tokenizer,
     max_positions: int,
-    chat: ModelChat | None = None,
 ) -> list[int]:
     """Returns the tokens of a prompt.
 
@@ -127,7 +141,6 @@ def prompt_ids(
         prompt: The prompt.
         tokenizer: The model's tokenizer.
         max_positions: Longest sequence that the model was made for, in tokens.
-        chat: The chat template; None: that of the tokenizer.
 
     Raises:
         ConfigError: The prompt is empty or too long, or has tools and is no chat.
@@ -143,7 +156,7 @@ def prompt_ids(
         ids = [*tokenizer.prefix_ids, *ids[tokenizer.num_given(ids) :]]
     else:
         messages = [dict(message) for message in prompt.text]
-        text = _render(messages, prompt.tools, chat or tokenizer.chat, shown)
+        text = _render(messages, prompt.tools, tokenizer.chat, shown)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise ConfigError(
@@ -205,6 +218,7 @@ class Generator:
         batch_size: int = 16,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        templates: Mapping[str, ChatTemplate] = MappingProxyType({}),
     ):
         """Loads the adapters and the tokenizer; nothing is compiled yet.
 
@@ -214,11 +228,13 @@ class Generator:
             adapters: PEFT folders or adapters, by name; or folders, which are named
                 like the last part of their path.
             batch_size: Most prompts that are generated together.
-            chat_template: Template of chats in place of the tokenizer's own, as in
-                `DataConfig`.
+            chat_template: Template of chats in place of those of the tokenizers, as in
+                `DataConfig`. Without it, chats with an adapter have the template in
+                its folder, or else that of the base.
             chat_template_kwargs: Values of variables of the template, as in
                 `DataConfig`; None: those that each adapter was trained with, and none
                 for the base.
+            templates: Templates of adapters that are no folders, by name.
 
         Raises:
             AdapterError: A folder cannot be read, or does not fit the model.
@@ -244,20 +260,22 @@ class Generator:
         self.adapters = tuple(named)
         self._batch_size = batch_size
         tokenizer = load_tokenizer(model.folder)
-        tokenizer = tokenizer.with_setting(chat_template, kwargs or {})
         tokenizer.check_fits(model.config.vocab_size)
         loaded = [_read(model, adapter) for adapter in named.values()]
+        own = own_tokenizers(model, tokenizer, named, templates)
+        for name, adapter in zip(named, loaded, strict=True):
+            given = adapter.chat_template_kwargs if kwargs is None else kwargs
+            if name in own or given:
+                one = own.get(name, tokenizer)
+                own[name] = one.with_setting(chat_template, given)
+        tokenizer = tokenizer.with_setting(chat_template, kwargs or {})
         numbered = enumerate(self.adapters, NO_ADAPTER + 1)
         self._text_decoder = TextDecoder(
             decoder=load_decoder(model, loaded, self._loading),
             tokenizer=tokenizer,
             slots={BASE: NO_ADAPTER, **{name: slot for slot, name in numbered}},
             end_ids=end_ids(model, tokenizer),
-            chats={
-                name: tokenizer.chat.with_kwargs(adapter.chat_template_kwargs)
-                for name, adapter in zip(self.adapters, loaded, strict=True)
-                if kwargs is None and adapter.chat_template_kwargs
-            },
+            own={name: (one, end_ids(model, one)) for name, one in own.items()},
         )
 
     @property
@@ -378,4 +396,5 @@ def _read(
 ) -> Adapter:
     if isinstance(adapter, Adapter):
         return adapter
-    return import_peft(adapter, linear_shapes(model.config))
+    base = BaseTables(model.folder, model.config.tie_embeddings)
+    return import_peft(adapter, linear_shapes(model.config), base=base)

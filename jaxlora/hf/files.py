@@ -282,13 +282,19 @@ def safetensor_files(folder: pathlib.Path) -> dict[str, TensorFile]:
     return {tensor: files[name] for tensor, name in weight_map.items()}
 
 
-def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
+def tokenizer_files(
+    folder: pathlib.Path, names: Iterable[str] = TOKENIZER_FILES
+) -> list[pathlib.Path]:
     """Returns the files that a copy of a checkpoint needs besides config and weights.
+
+    Args:
+        folder: Folder of the checkpoint.
+        names: Names of the files, of which those that exist are returned.
 
     Raises:
         ModelError: A file cannot be read.
     """
-    there = [folder / n for n in TOKENIZER_FILES if os.path.lexists(folder / n)]
+    there = [folder / name for name in names if os.path.lexists(folder / name)]
     for path in there:
         try:
             check_regular_file(path)

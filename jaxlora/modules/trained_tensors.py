@@ -89,6 +89,11 @@ def _zeros(rng: np.random.Generator, kernel: Any, rank: int) -> np.ndarray:
     return np.zeros((rank, kernel.shape[1]))
 
 
+def _lora_plus(job: LoraJob) -> float:
+    """The ratio of LoRA+ (2402.12354); PEFT gives it to B and to all vectors."""
+    return job.lora_plus_ratio
+
+
 LORA_A = TrainedTensor(
     name="lora_a",
     peft_name="lora_A.weight",
@@ -101,7 +106,7 @@ LORA_B = TrainedTensor(
     peft_name="lora_B.weight",
     dimensions=("R", "N"),
     start=_zeros,
-    rate_ratio=lambda job: job.lora_plus_ratio,  # LoRA+, arXiv 2402.12354
+    rate_ratio=_lora_plus,
     unless="use_vera",
 )
 
@@ -124,6 +129,7 @@ MAGNITUDE = TrainedTensor(
     dimensions=("N",),
     start=None,
     from_weight=_norms,
+    rate_ratio=_lora_plus,
     setting="use_dora",  # DoRA, arXiv 2402.09353
 )
 
@@ -149,6 +155,7 @@ TRAINED_BIAS = TrainedTensor(
     peft_name="base_layer.bias",
     dimensions=("N",),
     start=None,
+    rate_ratio=_lora_plus,
     setting="train_bias",
     needs_bias=True,
 )

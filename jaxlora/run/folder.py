@@ -26,6 +26,7 @@ STATUS_FILE = "status.json"
 SAMPLES_FILE = "samples.txt"
 SUMMARY_FILE = "summary.json"
 PICTURE = "losses.png"
+TOKENIZER = "tokenizer"  # the base's, for exports that do not load the base
 SWEEP_FILES = "sweep.csv", "sweep.png", "sweep.html"
 # A run writes these files, and a user may have files of the same names.
 REPLACED = (
@@ -35,6 +36,7 @@ REPLACED = (
     SAMPLES_FILE,
     SUMMARY_FILE,
     PICTURE,
+    TOKENIZER,
     *SWEEP_FILES,
 )
 SWEEP_LEDGER = "sweep.jsonl"  # of a sweep over several groups of devices

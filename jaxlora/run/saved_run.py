@@ -160,6 +160,8 @@ class RunRecord:
         suggested: Those of `added` that the search of a sweep has suggested.
         mesh: The mesh of a run with `replicas: auto`; None: it has a list of replicas,
             or its mesh was given.
+        chat_templates: The chat templates that data of the jobs name, by the setting
+            `chat_template`: a file may change later. Empty in earlier versions.
         ended: Jobs that had ended when the replicas were chosen, which need not hold
             them; none in earlier versions.
     """
@@ -174,6 +176,9 @@ class RunRecord:
     suggested: list[JobName] = dataclasses.field(default_factory=list)
     mesh: str | None = None
     ended: list[JobName] = dataclasses.field(default_factory=list)
+    chat_templates: dict[str, str | dict[str, str]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def microbatch_tokens(self) -> int:

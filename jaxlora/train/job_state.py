@@ -336,12 +336,14 @@ class JobState:
         can_evaluate = self.has_slot and self.prepared.eval_data is not None
         return can_evaluate and self.progress.last_eval_step != self.progress.step
 
-    def note_step(self, loss: float, num_tokens: int) -> None:
+    def note_step(self, loss: float, num_tokens: int, num_target_tokens: int) -> None:
         """Counts one optimizer step."""
         first = self.progress.first_loss
+        targets = self.progress.num_target_tokens if self.progress.step else 0
         self.update(
             step=self.progress.step + 1,
             num_tokens=self.progress.num_tokens + num_tokens,
+            num_target_tokens=None if targets is None else targets + num_target_tokens,
             first_loss=loss if first is None else first,
             last_loss=loss,
         )

@@ -312,6 +312,7 @@ class Session:
         self._inbox = Inbox(self._folder, self._live, answered)
         opened.callback(self._inbox.close)
         self._record()
+        self._store.keep_tokenizer(self._run.model)
 
     def _take_requests(self, *, waits: bool = False) -> bool:
         """Takes users' requests, and records and answers them; see `Inbox.poll`."""
@@ -336,6 +337,7 @@ class Session:
             added=list(live.added),
             answers=self._inbox.answers,
             suggested=[n for n in self._suggestions.saved() if n in live.added],
+            chat_templates=self._store.chat_templates([j.settings for j in live.jobs]),
         )
         self._store.write_record(record, lambda: resolved_settings(run.plan, live.jobs))
 

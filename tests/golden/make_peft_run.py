@@ -19,6 +19,7 @@ import shutil
 import peft
 import torch
 import transformers
+from peft.optimizers import create_loraplus_optimizer
 
 OUT = pathlib.Path(__file__).parent / "peft_run"
 STEPS, BATCH, VOCAB = 12, 6, 97
@@ -247,27 +248,20 @@ def leave_out_machine(folder: pathlib.Path) -> None:
 
 
 def optimizer_of(model, job: dict):
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {
-            "params": [p for n, p in named if part in n],
-            "lr": job["learning_rate"] * ratio,
-        }
-        for part, ratio in (
-            ("lora_A", 1.0),
-            ("lora_B", job.get("lora_plus_ratio", 1.0)),
-            ("_magnitude_vector", 1.0),
-            ("_lambda_", 1.0),
-            ("_tokens_delta", 1.0),
-            ("modules_to_save", 1.0),
-        )
-    ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=job.get("weight_decay", 0.0))
+    """PEFT's optimizer of LoRA+, whose ratio is 1 in jobs without LoRA+."""
+    optimizer = create_loraplus_optimizer(
+        model,
+        torch.optim.AdamW,
+        lr=job["learning_rate"],
+        loraplus_lr_ratio=job.get("lora_plus_ratio", 1.0),
+        loraplus_weight_decay=job.get("weight_decay", 0.0),
+    )
+    parameters = [p for p in model.parameters() if p.requires_grad]
     make = {
         "linear": transformers.get_linear_schedule_with_warmup,
         "cosine": transformers.get_cosine_schedule_with_warmup,
     }[job["lr_schedule"]]
-    return optimizer, make(optimizer, job["warmup_steps"], STEPS), [p for _, p in named]
+    return optimizer, make(optimizer, job["warmup_steps"], STEPS), parameters
 
 
 def train(name: str, job: dict) -> None:

@@ -1,4 +1,4 @@
-"""The name of the base model in an adapter's files, without paths of this machine."""
+"""The name of the base model in an adapter's files."""
 
 import dataclasses
 import pathlib
@@ -21,12 +21,14 @@ class BaseName:
 
     Attributes:
         name: Its hub id; of a local folder, the last part of its path, as the others
-            may tell who the user is and nobody else has them.
+            may tell who the user is and nobody else has them. Model cards tell it.
+        path: The hub id or the folder as it was given, by which it is loaded again.
         revision: Commit, branch or tag on the hub; None for a local folder.
         is_on_hub: Whether the name is a hub id.
     """
 
     name: str
+    path: str
     revision: str | None
     is_on_hub: bool
 
@@ -40,11 +42,20 @@ def base_name(source: str, revision: str | None = None) -> BaseName:
     """
     if found := _CACHED.search(source):
         owner, name, commit = found.groups()
-        return BaseName(name=f"{owner}/{name}", revision=commit, is_on_hub=True)
+        return _on_hub(f"{owner}/{name}", commit)
     # A revision shows that a base is of the hub, whatever is in this folder.
     if is_hub_id(source) or (revision and _HUB_ID.fullmatch(source)):
-        return BaseName(name=source, revision=revision, is_on_hub=True)
-    return BaseName(name=last_part(source), revision=None, is_on_hub=False)
+        return _on_hub(source, revision)
+    return _local(source)
+
+
+def _on_hub(name: str, revision: str | None) -> BaseName:
+    return BaseName(name=name, path=name, revision=revision, is_on_hub=True)
+
+
+def _local(source: str) -> BaseName:
+    name = last_part(source)
+    return BaseName(name=name, path=source, revision=None, is_on_hub=False)
 
 
 def run_base(source: str, revision: str | None) -> BaseName:
@@ -56,9 +67,7 @@ def run_base(source: str, revision: str | None) -> BaseName:
         revision: Commit on the hub; None: it was a folder.
     """
     found = base_name(source, revision)
-    if found.revision is not None:
-        return found
-    return BaseName(name=last_part(source), revision=None, is_on_hub=False)
+    return _local(source) if found.revision is None else found
 
 
 def stated_base(adapter_folder: pathlib.Path) -> tuple[str | None, str | None]:

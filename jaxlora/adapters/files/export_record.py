@@ -14,6 +14,7 @@ import xxhash
 from pydantic import Field
 
 from jaxlora.adapters.files.model_card import CARD_FILE, is_our_card
+from jaxlora.adapters.files.tokenizer_copy import COPIED
 from jaxlora.common.atomic import check_no_file
 from jaxlora.common.json_file import read_regular_file
 from jaxlora.config.strict import StrictModel
@@ -23,7 +24,14 @@ from jaxlora.problems import format_errors
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 RECORD_FILE = "jaxlora.json"
-_File = Literal["adapter_config.json", "adapter_model.safetensors"]
+_File = Literal[
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
 _FILES: tuple[_File, ...] = (CONFIG_FILE, WEIGHTS_FILE)
 # The settings that this program writes into adapter_config.json. peft writes more, so a
 # folder without a record that has exactly these settings was written by this program.
@@ -90,8 +98,10 @@ class ExportRecord(StrictModel):
 
 def write_record(folder: pathlib.Path, record: ExportRecord) -> None:
     """Writes a record with the checksums of the adapter's files into their folder."""
+    copied = [name for name in COPIED if (folder / name).exists()]
     checksums = {
-        name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) for name in _FILES
+        name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes())
+        for name in (*_FILES, *copied)
     }
     record = record.model_copy(update={"checksums": checksums})
     # Without settings that are not used, earlier versions can read the record.
@@ -168,7 +178,7 @@ def _read_export(folder: pathlib.Path) -> Export | None:
     if record is None:
         return None
     files = {RECORD_FILE: _read(folder / RECORD_FILE)}
-    for name in _FILES:
+    for name in dict.fromkeys((*_FILES, *record.checksums)):
         files[name] = _read(folder / name)
         if xxhash.xxh3_128_hexdigest(files[name]) != record.checksums.get(name):
             raise AdapterError(
@@ -210,14 +220,17 @@ def _is_ours(folder: pathlib.Path) -> bool:
         return False
     if CARD_FILE in names and not is_our_card(folder / CARD_FILE):
         return False
-    if not set(_FILES) <= names <= {*_FILES, RECORD_FILE, CARD_FILE}:
+    if not set(_FILES) <= names:
         return False
     if RECORD_FILE in names:
         # Another program may have written its weights beside our record.
         try:
-            return _read_export(folder) is not None
+            found = _read_export(folder)
         except AdapterError:
             return False
+        return found is not None and names <= {*found.files, CARD_FILE}
+    if not names <= {*_FILES, CARD_FILE}:
+        return False
     try:
         config = json.loads(read_regular_file(folder / CONFIG_FILE))
     except (OSError, ValueError, RecursionError):

@@ -1,5 +1,6 @@
 """Merges an adapter into its base, as a plain Hugging Face checkpoint."""
 
+import dataclasses
 import pathlib
 from collections.abc import Iterator
 
@@ -10,10 +11,13 @@ from jaxtyping import Float
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.adapters.files.peft_tables import BaseTables
+from jaxlora.adapters.files.tokenizer_copy import merged_tokenizer
 from jaxlora.errors import ConfigError, ModelError
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.convert import log_dequantized
-from jaxlora.hf.files import model_folder, tokenizer_files
+from jaxlora.hf.files import model_folder
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.save import save_checkpoint
@@ -43,12 +47,16 @@ def merge_adapter(
     trained biases replace those of their linears. Whole copies replace embedding and
     head each by itself, so a tied base becomes one with a head of its own. An adapter
     that started from the error of a quantized base (LoftQ) is merged into the weights
-    that it adapts as they are after quantizing.
+    that it adapts as they are after quantizing. The folder has the tokenizer and the
+    chat template that lie beside the adapter, or else those of the base.
 
     It computes in float32 and rounds once. Tensors are streamed: the host never holds
     more than one shard. Quantized linears are dequantized, also those without an
     adapter, and the merged checkpoint is dense: quantizing the sum again would add an
     error to W that may be larger than the update.
+
+    An adapter with the embedding and the head of a resized base is merged into the base
+    of either size.
 
     Args:
         base_folder: Hugging Face checkpoint of the base: a folder, or a hub id.
@@ -69,8 +77,10 @@ def merge_adapter(
     config = checkpoint.config
     kernels = {s.path: s.shape for s in checkpoint.specs()}
     shapes = {n: kernels[f"{linear_path(n)}.kernel"] for n in linear_names(config)}
-    adapter = import_peft(adapter_folder, shapes).as_lora(shapes)
-    adapter.check_base(config)
+    tables = BaseTables(checkpoint.folder, config.tie_embeddings)
+    adapter = import_peft(adapter_folder, shapes, base=tables).as_lora(shapes)
+    vocab_size = _vocab_size(adapter, config)
+    adapter.check_base(dataclasses.replace(config, vocab_size=vocab_size))
     checkpoint.check()
     if checkpoint.quantized:
         dtype = dtype or "bfloat16"
@@ -78,10 +88,12 @@ def merge_adapter(
     config_json = checkpoint.config_json
     if dtype is not None:
         config_json = checkpoint.dense_config(dtype)
-    if adapter.modules_to_save:
+    if _unties(adapter, config):
         config_json = {**config_json, "tie_word_embeddings": False}
+    if vocab_size != config.vocab_size:
+        config_json = {**config_json, "vocab_size": vocab_size}
     tensors = _merged(checkpoint, adapter, None if dtype is None else _DTYPES[dtype])
-    extra = tokenizer_files(checkpoint.folder)
+    extra = [*merged_tokenizer(checkpoint.folder, pathlib.Path(adapter_folder))]
     return save_checkpoint(out_folder, tensors, config_json, extra)
 
 
@@ -90,7 +102,7 @@ def _merged(
 ) -> Iterator[tuple[str, np.ndarray]]:
     of_embedding = adapter.token_rows.get("embed_tokens")
     of_head = adapter.token_rows.get("lm_head")
-    unties = checkpoint.config.tie_embeddings and bool(adapter.modules_to_save)
+    unties = _unties(adapter, checkpoint.config)
     if checkpoint.config.tie_embeddings and not unties:
         of_head = of_embedding
     rows = {_EMBEDDING: of_embedding, _HEAD: of_head}
@@ -112,10 +124,31 @@ def _merged(
         of_bias = adapter.modules.get(name.removesuffix(".bias"))
         if of_bias is not None and TRAINED_BIAS.name in of_bias.tensors:
             array = of_bias.tensors[TRAINED_BIAS.name]
-        if (own_rows := rows.get(name)) is not None:
+        own_rows = rows.get(name)
+        if own_rows is not None and own_rows.is_whole:
+            array = own_rows.rows
+        elif own_rows is not None:
             array = array.astype(np.float32)
             array[list(own_rows.ids)] = own_rows.rows
         yield name, array.astype(wanted, copy=False)
+
+
+def _unties(adapter: Adapter, config: ModelConfig) -> bool:
+    """Whether a tied base becomes one with a head of its own."""
+    copies = [adapter.token_rows[module].rows for module in adapter.modules_to_save]
+    are_same = len(copies) == 2 and np.array_equal(copies[0], copies[1])
+    return config.tie_embeddings and bool(copies) and not are_same
+
+
+def _vocab_size(adapter: Adapter, config: ModelConfig) -> int:
+    """Returns the number of tokens of the merged model.
+
+    It is that of the adapter, if it has both the embedding and the head of a base that
+    was resized.
+    """
+    sizes = {len(adapter.token_rows[module].ids) for module in adapter.modules_to_save}
+    has_both = len(adapter.modules_to_save) == 2 and len(sizes) == 1
+    return sizes.pop() if has_both else config.vocab_size
 
 
 def _with_head(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:

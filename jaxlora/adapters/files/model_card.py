@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from jaxlora.adapters.files.base_name import BaseName, base_name, is_hub_id, last_part
+from jaxlora.adapters.files.base_name import BaseName, is_hub_id, last_part
+from jaxlora.adapters.files.tokenizer_copy import template_settings
 from jaxlora.common.json_file import read_regular_file
 from jaxlora.printable import one_line
 
@@ -28,23 +29,22 @@ _SHOWN = (
 def model_card(
     *,
     name: str,
-    base_model: str,
-    revision: str | None,
+    base: BaseName,
     job: Mapping[str, Any],
     figures: Mapping[str, Any],
     version: str,
+    has_tokenizer: bool = False,
 ) -> str:
     """Returns the text of a card, which begins with the hub's YAML.
 
     Args:
         name: Name of the adapter.
-        base_model: Folder or hub id of the base.
-        revision: Commit of a base from the hub.
+        base: The base.
         job: Settings of the job, by the names of `LoraJob`.
         figures: What was measured, by what it is; entries that are None are left out.
         version: Version of jaxlora.
+        has_tokenizer: Whether the tokenizer lies beside the adapter.
     """
-    base = base_name(base_model, revision)
     data = job.get("data") or {}
     front: dict[str, Any] = {"base_model": base.name} if base.is_on_hub else {}
     front |= {
@@ -63,7 +63,8 @@ def model_card(
         f"# {_escaped(name)}",
         f"A LoRA adapter for {_described(base)}, trained with jaxlora {version}.",
         "## Use",
-        _usage(base),
+        _usage(base, has_tokenizer),
+        *([_tokenizer(data)] if has_tokenizer else []),
         "## Data",
         _data(data),
         "## Results",
@@ -95,17 +96,37 @@ def _described(base: BaseName) -> str:
     return f"{_code(base.name)}{where}"
 
 
-def _usage(base: BaseName) -> str:
+def _tokenizer(data: Mapping[str, Any]) -> str:
+    """Says which chat template the tokenizer in the folder has."""
+    settings = template_settings(data)
+    if not settings:
+        return "The tokenizer in this folder is that of the base."
+    more = ""
+    if len(settings) > 1:
+        more = " Its data sets have several templates, of which this is the first."
+    return (
+        "The tokenizer in this folder has the chat template that the adapter was "
+        f"trained with, which chats need.{more}"
+    )
+
+
+def _usage(base: BaseName, has_tokenizer: bool) -> str:
     """Returns an example; names are literals of Python, so no name becomes code."""
     given = f", revision={base.revision!r}" if base.revision else ""
     note = "" if base.is_on_hub else "# A local folder: give its path, or its hub id.\n"
+    names, load = "AutoModelForCausalLM", ""
+    if has_tokenizer:
+        names += ", AutoTokenizer"
+        load = "tokenizer = AutoTokenizer.from_pretrained(adapter)\n"
     return (
         "```python\n"
         "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM\n\n"
+        f"from transformers import {names}\n\n"
+        'adapter = "path or id of this adapter"\n'
         f"{note}"
         f"base = AutoModelForCausalLM.from_pretrained({base.name!r}{given})\n"
-        'model = PeftModel.from_pretrained(base, "path or id of this adapter")\n'
+        "model = PeftModel.from_pretrained(base, adapter)\n"
+        f"{load}"
         "```"
     )
 

@@ -33,6 +33,7 @@ _HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
     "bias",  # see below
+    "ensure_weight_tying",  # the weights of both modules are saved
     "eva_config",
     "exclude_modules",
     "inference_mode",

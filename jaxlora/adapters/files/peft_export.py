@@ -21,6 +21,7 @@ from jaxlora.adapters.files.export_record import (
     write_record,
 )
 from jaxlora.adapters.files.model_card import write_card
+from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import (
@@ -54,6 +55,7 @@ def export_peft(
     overwrite: bool = False,
     record: ExportRecord | None = None,
     card: str | None = None,
+    tokenizer: TokenizerCopy | None = None,
 ) -> pathlib.Path:
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
@@ -63,8 +65,8 @@ def export_peft(
     Args:
         adapter: The adapter.
         folder: Folder to write.
-        base_model: Folder or hub id of the base. Of a folder, adapter_config.json tells
-            only the last part of its path.
+        base_model: Folder or hub id of the base, which adapter_config.json tells as it
+            is given here, as with peft.
         linear_names: Names of the base model's linears. They show whether a suffix such
             as `q_proj` selects exactly the adapted modules.
         revision: Commit (or branch or tag) of a base on the hub, as in
@@ -72,6 +74,8 @@ def export_peft(
         overwrite: Whether to replace a folder that holds files other than an export's.
         record: Record to write as jaxlora.json, with the checksums of the files.
         card: Text of a model card to write as README.md; None: there is none.
+        tokenizer: Tokenizer to write beside the adapter; None: there is none. Without
+            a record, the folder is then not replaced by a later export.
 
     Raises:
         AdapterError: The folder holds files that this program did not write.
@@ -112,6 +116,8 @@ def export_peft(
         )
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (temporary / CONFIG_FILE).write_text(text, encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.write(temporary)
         if record is not None:
             write_record(temporary, record)
         if card is not None:
@@ -171,7 +177,7 @@ def _common_config(
     score = [] if adapter.score is None else [SCORE]
     return {
         "auto_mapping": None,
-        "base_model_name_or_path": base.name,
+        "base_model_name_or_path": base.path,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

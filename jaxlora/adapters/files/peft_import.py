@@ -7,21 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
+from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.files.export_record import read_record
 from jaxlora.adapters.files.peft_config import loftq_bits, read_config
-from jaxlora.adapters.files.peft_export import (
-    CONFIG_FILE,
-    PREFIX,
-    TOKEN_ROW_KEYS,
-    WEIGHTS_FILE,
-    WHOLE_KEYS,
+from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from jaxlora.adapters.files.peft_tables import (
+    BaseTables,
+    SavedTable,
+    table_values,
+    take_tables,
 )
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.adapters.vera import VeraMatrices
-from jaxlora.common.json_file import shown
 from jaxlora.common.patterns import Patterns
-from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
@@ -40,13 +38,19 @@ def import_peft(
     linear_shapes: Mapping[str, tuple[int, ...]],
     *,
     score_size: int | None = None,
+    base: BaseTables | None = None,
 ) -> Adapter:
     """Reads a PEFT folder of LoRA, DoRA or VeRA.
+
+    LoRA on the embedding or the head is read as a whole copy of the module, and so is
+    a frozen weight of them that peft has saved, if the base has another one.
 
     Args:
         folder: Folder with adapter_config.json and adapter_model.safetensors.
         linear_shapes: (K, N) of each of the base model's linears, by module name.
         score_size: Size of the score head that the folder may hold; None: it may not.
+        base: Embedding and head of the base model; None: a folder with LoRA on them is
+            refused.
 
     Raises:
         AdapterError: The folder is incomplete or damaged, is of another kind or not on
@@ -55,7 +59,7 @@ def import_peft(
     """
     folder = pathlib.Path(folder)
     try:
-        return _import(folder, linear_shapes, score_size)
+        return _import(folder, linear_shapes, score_size, base)
     except (ConfigError, ModelError) as error:  # of a pattern, of the weights' file
         raise AdapterError(str(error)) from error
 
@@ -64,11 +68,12 @@ def _import(
     folder: pathlib.Path,
     linear_shapes: Mapping[str, tuple[int, ...]],
     score_size: int | None,
+    base: BaseTables | None,
 ) -> Adapter:
     path = folder / CONFIG_FILE
     patterns = Patterns(str(path))
     config = read_config(path, patterns)
-    found, score, others = _read_tensors(folder)
+    found, score, matrices, tables = _read_tensors(folder, config["modules_to_save"])
     wanted = tensors_with(config.get)
     if score is not None:
         score = _checked_score(folder, score, score_size)
@@ -93,88 +98,20 @@ def _import(
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
     record = read_record(folder)
     use_rslora = bool(config.get("use_rslora"))
+    size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
     vera = None
     if config.get("use_vera"):
-        vera = _vera(folder, config, others, [linear_shapes[n] for n in ordered])
+        vera = _vera(folder, config, matrices, [linear_shapes[n] for n in ordered])
     return Adapter(
         modules=ordered,
         use_rslora=use_rslora,
         dropout=dropout,
         score=score,
         vera=vera,
-        token_rows=_token_rows(folder, config, others, linear_shapes),
+        token_rows=table_values(folder, config, tables, size, base, patterns),
         loftq_bits=loftq_bits(path, config),
         chat_template_kwargs={} if record is None else record.chat_template_kwargs,
     )
-
-
-def _token_rows(
-    folder: pathlib.Path,
-    config: Mapping[str, Any],
-    others: Mapping[str, np.ndarray],
-    linear_shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, TokenRowValues]:
-    path, given = folder / CONFIG_FILE, config.get("trainable_token_indices")
-    try:
-        tokens = row_tokens(given)
-    except ValueError as error:
-        raise AdapterError(f"{path}, trainable_token_indices: {error}") from None
-    by_module = tokens if isinstance(tokens, dict) else {"embed_tokens": tokens}
-    size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
-    found = _whole(folder, config, others, size)
-    for module, key in TOKEN_ROW_KEYS.items():
-        ids, rows = by_module.get(module, ()), others.get(key)
-        is_list = isinstance(ids, list | tuple)
-        if not is_list or not all(type(i) is int and i >= 0 for i in ids):
-            raise AdapterError(
-                f"{path} has trainable_token_indices={shown(given)}; wanted a list of "
-                "tokens, which are whole numbers from 0."
-            )
-        if rows is None and not ids:
-            continue
-        if module in found:
-            raise AdapterError(
-                f"{path} has {module} in modules_to_save and in trainable_token_indices"
-                "; the adapter can have only one of them. Correct the file."
-            )
-        if rows is None or rows.shape != (len(ids), size):
-            there = "lacks it" if rows is None else f"has {list(rows.shape)}"
-            raise AdapterError(
-                f"{folder}: the {len(ids)} trainable_token_indices of {module} and the "
-                f"base model call for {key} of shape {[len(ids), size]}, and it "
-                f"{there}. Is it an adapter of another model?"
-            )
-        found[module] = TokenRowValues(tuple(ids), rows.astype(np.float32))
-    return found
-
-
-def _whole(
-    folder: pathlib.Path,
-    config: Mapping[str, Any],
-    others: Mapping[str, np.ndarray],
-    size: int,
-) -> dict[str, TokenRowValues]:
-    """Returns the whole copies, whose number of tokens `Adapter.check_base` checks."""
-    found = {}
-    for module, key in WHOLE_KEYS.items():
-        table, is_named = others.get(key), module in config["modules_to_save"]
-        if is_named != (table is not None):
-            has, lacks = (CONFIG_FILE, WEIGHTS_FILE)[:: 1 if is_named else -1]
-            raise AdapterError(
-                f"{folder}: {has} has a whole copy of {module}, and {lacks} does not "
-                "(modules_to_save and the weights must agree). Save it again with peft."
-            )
-        if table is None:
-            continue
-        if table.ndim != 2 or table.shape[1] != size:
-            raise AdapterError(
-                f"{folder}: {key} has shape {list(table.shape)}, and the hidden states "
-                f"of the base model have {size} features. Is it an adapter of another "
-                "model?"
-            )
-        rows = table.astype(np.float32)
-        found[module] = TokenRowValues(range(len(rows)), rows)
-    return found
 
 
 def _vera(
@@ -219,13 +156,22 @@ def _checked_score(
 
 
 def _read_tensors(
-    folder: pathlib.Path,
-) -> tuple[dict[str, dict[str, np.ndarray]], np.ndarray | None, dict[str, np.ndarray]]:
+    folder: pathlib.Path, copied: list[str]
+) -> tuple[
+    dict[str, dict[str, np.ndarray]],
+    np.ndarray | None,
+    dict[str, np.ndarray],
+    dict[str, SavedTable],
+]:
     """Reads the trained tensors of each module, as PEFT stores and names them.
 
+    Args:
+        folder: The folder.
+        copied: The modules in `modules_to_save`.
+
     Returns:
-        The tensors, the score head if there is one, and those outside linears by key:
-        the matrices of VeRA, rows of tokens, and whole embeddings and heads.
+        The tensors, the score head if there is one, the matrices of VeRA by key, and
+        what there is of the embedding and the head.
     """
     path = folder / WEIGHTS_FILE
     has_pickle = os.path.lexists(folder / "adapter_model.bin")
@@ -240,9 +186,9 @@ def _read_tensors(
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
     score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
-    outside = {*TOKEN_ROW_KEYS.values(), *WHOLE_KEYS.values()}
-    names = arrays.keys() & {_VERA_A, _VERA_B, *outside}
-    others = {name: arrays.pop(name) for name in names}
+    names = arrays.keys() & {_VERA_A, _VERA_B}
+    matrices = {name: arrays.pop(name) for name in names}
+    tables = take_tables(folder, arrays, copied)
     modules: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
         module, peft_name = _split_key(path, key)
@@ -250,9 +196,9 @@ def _read_tensors(
         if peft_name in tensors:
             raise AdapterError(f"{path} holds {key} under two spellings of its name.")
         tensors[peft_name] = array
-    if not modules:
+    if not modules and not any(table.lora for table in tables.values()):
         raise AdapterError(f"{path} holds no weights.")
-    return modules, score, others
+    return modules, score, matrices, tables
 
 
 def _split_key(path: pathlib.Path, key: str) -> tuple[str, str]:

@@ -326,7 +326,7 @@ class JobLifecycle:
             )
             return
         self._ticks.note_step(job.slot)
-        job.note_step(outcome.loss, outcome.num_tokens)
+        job.note_step(outcome.loss, outcome.num_tokens, outcome.num_target_tokens)
         self._send_of(
             job,
             StepEvent,

@@ -1,10 +1,11 @@
 """The modules that a job adapts, by its targets or the adapter that it starts from."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping, Sequence
 
-from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.adapter import Adapter, lora_scaling
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.fresh import fresh_score
 from jaxlora.adapters.targets import (
@@ -14,6 +15,7 @@ from jaxlora.adapters.targets import (
     resolve_targets,
 )
 from jaxlora.config import LoraJob
+from jaxlora.config.rules import NOT_OF_VERA
 from jaxlora.data.objectives import find_objective
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
@@ -23,7 +25,12 @@ from jaxlora.train.plan.reference import read_reference, refers_to_start
 
 logger = logging.getLogger(__name__)
 
-_SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
+# Settings that say what a folder says, unless they are left out.
+_TARGET_FIELDS = (
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+)
+_RANK_FIELDS = "rank", "rank_pattern"
+_SCALING_FIELDS = "lora_alpha", "alpha_pattern", "use_rslora"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +74,7 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     start = import_peft(job.init_from, shapes, score_size=size)
     start.check_base(model)
     start = dataclasses.replace(start, dropout=job.dropout)
+    _check_start(job, start, model)
     if has_score and start.score is None:
         start = dataclasses.replace(start, score=fresh_score(job, model.hidden_size))
     _check_stated_settings(job, start, tuple(shapes))
@@ -112,7 +120,7 @@ def _check_whole(job: LoraJob, model: ModelConfig) -> None:
             f"job {job.name!r}: modules_to_save has lm_head, which objective "
             f"{job.objective} does not use. Leave it out."
         )
-    if not (whole and model.tie_embeddings):
+    if not (whole and model.tie_embeddings) or job.init_from is not None:
         return
     if job.trainable_token_indices:
         raise ConfigError(
@@ -129,40 +137,96 @@ def _check_whole(job: LoraJob, model: ModelConfig) -> None:
     )
 
 
+def _check_start(job: LoraJob, start: Adapter, model: ModelConfig) -> None:
+    """Checks that there is a job that can start from an adapter.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    of_rows, whole = start.token_indices, start.modules_to_save
+    reason = None
+    if "lm_head" in whole and find_objective(job.objective).has_score:
+        reason = f"has a copy of lm_head, which objective {job.objective} does not use"
+    if of_rows and whole and model.tie_embeddings:
+        reason = (
+            f"has rows of tokens beside a copy of {whole[0]}, and the head of this "
+            "base is tied to its embedding"
+        )
+    if reason is not None:
+        raise ConfigError(
+            f"job {job.name!r} cannot start from {job.init_from}, which {reason}. "
+            "Merge it into its base (jaxlora merge), and train on the merged model "
+            "without init_from."
+        )
+
+
 def _check_stated_settings(
     job: LoraJob, start: Adapter, linear_names: Sequence[str]
 ) -> None:
-    """Checks that a job's settings do not contradict the adapter it starts from."""
-    stated = job.model_fields_set
-    asked = resolve_targets(job, linear_names)
-    differences = []
-    if stated & {"target_modules", "exclude_modules"}:
-        for name in sorted(asked.keys() ^ start.modules.keys()):
-            verb = "adapts" if name in start.modules else "does not adapt"
-            differences.append(f"{verb} {name}")
-    for setting in tensor_settings():
-        if getattr(job, setting) != start.is_set(setting):
-            differences.append(f"has {setting}={str(start.is_set(setting)).lower()}")
-    ids = start.token_indices
-    if job.trainable_token_indices != ids:
-        shown = ids if isinstance(ids, dict) else list(ids)
-        differences.append(f"has trainable_token_indices={shown}")
-    if job.modules_to_save != start.modules_to_save:
-        differences.append(f"has modules_to_save={list(start.modules_to_save)}")
-    key = None if start.vera is None else start.vera.key
-    if "projection_prng_key" in stated and key not in (None, job.projection_prng_key):
-        differences.append(f"has projection_prng_key={key}")
-    for name, weights in start.modules.items():
-        if name not in asked:
-            continue
-        if stated & {"rank", "rank_pattern"} and asked[name].rank != weights.rank:
-            differences.append(f"has rank {weights.rank} on {name}")
-        scaling = start.scaling(weights)
-        if stated & _SCALING_FIELDS and asked[name].scaling != scaling:
-            differences.append(f"has scaling {scaling:g} on {name}")
-    if differences:
+    """Checks that a job's settings do not contradict the adapter it starts from.
+
+    Ranks, scalings and targets are those of the folder unless they are stated. What a
+    job trains besides A and B has to be stated.
+
+    Raises:
+        ConfigError: They do. The text names all the settings to change, after which the
+            job starts from the folder.
+    """
+    found = {**_other_tensors(job, start), **_other_modules(job, start, linear_names)}
+    if found:
         raise ConfigError(
             f"job {job.name!r} starts from {job.init_from}, and its settings differ "
-            f"from that adapter, which {differences[0]}. Leave out rank, lora_alpha "
-            "and targets: they are taken from the folder."
+            f"from that adapter, which {next(iter(found.values()))}. To start from it, "
+            f"{'; '.join(found)}."
         )
+
+
+def _other_tensors(job: LoraJob, start: Adapter) -> dict[str, str]:
+    """Returns the kinds of tensors that a job and its start do not share, by cure."""
+    found = {}
+    for setting, own in (
+        *((name, start.is_set(name)) for name in tensor_settings()),
+        ("trainable_token_indices", start.token_indices),
+        ("modules_to_save", start.modules_to_save),
+    ):
+        if getattr(job, setting) != own:
+            value = json.dumps(own)
+            cure = f"set {setting}: {value}" if own else f"leave out {setting}"
+            found[cure] = f"has {setting}={value}"
+    if start.vera is not None:
+        for setting, default in NOT_OF_VERA.items():
+            if getattr(job, setting) != default:
+                found[f"leave out {setting}"] = f"is of VeRA, which has no {setting}"
+    key, asked = start.vera and start.vera.key, job.projection_prng_key
+    if "projection_prng_key" in job.model_fields_set and asked != (key or 0):
+        found["leave out projection_prng_key"] = f"has projection_prng_key={key}"
+    return found
+
+
+def _other_modules(
+    job: LoraJob, start: Adapter, linear_names: Sequence[str]
+) -> dict[str, str]:
+    """Returns the stated targets, ranks and scalings that are not those, by cure."""
+    stated, found = job.model_fields_set, {}
+    asked = resolve_targets(job, linear_names)
+
+    def add(fields: Sequence[str], difference: str) -> None:
+        cure = f"leave out {', '.join(f for f in fields if f in stated)}"
+        found.setdefault(cure, difference)
+
+    if not stated.isdisjoint(_TARGET_FIELDS):
+        for name in sorted(asked.keys() ^ start.modules.keys()):
+            verb = "adapts" if name in start.modules else "does not adapt"
+            add(_TARGET_FIELDS, f"{verb} {name}")
+    # Where they would be after the targets are left out.
+    all_linears = dict.fromkeys(_TARGET_FIELDS, ()) | {"target_modules": "all-linear"}
+    asked = resolve_targets(job.replace(**all_linears), linear_names)
+    for name, weights in start.modules.items():
+        if not stated.isdisjoint(_RANK_FIELDS) and asked[name].rank != weights.rank:
+            add(_RANK_FIELDS, f"has rank {weights.rank} on {name}")
+        if start.vera is not None or stated.isdisjoint(_SCALING_FIELDS):
+            continue
+        alpha, scaling = asked[name].lora_alpha, start.scaling(weights)
+        if lora_scaling(alpha, weights.rank, job.use_rslora) != scaling:
+            add(_SCALING_FIELDS, f"has scaling {scaling:g} on {name}")
+    return found

@@ -5,6 +5,7 @@ The run may be active: nothing in its folder is changed.
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,12 @@ from jaxlora.adapters.files.export_record import (
 )
 from jaxlora.adapters.files.model_card import write_card
 from jaxlora.adapters.files.peft_export import export_peft
+from jaxlora.adapters.files.tokenizer_copy import (
+    COPIED,
+    ChatTemplate,
+    TokenizerCopy,
+    job_template,
+)
 from jaxlora.adapters.optimizers.table import evaluates_other_weights
 from jaxlora.adapters.parked_slot import PARAMS
 from jaxlora.common.atomic import (
@@ -31,7 +38,8 @@ from jaxlora.common.atomic import (
 )
 from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.errors import AdapterError, CheckpointError
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, read_run_record
+from jaxlora.hf.files import tokenizer_files
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, TOKENIZER, read_run_record
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import SavedRun
 from jaxlora.train.saved.job_card import job_card
@@ -40,6 +48,8 @@ from jaxlora.train.saved.read_checkpoint import (
     newest_checkpoint,
     read_newest,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +74,23 @@ class _Run:
         jobs: Names of the run's jobs.
         checkpoint: The newest checkpoint, if there is one.
         settings: Settings of each job, by its name.
+        templates: Chat templates that data of the jobs name, by the setting.
     """
 
     folder: pathlib.Path
     jobs: tuple[str, ...]
     checkpoint: ReadCheckpoint | None
     settings: Mapping[str, Mapping[str, Any]]
+    templates: Mapping[str, ChatTemplate]
+
+    def tokenizer(self, job: str) -> TokenizerCopy | None:
+        """Returns the tokenizer of a job; None: the run kept none."""
+        folder = self.folder / TOKENIZER
+        if not tokenizer_files(folder, COPIED):
+            return None
+        data = self.settings.get(job, {}).get("data", {})
+        template = job_template(data, self.templates)
+        return TokenizerCopy(folder=folder, template=template)
 
 
 def export_checkpoint(
@@ -78,6 +99,7 @@ def export_checkpoint(
     jobs: Sequence[str] | None = None,
     *,
     overwrite: bool = False,
+    tokenizers: bool = True,
 ) -> Exported:
     """Writes the adapter of each of a run's jobs, finished or not.
 
@@ -91,6 +113,7 @@ def export_checkpoint(
         jobs: Names of the jobs to write; None: all that can be written.
         overwrite: Whether to replace folders in `out` that hold files other than an
             export's.
+        tokenizers: Whether to write the tokenizer of each job beside its adapter.
 
     Raises:
         JaxloraError: The run cannot be read, one of `jobs` cannot be written, or `out`
@@ -112,7 +135,7 @@ def export_checkpoint(
     check_out(run_dir, out, writable, overwrite=overwrite)
     remove_leftovers(out)
     for name in writable:
-        _write(run, sources[name], out / name, overwrite)
+        _write(run, sources[name], out / name, overwrite, tokenizers=tokenizers)
     return Exported(folders=tuple(out / n for n in writable), left_out=left_out)
 
 
@@ -129,7 +152,11 @@ def _read_run(folder: pathlib.Path) -> _Run:
     begun = {} if record is None else record.identity.jobs
     settings = {**saved, **begun}
     return _Run(
-        folder=folder, jobs=tuple(settings), checkpoint=checkpoint, settings=settings
+        folder=folder,
+        jobs=tuple(settings),
+        checkpoint=checkpoint,
+        settings=settings,
+        templates={} if record is None else record.chat_templates,
     )
 
 
@@ -198,13 +225,30 @@ def check_out(
 
 
 def _write(
-    run: _Run, source: Export | Adapter | str, folder: pathlib.Path, overwrite: bool
+    run: _Run,
+    source: Export | Adapter | str,
+    folder: pathlib.Path,
+    overwrite: bool,
+    *,
+    tokenizers: bool,
 ) -> None:
-    card = _card(run, source, folder.name)
+    tokenizer = run.tokenizer(folder.name) if tokenizers else None
+    if isinstance(source, Export):
+        has_tokenizer = tokenizers and not source.files.keys().isdisjoint(COPIED)
+    else:
+        has_tokenizer = tokenizer is not None
+    if tokenizers and not has_tokenizer:
+        logger.warning(
+            "%s has no tokenizer beside the adapter: the base has none, or an earlier "
+            "version of jaxlora began the run",
+            folder,
+        )
+    card = _card(run, source, folder.name, has_tokenizer=has_tokenizer)
     if isinstance(source, Export):
         with replace_folder(folder) as temporary:
             for name, data in source.files.items():
-                (temporary / name).write_bytes(data)
+                if tokenizers or name not in COPIED:
+                    (temporary / name).write_bytes(data)
             write_card(temporary, card)
             sync_files(temporary)
     elif isinstance(source, Adapter):
@@ -216,7 +260,7 @@ def _write(
         export_peft(
             source,
             folder,
-            base_model=base.name,
+            base_model=base.path,
             revision=base.revision,
             linear_names=saved.linear_names,
             overwrite=overwrite,
@@ -226,29 +270,30 @@ def _write(
                 chat_template_kwargs=common_template_kwargs(data),
             ),
             card=card,
+            tokenizer=tokenizer,
         )
 
 
-def _card(run: _Run, source: Export | Adapter | str, name: str) -> str:
+def _card(
+    run: _Run, source: Export | Adapter | str, name: str, *, has_tokenizer: bool
+) -> str:
     """Returns the model card of a job, by what the run knows of it."""
     saved = None if run.checkpoint is None else run.checkpoint.run
     progress = None if saved is None else saved.progress.get(name)
     if isinstance(source, Export):
         step = source.record.step
-        base = json.loads(source.files[CONFIG_FILE])
+        config = json.loads(source.files[CONFIG_FILE])
+        path = config.get("base_model_name_or_path") or "unknown"
+        base = run_base(path, config.get("revision"))
     else:
         assert saved is not None
         step = saved.progress[name].step
-        named = run_base(saved.base_model, saved.base_revision)
-        base = {
-            "base_model_name_or_path": named.name,
-            "revision": named.revision,
-        }
+        base = run_base(saved.base_model, saved.base_revision)
     return job_card(
         name=name,
         step=step,
-        base_model=base.get("base_model_name_or_path") or "unknown",
-        revision=base.get("revision"),
+        base=base,
         settings=run.settings.get(name, {}),
         progress=progress,
+        has_tokenizer=has_tokenizer,
     )

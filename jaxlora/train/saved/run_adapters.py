@@ -1,20 +1,41 @@
 """Loads the base model and the latest adapters of a run, which may be training."""
 
+import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.base_name import stated_base
 from jaxlora.adapters.files.export_record import read_record
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.adapters.files.tokenizer_copy import ChatTemplate, template_settings
 from jaxlora.common.yaml_file import parse_yaml
-from jaxlora.errors import AdapterError, CheckpointError
+from jaxlora.data.templates.known import find_template
+from jaxlora.errors import AdapterError, CheckpointError, DataError
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.folder import SETTINGS_FILE, read_run_record
 from jaxlora.train.saved.export import export_checkpoint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunAdapters:
+    """The base model and the latest adapters of a run.
+
+    Attributes:
+        model: The base model.
+        adapters: The adapters, by job.
+        templates: The chat template of each job that has its own, by job.
+        notes: What is to be said about each job: the step of its weights, or why it
+            has none.
+    """
+
+    model: FrozenModel
+    adapters: dict[str, Adapter]
+    templates: dict[str, ChatTemplate]
+    notes: dict[str, str]
 
 
 def load_run_adapters(
@@ -22,7 +43,7 @@ def load_run_adapters(
     jobs: Sequence[str] | None = None,
     *,
     model: str | pathlib.Path | None = None,
-) -> tuple[FrozenModel, dict[str, Adapter], dict[str, str]]:
+) -> RunAdapters:
     """Loads the base model of a run, and its jobs' adapters as `jaxlora export` does.
 
     A job that is training has its weights at the newest checkpoint. Nothing in the
@@ -33,17 +54,14 @@ def load_run_adapters(
         jobs: Names of the jobs; None: all that have weights.
         model: Folder or hub id of the base; None: that of the run.
 
-    Returns:
-        The model; the adapters, by job; and what is to be said about each job: the
-        step of its weights, or why it has none.
-
     Raises:
         JaxloraError: The run cannot be read, one of `jobs` has no weights, or the model
             is another one than the run's.
     """
     run_dir = pathlib.Path(run_dir)
     with tempfile.TemporaryDirectory(prefix="jaxlora-generate-") as temporary:
-        exported = export_checkpoint(run_dir, pathlib.Path(temporary), jobs)
+        out = pathlib.Path(temporary)
+        exported = export_checkpoint(run_dir, out, jobs, tokenizers=False)
         loaded = _load_base(run_dir, exported.folders[0], model)
         adapters, notes = {}, dict(exported.left_out)
         shapes, size = linear_shapes(loaded.config), loaded.config.hidden_size
@@ -56,7 +74,32 @@ def load_run_adapters(
             adapters[folder.name] = adapter
             record = read_record(folder)
             notes[folder.name] = f"weights of step {record.step}" if record else ""
-    return loaded, adapters, notes
+    templates = _templates(run_dir, adapters, notes)
+    return RunAdapters(
+        model=loaded, adapters=adapters, templates=templates, notes=notes
+    )
+
+
+def _templates(
+    run_dir: pathlib.Path, jobs: Iterable[str], notes: dict[str, str]
+) -> dict[str, ChatTemplate]:
+    """Returns the chat templates of jobs, and notes where one cannot be read.
+
+    A run that an earlier version began names the files of its templates only.
+    """
+    record, found = read_run_record(run_dir), {}
+    if record is None:
+        return found
+    for name in jobs:
+        settings = template_settings(record.identity.jobs[name].get("data", {}))
+        for setting in settings[:1]:
+            try:
+                found[name] = record.chat_templates.get(setting) or (
+                    find_template(setting)
+                )
+            except DataError as error:
+                notes[name] += f"; chats have the tokenizer's own template: {error}"
+    return found
 
 
 def _base_source(
@@ -64,7 +107,7 @@ def _base_source(
 ) -> tuple[str, str | None]:
     """Returns the base that an adapter of a run names, or that its run was given.
 
-    The files of an adapter tell only the last part of a folder's path.
+    Earlier versions told only the last part of a folder's path in an adapter's files.
 
     Returns:
         The folder or hub id, and its revision.

@@ -10,20 +10,32 @@ import collections
 import dataclasses
 import importlib
 import logging
+import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.files.base_name import run_base
 from jaxlora.adapters.files.export_record import ExportRecord
 from jaxlora.adapters.files.peft_export import export_peft
+from jaxlora.adapters.files.tokenizer_copy import (
+    COPIED,
+    ChatTemplate,
+    TokenizerCopy,
+    job_template,
+    template_settings,
+)
 from jaxlora.adapters.staged_slots import StagedSlots
-from jaxlora.common.atomic import write_text
+from jaxlora.common.atomic import new_folder, sync_files, write_text
 from jaxlora.common.yaml_file import dump_yaml
+from jaxlora.config import LoraJob
 from jaxlora.config.data_config import common_template_kwargs
+from jaxlora.data.templates.known import find_template
 from jaxlora.distributed import agreement, processes
+from jaxlora.hf.files import tokenizer_files
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
 from jaxlora.run.events import CheckpointEvent, Event, ExportEvent
@@ -31,6 +43,7 @@ from jaxlora.run.folder import (
     ADAPTERS,
     CHECKPOINTS,
     SETTINGS_FILE,
+    TOKENIZER,
     prepare_export_folder,
     read_run_record,
     write_run_record,
@@ -149,6 +162,34 @@ class RunStore:
             write_text(self._folder / SETTINGS_FILE, dump_yaml(settings()))
             self.record = record
 
+    def keep_tokenizer(self, model: FrozenModel) -> None:
+        """Keeps the tokenizer of the base for exports without the base, once.
+
+        Args:
+            model: The base model.
+        """
+        folder = self._folder / TOKENIZER
+        is_wanted = processes.is_first() and not os.path.lexists(folder)
+        if is_wanted and tokenizer_files(model.folder, COPIED):
+            with new_folder(folder) as temporary:
+                TokenizerCopy(folder=model.folder).write(temporary)
+                sync_files(temporary)
+
+    def chat_templates(self, jobs: Iterable[LoraJob]) -> dict[str, ChatTemplate]:
+        """Returns the chat templates that the data of jobs name, by their settings.
+
+        Each is read once, as the file may change or vanish while the run trains.
+
+        Args:
+            jobs: The jobs of the run.
+
+        Raises:
+            DataError: A template cannot be read.
+        """
+        known = {} if self.record is None else self.record.chat_templates
+        named = (s for job in jobs for s in template_settings(job.data.model_dump()))
+        return known | {s: find_template(s) for s in {*named} - known.keys()}
+
     # ---- in the background ---------------------------------------------------------
 
     def prepare(self, slots: StagedSlots) -> None:
@@ -204,10 +245,12 @@ class RunStore:
         """
         progress, target = job.progress, self._folder / ADAPTERS / job.name
 
+        templates = {} if self.record is None else self.record.chat_templates
+
         def write() -> None:
             self._lock.check()
             if prepare_export_folder(target, progress.step):
-                _export(job, progress, adapter, model, target)
+                _export(job, progress, adapter, model, templates, target)
 
         event = ExportEvent(
             round=number, job=job.name, step=progress.step, folder=target
@@ -311,10 +354,15 @@ def _export(
     progress: JobProgress,
     adapter: Adapter,
     model: FrozenModel,
+    templates: Mapping[str, ChatTemplate],
     folder: pathlib.Path,
 ) -> None:
     """Writes a job's adapter with the progress that belongs to it."""
     settings = job.settings.model_dump(mode="json")
+    tokenizer = TokenizerCopy(
+        folder=folder.parents[1] / TOKENIZER,
+        template=job_template(settings["data"], templates),
+    )
     export_peft(
         adapter,
         folder,
@@ -329,9 +377,10 @@ def _export(
         card=job_card(
             name=job.name,
             step=progress.step,
-            base_model=model.source,
-            revision=model.revision,
+            base=run_base(model.source, model.revision),
             settings=settings,
             progress=progress,
+            has_tokenizer=bool(tokenizer_files(tokenizer.folder, COPIED)),
         ),
+        tokenizer=tokenizer,
     )

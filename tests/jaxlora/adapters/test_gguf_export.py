@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.files.gguf_export import export_gguf, rows_in_gguf
+from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.cli.main import main
 from jaxlora.errors import AdapterError
@@ -159,3 +160,23 @@ def test_a_base_that_is_no_text(make_adapter, export, tmp_path, key, value):
     (peft / "adapter_config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(AdapterError, match=rf"adapter_config.json has {key}=.* text"):
         export_gguf(peft, tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("given", ["models/tiny", "./models/tiny", "absolute"])
+def test_a_local_base_is_found_by_the_path_in_the_folder(
+    make_adapter, folder, linear_shapes, tmp_path, monkeypatch, given
+):
+    """As peft writes it: the path as it was given, not its last part alone."""
+    (tmp_path / "models").mkdir()
+    folder.rename(tmp_path / "models" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    base = str(tmp_path / "models" / "tiny") if given == "absolute" else given
+    peft = export_peft(
+        make_adapter(), "adapter", base_model=base, linear_names=list(linear_shapes)
+    )
+    config = json.loads((peft / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (base, None)
+    assert main(["convert", str(peft), "a.gguf"]) == 0
+    assert (
+        export_gguf(peft, "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+    )

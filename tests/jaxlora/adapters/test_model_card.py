@@ -19,8 +19,7 @@ def card(base_model="someone/model", path="someone/records", **figures) -> str:
     job = LoraJob(name="support", data={"path": path}, rank=4, learning_rate=3e-4)
     return model_card(
         name="support",
-        base_model=base_model,
-        revision="abc123",
+        base=base_name(base_model, "abc123"),
         job=job.model_dump(mode="json"),
         figures={"held-out loss": None} | figures,
         version="1.2.3",
@@ -72,6 +71,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def test_the_name_of_a_base(source, wanted):
     for found in (base_name(source, "abc"), run_base(source, "abc")):
         assert (found.name, found.revision, found.is_on_hub) == wanted
+        # A folder is loaded again by the path that was given.
+        assert found.path == (found.name if found.is_on_hub else source)
 
 
 def test_a_folder_of_the_form_of_a_hub_id(tmp_path, monkeypatch):
@@ -102,8 +103,7 @@ def test_no_text_becomes_code_or_markup(text):
     job = {"data": {"path": text}, "target_modules": [text], "lr_schedule": text}
     written = model_card(
         name=text,
-        base_model=name,
-        revision=None,
+        base=base_name(name),
         job=job,
         figures={"loss": text, text: 1},
         version="1",
@@ -114,7 +114,7 @@ def test_no_text_becomes_code_or_markup(text):
     tokens = markdown_it.MarkdownIt("commonmark").enable("table").parse(body)
     [example] = [token.content for token in tokens if token.type == "fence"]
     *_, base, model = statements = ast.parse(example).body
-    assert len(statements) == 4 and isinstance(model, ast.Assign)
+    assert len(statements) == 5 and isinstance(model, ast.Assign)
     assert isinstance(base, ast.Assign) and isinstance(base.value, ast.Call)
     assert ast.literal_eval(base.value.args[0]) == base_name(name).name
     inner = [child for token in tokens for child in token.children or ()]
@@ -130,8 +130,7 @@ def test_a_revision_is_a_literal():
     job = {"data": {"path": "d.jsonl"}}
     written = model_card(
         name="a",
-        base_model="someone/model",
-        revision='"); x("',
+        base=base_name("someone/model", '"); x("'),
         job=job,
         figures={},
         version="1",

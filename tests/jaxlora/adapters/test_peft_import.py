@@ -199,7 +199,7 @@ def holding(value, dtype=np.float16):
         ),
         (
             with_extra(f"{PREFIX}model.embed_tokens.lora_embedding_A"),
-            "lora_embedding_A, which is no LoRA weight of a linear",
+            r"has embed_tokens\.lora_embedding_A alone",
         ),
         (
             with_extra(f"{PREFIX}{Q}.lora_A.default.weight"),

@@ -11,6 +11,7 @@ import pytest
 import jaxlora
 from jaxlora import Generator, Prompt, load_model, merge_adapter
 from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import load_tokenizer
@@ -351,3 +352,50 @@ def test_an_error_of_the_base_comes_before_the_text(tiny_folder, monkeypatch):
     generator = Generator(tiny_folder)
     with pytest.raises(ModelError, match="a weight is not finite"):
         generator.generate("abc", GenerationSettings(max_new_tokens=3))
+
+
+def test_chats_have_the_template_beside_the_adapter(
+    model, adapters, export, tiny_folder
+):
+    """Each adapter has its own; without one it has the base's, as the base has."""
+    folders = {name: export(adapters["one"], name) for name in ("plain", "bare", "own")}
+    own = TokenizerCopy(folder=tiny_folder, template="mine: {{ messages[0].content }}")
+    own.write(folders["own"])
+    (folders["bare"] / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    given = folders | {"job": adapters["one"], "other": adapters["two"]}
+    templates = {"job": "run: {{ messages[0].content }}"}
+    seen = chats(Generator(model, given, templates=templates))
+    usual = seen.pop("base")
+    assert seen == {
+        **{"plain": usual, "other": usual, "bare": "hi!"},
+        **{"own": "mine: hi", "job": "run: hi"},
+    }
+    asked = "x{{ messages[0].content }}"
+    for_all = Generator(model, given, templates=templates, chat_template=asked)
+    assert set(chats(for_all).values()) == {"xhi"}
+
+
+def chats(generator) -> dict[str, str]:
+    """The text of a chat by the base and by each adapter, before the answer."""
+    decoder = generator._text_decoder
+    found = {}
+    for name in ("base", *generator.adapters):
+        prompt = Prompt([{"role": "user", "content": "hi"}], adapter=name)
+        request, _ = decoder._encode(prompt, LIVELY)
+        found[name] = decoder.tokenizer.decode(request.token_ids)
+    return found
+
+
+def test_an_adapter_ends_its_texts_as_its_tokenizer_says(
+    model, adapters, export, tiny_folder
+):
+    """Other adapters and the base in the same call end theirs as before."""
+    folder = export(adapters["one"], "one")
+    TokenizerCopy(folder=tiny_folder).write(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"eos_token": "<|im_start|>"}
+    path.write_text(json.dumps(config))
+    decoder = Generator(model, {"one": folder, "two": adapters["two"]})._text_decoder
+    assert decoder.own.keys() == {"one"}
+    added = set(decoder.own["one"][1]) - set(decoder.end_ids)
+    assert added == {decoder.tokenizer.bos_id}

@@ -95,7 +95,7 @@ def weights(state: ParkedSlot) -> dict[str, np.ndarray]:
     return out
 
 
-def write_export(folder: pathlib.Path, job: str, step: int) -> pathlib.Path:
+def write_export(folder: pathlib.Path, job: str, step: int, **options) -> pathlib.Path:
     """An adapter as a run exports it; its numbers tell its step."""
     modules = {
         name: LoraWeights(
@@ -115,6 +115,7 @@ def write_export(folder: pathlib.Path, job: str, step: int) -> pathlib.Path:
         base_model="nobody/tiny",
         linear_names=LINEARS,
         record=record,
+        **options,
     )
 
 

@@ -15,12 +15,16 @@ import safetensors.numpy
 
 from jaxlora.adapters.files.export_record import read_export
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.cli.main import main
 from jaxlora.common import atomic
+from jaxlora.data.tokenizer_files import read_template
 from jaxlora.errors import AdapterError, CheckpointError, JaxloraError, StorageError
+from jaxlora.run.folder import read_run_record, write_run_record
 from jaxlora.train.saved import read_checkpoint
 from jaxlora.train.saved.export import export_checkpoint
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint
+from tests import tiny
 from tests.jaxlora.train import made_run
 
 OWN = ("adapter_config.json", "adapter_model.safetensors", "jaxlora.json")
@@ -96,6 +100,35 @@ def test_chat_template_kwargs_stay_with_the_adapter(tmp_path, monkeypatch):
     assert kwargs == [off, {}]
     # Earlier versions read records without the setting.
     assert "kwargs" not in (out / "done" / "jaxlora.json").read_text()
+
+
+def test_the_tokenizer_and_the_template_of_each_job(run, tmp_path):
+    """The run has kept both: the base and the template's file may be gone."""
+    template = "{{ messages }} by the run"
+    (run / "tokenizer").mkdir()
+    tiny.write_tokenizer(run / "tokenizer")
+    record = read_run_record(run)
+    jobs = record.identity.jobs
+    jobs["now"] |= {"data": {"path": "x", "chat_template": "gone.jinja"}}
+    jobs["best"] |= {"data": {"path": "x", "chat_template": "gone.jinja"}}
+    templates = {"gone.jinja": template}
+    write_run_record(run, dataclasses.replace(record, chat_templates=templates))
+    best = run / "adapters" / "best"
+    shutil.rmtree(best)
+    copy = TokenizerCopy(folder=run / "tokenizer", template=template)
+    made_run.write_export(best, "best", 2, tokenizer=copy)
+    out = tmp_path / "out"
+    for _ in range(2):  # the second time, it replaces the first
+        export_checkpoint(run, out)
+        for name in ("now", "best"):  # of the checkpoint, and the run's own export
+            assert read_template(out / name) == template
+            assert (out / name / "tokenizer.json").read_bytes() == (
+                run / "tokenizer" / "tokenizer.json"
+            ).read_bytes()
+            assert "the chat template that" in (out / name / "README.md").read_text()
+            assert read_export(out / name) is not None
+    bare = export_checkpoint(run, tmp_path / "bare", tokenizers=False)
+    assert not [f for folder in bare.folders for f in folder.glob("*token*")]
 
 
 def test_an_export_that_is_newer_than_the_checkpoint_goes_first(run, tmp_path):

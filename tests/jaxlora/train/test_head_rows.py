@@ -133,7 +133,7 @@ def test_an_adapter_with_rows_of_the_head_is_trained_on(train, three, together, 
     first, second, _ = three
     folder = together.result.output_dir / "adapters" / second.name
     more = second.replace(name="more", init_from=str(folder), steps=2)
-    with pytest.raises(ConfigError, match=r"indices=\{'lm_head': \(36, 40, 67\)\}"):
+    with pytest.raises(ConfigError, match=r'indices=\{"lm_head": \[36, 40, 67\]\}'):
         train([more.replace(trainable_token_indices=[36])])
     # Beside the job with the most rows, as there are programs for as many.
     found = train([first.replace(steps=1), more])

@@ -106,7 +106,7 @@ def test_a_run_moves_where_the_job_would_not_fit(runs, own_jobs, moved):
     assert longest_group(trainer.jobs[0].prepared) > trainer.config.limits.capacity
     assert trainer.plan.ended == ("job0",)
     assert read_run_record(folder).ended == ["job0"]
-    _, adapters, _ = load_run_adapters(folder)
+    adapters = load_run_adapters(folder).adapters
     assert adapters.keys() == outcome.adapters.keys()
 
 

@@ -98,6 +98,7 @@ def test_beside_a_run_that_goes_on(config, model, tmp_path):
         "status.json",
         "summary.json",
         "tensorboard",
+        "tokenizer",
     ]
 
 

@@ -48,7 +48,7 @@ class Disk:
 def disk(monkeypatch):
     disk = Disk()
 
-    def export(job, progress, adapter, model, target):
+    def export(job, progress, adapter, model, templates, target):
         if job.name == "broken":
             raise OSError("the disk is full")
         disk.write(f"{job.name}{progress.step}")

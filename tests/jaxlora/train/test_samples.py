@@ -72,7 +72,8 @@ def test_samples_are_of_the_jobs_own_weights(runs, model):
 def test_a_run_generates_from_its_folder(runs, capsys):
     """The adapters are those that `jaxlora export` writes, on the run's own base."""
     outcome, _ = runs
-    loaded, adapters, notes = load_run_adapters(outcome.result.output_dir, ["job1"])
+    run = load_run_adapters(outcome.result.output_dir, ["job1"])
+    loaded, adapters, notes = run.model, run.adapters, run.notes
     assert list(adapters) == ["job1"]
     for name, weights in adapters["job1"].modules.items():
         np.testing.assert_array_equal(weights.a, outcome.adapters["job1"][name].a)

@@ -65,6 +65,12 @@ def test_what_a_run_leaves(config, model):
     loss = outcome.progress["job1"].last_eval
     assert f"| held-out loss | {loss:.4g} |" in card
     assert "| optimizer steps | 4 |" in card
+    targets, tokens = (
+        sum(e[key] for e in steps) for key in ("num_target_tokens", "num_tokens")
+    )
+    assert targets < tokens
+    assert f"| tokens trained on | {targets} |" in card
+    assert f"| tokens, prompts included | {tokens} |" in card
 
 
 def test_early_stopping_keeps_the_best(train, jobs):

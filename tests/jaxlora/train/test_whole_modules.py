@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 import pytest
+import safetensors.numpy
 
 import jaxlora
 from jaxlora import LoraJob, RunConfig, Trainer, import_peft, merge_adapter
@@ -95,7 +96,7 @@ def _check_uses(folder, model, tmp_path):
     with pytest.raises(AdapterError, match="has use_dora, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
     job = LoraJob(name="more", data={"path": "x"}, init_from=str(folder), use_dora=True)
-    with pytest.raises(ConfigError, match=r"modules_to_save=\['embed_tokens', 'lm_he"):
+    with pytest.raises(ConfigError, match=r'modules_to_save=\["embed_tokens", "lm_he'):
         choose_modules(job, model.config)
     start = choose_modules(job.replace(modules_to_save=BOTH), model.config).start
     assert start.modules_to_save == BOTH
@@ -113,11 +114,18 @@ def _check_uses(folder, model, tmp_path):
     path = out / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
-    with pytest.raises(AdapterError, match="safetensors has a whole copy of embed_tok"):
-        merge_adapter(model.folder, out, tmp_path / "other")
+    # The copy is then what peft trained on, as after a change of the vocabulary.
+    read = import_peft(out, linear_shapes(model.config)).token_rows
+    assert read.keys() == set(BOTH)
     both = {"trainable_token_indices": {"lm_head": [1]}, "modules_to_save": list(BOTH)}
     path.write_text(json.dumps(config | both))
     with pytest.raises(AdapterError, match="lm_head in modules_to_save and in trainab"):
+        merge_adapter(model.folder, out, tmp_path / "other")
+    path.write_text(json.dumps(config))
+    weights = safetensors.numpy.load_file(out / "adapter_model.safetensors")
+    del weights["base_model.model.lm_head.weight"]
+    safetensors.numpy.save_file(weights, out / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="json has a whole copy of lm_head"):
         merge_adapter(model.folder, out, tmp_path / "other")
 
 

@@ -133,7 +133,7 @@ def test_an_empty_thought_is_part_of_the_prompt(
     with caplog.at_level("INFO"):
         (sample,) = run([{"messages": talk}], tokenizer, data=data).samples
     prompt = Prompt(talk[:1])
-    asked = prompt_ids(prompt, tokenizer, 512, tokenizer.chat.with_kwargs(OFF))
+    asked = prompt_ids(prompt, tokenizer.with_setting(None, OFF), 512)
     assert 300 in asked
     assert tokenizer.decode(sample.token_ids) == tokenizer.chat.render(talk)
     is_noted = "prints an empty thought before 1 answer" in caplog.text
