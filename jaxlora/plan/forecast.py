@@ -16,7 +16,7 @@ from jaxlora.device_check import check_device
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.memory.mesh import estimated_footprint
-from jaxlora.memory.need import DoesNotFitError, MemoryNeed
+from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.foretell import foretell
@@ -32,7 +32,6 @@ from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
-from jaxlora.train.eva_start import start_bytes
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.auto_replicas.moving import ReplicaChoice
 from jaxlora.train.plan.planned_model import PlannedModel
@@ -202,7 +201,7 @@ def _forecast(
     Raises:
         DoesNotFitError: It is estimated not to fit into the GPUs of another machine.
     """
-    memory = _memory_need(plan, jobs, must_fit=machine is not None)
+    memory = _memory_need(plan, must_fit=machine is not None)
     jobs = [job.foreseen for job in jobs]
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
@@ -307,9 +306,7 @@ def _with_reference(
     return 1 + num / len(run) * whole.forward / whole.both
 
 
-def _memory_need(
-    plan: RunPlan, jobs: Sequence[PreparedJob], *, must_fit: bool
-) -> MemoryNeed:
+def _memory_need(plan: RunPlan, *, must_fit: bool) -> MemoryNeed:
     """Estimates the memory of a run.
 
     Raises:
@@ -318,16 +315,8 @@ def _memory_need(
     tokens = plan.config.limits.capacity
     found = estimated_footprint(plan.stages, plan.config.block_tokens, tokens)
     available = this_machine().memory_of(plan.stages.sizes.num_devices)
-    starts = [
-        start_bytes(job, plan.model.config, plan.model.dtype.itemsize)
-        for job in jobs
-        if job.settings.eva_settings is not None
-    ]
     need = MemoryNeed.of(plan.stages, found, tokens, available)
-    need = dataclasses.replace(need, start_bytes=max(starts, default=0))
     if must_fit and not need.fits:
-        if need.start_bytes > need.step_bytes:
-            raise DoesNotFitError(need.refuse_start(), need, str(plan.stages.sizes), ())
         assert available is not None
         raise refusal(plan.config, plan.stages, plan.bounds, found, available)
     return need

@@ -152,9 +152,6 @@ def _add_memory(table: Table, need: MemoryNeed, stored: str) -> None:
     if need.tokens:
         step = f"{format_bytes(need.step_bytes)}, for {need.tokens:,} tokens"
         table.add_row("  a training step", step)
-    if need.start_bytes:
-        start = f"{format_bytes(need.start_bytes)}, before its first step"
-        table.add_row("  or a start by EVA", start)
 
 
 def _sizes(config: RunConfig) -> str:

@@ -311,8 +311,8 @@ def test_a_price_needs_a_time(folder, capsys):
 
 
 @by_formula
-def test_a_reference_in_the_step_and_a_start_by_eva_are_counted(folder):
-    """The one by a forward pass of its microbatches, the other by its arrays."""
+def test_a_reference_in_the_step_is_counted(folder):
+    """By a forward pass of its microbatches."""
     path = folder / "pairs.jsonl"
     pair = {"prompt": "a" * 200, "chosen": "b" * 900, "rejected": "c" * 900}
     path.write_text((json.dumps(pair) + "\n") * 16)
@@ -325,14 +325,3 @@ def test_a_reference_in_the_step_and_a_start_by_eva_are_counted(folder):
         assert planned.time is not None
         seconds[how] = planned.time.together
     assert 1.3 < seconds["in_step"] / seconds["kept"] < 1.6
-    eva = config.jobs[0].replace(init_lora_weights="eva", dropout=0.0)
-    planned = plan_run(
-        config.replace(jobs=[eva], slot_rank=32), machine=parse_machine("h100")
-    )
-    assert 0.2 < planned.memory.start_bytes / GIB < 1.5
-    assert "or a start by EVA" in printed(planned)
-    need = dataclasses.replace(planned.memory, step_bytes=0)
-    assert need.total_bytes - planned.memory.start_bytes == (
-        need.base_bytes + need.adapter_bytes
-    )
-    assert planned.memory.fits
