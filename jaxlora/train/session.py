@@ -10,7 +10,6 @@ from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, JaxloraError
-from jaxlora.memory.run_memory import RunMemory, read_devices
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import ADAPTERS, clean_up
@@ -85,7 +84,6 @@ class Session:
         self._listeners, self._looked = Listeners([]), 0.0
         self._checked = 0.0  # when the folder was looked at last
         self.time = TrainingTime()
-        self.memory = RunMemory(run.plan.need, run.plan.num_slots, read_devices)
         saved = None if found is None else found.run.replan
         self._replanning = Replanning(run, live, saved, lambda: suggestions.is_open)
 
@@ -174,7 +172,6 @@ class Session:
             self._run = run = self._replanning.move(states)
             self._on_move(run)
         self._saved_stream = None
-        self.memory = RunMemory(run.plan.need, run.plan.num_slots, read_devices)
         self._record()
 
     def _at_border(self, stream: Stream, border: Border, stop: StopRequest) -> None:
@@ -246,7 +243,6 @@ class Session:
             plan=run.plan,
             jobs=self._live.jobs,
             executor=executor,
-            memory=self.memory,
             requests=self._live.requests,
             early_exit=self._early_exit,
             export=self._export,
