@@ -17,7 +17,6 @@ from jaxlora.models.layer import Remat
 from jaxlora.problems import format_errors
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.message import Answer
 from jaxlora.run.saved_adapter import SavedAdapter, SavedTensors
 from jaxlora.run.saved_fields import (
     STRICT,
@@ -155,8 +154,6 @@ class RunRecord:
             before the next checkpoint.
         added: Jobs that joined while the run trained. A run that resumes has them, even
             if they are not in its run file.
-        answers: Answers to requests of users that may not have been delivered yet, by
-            the request's id.
         suggested: Those of `added` that the search of a sweep has suggested.
         mesh: The mesh of a run with `replicas: auto`; None: it has a list of replicas,
             or its mesh was given.
@@ -170,7 +167,6 @@ class RunRecord:
     identity: RunIdentity
     requests: SavedRequests = dataclasses.field(default_factory=SavedRequests)
     added: list[JobName] = dataclasses.field(default_factory=list)
-    answers: dict[str, Answer] = dataclasses.field(default_factory=dict)
     suggested: list[JobName] = dataclasses.field(default_factory=list)
     mesh: str | None = None
     ended: list[JobName] = dataclasses.field(default_factory=list)

@@ -304,8 +304,7 @@ class Session:
         """
         if processes.is_first():
             clean_up(self._folder)
-        answered = {} if self._store.record is None else self._store.record.answers
-        self._inbox = Inbox(self._folder, self._live, answered)
+        self._inbox = Inbox(self._folder, self._live)
         opened.callback(self._inbox.close)
         self._record()
 
@@ -330,7 +329,6 @@ class Session:
             live.jobs,
             requests=live.requests.saved([job.name for job in live.jobs]),
             added=list(live.added),
-            answers=self._inbox.answers,
             suggested=[n for n in self._suggestions.saved() if n in live.added],
         )
         self._store.write_record(record, lambda: resolved_settings(run.plan, live.jobs))

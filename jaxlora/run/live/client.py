@@ -97,8 +97,6 @@ def _last_answer(
 ) -> Answer:
     """Returns the answer of a run that has ended, or takes the request back."""
     answer = mailbox.take_answer(name)
-    if answer is None and (record := read_run_record(folder)) is not None:
-        answer = record.answers.get(name)
     if answer is None:
         mailbox.withdraw(name)
         raise _not_running(folder, action)

@@ -133,7 +133,7 @@ def test_a_request_to_resume_waits_for_the_run(tmp_path):
 
 
 def test_a_run_that_ends_first_takes_no_request(tmp_path, monkeypatch):
-    """The request is taken back, unless the run has recorded an answer."""
+    """The request is taken back."""
     folder = made_run.write_run(tmp_path / "run")
     Mailbox(folder).create()
     monkeypatch.setattr(client, "_LIVENESS_SECONDS", 0.0)
