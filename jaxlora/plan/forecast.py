@@ -76,9 +76,7 @@ class RunForecast:
         fill: Part of the rows of its microbatches that holds samples.
         whole: The whole run, checked and simulated; None: it has replicas of different
             sizes.
-        greedy: The same samples under `packer: greedy`.
-        greedy_fill: Part of the rows of its microbatches that holds samples.
-        one_shape_fill: The same if all its microbatches have the largest shape.
+        one_shape_fill: `fill` if all its microbatches have the largest shape.
         groups: The plan of a sweep on all GPUs of the machine; None: the run has no
             sweep, or the rates of the device are not known.
         moves: What is compared and decided each time that jobs end, in a line each;
@@ -95,8 +93,6 @@ class RunForecast:
     fill: float
     one_shape_fill: float
     whole: Plan | None = None
-    greedy: Plan | None = None
-    greedy_fill: float | None = None
     groups: PlannedGroups | None = None
     moves: tuple[str, ...] = ()
 
@@ -114,13 +110,6 @@ class RunForecast:
     def num_tokens(self) -> int:
         """Tokens of all samples, without padding."""
         return sum(s.num_tokens for s in self.samples)
-
-    @property
-    def busy(self) -> float:
-        """Share of the devices' simulated time that is spent on tokens, not padding."""
-        assert self.whole is not None, "replicas of different sizes are not simulated"
-        devices = self.sizes.num_devices * self.whole.simulation.makespan
-        return self.num_tokens / devices
 
 
 def plan_run(
@@ -230,17 +219,11 @@ def _forecast(
 
 
 def _simulated(forecast: RunForecast, schedule: Schedule) -> RunForecast:
-    """Adds what the microbatches reach in a simulation, and those of `greedy`."""
-    plan, jobs, samples = forecast.plan, forecast.jobs, forecast.samples
+    """Adds what the microbatches reach in a simulation."""
     # Slots have become jobs, which may run on one replica after the other.
-    lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
-    greedy = foretell(plan.with_config(plan.config.replace(packer="greedy")), jobs)
-    return dataclasses.replace(
-        forecast,
-        whole=evaluate(schedule, samples, lanes, plan.cost),
-        greedy=evaluate(greedy.schedule, samples, lanes, plan.cost),
-        greedy_fill=forecast.num_tokens / max(1, greedy.num_rows),
-    )
+    lanes = dataclasses.replace(forecast.plan.lanes, slots_per_replica=None)
+    whole = evaluate(schedule, forecast.samples, lanes, forecast.plan.cost)
+    return dataclasses.replace(forecast, whole=whole)
 
 
 def _groups(plan: RunPlan, jobs: Sequence[PreparedJob]) -> PlannedGroups | None:
