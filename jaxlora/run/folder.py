@@ -42,8 +42,6 @@ ADAPTERS = "adapters"
 MERGED = "merged"  # the best configuration of a sweep, with its base
 CHECKPOINTS = "checkpoints"
 _VERSION = 1
-# Earlier versions wrote this file instead of run.json.
-_TRACES = (METRICS_FILE, "started.txt")
 
 
 def read_run_record(folder: pathlib.Path) -> RunRecord | None:
@@ -91,7 +89,7 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
                 f"a multiple of block_tokens={config.block_tokens}. Give the "
                 "block_tokens that the run began with, or choose another output_dir."
             )
-    if config.remat == "auto" and record.remat is not None:
+    if config.remat == "auto":
         begun["remat"] = record.remat
     if config.microbatch_shapes == "auto":
         # An earlier version had one shape.
@@ -188,7 +186,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
         StorageError: A new run would replace a file in the folder.
     """
     has_begun = os.path.lexists(folder / RUN_FILE)
-    has_traces = any((folder / name).exists() for name in _TRACES) or any(
+    has_traces = (folder / METRICS_FILE).exists() or any(
         (folder / name).is_dir() and any((folder / name).iterdir())
         for name in (CHECKPOINTS, ADAPTERS)
     )
@@ -207,10 +205,9 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
         _check_replaces_nothing(folder)
     if resume and not has_begun and has_traces:
         raise CheckpointError(
-            f"{folder} holds a run without {RUN_FILE}: it was begun by an earlier "
-            "version of jaxlora, or the file was removed. It cannot be resumed, "
-            "because whether it is the same run is unknown. Restore the file, use that "
-            "version, or choose another output_dir."
+            f"{folder} holds a run without {RUN_FILE}, which was removed. It cannot be "
+            "resumed, because whether it is the same run is unknown. Restore the file, "
+            "or choose another output_dir."
         )
     if resume and not has_begun:
         raise CheckpointError(

@@ -67,7 +67,7 @@ class SavedRun:
         linear_names: Names of the base's linears.
         requests: Requests to stop and to pause jobs.
         base_revision: Commit of a base from the hub; None for a folder.
-        stream: The microbatches that follow; None if an earlier version saved it.
+        stream: The microbatches that follow.
         sweep: Decisions of the run's sweep; None if it has none.
         suggested: The place on each axis of configurations that were suggested.
         places: Where the data of each job that are streamed go on.
@@ -82,8 +82,8 @@ class SavedRun:
     base_model: OneLine
     linear_names: list[LinearName]
     requests: SavedRequests
+    stream: SavedStream
     base_revision: OneLine | None = None
-    stream: SavedStream | None = None
     sweep: SavedSweep | None = None
     suggested: dict[JobName, dict[str, float]] = dataclasses.field(default_factory=dict)
     places: dict[JobName, StreamPlace] = dataclasses.field(default_factory=dict)
@@ -187,9 +187,9 @@ class RunRecord:
         return self.identity.settings.get("replicas", [])
 
     @property
-    def remat(self) -> Remat | None:
-        """`remat` of the run; None if an earlier version began it."""
-        return self.identity.settings.get("remat")
+    def remat(self) -> Remat:
+        """`remat` of the run, even if the setting was `auto`."""
+        return self.identity.settings["remat"]
 
     def __post_init__(self):
         """Checks what is used before the identities are compared."""
@@ -197,7 +197,7 @@ class RunRecord:
         if type(tokens) is not int or not 0 < tokens < 2**31:
             raise ValueError(f"microbatch_tokens is {tokens!r}, no number of tokens.")
         remat = self.identity.settings.get("remat")
-        if remat not in (None, *get_args(Remat)):
+        if remat not in get_args(Remat):
             raise ValueError(f"remat is {remat!r}, which there is not.")
         shapes = self.identity.settings.get("microbatch_shapes", [])
         if not isinstance(shapes, list) or not all(
