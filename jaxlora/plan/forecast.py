@@ -39,7 +39,6 @@ from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.resumed import Resumed
 from jaxlora.train.plan.run_plan import RunPlan
-from jaxlora.train.plan.shapes import ONE_SHAPE
 from jaxlora.train.saved.describe_run import check_not_cut, check_saved_states
 
 
@@ -76,7 +75,6 @@ class RunForecast:
         fill: Part of the rows of its microbatches that holds samples.
         whole: The whole run, checked and simulated; None: it has replicas of different
             sizes.
-        one_shape_fill: `fill` if all its microbatches have the largest shape.
         groups: The plan of a sweep on all GPUs of the machine; None: the run has no
             sweep, or the rates of the device are not known.
         moves: What is compared and decided each time that jobs end, in a line each;
@@ -91,7 +89,6 @@ class RunForecast:
     samples: tuple[Sample, ...]
     num_microbatches: int
     fill: float
-    one_shape_fill: float
     whole: Plan | None = None
     groups: PlannedGroups | None = None
     moves: tuple[str, ...] = ()
@@ -197,9 +194,6 @@ def _forecast(
     foretold = foretell(plan, jobs)
     schedule = foretold.schedule
     samples = tuple(s for m in schedule.microbatches for s in m)
-    one = foretold
-    if plan.shapes.tokens:
-        one = foretell(dataclasses.replace(plan, shapes=ONE_SHAPE), jobs)
     num_tokens = sum(s.num_tokens for s in samples)
     moves = [] if choice is None else foretell_moves(choice, plan, jobs, foretold)
     forecast = RunForecast(
@@ -211,7 +205,6 @@ def _forecast(
         samples=samples,
         num_microbatches=sum(map(bool, schedule.microbatches)),
         fill=num_tokens / max(1, foretold.num_rows),
-        one_shape_fill=num_tokens / max(1, one.num_rows),
         groups=_groups(plan, jobs),
         moves=tuple(moves),
     )

@@ -119,10 +119,9 @@ def _needs_table(planned: RunForecast, price_per_hour: float | None) -> Table:
             f"{', '.join(f'{n:,}' for n in shapes)} and {config.microbatch_tokens:,} "
             f"tokens, from microbatch {planned.plan.shapes.from_tick + 1:,} on",
         )
-    fill = f"{planned.fill:.1%} of them are tokens of samples, not padding"
-    if shapes:
-        fill += f"; {planned.one_shape_fill:.1%} in one shape"
-    table.add_row("fill", fill)
+    table.add_row(
+        "fill", f"{planned.fill:.1%} of them are tokens of samples, not padding"
+    )
     _add_time(table, planned, price_per_hour)
     return table
 

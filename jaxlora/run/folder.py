@@ -66,9 +66,9 @@ def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
 def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Returns what the settings that are `auto` became when the run began.
 
-    These are `microbatch_tokens`, `microbatch_shapes`, `remat` and `replicas`, or the
-    mesh that `replicas: auto` has chosen, and the number and rank of the slots if jobs
-    have joined since. Replicas may have changed since the run began.
+    These are `microbatch_tokens`, `remat` and `replicas`, or the mesh that
+    `replicas: auto` has chosen, and the number and rank of the slots if jobs have
+    joined since. Replicas may have changed since the run began.
 
     Raises:
         CheckpointError: `block_tokens` differs from what the run began with.
@@ -91,9 +91,6 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
             )
     if config.remat == "auto":
         begun["remat"] = record.remat
-    if config.microbatch_shapes == "auto":
-        # An earlier version had one shape.
-        begun["microbatch_shapes"] = record.microbatch_shapes
     if record.added:
         # The slots were made for the jobs that the run began with.
         then = record.identity.settings

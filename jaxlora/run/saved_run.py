@@ -177,11 +177,6 @@ class RunRecord:
         return self.identity.settings["microbatch_tokens"]
 
     @property
-    def microbatch_shapes(self) -> tuple[int, ...]:
-        """Shapes of the run's smaller microbatches; none in earlier versions."""
-        return tuple(self.identity.settings.get("microbatch_shapes", ()))
-
-    @property
     def replicas(self) -> list[dict[str, int]]:
         """The replicas as a setting; empty if the run had a mesh."""
         return self.identity.settings.get("replicas", [])
@@ -199,11 +194,6 @@ class RunRecord:
         remat = self.identity.settings.get("remat")
         if remat not in get_args(Remat):
             raise ValueError(f"remat is {remat!r}, which there is not.")
-        shapes = self.identity.settings.get("microbatch_shapes", [])
-        if not isinstance(shapes, list) or not all(
-            type(n) is int and 0 < n < tokens for n in shapes
-        ):
-            raise ValueError(f"microbatch_shapes is {shapes!r}, no list of shapes.")
         replicas = self.identity.settings.get("replicas", [])
         if not isinstance(replicas, list) or not all(map(_is_replica, replicas)):
             raise ValueError(f"replicas is {replicas!r}, no list of replicas.")

@@ -111,26 +111,26 @@ def test_every_gpu_is_planned_for(folder):
 
 
 @by_formula
-def test_shapes_are_chosen_if_they_save_more_than_compiling_takes(folder, caplog):
+def test_smaller_shapes_are_fuller_and_take_less_time(folder, caplog):
     """Jobs of small batches, one after the other, fill little of one shape."""
     caplog.set_level("INFO")
     settings = {"microbatch_tokens": 8192, "max_concurrent_jobs": 1}
     config = run(folder, "llama-3.2-1b", **settings)
     jobs = [job.model_copy(update={"batch_size": 2}) for job in config.jobs]
     config = config.replace(jobs=jobs)
-    slowly = config.replace(microbatch_shapes="auto", shape_compile_seconds=1e6)
-    one = plan_run(slowly, machine=parse_machine("h200"))
-    assert one.plan.shapes.tokens == () and one.fill == one.one_shape_fill
-    assert "low fill" in caplog.text and "in one shape" not in printed(one)
+    one = plan_run(config, machine=parse_machine("h200"))
+    assert one.plan.shapes.tokens == ()
+    assert "low fill" in caplog.text and "their shapes" not in printed(one)
     caplog.clear()
-    quick = config.replace(microbatch_shapes="auto", shape_compile_seconds=0.01)
+    quick = config.replace(microbatch_shapes=[4096, 2048], shape_compile_seconds=0.01)
     some = plan_run(quick, machine=parse_machine("h200"))
-    assert some.plan.shapes.tokens and some.plan.shapes.from_tick == 1
-    assert some.fill > 1.5 * some.one_shape_fill == 1.5 * one.fill
+    assert some.plan.shapes.tokens == (2048, 4096)
+    assert some.plan.shapes.from_tick == 1
+    assert some.fill > 1.5 * one.fill
     assert some.time is not None and one.time is not None
     assert some.time.together < 0.8 * one.time.together
-    assert "microbatch_shapes: auto" in caplog.text and "low fill" not in caplog.text
-    assert "in one shape" in printed(some)
+    assert "low fill" not in caplog.text
+    assert "2,048, 4,096 and 8,192 tokens" in " ".join(printed(some).split())
 
 
 @by_formula
