@@ -1,8 +1,7 @@
 """Chooses which jobs run: higher priorities first, then first come, first served.
 
 Every job takes one slot, and a slot takes the same memory whichever job has it. So
-`memory_model` limits the number of slots in use, and jobs have no estimates of their
-own.
+jobs have no estimates of their own.
 
 References:
     mLoRA, https://arxiv.org/abs/2312.02515, section 3.4.

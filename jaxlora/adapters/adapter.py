@@ -127,8 +127,6 @@ class Adapter:
             `jaxlora.adapters.initial`.
         loftq_bits: Bits of the format of a base from whose error A and B started, so
             that the adapter is relative to the quantized weights; None: it is not.
-        has_spare_ranks: Whether ranks of which A is zero are left out when it is
-            exported; see `jaxlora.adapters.eva`.
         score: Score head of a reward model, D, float32; None: it is none. See
             `jaxlora.models.score`.
         vera: The matrices of VeRA that all modules share; None: it is not VeRA.
@@ -144,7 +142,6 @@ class Adapter:
     dropout: float = 0.0
     keeps_start: bool = False
     loftq_bits: int | None = None
-    has_spare_ranks: bool = False
     score: np.ndarray | None = None
     vera: VeraMatrices | None = None
     token_rows: dict[str, TokenRowValues] = dataclasses.field(default_factory=dict)
@@ -203,20 +200,6 @@ class Adapter:
             if values.path(module).rpartition(".")[0] in paths
         }
         return dataclasses.replace(self, modules=modules, score=score, token_rows=rows)
-
-    def without_spare_ranks(self) -> "Adapter":
-        """Returns the adapter with the ranks that are used, and the same products."""
-        modules = {}
-        for name, weights in self.modules.items():
-            is_used = (weights.a != 0).any(axis=0)
-            if rank := int(is_used.sum()):
-                used = {LORA_A.name: weights.a[:, is_used]}
-                used |= {LORA_B.name: weights.b[is_used]}
-                alpha = weights.lora_alpha * rank / weights.rank
-                modules[name] = LoraWeights(
-                    tensors=weights.tensors | used, rank=rank, lora_alpha=alpha
-                )
-        return dataclasses.replace(self, modules=modules, has_spare_ranks=False)
 
     def as_lora(self, linear_shapes: Mapping[str, Sequence[int]]) -> "Adapter":
         """Returns the adapter of LoRA with the same product A B; itself if it is one.

@@ -43,7 +43,6 @@ def fresh_adapter(
     dtype: DTypeLike = np.float32,
     biases: Mapping[str, Any] = MappingProxyType({}),
     stored: Callable[[str], np.ndarray] | None = None,
-    first: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Adapter:
     """Makes the adapter that a new job starts from, with PEFT's initial values.
 
@@ -58,7 +57,6 @@ def fresh_adapter(
         biases: Frozen bias of each linear that has one, N, by module name.
         stored: Reads the weight of a linear that was quantized, N K and float32, which
             LoftQ needs.
-        first: The A that each linear starts from, K R, if it is found from data.
     """
     # Programs on several devices must start in the same order on all, so no thread
     # runs them.
@@ -68,8 +66,6 @@ def fresh_adapter(
     }
     for name in modules.keys() & biases.keys():
         made[name][TRAINED_BIAS.name] = np.asarray(everywhere(biases[name]))
-    for name, a in first.items():
-        made[name][LORA_A.name] = a
     if job.init_lora_weights == LOFTQ:
         assert stored is not None
         for name, module in modules.items():
@@ -223,7 +219,6 @@ def _adapter(
         dropout=job.dropout,
         keeps_start=job.keeps_start,
         loftq_bits=job.loftq_bits,
-        has_spare_ranks=job.eva_settings is not None,
         vera=_vera_matrices(job, modules, kernels) if job.use_vera else None,
     )
 

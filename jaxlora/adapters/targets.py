@@ -29,12 +29,6 @@ class ModuleLora:
     lora_alpha: float
     scaling: float
 
-    def widened(self, rho: float) -> "ModuleLora":
-        """Returns the settings of rho times the rank with the same scaling."""
-        rank = round(rho * self.rank)
-        alpha = self.lora_alpha * rank / self.rank
-        return dataclasses.replace(self, rank=rank, lora_alpha=alpha)
-
     def doubled(self, job: LoraJob) -> "ModuleLora":
         """Returns the settings of twice the rank with the same scaling."""
         factor = 2**0.5 if job.use_rslora else 2

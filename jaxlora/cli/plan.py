@@ -45,11 +45,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "all GPUs, in place of a mesh",
     )
     add_price(parser)
-    parser.add_argument(
-        "--details",
-        action="store_true",
-        help="also print what the scheduler reaches",
-    )
     parser.add_argument("--picture", help="write a Gantt picture (.png, .svg or .pdf)")
 
 
@@ -69,13 +64,12 @@ def _run(arguments: argparse.Namespace) -> int | None:
         picture_kind(arguments.picture)
         data = [one.path for job in config.jobs for one in job.data.sets]
         check_output(arguments.picture, [arguments.run_file, config.model, *data])
-    for option in ("details", "picture"):
-        is_listed = config.replicas is not None and arguments.replicas is None
-        if is_listed and getattr(arguments, option):
-            raise ConfigError(
-                f"--{option} simulates devices that are alike, and the run file has "
-                "replicas. Leave one of them out."
-            )
+    is_listed = config.replicas is not None and arguments.replicas is None
+    if is_listed and arguments.picture:
+        raise ConfigError(
+            "--picture simulates devices that are alike, and the run file has "
+            "replicas. Leave one of them out."
+        )
     with file.rewords(given):
         if arguments.replicas is not None:
             _plan_replicas(config, machine, arguments)
@@ -88,12 +82,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
             "--price-per-hour needs a predicted time, and the rates of this device are "
             "not known. Name the GPU that is paid for, as in --gpu h100."
         )
-    print_plan(
-        planned,
-        Console(),
-        price_per_hour=arguments.price_per_hour,
-        details=arguments.details,
-    )
+    print_plan(planned, Console(), price_per_hour=arguments.price_per_hour)
     if arguments.picture:
         shown = draw_plan(planned, arguments.picture)
         say(f"wrote {arguments.picture}: {shown}")
@@ -106,7 +95,7 @@ def _plan_replicas(
     """Prints and draws replicas of different shapes for a run."""
     from jaxlora.plan.replicas import draw_replicas, plan_run_replicas, print_replicas
 
-    for option in ("steps", "price_per_hour", "details"):
+    for option in ("steps", "price_per_hour"):
         if getattr(arguments, option):
             raise ConfigError(
                 f"--{option.replace('_', '-')} is for the plan of a mesh. Leave it or "

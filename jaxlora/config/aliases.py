@@ -201,7 +201,6 @@ OF_JOB = OtherNames(
         "additional_target": "modules_to_save",
         "peft_init_lora_weights": "init_lora_weights",
         "peft_loftq_config": "loftq_config",
-        "peft_eva_config": "eva_config",
         "peft_layers_pattern": "layers_pattern",
         "peft_layers_to_transform": "layers_to_transform",
         "peft_use_dora": "use_dora",

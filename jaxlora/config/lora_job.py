@@ -13,8 +13,6 @@ from jaxlora.config.generation_settings import BASE
 from jaxlora.config.rules import OF_A_JOB, row_tokens, whole_modules
 from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.starts import (
-    EVA,
-    EVA_DEFAULTS,
     LOFTQ,
     check_start,
     is_part_of_weight,
@@ -78,12 +76,10 @@ class LoraJob(StrictModel):
         projection_prng_key: Seed of the matrices of VeRA, as in PEFT.
         d_initial: First value of the elements of VeRA's vector d.
         init_lora_weights: How A and B start, in PEFT's words: true (A uniform, B zero),
-            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N`, `olora`, `loftq` or
-            `eva`; see `jaxlora.adapters.initial` and `jaxlora.adapters.eva`.
+            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N`, `olora` or `loftq`; see
+            `jaxlora.adapters.initial`.
         loftq_config: Settings of `loftq`, as in PEFT: `loftq_bits`, those of the base's
             format (4 of nf4, 8 of int8), and `loftq_iter`, which is 1.
-        eva_config: Settings of `eva`, as in PEFT: `rho` (2.0), `tau` (0.99),
-            `use_label_mask` (true) and `whiten` (false).
         dropout: Probability of dropping an input feature of the LoRA path.
         target_modules: Suffixes (`q_proj`), one regular expression for the whole
             module name, or `all-linear`.
@@ -167,7 +163,6 @@ class LoraJob(StrictModel):
     d_initial: PositiveFloat = 0.1
     init_lora_weights: Literal[True] | str = True
     loftq_config: dict[str, PositiveInt] = {}
-    eva_config: dict[str, Bool | NonNegativeFloat] = {}
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"
     exclude_modules: Texts = ()
@@ -231,13 +226,6 @@ class LoraJob(StrictModel):
         if self.init_lora_weights != LOFTQ:
             return None
         return self.loftq_config.get("loftq_bits", 4)
-
-    @property
-    def eva_settings(self) -> dict[str, float | bool] | None:
-        """All settings of EVA; None: the adapter does not start by it."""
-        if self.init_lora_weights != EVA:
-            return None
-        return EVA_DEFAULTS | self.eva_config
 
     @pydantic.field_validator("lr_schedule", mode="before")
     @classmethod

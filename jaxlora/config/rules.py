@@ -253,8 +253,7 @@ def _microbatches_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
 
 
 def _shapes_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
-    shapes = () if run.microbatch_shapes == "auto" else run.microbatch_shapes
-    if wrong := [tokens for tokens in shapes if tokens % run.block_tokens]:
+    if wrong := [n for n in run.microbatch_shapes if n % run.block_tokens]:
         return "microbatch_shapes", (
             f"microbatch_shapes={wrong} are not multiples of "
             f"block_tokens={run.block_tokens}."

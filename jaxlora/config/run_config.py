@@ -67,14 +67,12 @@ class RunConfig(BaseSettings):
             fill; on several devices less, if that is predicted to be faster.
         microbatch_shapes: Capacities, in tokens, of smaller microbatches, whose
             programs are compiled beside training; each microbatch has the smallest one
-            that holds it. `auto` chooses up to two by simulation, if they save more
-            time than `shape_compile_seconds`; those that are not smaller than
-            `microbatch_tokens` are left out.
+            that holds it. Those that are not smaller than `microbatch_tokens` are left
+            out.
         shape_compile_seconds: Time in which `microbatch_shapes` should be compiled.
             They are used after as many microbatches as are predicted to take this time,
             so that the same run always has the same microbatches; training waits then
-            for programs that are not ready. 0: training waits before its first step,
-            and `auto` chooses none.
+            for programs that are not ready. 0: training waits before its first step.
         block_tokens: Tokens of a block; each job's part of a microbatch fills whole
             blocks.
         dtype: Dtype of the base weights and activations; `auto` is bfloat16 on a GPU
@@ -146,7 +144,7 @@ class RunConfig(BaseSettings):
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
-    microbatch_shapes: Literal["auto"] | tuple[PositiveInt, ...] = ()
+    microbatch_shapes: tuple[PositiveInt, ...] = ()
     shape_compile_seconds: NonNegativeFloat = 60.0
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

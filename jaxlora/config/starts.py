@@ -7,7 +7,7 @@ from jaxlora.config.strict import Rule
 
 # Starts of A and B in PEFT's words that are drawn at random.
 _DRAWN_STARTS = True, "gaussian", "orthogonal"
-LOFTQ, EVA = "loftq", "eva"
+LOFTQ = "loftq"
 # Formats from whose error LoftQ starts, by the bits that PEFT names.
 LOFTQ_FORMATS = {4: "nf4", 8: "int8"}
 _PISSA = re.compile(r"pissa(?:_niter_([1-9]\d?))?")
@@ -19,11 +19,11 @@ def check_start(start: object) -> object:
     Raises:
         ValueError: There is none.
     """
-    known = (*_DRAWN_STARTS, LOFTQ, EVA)
+    known = (*_DRAWN_STARTS, LOFTQ)
     if start is False or not (start in known or is_part_of_weight(start)):
         raise ValueError(
             "expected true, gaussian, orthogonal, pissa, pissa_niter_N (with a number "
-            "from 1 to 99), olora, loftq or eva."
+            "from 1 to 99), olora or loftq."
         )
     return start
 
@@ -92,67 +92,4 @@ def _loftq_has_its_settings(job: Any) -> tuple[str, str] | None:
     return None
 
 
-# Settings of EVA, as in PEFT, with their defaults.
-EVA_DEFAULTS = {
-    "rho": 2.0,
-    "tau": 0.99,
-    "use_label_mask": True,
-    "whiten": False,
-    "adjust_scaling_factors": True,
-}
-
-
-def _eva_has_its_settings(job: Any) -> tuple[str, str] | None:
-    given = job.eva_config
-    if job.init_lora_weights != EVA:
-        return ("eva_config", "it needs init_lora_weights: eva.") if given else None
-    if unknown := sorted(given.keys() - EVA_DEFAULTS.keys()):
-        return "eva_config", (
-            f"it has {unknown[0]!r}; its settings are {', '.join(EVA_DEFAULTS)}."
-        )
-    for name, value in given.items():
-        if isinstance(EVA_DEFAULTS[name], bool) != isinstance(value, bool):
-            wanted = (
-                "true or false" if isinstance(EVA_DEFAULTS[name], bool) else "a number"
-            )
-            return "eva_config", f"{name}={value} must be {wanted}."
-    values = EVA_DEFAULTS | given
-    if values["rho"] < 1 or values["tau"] > 1:
-        return "eva_config", "rho must be at least 1, and tau at most 1."
-    if not values["adjust_scaling_factors"] and values["rho"] > 1:
-        return "eva_config", (
-            "without adjust_scaling_factors the scaling of a linear would follow the "
-            "rank that it gets. Leave it true, or set rho to 1 to keep the ranks."
-        )
-    return None
-
-
-def _eva_fits(job: Any) -> tuple[str, str] | None:
-    if job.init_lora_weights != EVA:
-        return None
-    if job.use_rslora and (EVA_DEFAULTS | job.eva_config)["rho"] > 1:
-        return "use_rslora", (
-            "with use_rslora the scaling of a linear would follow the rank that it "
-            "gets. Set rho to 1 in eva_config, or leave use_rslora out."
-        )
-    for setting in ("use_dora", "train_bias"):
-        if getattr(job, setting):
-            return setting, (
-                f"{setting} and init_lora_weights=eva cannot be combined: a linear "
-                "that gets no rank has no adapter. Leave one of them out."
-            )
-    if getattr(job.data, "is_stream", False):
-        return "init_lora_weights", (
-            "eva reads the first samples before training, and data are streamed. Give "
-            "data a limit, or make the first weights in another job, and give its "
-            "folder as init_from."
-        )
-    return None
-
-
-START_RULES: tuple[Rule, ...] = (
-    _start_fits,
-    _loftq_has_its_settings,
-    _eva_has_its_settings,
-    _eva_fits,
-)
+START_RULES: tuple[Rule, ...] = (_start_fits, _loftq_has_its_settings)

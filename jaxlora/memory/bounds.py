@@ -148,7 +148,7 @@ def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
     else:
         cure = (
             "The longest sample needs such a microbatch. Raise batch_size, train more "
-            "jobs at once, lower max_length, or set microbatch_shapes: auto"
+            "jobs at once, lower max_length, or set microbatch_shapes"
         )
     num_lanes = len(config.replica_shapes) or config.mesh_sizes.num_lanes
     lanes = f" for each of {num_lanes} that run at once" if num_lanes > 1 else ""

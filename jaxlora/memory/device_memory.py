@@ -85,6 +85,16 @@ def _share() -> str:
     return f"75% by default; {FRACTION}={SHARE} gives more"
 
 
+def measured_peak() -> int | None:
+    """Returns the most bytes in use on a device since this process began.
+
+    It is that of this process's fullest device. None: the devices report none, as CPUs.
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
+    return max(peaks, default=None)
+
+
 def format_bytes(num_bytes: float) -> str:
     """Formats a number of bytes with a unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):

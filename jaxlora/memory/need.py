@@ -18,7 +18,6 @@ class MemoryNeed:
         tokens: Tokens of a microbatch.
         where: The devices, as what follows a number of bytes; empty if there is one.
         available: Memory that there is; None: it is not known.
-        start_bytes: Memory of the start of a job by EVA, while no step runs; 0: none.
         has_references: Whether `adapter_bytes` has adapters that are references.
     """
 
@@ -28,7 +27,6 @@ class MemoryNeed:
     tokens: int
     where: str
     available: DeviceMemory | None
-    start_bytes: int = 0
     has_references: bool = False
 
     @staticmethod
@@ -62,24 +60,13 @@ class MemoryNeed:
 
     @property
     def total_bytes(self) -> int:
-        """All parts that are there at a time."""
-        last = max(self.step_bytes, self.start_bytes)
-        return self.base_bytes + self.adapter_bytes + last
+        """All parts together."""
+        return self.base_bytes + self.adapter_bytes + self.step_bytes
 
     @property
     def fits(self) -> bool:
         """Whether there is enough, as far as that is known."""
         return self.available is None or self.total_bytes <= self.available.num_bytes
-
-    def refuse_start(self) -> str:
-        """Says that a job cannot start, for errors."""
-        assert self.available is not None
-        return (
-            f"the start of a job with init_lora_weights=eva needs "
-            f"{format_bytes(self.start_bytes)} beside {self.describe_parts()}, and "
-            f"there are {format_bytes(self.available.num_bytes)}{self.where}. Set "
-            "another init_lora_weights, or take a GPU with more memory."
-        )
 
     def describe_parts(self) -> str:
         """Lists the parts, for errors."""

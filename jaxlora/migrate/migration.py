@@ -24,7 +24,6 @@ _SAME_NAME = {
     "warmup_ratio",
     "init_lora_weights",
     "loftq_config",
-    "eva_config",
     "layers_pattern",
     "layers_to_transform",
     "projection_prng_key",

@@ -89,7 +89,7 @@ _FAMILIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("bnb_", "double_quantization", "use_bnb_nested"), NF4),
     (("cosine_", "lr_quadratic_warmup", "lr_groups"), RATE),
     (("adam_beta3", "adam_epsilon2"), "No optimizer here has this setting."),
-    (("pissa_", "loftq_", "eva_", "corda_"), START),
+    (("pissa_", "loftq_", "eva_", "peft_eva_", "corda_"), START),
     (("kd_", "teacher_"), KD),
 )
 

@@ -198,13 +198,12 @@ def run_whole_layers(
     # Lengths are sizes of the program, not values; as inputs they would be traced.
     *arrays, lengths = rows
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def run(graph, state, h, arrays, routing):
         ropes, segment_ids = arrays
         rows = PackedRows(ropes, segment_ids, lengths)
         return run_layer(nnx.merge(graph, state), remat, h, rows, routing)
 
-    if routing.seen is None:  # a function that is traced once cannot add to it
-        run = jax.jit(run, static_argnums=0, inline=True)
     before = h
     for number, layer in layers.items():
         graph, state = nnx.split(layer)

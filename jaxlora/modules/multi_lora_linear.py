@@ -218,8 +218,6 @@ class MultiLoraLinear(nnx.Module):
             ValueError: The routing has only some of the keys of the dropout masks.
         """
         given = LinearInput.of(x)
-        if routing.seen is not None:
-            routing.seen[self.place] = given.x
         if self.slots is None:
             return self.frozen(given.x, routing)
         (y,) = apply_adapted([self], given, routing)

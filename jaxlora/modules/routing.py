@@ -31,7 +31,6 @@ class Routing:
             nothing.
         words: Random words of the masks, by place; see `with_shared_inputs`.
         settings: Slot settings for the fused kernels, by place.
-        seen: Gets the input of each linear, by place; None: not wanted.
     """
 
     block_adapter: Int[Array, " NB"]
@@ -41,7 +40,6 @@ class Routing:
     first_layer: Int[Array | np.ndarray, ""] | None = None
     words: Mapping[Place, MaskWords] = dataclasses.field(default_factory=dict)
     settings: Mapping[Place, KernelSettings] = dataclasses.field(default_factory=dict)
-    seen: dict[Place, Float[Array, "T K"]] | None = None
 
     def for_layer(self, layer: int) -> "Routing":
         """Returns the routing with the words and settings of a decoder's layer alone.

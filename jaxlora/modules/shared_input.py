@@ -30,8 +30,6 @@ def apply_together(
         )
     outputs: dict[int, Array] = {}
     given = LinearInput.of(x)
-    if routing.seen is not None:
-        routing.seen.update((linear.place, given.x) for linear in linears)
     for places in _by_format(linears).values():
         made = apply_adapted([linears[i] for i in places], given, routing)
         outputs |= zip(places, made, strict=True)

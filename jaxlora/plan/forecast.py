@@ -16,7 +16,7 @@ from jaxlora.device_check import check_device
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.memory.mesh import estimated_footprint
-from jaxlora.memory.need import DoesNotFitError, MemoryNeed
+from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.foretell import foretell
@@ -32,7 +32,6 @@ from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
-from jaxlora.train.eva_start import start_bytes
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.auto_replicas.moving import ReplicaChoice
 from jaxlora.train.plan.planned_model import PlannedModel
@@ -40,7 +39,6 @@ from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.resumed import Resumed
 from jaxlora.train.plan.run_plan import RunPlan
-from jaxlora.train.plan.shapes import ONE_SHAPE
 from jaxlora.train.saved.describe_run import check_not_cut, check_saved_states
 
 
@@ -77,9 +75,6 @@ class RunForecast:
         fill: Part of the rows of its microbatches that holds samples.
         whole: The whole run, checked and simulated; None: it has replicas of different
             sizes.
-        greedy: The same samples under `packer: greedy`.
-        greedy_fill: Part of the rows of its microbatches that holds samples.
-        one_shape_fill: The same if all its microbatches have the largest shape.
         groups: The plan of a sweep on all GPUs of the machine; None: the run has no
             sweep, or the rates of the device are not known.
         moves: What is compared and decided each time that jobs end, in a line each;
@@ -94,10 +89,7 @@ class RunForecast:
     samples: tuple[Sample, ...]
     num_microbatches: int
     fill: float
-    one_shape_fill: float
     whole: Plan | None = None
-    greedy: Plan | None = None
-    greedy_fill: float | None = None
     groups: PlannedGroups | None = None
     moves: tuple[str, ...] = ()
 
@@ -115,13 +107,6 @@ class RunForecast:
     def num_tokens(self) -> int:
         """Tokens of all samples, without padding."""
         return sum(s.num_tokens for s in self.samples)
-
-    @property
-    def busy(self) -> float:
-        """Share of the devices' simulated time that is spent on tokens, not padding."""
-        assert self.whole is not None, "replicas of different sizes are not simulated"
-        devices = self.sizes.num_devices * self.whole.simulation.makespan
-        return self.num_tokens / devices
 
 
 def plan_run(
@@ -202,16 +187,13 @@ def _forecast(
     Raises:
         DoesNotFitError: It is estimated not to fit into the GPUs of another machine.
     """
-    memory = _memory_need(plan, jobs, must_fit=machine is not None)
+    memory = _memory_need(plan, must_fit=machine is not None)
     jobs = [job.foreseen for job in jobs]
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
     foretold = foretell(plan, jobs)
     schedule = foretold.schedule
     samples = tuple(s for m in schedule.microbatches for s in m)
-    one = foretold
-    if plan.shapes.tokens:
-        one = foretell(dataclasses.replace(plan, shapes=ONE_SHAPE), jobs)
     num_tokens = sum(s.num_tokens for s in samples)
     moves = [] if choice is None else foretell_moves(choice, plan, jobs, foretold)
     forecast = RunForecast(
@@ -223,7 +205,6 @@ def _forecast(
         samples=samples,
         num_microbatches=sum(map(bool, schedule.microbatches)),
         fill=num_tokens / max(1, foretold.num_rows),
-        one_shape_fill=num_tokens / max(1, one.num_rows),
         groups=_groups(plan, jobs),
         moves=tuple(moves),
     )
@@ -231,17 +212,11 @@ def _forecast(
 
 
 def _simulated(forecast: RunForecast, schedule: Schedule) -> RunForecast:
-    """Adds what the microbatches reach in a simulation, and those of `greedy`."""
-    plan, jobs, samples = forecast.plan, forecast.jobs, forecast.samples
+    """Adds what the microbatches reach in a simulation."""
     # Slots have become jobs, which may run on one replica after the other.
-    lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
-    greedy = foretell(plan.with_config(plan.config.replace(packer="greedy")), jobs)
-    return dataclasses.replace(
-        forecast,
-        whole=evaluate(schedule, samples, lanes, plan.cost),
-        greedy=evaluate(greedy.schedule, samples, lanes, plan.cost),
-        greedy_fill=forecast.num_tokens / max(1, greedy.num_rows),
-    )
+    lanes = dataclasses.replace(forecast.plan.lanes, slots_per_replica=None)
+    whole = evaluate(schedule, forecast.samples, lanes, forecast.plan.cost)
+    return dataclasses.replace(forecast, whole=whole)
 
 
 def _groups(plan: RunPlan, jobs: Sequence[PreparedJob]) -> PlannedGroups | None:
@@ -307,9 +282,7 @@ def _with_reference(
     return 1 + num / len(run) * whole.forward / whole.both
 
 
-def _memory_need(
-    plan: RunPlan, jobs: Sequence[PreparedJob], *, must_fit: bool
-) -> MemoryNeed:
+def _memory_need(plan: RunPlan, *, must_fit: bool) -> MemoryNeed:
     """Estimates the memory of a run.
 
     Raises:
@@ -318,16 +291,8 @@ def _memory_need(
     tokens = plan.config.limits.capacity
     found = estimated_footprint(plan.stages, plan.config.block_tokens, tokens)
     available = this_machine().memory_of(plan.stages.sizes.num_devices)
-    starts = [
-        start_bytes(job, plan.model.config, plan.model.dtype.itemsize)
-        for job in jobs
-        if job.settings.eva_settings is not None
-    ]
     need = MemoryNeed.of(plan.stages, found, tokens, available)
-    need = dataclasses.replace(need, start_bytes=max(starts, default=0))
     if must_fit and not need.fits:
-        if need.start_bytes > need.step_bytes:
-            raise DoesNotFitError(need.refuse_start(), need, str(plan.stages.sizes), ())
         assert available is not None
         raise refusal(plan.config, plan.stages, plan.bounds, found, available)
     return need

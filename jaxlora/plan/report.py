@@ -17,18 +17,14 @@ from jaxlora.memory.device_memory import format_bytes
 from jaxlora.memory.need import DoesNotFitError, MemoryNeed
 from jaxlora.plan import RunForecast
 from jaxlora.plan.sweep_groups import NO_TIME, draw_groups, print_groups
-from jaxlora.scheduler import Plan, picture
+from jaxlora.scheduler import picture
 from jaxlora.scheduler.timeline import Timeline
 
 _DRAWN_MICROBATCHES = 60
 
 
 def print_plan(
-    planned: RunForecast,
-    console: Console,
-    *,
-    price_per_hour: float | None = None,
-    details: bool = False,
+    planned: RunForecast, console: Console, *, price_per_hour: float | None = None
 ) -> None:
     """Prints what the run needs, and its jobs.
 
@@ -36,7 +32,6 @@ def print_plan(
         planned: The plan.
         console: Console to print to.
         price_per_hour: Price of one GPU for an hour, in any currency.
-        details: Whether to print what the scheduler reaches, too.
     """
     machine = planned.machine
     where = "on this machine" if machine is None else describe_machine(machine)
@@ -47,9 +42,7 @@ def print_plan(
     for line in planned.moves:
         show(console, line, soft_wrap=True)
     show(console, "")
-    show(console, _jobs_table(planned, details))
-    if details:
-        show(console, _totals_table(planned))
+    show(console, _jobs_table(planned))
     if planned.groups is not None:
         print_groups(planned.groups, console, price_per_hour=price_per_hour)
     elif planned.config.sweep is not None:
@@ -126,10 +119,9 @@ def _needs_table(planned: RunForecast, price_per_hour: float | None) -> Table:
             f"{', '.join(f'{n:,}' for n in shapes)} and {config.microbatch_tokens:,} "
             f"tokens, from microbatch {planned.plan.shapes.from_tick + 1:,} on",
         )
-    fill = f"{planned.fill:.1%} of them are tokens of samples, not padding"
-    if shapes:
-        fill += f"; {planned.one_shape_fill:.1%} in one shape"
-    table.add_row("fill", fill)
+    table.add_row(
+        "fill", f"{planned.fill:.1%} of them are tokens of samples, not padding"
+    )
     _add_time(table, planned, price_per_hour)
     return table
 
@@ -152,9 +144,6 @@ def _add_memory(table: Table, need: MemoryNeed, stored: str) -> None:
     if need.tokens:
         step = f"{format_bytes(need.step_bytes)}, for {need.tokens:,} tokens"
         table.add_row("  a training step", step)
-    if need.start_bytes:
-        start = f"{format_bytes(need.start_bytes)}, before its first step"
-        table.add_row("  or a start by EVA", start)
 
 
 def _sizes(config: RunConfig) -> str:
@@ -255,48 +244,14 @@ def _notes(planned: RunForecast) -> Iterator[str]:
         )
 
 
-def _jobs_table(planned: RunForecast, details: bool) -> Table:
-    columns = ("samples", "longest", "steps", "tokens")
-    table = _table("jobs", "job", *(("number",) if details else ()), *columns)
-    for number, job in enumerate(planned.jobs):
+def _jobs_table(planned: RunForecast) -> Table:
+    table = _table("jobs", "job", "samples", "longest", "steps", "tokens")
+    for job in planned.jobs:
         lengths = job.train_data.lengths
         tokens = sum(sum(job.lengths(step)) for step in range(job.num_steps))
         row = (len(lengths), lengths.max(), job.num_steps, tokens)
-        if details:
-            row = (number, *row)
         table.add_row(literal(job.name), *(f"{n:,}" for n in row))
     return table
-
-
-def _totals_table(planned: RunForecast) -> Table:
-    num_devices = planned.sizes.num_devices
-    where = "1 device" if num_devices == 1 else f"mesh {planned.sizes}"
-    table = _table(f"in all, simulated on {where}", "", "plan", "greedy")
-    assert planned.whole is not None and planned.greedy is not None
-    assert planned.greedy_fill is not None
-    both = planned.whole, planned.greedy
-
-    def row(name: str, values) -> None:
-        table.add_row(name, *values)
-
-    row("microbatches", (f"{_num_real(p):,}" for p in both))
-    row("no-ops", (f"{len(p.schedule.microbatches) - _num_real(p):,}" for p in both))
-    fills = planned.fill, planned.greedy_fill
-    row("fill", (f"{fill:.1%}" for fill in fills))
-    row("padding", (f"{1 - fill:.1%}" for fill in fills))
-    row(
-        "time, in tokens of one device", (f"{p.simulation.makespan:,.0f}" for p in both)
-    )
-    row("bubble", (f"{p.simulation.bubble:.1%}" for p in both))
-    row("over the lower bound, at most", (f"{p.gap:.1%}" for p in both))
-    speed = planned.greedy.simulation.makespan / planned.whole.simulation.makespan
-    row("speed against greedy", (f"{speed:.3f}x", "1x"))
-    row("devices at work on real tokens", (f"{planned.busy:.1%}", ""))
-    return table
-
-
-def _num_real(planned: Plan) -> int:
-    return sum(bool(m) for m in planned.schedule.microbatches)
 
 
 def draw_plan(planned: RunForecast, path: str | os.PathLike) -> str:

@@ -44,8 +44,6 @@ ADAPTERS = "adapters"
 MERGED = "merged"  # the best configuration of a sweep, with its base
 CHECKPOINTS = "checkpoints"
 _VERSION = 1
-# Earlier versions wrote this file instead of run.json.
-_TRACES = (METRICS_FILE, "started.txt")
 
 
 def read_run_record(folder: pathlib.Path) -> RunRecord | None:
@@ -70,9 +68,9 @@ def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
 def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Returns what the settings that are `auto` became when the run began.
 
-    These are `microbatch_tokens`, `microbatch_shapes`, `remat` and `replicas`, or the
-    mesh that `replicas: auto` has chosen, and the number and rank of the slots if jobs
-    have joined since. Replicas may have changed since the run began.
+    These are `microbatch_tokens`, `remat` and `replicas`, or the mesh that
+    `replicas: auto` has chosen, and the number and rank of the slots if jobs have
+    joined since. Replicas may have changed since the run began.
 
     Raises:
         CheckpointError: `block_tokens` differs from what the run began with.
@@ -93,11 +91,8 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
                 f"a multiple of block_tokens={config.block_tokens}. Give the "
                 "block_tokens that the run began with, or choose another output_dir."
             )
-    if config.remat == "auto" and record.remat is not None:
+    if config.remat == "auto":
         begun["remat"] = record.remat
-    if config.microbatch_shapes == "auto":
-        # An earlier version had one shape.
-        begun["microbatch_shapes"] = record.microbatch_shapes
     if record.added:
         # The slots were made for the jobs that the run began with.
         then = record.identity.settings
@@ -190,7 +185,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
         StorageError: A new run would replace a file in the folder.
     """
     has_begun = os.path.lexists(folder / RUN_FILE)
-    has_traces = any((folder / name).exists() for name in _TRACES) or any(
+    has_traces = (folder / METRICS_FILE).exists() or any(
         (folder / name).is_dir() and any((folder / name).iterdir())
         for name in (CHECKPOINTS, ADAPTERS)
     )
@@ -209,10 +204,9 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
         _check_replaces_nothing(folder)
     if resume and not has_begun and has_traces:
         raise CheckpointError(
-            f"{folder} holds a run without {RUN_FILE}: it was begun by an earlier "
-            "version of jaxlora, or the file was removed. It cannot be resumed, "
-            "because whether it is the same run is unknown. Restore the file, use that "
-            "version, or choose another output_dir."
+            f"{folder} holds a run without {RUN_FILE}, which was removed. It cannot be "
+            "resumed, because whether it is the same run is unknown. Restore the file, "
+            "or choose another output_dir."
         )
     if resume and not has_begun:
         raise CheckpointError(

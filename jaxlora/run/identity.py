@@ -41,7 +41,6 @@ FIXED_IN_JOB: dict[str, str] = {
     "d_initial": "the job has started by it",
     "init_lora_weights": "the job has started by it",
     "loftq_config": "the job has started by it",
-    "eva_config": "the job has started by it",
     "init_from": "the job has started from it",
     "init_from_fingerprint": "the job has started from it",
     "reference_fingerprint": "the job has been compared with it",
@@ -59,25 +58,6 @@ FIXED_IN_JOB: dict[str, str] = {
 }
 # Settings that give tensors to an adapter have the shape of the saved weights, too.
 FIXED_IN_JOB |= dict.fromkeys(tensor_settings(), _SHAPE)
-# Values of settings that older checkpoints do not name.
-OLDER_JOBS: dict[str, Any] = {
-    "objective": "next_token",
-    "objective_args": {},
-    "optimizer": "adamw",
-    "optimizer_args": {},
-    "lr_schedule_args": {},
-    "clone_of": None,
-    "init_lora_weights": True,
-    "loftq_config": {},
-    "eva_config": {},
-    "layers_to_transform": [],
-    "layers_pattern": [],
-    "trainable_token_indices": [],
-    "modules_to_save": [],
-    "projection_prng_key": 0,
-    "d_initial": 0.1,
-    **dict.fromkeys(tensor_settings(), False),
-}
 # Settings of a job that may change: they take effect from the next optimizer step on.
 # An adapter states one dropout, which a copy takes for all of its steps.
 FREE_IN_JOB = CHANGEABLE - {"dropout"} | {
@@ -144,7 +124,6 @@ class RunIdentity:
                     "stop it with stop_job"
                 )
             else:
-                then, now = OLDER_JOBS | then, OLDER_JOBS | now
                 out += _refused(f"job {name!r}: ", where, then, now, FIXED_IN_JOB)
         return out
 
@@ -156,7 +135,6 @@ class RunIdentity:
             if then is None:
                 out.append(f"job {name!r} was added")
             else:
-                then, now = OLDER_JOBS | then, OLDER_JOBS | now
                 out += _changed(f"job {name!r}: ", then, now)
         kept = [name for name in self.jobs if name in saved.jobs]
         if kept != [name for name in saved.jobs if name in self.jobs]:

@@ -44,7 +44,6 @@ class SavedAdapter:
     keep_best: bool
     has_score: bool = False
     loftq_bits: int | None = None
-    has_spare_ranks: bool = False
     vera: tuple[_Key, Size, Size, Size, bool] | None = None
     token_ids: list[_TokenId] = dataclasses.field(default_factory=list)
     head_token_ids: list[_TokenId] = dataclasses.field(default_factory=list)
@@ -89,7 +88,6 @@ class SavedAdapter:
             vera=None if self.vera is None else VeraMatrices(*self.vera),
             token_rows=rows,
             loftq_bits=self.loftq_bits,
-            has_spare_ranks=self.has_spare_ranks,
         )
 
 

@@ -17,7 +17,6 @@ from jaxlora.models.layer import Remat
 from jaxlora.problems import format_errors
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.message import Answer
 from jaxlora.run.saved_adapter import SavedAdapter, SavedTensors
 from jaxlora.run.saved_fields import (
     STRICT,
@@ -68,7 +67,7 @@ class SavedRun:
         linear_names: Names of the base's linears.
         requests: Requests to stop and to pause jobs.
         base_revision: Commit of a base from the hub; None for a folder.
-        stream: The microbatches that follow; None if an earlier version saved it.
+        stream: The microbatches that follow.
         sweep: Decisions of the run's sweep; None if it has none.
         suggested: The place on each axis of configurations that were suggested.
         places: Where the data of each job that are streamed go on.
@@ -83,8 +82,8 @@ class SavedRun:
     base_model: OneLine
     linear_names: list[LinearName]
     requests: SavedRequests
+    stream: SavedStream
     base_revision: OneLine | None = None
-    stream: SavedStream | None = None
     sweep: SavedSweep | None = None
     suggested: dict[JobName, dict[str, float]] = dataclasses.field(default_factory=dict)
     places: dict[JobName, StreamPlace] = dataclasses.field(default_factory=dict)
@@ -155,8 +154,6 @@ class RunRecord:
             before the next checkpoint.
         added: Jobs that joined while the run trained. A run that resumes has them, even
             if they are not in its run file.
-        answers: Answers to requests of users that may not have been delivered yet, by
-            the request's id.
         suggested: Those of `added` that the search of a sweep has suggested.
         mesh: The mesh of a run with `replicas: auto`; None: it has a list of replicas,
             or its mesh was given.
@@ -172,7 +169,6 @@ class RunRecord:
     identity: RunIdentity
     requests: SavedRequests = dataclasses.field(default_factory=SavedRequests)
     added: list[JobName] = dataclasses.field(default_factory=list)
-    answers: dict[str, Answer] = dataclasses.field(default_factory=dict)
     suggested: list[JobName] = dataclasses.field(default_factory=list)
     mesh: str | None = None
     ended: list[JobName] = dataclasses.field(default_factory=list)
@@ -186,19 +182,14 @@ class RunRecord:
         return self.identity.settings["microbatch_tokens"]
 
     @property
-    def microbatch_shapes(self) -> tuple[int, ...]:
-        """Shapes of the run's smaller microbatches; none in earlier versions."""
-        return tuple(self.identity.settings.get("microbatch_shapes", ()))
-
-    @property
     def replicas(self) -> list[dict[str, int]]:
         """The replicas as a setting; empty if the run had a mesh."""
         return self.identity.settings.get("replicas", [])
 
     @property
-    def remat(self) -> Remat | None:
-        """`remat` of the run; None if an earlier version began it."""
-        return self.identity.settings.get("remat")
+    def remat(self) -> Remat:
+        """`remat` of the run, even if the setting was `auto`."""
+        return self.identity.settings["remat"]
 
     def __post_init__(self):
         """Checks what is used before the identities are compared."""
@@ -206,13 +197,8 @@ class RunRecord:
         if type(tokens) is not int or not 0 < tokens < 2**31:
             raise ValueError(f"microbatch_tokens is {tokens!r}, no number of tokens.")
         remat = self.identity.settings.get("remat")
-        if remat not in (None, *get_args(Remat)):
+        if remat not in get_args(Remat):
             raise ValueError(f"remat is {remat!r}, which there is not.")
-        shapes = self.identity.settings.get("microbatch_shapes", [])
-        if not isinstance(shapes, list) or not all(
-            type(n) is int and 0 < n < tokens for n in shapes
-        ):
-            raise ValueError(f"microbatch_shapes is {shapes!r}, no list of shapes.")
         replicas = self.identity.settings.get("replicas", [])
         if not isinstance(replicas, list) or not all(map(_is_replica, replicas)):
             raise ValueError(f"replicas is {replicas!r}, no list of replicas.")

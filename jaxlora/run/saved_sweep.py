@@ -19,8 +19,7 @@ class SavedSweep:
         cutoffs: Highest loss that went on at each rung of halving that is decided.
         metrics: (steps done, value of the metric of answers), by job.
         stops: The rule and the reason of each job that ends, or has ended, early.
-        halving: `eta` and `first` of the rule of halving; None: there is none, or the
-            checkpoint is older than this field.
+        halving: `eta` and `first` of the rule of halving; None: there is none.
     """
 
     __pydantic_config__ = STRICT
@@ -28,7 +27,5 @@ class SavedSweep:
     points: dict[JobName, list[tuple[_Count, float]]]
     cutoffs: list[float]
     stops: dict[JobName, tuple[str, str]]
-    metrics: dict[JobName, list[tuple[_Count, float]]] = dataclasses.field(
-        default_factory=dict
-    )
-    halving: dict[str, float] | None = None
+    metrics: dict[JobName, list[tuple[_Count, float]]]
+    halving: dict[str, float] | None

@@ -1,9 +1,10 @@
-"""Takes the requests of users to a live run, and answers each exactly once.
+"""Takes the requests of users to a live run, and answers them.
 
-A request takes effect in memory first. Then the run's record is written, with the
-effect and the answer together, and only then the requester gets the answer and the
-request is removed. So after a kill at any time, a request is either in the record with
-its answer, or it is still there and is taken by the run that resumes.
+A request takes effect in memory first. Then the run's record is written with the
+effect, then the requester gets the answer, and then the request is removed. After a
+kill in between, the run that resumes takes the request once more. That changes nothing:
+to stop, to pause and to resume a job twice is the same as once, and a job that is in
+the run already with the settings to add has been added.
 """
 
 import dataclasses
@@ -11,7 +12,6 @@ import itertools
 import logging
 import pathlib
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -24,7 +24,6 @@ from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import StepEvent
 from jaxlora.run.live.mailbox import Mailbox
-from jaxlora.run.live.outbox import Outbox
 from jaxlora.run.message import Answer, ControlRequest
 from jaxlora.train.cloning import find_running
 from jaxlora.train.job_state import JobState
@@ -34,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5  # between looks into the folder
 # Requests that may be taken and not answered yet. Others wait in the folder, so many of
-# them take little of training's time, and the run's record stays small.
-_MAX_OPEN = 256
+# them take little of training's time.
+_MAX_OPEN = 32
 _DONE = {
     "stop": "stops after its current global batch",
     "pause": "leaves its slot after its current global batch",
@@ -50,36 +49,26 @@ class Inbox(Callback):
     The data of a job to add are read by another thread, while training goes on.
     """
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        live: LiveJobs,
-        answered: Mapping[str, Answer],
-    ):
+    def __init__(self, folder: pathlib.Path, live: LiveJobs):
         """Opens the folder of the requests.
 
         Args:
             folder: Folder of the run.
             live: The jobs of the run.
-            answered: Answers that an earlier process recorded, by the request's id.
 
         Raises:
             ConfigError: Other users may write to the folder of the requests.
         """
         self._live = live
         self._mailbox = Mailbox(folder)
-        self._outbox = Outbox(self._mailbox, answered)
+        self._answers: dict[str, Answer] = {}  # that are not written yet, by request
+        self._unanswered: set[str] = set()  # requests whose answers cannot be written
         self._num_answered, self._has_warned = 0, False
         self._adds: dict[str, tuple[str, Future[JobState]]] = {}
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="add")
         self._looked = 0.0
         if processes.is_first():
             self._mailbox.create()
-
-    @property
-    def answers(self) -> dict[str, Answer]:
-        """Answers that must be in the run's record before `deliver`, by request."""
-        return self._outbox.answers
 
     def on_event(self, event) -> None:
         """Looks for requests at a step, if only one process trains."""
@@ -98,8 +87,6 @@ class Inbox(Callback):
             Whether a request was taken or a job was added.
         """
         before = self._num_answered
-        if waits:
-            self._outbox.collect(waits=True)
         has_taken = self._take()
         if waits:
             wait([future for _, future in self._adds.values()])
@@ -107,14 +94,18 @@ class Inbox(Callback):
         return has_taken or self._num_answered > before
 
     def deliver(self) -> None:
-        """Sends the answers, which the record already holds, to the requesters."""
-        if processes.is_first():
-            self._outbox.deliver()
+        """Answers the requests whose effects the record already holds."""
+        for name, answer in self._answers.items():
+            try:
+                self._mailbox.answer(name, answer)
+            except (OSError, JaxloraError) as error:
+                logger.warning("a request cannot be answered: %s", error)
+                self._unanswered.add(name)
+        self._answers.clear()
 
     def close(self) -> None:
-        """Ends the threads that read data and write answers."""
+        """Ends the thread that reads data."""
         self._opener.shutdown(cancel_futures=True)
-        self._outbox.close()
 
     # ---- requests ------------------------------------------------------------------
 
@@ -144,7 +135,7 @@ class Inbox(Callback):
 
     def _new_names(self) -> list[str]:
         """Returns the ids of requests to take now, oldest first."""
-        room = _MAX_OPEN - len(self._outbox) - len(self._adds)
+        room = _MAX_OPEN - len(self._answers) - len(self._adds)
         if room <= 0:
             return []
         try:
@@ -158,7 +149,8 @@ class Inbox(Callback):
                 logger.warning("requests cannot be taken any more: %s", error)
             self._has_warned = True
             return []
-        new = (n for n in names if not (n in self._outbox or n in self._adds))
+        taken = {*self._answers, *self._unanswered, *self._adds}
+        new = (name for name in names if name not in taken)
         return list(itertools.islice(new, room))
 
     def _begin(self, name: str, request: ControlRequest) -> None:
@@ -181,7 +173,7 @@ class Inbox(Callback):
     def _answer(self, name: str, answer: Answer) -> None:
         self._num_answered += 1
         if processes.is_first():
-            self._outbox.add(name, answer)
+            self._answers[name] = answer
 
     def _change(self, request: ControlRequest) -> None:
         """Stops, pauses or resumes a job."""
@@ -207,6 +199,10 @@ class Inbox(Callback):
             raise ConfigError(format_errors(error, "the job to add")) from None
 
     def _begin_open(self, name: str, job: LoraJob) -> None:
+        if any(one.settings == job for one in self._live.jobs):
+            text = f"job {job.name!r} is in this run already, with these settings."
+            self._answer(name, Answer(is_accepted=True, text=text))
+            return
         self._live.reserve(job)
         future = self._opener.submit(self._live.open, job)
         self._adds[name] = job.name, future

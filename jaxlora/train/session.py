@@ -10,7 +10,6 @@ from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, JaxloraError
-from jaxlora.memory.run_memory import RunMemory, read_devices
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import ADAPTERS, clean_up
@@ -85,7 +84,6 @@ class Session:
         self._listeners, self._looked = Listeners([]), 0.0
         self._checked = 0.0  # when the folder was looked at last
         self.time = TrainingTime()
-        self.memory = RunMemory(run.plan.need, run.plan.num_slots, read_devices)
         saved = None if found is None else found.run.replan
         self._replanning = Replanning(run, live, saved, lambda: suggestions.is_open)
 
@@ -174,7 +172,6 @@ class Session:
             self._run = run = self._replanning.move(states)
             self._on_move(run)
         self._saved_stream = None
-        self.memory = RunMemory(run.plan.need, run.plan.num_slots, read_devices)
         self._record()
 
     def _at_border(self, stream: Stream, border: Border, stop: StopRequest) -> None:
@@ -246,7 +243,6 @@ class Session:
             plan=run.plan,
             jobs=self._live.jobs,
             executor=executor,
-            memory=self.memory,
             requests=self._live.requests,
             early_exit=self._early_exit,
             export=self._export,
@@ -308,8 +304,7 @@ class Session:
         """
         if processes.is_first():
             clean_up(self._folder)
-        answered = {} if self._store.record is None else self._store.record.answers
-        self._inbox = Inbox(self._folder, self._live, answered)
+        self._inbox = Inbox(self._folder, self._live)
         opened.callback(self._inbox.close)
         self._record()
         self._store.keep_tokenizer(self._run.model)
@@ -335,7 +330,6 @@ class Session:
             live.jobs,
             requests=live.requests.saved([job.name for job in live.jobs]),
             added=list(live.added),
-            answers=self._inbox.answers,
             suggested=[n for n in self._suggestions.saved() if n in live.added],
             chat_templates=self._store.chat_templates([j.settings for j in live.jobs]),
         )

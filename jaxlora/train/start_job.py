@@ -14,7 +14,6 @@ from jaxlora.adapters.fresh import (
 from jaxlora.hf.load import FrozenModel, unquantized_reader
 from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
-from jaxlora.train.eva_start import eva_start
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.prepared_job import PreparedJob
 
@@ -50,10 +49,7 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
 
     def draw() -> Adapter:
         rows = fresh_rows(token_ids, params)
-        is_eva = prepared.settings.eva_settings is not None
-        first = eva_start(prepared, model) if is_eva else {}
-        given_base = kernels(), model.dtype, biases()
-        made = fresh_adapter(*given, *given_base, stored, first)
+        made = fresh_adapter(*given, kernels(), model.dtype, biases(), stored)
         return whole(made, rows)
 
     rows = blank_rows(token_ids, model.config.hidden_size)

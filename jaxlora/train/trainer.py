@@ -7,12 +7,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxlora.common.comparison import NOT_KNOWN, Comparison
 from jaxlora.common.note import log_notes
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import FrozenModel
+from jaxlora.memory.device_memory import measured_peak
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.run.callback import Callback
 from jaxlora.run.folder import ADAPTERS, check_folder
@@ -372,7 +374,7 @@ class Trainer:
             interrupted=interrupted,
             num_compilations=self._num_compiled - compiled_before,
             seconds=session.time.compared(),
-            peak_bytes=session.memory.compared(),
+            peak_bytes=self._compared_peak(),
             sweep=sweep_report(self.config, self.jobs, jobs) if is_first else None,
         )
         if is_first:
@@ -382,6 +384,13 @@ class Trainer:
             base = self.config.model, self.config.revision
             merge_best(report, self.output_dir, *base)
         return result
+
+    def _compared_peak(self) -> Comparison:
+        """Returns the peak of the memory beside the prediction, if there is one."""
+        need = self.plan.need
+        if need is None:
+            return NOT_KNOWN
+        return Comparison(predicted=need.total_bytes, measured=measured_peak())
 
 
 def _check_one_group(config: RunConfig) -> None:

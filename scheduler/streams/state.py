@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick
 from jaxlora.scheduler.packers import PackerName
-from jaxlora.scheduler.streams.buckets import rows_of
 from jaxlora.scheduler.types import Limits, Microbatch, Sample, padded_tokens
 from jaxlora.scheduler.windows.planner import Hint
 
@@ -127,7 +126,8 @@ class Rules:
         is the shape of the first replica; each of the others has one shape.
         """
         buckets = self.at(number).cost.buckets or (self.limits.capacity,)
-        return rows_of(tick, self.limits, buckets)
+        longest = max(padded_tokens(microbatch, self.limits) for microbatch in tick)
+        return next(bucket for bucket in buckets if bucket >= longest)
 
 
 def advance(

@@ -23,7 +23,6 @@ VALUES = {
     "use_dora": True,
     "init_lora_weights": "gaussian",
     "loftq_config": {"loftq_bits": 8},
-    "eva_config": {"rho": 3.0},
     "layers_pattern": "blocks",
     "layers_to_transform": (0, 2),
     "lora_plus_ratio": 16.0,
@@ -60,9 +59,8 @@ def make(kind: type, **settings):
             del required["eval_every"]
         if any("layers_pattern" in name for name in settings):
             required["layers_to_transform"] = (0,)
-        for start in ("loftq", "eva"):
-            if any(f"{start}_config" in name for name in settings):
-                required["init_lora_weights"] = start
+        if any("loftq_config" in name for name in settings):
+            required["init_lora_weights"] = "loftq"
     else:
         required = {"path": "p"}
     return kind(**required | settings)

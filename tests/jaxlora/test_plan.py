@@ -108,13 +108,10 @@ def test_a_plan_is_whole(config, mesh):
     steps = {(s.owner, s.batch) for s in samples}
     assert len(steps) == sum(job.num_steps for job in planned.jobs)
     rules = dict(distance=sizes.stage, num_lanes=sizes.num_lanes)
-    for whole in (planned.whole, planned.greedy):
-        assert not violations(whole.schedule, samples, **rules)
-        assert whole.simulation.num_stale_batches == 0
-        assert whole.gap >= 0
-    assert 0 < planned.busy <= 1
-    if sizes.num_devices == 1:
-        assert planned.busy == pytest.approx(planned.whole.schedule.fill)
+    whole = planned.whole
+    assert not violations(whole.schedule, samples, **rules)
+    assert whole.simulation.num_stale_batches == 0
+    assert whole.gap >= 0
 
 
 @pytest.mark.needs_devices(2)
@@ -197,8 +194,6 @@ def test_first_steps_only(config):
 def test_plans_with_any_packer(config, packer):
     planned = plan_run(config.model_copy(update={"packer": packer}), steps=3)
     assert planned.whole.gap >= 0
-    if packer == "greedy":
-        assert planned.whole.schedule == planned.greedy.schedule
 
 
 def test_plans_do_not_change(config):

@@ -111,26 +111,26 @@ def test_every_gpu_is_planned_for(folder):
 
 
 @by_formula
-def test_shapes_are_chosen_if_they_save_more_than_compiling_takes(folder, caplog):
+def test_smaller_shapes_are_fuller_and_take_less_time(folder, caplog):
     """Jobs of small batches, one after the other, fill little of one shape."""
     caplog.set_level("INFO")
     settings = {"microbatch_tokens": 8192, "max_concurrent_jobs": 1}
     config = run(folder, "llama-3.2-1b", **settings)
     jobs = [job.model_copy(update={"batch_size": 2}) for job in config.jobs]
     config = config.replace(jobs=jobs)
-    slowly = config.replace(microbatch_shapes="auto", shape_compile_seconds=1e6)
-    one = plan_run(slowly, machine=parse_machine("h200"))
-    assert one.plan.shapes.tokens == () and one.fill == one.one_shape_fill
-    assert "low fill" in caplog.text and "in one shape" not in printed(one)
+    one = plan_run(config, machine=parse_machine("h200"))
+    assert one.plan.shapes.tokens == ()
+    assert "low fill" in caplog.text and "their shapes" not in printed(one)
     caplog.clear()
-    quick = config.replace(microbatch_shapes="auto", shape_compile_seconds=0.01)
+    quick = config.replace(microbatch_shapes=[4096, 2048], shape_compile_seconds=0.01)
     some = plan_run(quick, machine=parse_machine("h200"))
-    assert some.plan.shapes.tokens and some.plan.shapes.from_tick == 1
-    assert some.fill > 1.5 * some.one_shape_fill == 1.5 * one.fill
+    assert some.plan.shapes.tokens == (2048, 4096)
+    assert some.plan.shapes.from_tick == 1
+    assert some.fill > 1.5 * one.fill
     assert some.time is not None and one.time is not None
     assert some.time.together < 0.8 * one.time.together
-    assert "microbatch_shapes: auto" in caplog.text and "low fill" not in caplog.text
-    assert "in one shape" in printed(some)
+    assert "low fill" not in caplog.text
+    assert "2,048, 4,096 and 8,192 tokens" in " ".join(printed(some).split())
 
 
 @by_formula
@@ -246,10 +246,7 @@ def test_the_report_speaks_of_fill_hours_memory_and_price(folder):
         "off by 40 %",
     ):
         assert words in text, words
-    assert "greedy" not in text
     assert "job0" in text
-    details = printed(planned, details=True)
-    assert "in all, simulated on mesh" in details and "greedy" in details
 
 
 def write_run_file(folder: pathlib.Path, name: str) -> str:
@@ -311,8 +308,8 @@ def test_a_price_needs_a_time(folder, capsys):
 
 
 @by_formula
-def test_a_reference_in_the_step_and_a_start_by_eva_are_counted(folder):
-    """The one by a forward pass of its microbatches, the other by its arrays."""
+def test_a_reference_in_the_step_is_counted(folder):
+    """By a forward pass of its microbatches."""
     path = folder / "pairs.jsonl"
     pair = {"prompt": "a" * 200, "chosen": "b" * 900, "rejected": "c" * 900}
     path.write_text((json.dumps(pair) + "\n") * 16)
@@ -325,14 +322,3 @@ def test_a_reference_in_the_step_and_a_start_by_eva_are_counted(folder):
         assert planned.time is not None
         seconds[how] = planned.time.together
     assert 1.3 < seconds["in_step"] / seconds["kept"] < 1.6
-    eva = config.jobs[0].replace(init_lora_weights="eva", dropout=0.0)
-    planned = plan_run(
-        config.replace(jobs=[eva], slot_rank=32), machine=parse_machine("h100")
-    )
-    assert 0.2 < planned.memory.start_bytes / GIB < 1.5
-    assert "or a start by EVA" in printed(planned)
-    need = dataclasses.replace(planned.memory, step_bytes=0)
-    assert need.total_bytes - planned.memory.start_bytes == (
-        need.base_bytes + need.adapter_bytes
-    )
-    assert planned.memory.fits

@@ -274,8 +274,9 @@ def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeyp
     named = _check_fastest(timed, shown.err, is_list=True)
     assert "on tensor=2 + 2 x 896 tokens" in named
     assert f"replicas of {named}" in shown.out
-    assert main(["plan", str(path), "--gpu", "a100-40x2", "--details"]) == 1
-    assert "--details simulates devices that are alike" in capsys.readouterr().err
+    picture = "--picture", str(tmp_path / "plan.png")
+    assert main(["plan", str(path), "--gpu", "a100-40x2", *picture]) == 1
+    assert "--picture simulates devices that are alike" in capsys.readouterr().err
 
 
 def _check_fastest(timed, log: str, *, is_list: bool) -> str:

@@ -82,8 +82,6 @@ def export_peft(
         StorageError: `folder` is a file or a symbolic link, or cannot be written.
     """
     check_replaceable(folder, overwrite=overwrite)
-    if adapter.has_spare_ranks:
-        adapter = adapter.without_spare_ranks()
     tensors = {}
     for name, weights in adapter.modules.items():
         for tensor in weights.in_order():

@@ -294,12 +294,6 @@ def _check_combines(job: LoraJob, found: Optimizer) -> None:
             f"those in training, and {found.name} would take both for one matrix. Set "
             "`optimizer: adamw`, lion or sgd, or choose another start."
         )
-    if job.eva_settings is not None and found.mixes_elements:
-        raise ConfigError(
-            f"init_lora_weights=eva leaves ranks empty, and {found.name} would take "
-            "them for a part of a matrix. Set `optimizer: adamw`, lion, sgd or "
-            "schedule_free_adamw, or choose another start."
-        )
     for setting in ("trainable_token_indices", "modules_to_save"):
         if getattr(job, setting) and found.mixes_elements:
             raise ConfigError(

@@ -64,7 +64,7 @@ def send(
             )
         if now - checked > _LIVENESS_SECONDS:
             if find_owner(folder) is None:
-                return _last_answer(folder, mailbox, name, action)
+                return _last_answer(folder, mailbox, name)
             checked = now
         time.sleep(_POLL_SECONDS)
     return answer
@@ -92,16 +92,16 @@ def _after(timeout: float | None) -> float:
     return float("inf") if timeout is None else time.monotonic() + timeout
 
 
-def _last_answer(
-    folder: pathlib.Path, mailbox: Mailbox, name: str, action: Action
-) -> Answer:
+def _last_answer(folder: pathlib.Path, mailbox: Mailbox, name: str) -> Answer:
     """Returns the answer of a run that has ended, or takes the request back."""
     answer = mailbox.take_answer(name)
-    if answer is None and (record := read_run_record(folder)) is not None:
-        answer = record.answers.get(name)
     if answer is None:
         mailbox.withdraw(name)
-        raise _not_running(folder, action)
+        raise ConfigError(
+            f"the run in {folder} ended before it answered, and the request is taken "
+            "back. If the process was killed, it may have taken effect just before: "
+            "see jaxlora status. Continue the run with jaxlora train --resume."
+        )
     return answer
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import json
 import pathlib
-import threading
 import time
 from typing import Any
 
@@ -16,13 +15,12 @@ from jaxlora.common.type_adapter import type_adapter
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback
-from jaxlora.run.events import Event, RunEndEvent, RunStartEvent, StepEvent
+from jaxlora.run.events import Event, RunEndEvent, RunStartEvent
 from jaxlora.run.folder import STATUS_FILE
 from jaxlora.run.saved_fields import STRICT, IsoTime
 from jaxlora.run.status import RunStatus, StatusTracker
 
-_STEP_SECONDS = 2.0  # between writes for steps and windows
-_EVENT_SECONDS = 0.2  # and for the others, such as starts of 64 jobs
+_SECONDS = 2.0  # between writes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +54,8 @@ class SavedStatus:
 class StatusFile(Callback):
     """Writes status.json while a run trains.
 
-    Training waits while the file goes to the disk, so jobs that start or end together
-    are written together, and steps every two seconds at most.
+    Training waits while the file goes to the disk, so it is written at an event if two
+    seconds have passed since the last time, at the start and at the end.
     """
 
     def __init__(self, folder: pathlib.Path, tracker: StatusTracker):
@@ -68,63 +66,37 @@ class StatusFile(Callback):
             tracker: Follows the same events, and receives them first.
         """
         self._path, self._tracker = folder / STATUS_FILE, tracker
-        self._written = -_STEP_SECONDS
-        self._lock = threading.Lock()  # of the file
-        self._soon: threading.Timer | None = None  # writes what has been put off
-        self._failure: BaseException | None = None
+        self._written, self._is_old = -_SECONDS, False
 
     def on_event(self, event: Event) -> None:
-        """Writes the file, or puts that off for a moment if it was written just now.
+        """Writes the file, unless it was written just now.
 
         Raises:
             StorageError: It cannot be written.
         """
-        if self._failure is not None:
-            raise self._failure
-        if isinstance(event, RunStartEvent | RunEndEvent):
+        is_edge = isinstance(event, RunStartEvent | RunEndEvent)
+        if is_edge or time.monotonic() >= self._written + _SECONDS:
             self._write()
-            return
-        is_frequent = isinstance(event, StepEvent) or event.kind == "window"
-        seconds = _STEP_SECONDS if is_frequent else _EVENT_SECONDS
-        left = self._written + seconds - time.monotonic()
-        if left <= 0:
-            self._write()
-        elif not is_frequent and self._soon is None:
-            self._soon = threading.Timer(left, self._write_soon)
-            self._soon.daemon = True
-            self._soon.start()
+        else:
+            self._is_old = True
 
     def _write(self) -> None:
-        with self._lock:
-            self._written = time.monotonic()
-            now = datetime.datetime.now().astimezone()
-            status = SavedStatus(
-                written=now.isoformat(timespec="seconds"), run=self._tracker.status()
-            )
-            write_text(self._path, json.dumps(dataclasses.asdict(status)) + "\n")
-
-    def _write_soon(self) -> None:
-        self._soon = None  # an event that comes now is put off anew
-        # The run says itself that its folder was removed; no part is made again.
-        if not self._path.exists():
-            return
-        try:
-            self._write()
-        except BaseException as error:
-            if self._path.exists():
-                self._failure = error
+        self._written, self._is_old = time.monotonic(), False
+        now = datetime.datetime.now().astimezone()
+        status = SavedStatus(
+            written=now.isoformat(timespec="seconds"), run=self._tracker.status()
+        )
+        write_text(self._path, json.dumps(dataclasses.asdict(status)) + "\n")
 
     def close(self) -> None:
-        """Writes what was put off.
+        """Writes what the file lacks of a run that ends by an error.
 
         Raises:
             StorageError: It cannot be written.
         """
-        if (soon := self._soon) is not None:
-            soon.cancel()
-            self._write_soon()
-        if self._failure is not None:
-            raise self._failure
+        # The run says itself that its folder was removed; no part is made again.
+        if self._is_old and self._path.exists():
+            self._write()
 
 
 def read_status(folder: pathlib.Path) -> SavedStatus:

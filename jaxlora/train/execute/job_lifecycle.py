@@ -51,8 +51,6 @@ class JobLifecycle:
         self.num_changes = 0
         self.side_work = SideWork(run, self._send_of)
         self._run, self._executor, self._ticks = run, run.executor, ticks
-        self._capacity = run.plan.config.limits.capacity
-        self._usable = run.plan.num_slots
         self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
 
@@ -155,8 +153,7 @@ class JobLifecycle:
     def _seen(self) -> tuple[int, ...]:
         """Returns what changes when a job may have to start, to pause or to end."""
         run = self._run
-        versions = run.requests.version, run.early_exit.version
-        return len(self.jobs), *versions, run.memory.num_readings
+        return len(self.jobs), run.requests.version, run.early_exit.version
 
     def change(self, at_border: Collection[JobState]) -> None:
         """Ends, pauses and starts jobs.
@@ -169,11 +166,10 @@ class JobLifecycle:
         at_border = [*at_border, *(job for job in idle if job not in at_border)]
         num_left = self._end_stopped(at_border)
         here = [job for job in at_border if job.has_slot]
-        usable = self._usable_slots()
-        num_left += self._pause_held(here) + self._make_room(here, usable)
+        num_left += self._pause_held(here) + self._make_room(here)
         positions = assign_slots(
             self._positions(),
-            usable,
+            self._run.plan.num_slots,
             preempts=self._run.plan.config.preempt,
             lanes=self._run.plan.lanes,
         )
@@ -186,15 +182,6 @@ class JobLifecycle:
         )
         is_settled &= all(self._why_held(job) is None for job in self.active)
         self._settled = seen if is_settled else None
-
-    def _usable_slots(self) -> int:
-        """Returns how many jobs may run at once; says why if these become fewer."""
-        memory, tokens = self._run.memory, self._capacity
-        usable = memory.usable_slots(tokens)
-        if usable < self._usable:
-            logger.warning("%s", memory.explain(usable, tokens))
-        self._usable = usable
-        return usable
 
     def _end_stopped(self, at_border: Collection[JobState]) -> int:
         """Ends jobs that were stopped since they were last looked at."""
@@ -225,13 +212,13 @@ class JobLifecycle:
                 self._ticks.start(self._position(job))
         return count
 
-    def _make_room(self, at_border: Collection[JobState], usable: int) -> int:
+    def _make_room(self, at_border: Collection[JobState]) -> int:
         """Pauses jobs in slots that others need, if they wait; returns how many."""
         idle = [j for j in at_border if j.has_slot and self._ticks.is_done(j.slot)]
         if not idle:
             return 0
         num_waiting = sum(not job.has_slot for job in self._candidates())
-        num_missing = num_waiting + len(self.by_slot) - usable
+        num_missing = num_waiting + len(self.by_slot) - self._run.plan.num_slots
         leaving = idle[: max(0, num_missing)]
         for job in leaving:
             self._pause(job, self._why_held(job) or "")

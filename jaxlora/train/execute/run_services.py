@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.events import Event
 from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.execute.answers import Measure
@@ -22,8 +21,6 @@ class RunServices:
         plan: The plan of the run.
         jobs: Jobs of the run; more may be added at a border.
         executor: Has the slots, and runs the microbatches.
-        memory: Is corrected by what the devices report, and limits the jobs that run
-            at once.
         requests: Requests to stop and to pause jobs; more may come at any time.
         early_exit: Decides which jobs of a sweep end early.
         export: Writes a job's adapter.
@@ -36,7 +33,6 @@ class RunServices:
     plan: RunPlan
     jobs: Sequence[JobState]
     executor: Executor
-    memory: RunMemory
     requests: Requests
     early_exit: SweepControl
     export: Callable[[JobState], None]

@@ -75,7 +75,7 @@ class Stream:
             first_round: Rounds done before.
         """
         self._plan, self._config = run.plan, run.plan.config
-        self._executor, self._memory, self._send = run.executor, run.memory, run.send
+        self._executor, self._send = run.executor, run.send
         self._ticks = StreamPlan(
             run.plan.rules, lambda job, step: run.jobs[job].prepared.lengths(step)
         )
@@ -156,9 +156,6 @@ class Stream:
         self._begin_window()
         for outcomes in self._executor.run(self._ticks, self._life.by_slot):
             self._window.add(outcomes)
-            if outcomes.steps:
-                num_jobs = len(self._life.by_slot)
-                self._memory.note(num_jobs, self._config.limits.capacity)
             stepped = self._stepped = self._handle(outcomes)
             num_rounds = self.round
             if not self._due and self._has_stepped:

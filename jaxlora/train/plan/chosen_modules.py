@@ -64,9 +64,6 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         check_biases(job, modules, model)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
-        if (eva := job.eva_settings) is not None:
-            rho = eva["rho"]
-            modules = {name: module.widened(rho) for name, module in modules.items()}
         reference = read_reference(job, model)
         return ChosenModules(modules=modules, start=None, reference=reference)
     has_score = find_objective(job.objective).has_score

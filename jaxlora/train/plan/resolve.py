@@ -28,8 +28,7 @@ from jaxlora.train.plan.loaded import loaded_by
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.quantized_base import describe_base
-from jaxlora.train.plan.run_plan import RunPlan, laid_out
-from jaxlora.train.plan.shapes import choose_shapes
+from jaxlora.train.plan.run_plan import RunPlan, Shapes, laid_out
 from jaxlora.train.plan.slot_spec import check_fits, decoder_spec
 from jaxlora.train.saved.continue_job import continued_step
 
@@ -271,12 +270,9 @@ class _Draft:
             notes.append(Note(find_profile(self.machine.profiles, spec)[1]))
         rates = self.machine.rates(spec, config.network_gbits)
         plan = laid_out(config, self.model, spec, self.jobs, bounds, rates)
-        shapes, why = choose_shapes(
-            *(config, plan.stages, plan.lanes),
-            lambda: first_positions(self.jobs),
-            *(self.jobs, rates),
-        )
-        notes += why if shapes.tokens else low_fill(config, bounds)
+        shapes = Shapes.of(config, plan.stages, rates)
+        if not shapes.tokens:
+            notes += low_fill(config, bounds)
         notes += plan.notes
         return dataclasses.replace(plan, shapes=shapes, notes=tuple(notes))
 

@@ -16,7 +16,6 @@ from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_settings
-from jaxlora.train.eva_start import check_tokens
 from jaxlora.train.plan.kernel_choice import (
     KernelChoices,
     choose_attention,
@@ -132,8 +131,7 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
 
     Raises:
         ConfigError: A rank is above the slots', a module has no slots, the job drops
-            features and the slots do not, a sample does not fit into a microbatch, or
-            there are too few tokens to start from.
+            features and the slots do not, or a sample does not fit into a microbatch.
     """
     _check_dropout(prepared, spec)
     _check_kinds(prepared, spec)
@@ -142,8 +140,6 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
         _check_modules(one, spec)
     _check_start(prepared, spec)
     _check_lengths(prepared, spec, max_tokens)
-    if prepared.settings.eva_settings is not None:
-        check_tokens(prepared)
 
 
 def _check_dropout(prepared: PreparedJob, spec: DecoderSpec) -> None:

@@ -163,7 +163,6 @@ def _saved_adapter(job: JobState) -> SavedAdapter:
         modules_to_save=list(job.like.modules_to_save),
         vera=None if vera is None else dataclasses.astuple(vera),
         loftq_bits=job.like.loftq_bits,
-        has_spare_ranks=job.like.has_spare_ranks,
     )
 
 

@@ -16,7 +16,6 @@ from jaxlora.adapters.optimizers.table import evaluates_other_weights
 from jaxlora.adapters.parked_slot import PARAMS, ParkedSlot
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError
-from jaxlora.run.identity import OLDER_JOBS
 from jaxlora.run.saved_run import (
     SavedCheckpoint,
     SavedRun,
@@ -64,7 +63,7 @@ class ReadCheckpoint:
 
     def optimizer(self, job: str) -> str:
         """Returns the name of a job's optimizer."""
-        return (OLDER_JOBS | self.run.identity.jobs[job])["optimizer"]
+        return self.run.identity.jobs[job]["optimizer"]
 
 
 def newest_checkpoint(folder: pathlib.Path) -> int | None:

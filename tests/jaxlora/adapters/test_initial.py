@@ -96,6 +96,7 @@ def test_a_kept_start_has_the_scaling_of_its_rank():
             {"start": "corda"},
             "expected true, gaussian, orthogonal, pissa, pissa_niter_N",
         ),
+        ({"start": "eva"}, "expected true, gaussian"),
         ({"start": False}, "expected true, gaussian"),
         ({"start": "pissa_niter_0"}, "expected true, gaussian"),
         ({"start": "orthogonal", "rank": 3}, "needs even ranks, and there is 3"),

@@ -104,6 +104,7 @@ def test_scaling_of_rslora(peft_folder, linear_shapes):
         {"eva_config": None, "loftq_config": {}, "peft_version": "0.18.0"},
         {"rank_pattern": None, "alpha_pattern": None, "lora_dropout": None},
         {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 2.0, "tau": 0.99}},
         {"init_lora_weights": False},
     ],
 )

@@ -31,6 +31,7 @@ from jaxlora.run.saved_run import SavedRequests, SavedRun
 from jaxlora.train.execute.step import CompiledSteps
 from jaxlora.train.saved.checkpoint import Checkpoints
 from tests import tiny
+from tests.jaxlora.train.made_run import NO_STREAM
 
 # Like DoRA's magnitudes: a vector per linear, which starts from the norms of the frozen
 # weight's columns. It has a learning rate of its own.
@@ -117,7 +118,7 @@ def test_a_checkpoint_carries_a_third_tensor(spec, start, tmp_path):
         dropout=0.0,
         keep_best=False,
     )
-    identity = RunIdentity(base="b", settings={}, jobs={"job": {}})
+    identity = RunIdentity(base="b", settings={}, jobs={"job": {"optimizer": "adamw"}})
     run = SavedRun(
         identity=identity,
         progress={"job": JobProgress(status="running", slot=1, step=1)},
@@ -125,6 +126,7 @@ def test_a_checkpoint_carries_a_third_tensor(spec, start, tmp_path):
         base_model="b",
         linear_names=list(start.modules),
         requests=SavedRequests(),
+        stream=NO_STREAM,
     )
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         checkpoints.save(1, {"job": table.copy(1)}, run)

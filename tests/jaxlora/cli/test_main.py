@@ -161,25 +161,15 @@ def test_inspect(folder, capsys):
 
 def test_plan(folder, capsys, tmp_path):
     picture = tmp_path / "plan.png"
-    options = "--details", "--picture", picture
-    text = said(capsys, "plan", folder / "run.yaml", *options)
-    assert re.search(r"first +0 +10 .* 2 ", text)  # samples and steps
-    for words in (
-        "microbatches",
-        "padding",
-        "bubble",
-        "lower bound",
-        "speed against greedy",
-    ):
+    text = said(capsys, "plan", folder / "run.yaml", "--picture", picture)
+    assert re.search(r"first +10 .* 2 ", text)  # samples and steps
+    for words in ("microbatches", "padding", "1 device"):
         assert words in text
-    assert re.search(r"on 1 device +\n", text) and "no-ops" in text
     assert re.search(rf"wrote {picture}: microbatches 1 to (\d+) of \1\b", text)
     assert picture.read_bytes().startswith(b"\x89PNG")
     mesh = "data=2,fsdp=2"
-    text = said(
-        capsys, "plan", "--details", folder / "run.yaml", "--mesh", mesh, "--steps", 1
-    )
-    assert f"simulated on mesh {mesh}" in text
+    text = said(capsys, "plan", folder / "run.yaml", "--mesh", mesh, "--steps", 1)
+    assert mesh in text
 
 
 def test_plan_needs_no_weights(folder, capsys, tmp_path):
@@ -189,7 +179,7 @@ def test_plan_needs_no_weights(folder, capsys, tmp_path):
     run["model"] = str(tmp_path / "model")
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run))
-    assert "microbatches" in said(capsys, "plan", "--details", path)
+    assert "microbatches" in said(capsys, "plan", path)
 
 
 def test_plan_mistakes(folder, capsys, tmp_path):

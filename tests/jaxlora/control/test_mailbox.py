@@ -133,14 +133,14 @@ def test_a_request_to_resume_waits_for_the_run(tmp_path):
 
 
 def test_a_run_that_ends_first_takes_no_request(tmp_path, monkeypatch):
-    """The request is taken back, unless the run has recorded an answer."""
+    """The request is taken back."""
     folder = made_run.write_run(tmp_path / "run")
     Mailbox(folder).create()
     monkeypatch.setattr(client, "_LIVENESS_SECONDS", 0.0)
     monkeypatch.setattr(client, "_POLL_SECONDS", 0.001)
     owners = iter([Owner.this_process(), None])
     monkeypatch.setattr(client, "find_owner", lambda folder: next(owners))
-    with pytest.raises(ConfigError, match="so the request was not made"):
+    with pytest.raises(ConfigError, match="ended before it answered"):
         client.send(folder, "stop", "now")
     assert not Mailbox(folder).names()
 

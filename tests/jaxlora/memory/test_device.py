@@ -5,7 +5,11 @@ import types
 import pytest
 
 from jaxlora.memory import device_memory as device_module
-from jaxlora.memory.device_memory import device_memory, format_bytes
+from jaxlora.memory.device_memory import (
+    device_memory,
+    format_bytes,
+    measured_peak,
+)
 from jaxlora.memory.gpu_share import FRACTIONS
 
 
@@ -51,3 +55,14 @@ def test_the_memory_of_other_devices(device, monkeypatch):
     for stats in (None, {}, {"bytes_in_use": 300}):
         device("gpu", stats)
         assert device_memory(0) is None
+
+
+def test_the_peak_is_that_of_the_fullest_device(monkeypatch):
+    def devices(*stats):
+        found = [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in stats]
+        monkeypatch.setattr(device_module.jax, "local_devices", lambda: found)
+
+    devices({"peak_bytes_in_use": 3}, {"peak_bytes_in_use": 7}, None)
+    assert measured_peak() == 7
+    devices(None, {"bytes_limit": 100})
+    assert measured_peak() is None

@@ -93,6 +93,11 @@ from tests.jaxlora.migrate.texts import MODEL, ON_DATA, ON_FILE
             {"eval_fraction": 0.0},
             "val_set_size: 0.1: there is a data set of held-out records",
         ),
+        (
+            ON_FILE + "peft_init_lora_weights: eva\npeft_eva_config: {rho: 3}\n",
+            {"init_lora_weights": True},
+            "init_lora_weights: 'eva' cannot be used here (expected true, gaussian",
+        ),
         (ON_FILE + "eot_tokens: [a]\nliger_rope: true\n", {}, "liger_rope: The kern"),
         (ON_DATA + "adapter_name_or_path: old\n", {"init_from": "old"}, "alpha: It is"),
         (ON_DATA + "eval_dataset: b\n", {}, "eval_data.path: look up 'b'"),

@@ -63,16 +63,6 @@ def test_what_may_change(key):
     assert said == f"job 'a': {key} was {THEN.jobs['a'][key]!r} and is 'another'"
 
 
-def test_a_run_of_a_version_without_objectives_goes_on():
-    jobs = {"a": {k: v for k, v in THEN.jobs["a"].items() if k != "objective"}}
-    then = dataclasses.replace(THEN, jobs=jobs)
-    now = dataclasses.replace(THEN, jobs={"a": THEN.jobs["a"]})
-    assert not now.differences(then)
-    assert not now.changes(then)
-    (why,) = changed_job("objective").differences(then)
-    assert why.startswith("job 'a': objective is 'next_token' in the checkpoint and")
-
-
 def test_jobs_may_be_added_but_not_left_out():
     more = dataclasses.replace(THEN, jobs=THEN.jobs | {"c": THEN.jobs["a"]})
     assert not more.differences(THEN)

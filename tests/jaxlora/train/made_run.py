@@ -16,6 +16,8 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_adapter import SavedAdapter
 from jaxlora.run.saved_replan import SavedReplan
 from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
+from jaxlora.run.saved_stream import SavedStream
+from jaxlora.scheduler.streams.state import StreamState
 from jaxlora.train.saved.checkpoint import Checkpoints
 
 K, N, RANK = 6, 5, 2
@@ -32,8 +34,8 @@ JOBS = {
 def identity(jobs=JOBS) -> RunIdentity:
     return RunIdentity(
         base="f" * 64,
-        settings={"microbatch_tokens": 64, "dtype": "float32"},
-        jobs={name: {"seed": i} for i, name in enumerate(jobs)},
+        settings={"microbatch_tokens": 64, "dtype": "float32", "remat": "none"},
+        jobs={n: {"seed": i, "optimizer": "adamw"} for i, n in enumerate(jobs)},
     )
 
 
@@ -46,6 +48,10 @@ def adapter_shape(name: str) -> SavedAdapter:
     )
 
 
+# Of a run without samples, which tests can save where they need no microbatches.
+NO_STREAM = SavedStream.of("", [], StreamState(), [], [], 0, {}, [])
+
+
 def saved_run(jobs=JOBS) -> SavedRun:
     return SavedRun(
         identity=identity(jobs),
@@ -54,6 +60,7 @@ def saved_run(jobs=JOBS) -> SavedRun:
         base_model="nobody/tiny",
         linear_names=list(LINEARS),
         requests=SavedRequests(),
+        stream=NO_STREAM,
         replan=SavedReplan(
             deployment="64 tokens, none",
             jobs=["now"],

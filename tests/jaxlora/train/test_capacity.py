@@ -246,7 +246,8 @@ def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
 def test_a_run_that_is_resumed_keeps_its_blocks(config):
     first = config()
     folder = pathlib.Path(first.output_dir)
-    identity = RunIdentity(base="", settings={"microbatch_tokens": 176}, jobs={})
+    settings = {"microbatch_tokens": 176, "remat": "none"}
+    identity = RunIdentity(base="", settings=settings, jobs={})
     record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
     write_run_record(folder, record)
     assert as_begun(first).config == first.replace(microbatch_tokens=176)

@@ -13,7 +13,6 @@ from jaxlora.adapters.targets import ModuleLora
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.hf.config import model_config
-from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.execute.run_services import RunServices
@@ -81,9 +80,7 @@ def eval_loss(name: str, step: int) -> float:
 def drive(tmp_path):
     """Runs a stream to its end; returns jobs, executor, exported steps and events."""
 
-    def run(
-        in_flight: int, at_border=lambda border, jobs, requests: None, memory=RunMemory
-    ):
+    def run(in_flight: int, at_border=lambda border, jobs, requests: None):
         runs = make_runs()
         executor = LateExecutor(in_flight, loss, eval_loss)
         config = RunConfig(
@@ -115,7 +112,6 @@ def drive(tmp_path):
                 plan=plan,
                 jobs=runs,
                 executor=executor,
-                memory=memory(None, plan.num_slots),
                 requests=requests,
                 early_exit=EarlyExit(config, lambda name: False),
                 export=export,
@@ -177,30 +173,6 @@ def test_a_slot_that_was_left_is_taken_while_others_run(drive):
     first = kinds.index(("step", "waits"))
     assert kinds.index(("job_start", "waits")) < first
     assert first < kinds.index(("job_end", "calm"))
-
-
-class MeasuredMemory(RunMemory):
-    """Devices whose first reading shows that there is room for all slots."""
-
-    num_readings = 0
-
-    def note(self, num_jobs: int, tokens: int) -> None:
-        self.num_readings = 1
-
-    def usable_slots(self, tokens: int) -> int:
-        return 4 if self.num_readings else 2
-
-    def explain(self, num_jobs: int, tokens: int) -> str:
-        return f"at most {num_jobs} jobs"
-
-
-def test_a_job_that_waits_for_memory_starts_when_a_reading_has_room(drive):
-    """It does not wait until another job starts, pauses or ends."""
-    _, _, _, events = drive(1, memory=MeasuredMemory)
-    kinds = [(e["event"], e.get("job")) for e in events]
-    started = [job for kind, job in kinds if kind == "job_start"]
-    assert started == ["calm", "wild", "stalls", "asked", "waits"]
-    assert kinds.index(("job_start", "asked")) < kinds.index(("job_end", "wild"))
 
 
 def test_a_longer_pipeline_runs_more_for_nothing(drive):

@@ -1,9 +1,8 @@
-"""Requests to a live run: each is answered once, and changes no other job."""
+"""Requests to a live run: each is answered, and changes no other job."""
 
 import os
 import pathlib
 import shutil
-import threading
 
 import pytest
 
@@ -161,7 +160,7 @@ def killed_while_data_are_read(self) -> None:
 
 
 def killed_before_the_answer(self) -> None:
-    if self.answers:
+    if self._answers:
         raise Killed
 
 
@@ -179,7 +178,7 @@ change = JobLifecycle.change
 def test_an_added_job_outlives_a_kill(
     config, model, late, alone, monkeypatch, place, method, kill
 ):
-    """The resumed run has it, though its run file does not, and answers once."""
+    """The resumed run has it, though its run file does not, and answers."""
     run = config()
     requester = Requester(run, add(late))
     with monkeypatch.context() as patch:
@@ -271,30 +270,41 @@ def test_what_is_no_request_ends_nobody(config, model, caplog):
 
 
 def test_many_requests_take_little_time_of_a_window(config, model, alone, monkeypatch):
-    """A few are taken at a time, and another thread writes the answers."""
-    run, taken, threads, answer = config(), [], set(), Mailbox.answer
+    """A few are taken at a time."""
+    run, taken = config(), []
     requester = Requester(run, *[stop(f"nobody{i}") for i in range(30)])
     take = Inbox._new
 
     def note_taken(self):
         new = take(self)
         taken.append(len(new))
-        record = read_run_record(pathlib.Path(run.output_dir))
-        assert record is None or len(record.answers) <= 4
         return new
-
-    def note_thread(self, name, values):
-        threads.add(threading.current_thread())
-        answer(self, name, values)
 
     monkeypatch.setattr(inbox, "_MAX_OPEN", 4)
     monkeypatch.setattr(Inbox, "_new", note_taken)
-    monkeypatch.setattr(Mailbox, "answer", note_thread)
     Trainer(run, model).train(callbacks=[requester])
     assert max(taken) <= 4 and sum(taken) == 30
-    assert threading.main_thread() not in threads
     assert [accepted for accepted, _ in requester.answers()] == [False] * 30
     assert weights(run)["first"] == alone
+
+
+def test_a_job_that_is_added_again(config, model, late):
+    """It counts as added if its settings are the same, and is refused otherwise."""
+    run = config()
+
+    class Again(Requester):
+        def _make(self, trainer):
+            if not self.ids:
+                self.ids = [self._box.post(self._requests[0])]
+            elif len(self.ids) == 1 and len(trainer.jobs) == 2:
+                self.ids += [self._box.post(request) for request in self._requests[1:]]
+
+    requester = Again(run, add(late), add(late), add(late.replace(steps=2)))
+    result = Trainer(run, model).train(callbacks=[requester])
+    assert [job.name for job in result.jobs] == ["first", "late"]
+    (_, added), (_, again), (is_accepted, other) = requester.answers()
+    assert "has joined the run" in added and "with these settings" in again
+    assert not is_accepted and "is in this run already" in other
 
 
 def test_a_removed_folder_of_requests_is_made_again(config, model, caplog):

@@ -1,6 +1,5 @@
 """A run's predictions of memory and time, beside what is measured."""
 
-import itertools
 import json
 
 import jax
@@ -8,18 +7,17 @@ import pytest
 from rich.console import Console
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.common.comparison import Comparison
 from jaxlora.costs import device_profile
 from jaxlora.costs.device_profile import PassCost
-from jaxlora.memory.run_memory import Reading
 from jaxlora.pallas_kernels import device
 from jaxlora.run.folder import SUMMARY_FILE
 from jaxlora.run.log import METRICS_FILE, read_events
-from jaxlora.train import session
+from jaxlora.train import trainer
 from jaxlora.train.plan.auto_mesh import machine
 from jaxlora.train.plan.auto_mesh.predict import SLOT_SECONDS
 from jaxlora.train.report.summary import print_summary
 from tests.jaxlora.costs.test_device_profile import profile
-from tests.jaxlora.train.at_window import at_windows
 from tests.jaxlora.train.conftest import TWO_SLOTS
 
 GIB = 2**30
@@ -57,8 +55,7 @@ def measured(monkeypatch):
 
 
 def test_the_end_has_both(config, measured, monkeypatch):
-    reading = Reading(peak=3 * GIB, limit=9 * GIB)
-    monkeypatch.setattr(session, "read_devices", lambda: reading)
+    monkeypatch.setattr(trainer, "measured_peak", lambda: 3 * GIB)
     result = Trainer(config).train()
     events = read_events(result.output_dir / METRICS_FILE)
     windows = [e for e in events if e["event"] == "window"]
@@ -79,40 +76,12 @@ def test_the_end_has_both(config, measured, monkeypatch):
     assert summary["seconds"]["predicted"] == time.predicted
 
 
-def test_jobs_that_join_wait_for_memory_and_all_of_them_end(
-    config, monkeypatch, caplog
-):
-    """After the first steps, memory is so short that jobs run one by one."""
-    peaks = itertools.chain([GIB], itertools.repeat(int(8.99 * GIB)))
-    read = lambda: Reading(peak=next(peaks), limit=9 * GIB)
-    monkeypatch.setattr(session, "read_devices", read)
-    caplog.set_level("INFO", "jaxlora")
-    first, *others = config.jobs
-
-    def join(trainer):
-        while others:
-            trainer.add_job(others.pop(0))
-
-    alone = config.replace(jobs=(first,), window_steps=1)
-    result = Trainer(alone).train(callbacks=at_windows(join))
-    assert [job.progress.status for job in result.jobs] == ["finished"] * 3
-    assert {job.name: job.progress.step for job in result.jobs} == STEPS
-    (line,) = [m for m in caplog.messages if "slots are used" in m]
-    assert "at most 1 of 2 slots" in line and "9.00 GiB" in line
-    order = [m for m in caplog.messages if "starts in slot" in m or ": finished" in m]
-    assert [m[0] for m in order] == list("aabbcc")
-
-
-def test_jobs_that_run_at_once_are_not_parted(config, monkeypatch, caplog):
-    """They have shown that they fit."""
-    peaks = itertools.chain([GIB], itertools.repeat(int(8.99 * GIB)))
-    read = lambda: Reading(peak=next(peaks), limit=9 * GIB)
-    monkeypatch.setattr(session, "read_devices", read)
-    caplog.set_level("INFO", "jaxlora")
-    Trainer(config).train()
-    assert not [m for m in caplog.messages if "slots are used" in m]
-    order = [m for m in caplog.messages if "starts in slot" in m or ": finished" in m]
-    assert [m[0] for m in order[:4]] == list("abac")
+def test_a_line_has_both_or_is_not_there():
+    both = Comparison(predicted=60.0, measured=61.0)
+    (line,) = both.line("peak memory", lambda n: f"{n:.0f} GiB")
+    assert line == "peak memory: 61 GiB, 60 GiB predicted (1.7% more)"
+    for lacks in (Comparison(predicted=1.0), Comparison(measured=1.0)):
+        assert not list(lacks.line("time", str))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")

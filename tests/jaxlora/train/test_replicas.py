@@ -468,7 +468,6 @@ def test_killed(runs, unlike_jobs, settings):
         (UNLIKE | {"mesh": "auto"}, "mesh is auto, and replicas have devices of"),
         (UNLIKE | {"packer": "greedy"}, "only joint fills replicas"),
         (UNLIKE | {"microbatch_shapes": [64]}, "each replica has one shape"),
-        (UNLIKE | {"microbatch_shapes": "auto"}, "each replica has one shape"),
         ({"replicas": [{"count": "two"}]}, "replicas[0].count"),
         ({"replicas": 3}, "replicas: expected a list"),
     ],

@@ -1,6 +1,7 @@
 """A stream is planned stretch by stretch, and is one legal schedule as a whole."""
 
 import dataclasses
+import itertools
 import random
 import threading
 
@@ -21,11 +22,12 @@ from jaxlora.scheduler import (
     violations,
 )
 from jaxlora.scheduler.check import replica_violations
-from jaxlora.scheduler.lanes import Tick
+from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.scheduler.streams.lane_fill import fill_ticks, finished, queue_of
 from jaxlora.scheduler.streams.plan_ahead import PlanAhead
 from jaxlora.scheduler.streams.state import Position, Rules, StreamState, advance
 from jaxlora.scheduler.streams.stream import Stretch, next_stretch
+from jaxlora.scheduler.streams.ticks import pack_lanes
 
 LIMITS = Limits(capacity=512, block_tokens=16)
 
@@ -67,6 +69,32 @@ def rules(
         packer=packer,
         num_batches=2,
     )
+
+
+def test_lanes_of_a_tick_have_the_shape_of_the_longest():
+    """And all of them take its time."""
+    rng = random.Random(0)
+    samples = [
+        Sample(owner=job, batch=batch, index=i, num_tokens=rng.choice((20, 300)))
+        for job, batch, i in itertools.product(range(2), range(6), range(6))
+    ]
+    one_pass = AffineCost(base=8.0, per_token=1.0, per_square=0.0)
+    given = dataclasses.replace(
+        rules(num_stages=4, data=2),
+        cost=CostModel.uniform(
+            4, forward=one_pass, backward=one_pass, buckets=(128, 512)
+        ),
+    )
+    packed = pack_lanes(samples, LIMITS, given.lanes, given.cost)
+    found = simulate(packed, given.cost, given.lanes.pipeline, num_lanes=2)
+    times = (found.forward_end - found.forward_start)[0]
+    rows = set()
+    for tick, time in zip(ticks_of(packed.microbatches, 2), times, strict=True):
+        rows.add(given.rows(0, tick))
+        assert time == pytest.approx(
+            one_pass(given.rows(0, tick), 0) if any(tick) else 0
+        )
+    assert rows == {128, 512}
 
 
 class Mix:
