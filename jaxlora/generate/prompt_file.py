@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from jaxlora.common.json_file import check_regular_file
-from jaxlora.data.records.files import READERS, Record
+from jaxlora.data.records.files import READERS, Record, read_file
 from jaxlora.data.records.tool_calls import read_tools
 from jaxlora.data.rendering.prompts import AlpacaPrompts
 from jaxlora.errors import DataError
@@ -62,7 +62,9 @@ class _RecordFile:
     def read(self) -> list[Prompt]:
         """Returns the prompts of all records."""
         prompts = []
-        for number, record in enumerate(READERS[self._path.suffix](self._path), 1):
+        records = read_file(self._path, keeps_bad=False)
+        for number, record in enumerate(records, 1):
+            assert isinstance(record, dict), "bad lines are errors"
             with errors_in(f"{self._path}, record {number}"):
                 prompts.append(self._prompt(record))
         if self._num_answered:

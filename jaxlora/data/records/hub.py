@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from jaxlora.config import DataConfig
-from jaxlora.data.records.files import Record, arrow_rows
+from jaxlora.data.records.files import BadLineError, Record, arrow_rows
 from jaxlora.errors import DataError
 
 _DATASET_ROWS = 128
@@ -19,7 +19,7 @@ _HASHED_ROWS = 1000
 
 Feed = Callable[[bytes], object]
 # Functions that read the records, and that pass all stored bytes to a function.
-Source = tuple[Callable[[], Iterator[Record]], Callable[[Feed], None]]
+Source = tuple[Callable[[], Iterator[Record | BadLineError]], Callable[[Feed], None]]
 
 
 def import_datasets(path: str) -> Any:
