@@ -44,7 +44,7 @@ def migrate_file(path: str | os.PathLike) -> Migration:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     _check_script(path, text)
-    values = parse_yaml(text, str(path))  # JSON is YAML
+    values = parse_yaml(text, str(path), any_keys=True)  # JSON is YAML
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a mapping of settings.")
     for keys, convert in _TOOLS:
