@@ -44,7 +44,8 @@ def read_prompts(path: str | pathlib.Path, *, chat: bool = False) -> list[Prompt
             lines = path.read_text(encoding="utf-8-sig").split("\n")
             prompts = [Prompt(line) for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text: {error}.") from error
+        why = getattr(error, "strerror", None) or error  # without the path
+        raise DataError(f"{path} cannot be read as text: {why}.") from error
     if not prompts:
         raise DataError(f"{path} holds no prompts. Write one a line.")
     return prompts

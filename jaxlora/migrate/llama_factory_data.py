@@ -92,7 +92,8 @@ def _look_up(folder: str, name: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Correct it.") from error
+        why = getattr(error, "strerror", None) or error  # without the path
+        raise ConfigError(f"{path} cannot be read: {why}. Correct it.") from error
     entry = found.get(name) if isinstance(found, dict) else None
     return entry if isinstance(entry, dict) else None
 

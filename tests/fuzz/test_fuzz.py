@@ -134,6 +134,8 @@ def _unclear(text: str, folder: pathlib.Path) -> str | None:
     names = {path.name for path in folder.rglob("*") if path.is_file()}
     if not any(name in text for name in names) and str(folder) not in text:
         return f"names no file: {text:.300}"
+    if twice := [x for x in text.splitlines() if x.count(str(folder)) > 1]:
+        return f"names a file twice: {twice[0]:.300}"
     if has_invisible(text.replace("\n", "").replace("\t", "")):
         return f"holds control characters: {text!r:.300}"
     return None

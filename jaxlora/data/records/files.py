@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -298,9 +299,11 @@ def os_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # pyarrow's texts of errors name the path, too.
+        why = os.strerror(error.errno) if error.errno else error
         raise DataError(
-            f"{path}: cannot be read: {error.strerror or error}. Check the path, its "
-            "permissions, and the disk."
+            f"{path}: cannot be read: {why}. Check the path, its permissions, and the "
+            "disk."
         ) from error
 
 

@@ -44,8 +44,9 @@ def open_saved_dataset(path: Path, data: DataConfig) -> Source:
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:
+        why = _without_folder(error, str(path))
         raise DataError(
-            f"{data.path}: datasets cannot load this folder ({error}). Write it again "
+            f"{data.path}: datasets cannot load this folder ({why}). Write it again "
             "with save_to_disk."
         ) from error
     if not isinstance(loaded, dict) and data.split is not None:
@@ -149,10 +150,16 @@ def dataset_errors(path: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
+        why = f"{type(error).__name__}: {_without_folder(error, path)}"
         raise DataError(
-            f"{path}: the dataset cannot be read ({type(error).__name__}: {error}). "
-            "Fetch or save it again."
+            f"{path}: the dataset cannot be read ({why}). Fetch or save it again."
         ) from error
+
+
+def _without_folder(error: Exception, folder: str) -> str:
+    """Returns the text of an error with paths in a folder relative to it."""
+    text = str(error).replace(f"{folder}{os.sep}", "")
+    return text.replace(folder, os.path.basename(folder))
 
 
 class _Sink(io.RawIOBase):
