@@ -23,7 +23,7 @@ _SETTINGS = {
     "chosen": "field of the chosen answer, with --kind preference",
     "rejected": "field of the rejected answer, with --kind preference",
     "label": "field that says whether the answer is a good one, with --kind unpaired",
-    "system": "system message before the prompt, with --chat",
+    "system": "field of the system message of chats, a template over fields, or a text",
     "loss_on": "completion, last or all",
     "chat_template": "file, model's folder, name or text of a chat template",
     "split": "split of a Hugging Face dataset",

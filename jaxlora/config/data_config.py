@@ -167,7 +167,7 @@ class DataConfig(StrictModel):
             answer should be higher, a number; None: `margin`, if there is one. Only for
             reward models.
         label: Field that says whether the answer of an unpaired record is desirable:
-            true or false. With its default, also `kto_tag`.
+            true or false, or 1 or 0. With its default, also `kto_tag`.
         weight: Field with the weight of a record, a number above 0, by which the losses
             of its tokens are multiplied; the loss of a global batch is their weighted
             mean. None: all are 1.
@@ -176,7 +176,9 @@ class DataConfig(StrictModel):
         chat_template: Template of chats in place of the tokenizer's own, which a base
             may not have: a file, the folder of a model that has one, `chatml`,
             `llama3`, or the template itself.
-        system: System message put before the prompt (with `chat`).
+        system: System message of chats: a field, if it is one word or the first record
+            has a field of this name; a Jinja template over the fields; or the text for
+            all records. Null or empty is none. Records that have one keep it.
         roles: Role of the chat template, such as `assistant`, for each role or speaker
             that the messages call otherwise.
         loss_on: Train on the completion's (assistant's) tokens only, on those of the
