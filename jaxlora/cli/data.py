@@ -19,7 +19,7 @@ _SETTINGS = {
     "prompt": "field of the prompt, or a template over fields",
     "completion": "field of the completion, or a template over fields",
     "messages": "field of the messages",
-    "text": "field of the plain text",
+    "text": "field of the plain text, or a template over fields",
     "chosen": "field of the chosen answer, with --kind preference",
     "rejected": "field of the rejected answer, with --kind preference",
     "label": "field that says whether the answer is a good one, with --kind unpaired",

@@ -160,7 +160,7 @@ class DataConfig(StrictModel):
         completion: Field of the completion, or a Jinja template.
         messages: Field of the list of messages, {role, content} or {from, value}; with
             its default, also `conversations`.
-        text: Field of the plain text.
+        text: Field of the plain text, or a Jinja template.
         chosen: Field of the better answer of a preference: text or a list of messages.
         rejected: Field of the worse answer of a preference.
         margin: Field of a preference that says by how much the reward of the better

@@ -141,7 +141,8 @@ def make_records(name: str, records: list[dict]) -> Callable[[pathlib.Path], Non
             pyarrow.feather.write_feather(table, path, compression="uncompressed")
         elif path.suffix == ".feather":
             table = pa.Table.from_pylist(records)
-            with pa.ipc.new_stream(path, table.schema) as stream:
+            options = pa.ipc.IpcWriteOptions(compression="zstd")
+            with pa.ipc.new_stream(path, table.schema, options=options) as stream:
                 stream.write_table(table, max_chunksize=2)
         elif not path.suffix:
             datasets.disable_progress_bars()

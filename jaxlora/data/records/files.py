@@ -79,8 +79,8 @@ def _parse_line(line: bytes, where: str) -> Record | None:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _not_utf8(error, where) from error
-    text = text.strip()
-    if not text:
+    text = text.rstrip("\r\n")  # so that errors count the characters of this line
+    if not text.strip():
         return None
     try:
         record = json.loads(text)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jaxlora.config import DataConfig
 from jaxlora.config.data_config import RecordKind
@@ -169,8 +170,9 @@ def _preference(data: DataConfig, first: Record) -> Reading:
                 f"of the {key} answer in data.{key}."
             )
     answer, field = first.get(data.chosen), data.prompt
-    has_messages = isinstance(answer, list | dict)
-    if isinstance(answer, dict) and not _is_changed(data, "prompt"):
+    is_message = isinstance(answer, dict) and bool(answer.keys() & {"role", "from"})
+    has_messages = is_message or _holds_messages(answer)
+    if is_message and not _is_changed(data, "prompt"):
         # LLaMA-Factory has the conversation before an answer in these.
         others = (name for name in (_SHAREGPT, "messages") if name in first)
         field = field if field in first else next(others, field)
@@ -178,7 +180,7 @@ def _preference(data: DataConfig, first: Record) -> Reading:
     if has_messages:
         # Some sets repeat the prompt as text beside whole conversations.
         is_given = isinstance(first.get(field), list)
-    if not is_given and (isinstance(answer, dict) or _is_changed(data, "prompt")):
+    if not is_given and (is_message or _is_changed(data, "prompt")):
         what = "a list of messages" if has_messages else "text"
         raise DataError(
             f"the field of the prompt, {field!r}, is missing or not {what} as the "
@@ -289,7 +291,7 @@ def _with_messages(reading: Reading, first: Record) -> Reading:
         return reading
     lists, texts = [], []
     for field in reading.fields:
-        is_list = not is_template(field) and isinstance(first.get(field), list)
+        is_list = not is_template(field) and _holds_messages(first.get(field))
         (lists if is_list else texts).append(field)
     if lists and texts:
         raise DataError(
@@ -297,6 +299,11 @@ def _with_messages(reading: Reading, first: Record) -> Reading:
             "both lists of messages, or both texts."
         )
     return dataclasses.replace(reading, has_messages=bool(lists))
+
+
+def _holds_messages(value: Any) -> bool:
+    """Whether a field holds messages, and not a list of other values."""
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 def _is_changed(data: DataConfig, key: str) -> bool:

@@ -187,6 +187,12 @@ def test_a_bad_record_is_named_and_dropped_whole(pairs):
         ({"prompt": "a", "completion": "b"}, {}, "'chosen' is missing"),
         ({"prompt": "a", "chosen": "b"}, {}, "'rejected' is missing"),
         ({"chosen": "a", "rejected": "b"}, {}, "do not begin with the same prompt"),
+        (
+            {"prompt": "a", "chosen": {"text": "b"}, "rejected": {"text": "c"}},
+            {},
+            'template: "{{ chosen.text }}"',
+        ),
+        ({"prompt": "a", "chosen": ["b"], "rejected": ["c"]}, {}, r"{{ chosen\[0\] }}"),
         ({"chosen": "a", "rejected": "a"}, {}, "both answers are the same"),
         ({"chosen": "ab", "rejected": "a"}, {}, "the same prompt and the same speaker"),
         ({"chosen": "Q: a A:", "rejected": "Q: a A: b"}, {}, "'chosen' is empty"),

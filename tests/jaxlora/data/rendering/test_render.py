@@ -89,6 +89,11 @@ def talk(*messages):
             {"prompt": "x", "completion": {"text": ["t"]}},
             r'of type dict, .* use a template: "{{ completion.text\[0\] }}"\.',
         ),
+        (
+            PAIR,
+            {"prompt": "x", "completion": ["t"]},
+            r'template: "{{ completion\[0\] }}"',
+        ),
         (PAIR, {"prompt": "x", "completion": [None]}, r"Store it as text\. \(data"),
         (talk(*TALK), {"x": 1}, "field 'messages' is missing"),
         (talk(*TALK), {"messages": "x"}, "is 'x', not a list of messages"),
