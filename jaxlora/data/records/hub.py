@@ -41,6 +41,10 @@ def import_datasets(path: str) -> Any:
 def open_saved_dataset(path: Path, data: DataConfig) -> Source:
     """Opens a folder that was written by `datasets.save_to_disk`."""
     datasets = import_datasets(data.path)
+    # The package would wait for the writer of a pipe.
+    for file in path.rglob("*"):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise DataError(f"{file}: is neither a file nor a folder. Remove it.")
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:
