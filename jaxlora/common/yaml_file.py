@@ -42,12 +42,14 @@ for _kind, _pattern in (*_PLAIN.items(), ("merge", re.compile("<<"))):
     _Composer.add_implicit_resolver(_TAG + _kind, _whole, None)
 
 
-def parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str, *, any_keys: bool = False) -> Any:
     """Parses one YAML document.
 
     Args:
         text: The document.
         where: Describes the document in errors.
+        any_keys: Whether keys that are numbers or truth values are read as texts, as
+            files of other tools have them.
 
     Raises:
         ConfigError: The text is not YAML, a key is a duplicate or not a string, or the
@@ -57,7 +59,7 @@ def parse_yaml(text: str, where: str) -> Any:
         root = yaml.compose(text, Loader=_Composer)
         if root is None:
             return None
-        return _Constructor(where).value(root)
+        return _Constructor(where, any_keys=any_keys).value(root)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_explain(error, where)) from error
     except yaml.YAMLError as error:
@@ -159,7 +161,8 @@ def _explain(error: yaml.MarkedYAMLError, where: str) -> str:
 class _Constructor:
     """Makes Python values from YAML nodes."""
 
-    def __init__(self, where: str):
+    def __init__(self, where: str, *, any_keys: bool = False):
+        self._any_keys = any_keys
         self._where = where
         self._values: dict[yaml.Node, Any] = {}
         self._sizes: dict[yaml.Node, int] = {}
@@ -220,6 +223,8 @@ class _Constructor:
         for key_node, value_node in node.value:
             is_merge = key_node.tag == _MERGE
             key = "<<" if is_merge else self.value(key_node)
+            if self._any_keys and isinstance(key, int | float):
+                key = str(key_node.value)
             if not isinstance(key, str):
                 reason = f"the key {key!r:.80} is not a string. Put it in quotes"
                 raise self._error(key_node, reason)

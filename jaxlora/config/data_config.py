@@ -227,14 +227,14 @@ class DataConfig(StrictModel):
         completion: Field of the completion, or a Jinja template.
         messages: Field of the list of messages, {role, content} or {from, value}; with
             its default, also `conversations`.
-        text: Field of the plain text.
+        text: Field of the plain text, or a Jinja template.
         chosen: Field of the better answer of a preference: text or a list of messages.
         rejected: Field of the worse answer of a preference.
         margin: Field of a preference that says by how much the reward of the better
             answer should be higher, a number; None: `margin`, if there is one. Only for
             reward models.
         label: Field that says whether the answer of an unpaired record is desirable:
-            true or false. With its default, also `kto_tag`.
+            true or false, or 1 or 0. With its default, also `kto_tag`.
         weight: Field with the weight of a record, a number above 0, by which the losses
             of its tokens are multiplied; the loss of a global batch is their weighted
             mean. None: all are 1.
@@ -246,7 +246,9 @@ class DataConfig(StrictModel):
         chat_template_kwargs: Values of variables that the chat template has for its
             users, such as {enable_thinking: false}. Generation with the adapter has
             them, too.
-        system: System message put before the prompt (with `chat`).
+        system: System message of chats: a field, if it is one word or the first record
+            has a field of this name; a Jinja template over the fields; or the text for
+            all records. Null or empty is none. Records that have one keep it.
         roles: Role of the chat template, such as `assistant`, for each role or speaker
             that the messages call otherwise.
         loss_on: Train on the completion's (assistant's) tokens only, on those of the

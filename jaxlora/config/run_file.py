@@ -175,7 +175,8 @@ def _read_mapping(
         raise ConfigError(f"{path}: this {kind} does not exist.") from None
     # A ValueError is a byte that is not UTF-8, or a NUL in the path.
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+        why = getattr(error, "strerror", None) or error  # without the path
+        raise ConfigError(f"{path}: cannot be read as YAML: {why}") from error
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(

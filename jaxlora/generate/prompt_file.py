@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from jaxlora.common.json_file import check_regular_file
-from jaxlora.data.records.files import READERS, Record
+from jaxlora.data.records.files import READERS, Record, read_file
 from jaxlora.data.records.tool_calls import read_tools
 from jaxlora.data.rendering.prompts import AlpacaPrompts
 from jaxlora.errors import DataError
@@ -44,7 +44,8 @@ def read_prompts(path: str | pathlib.Path, *, chat: bool = False) -> list[Prompt
             lines = path.read_text(encoding="utf-8-sig").split("\n")
             prompts = [Prompt(line) for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text: {error}.") from error
+        why = getattr(error, "strerror", None) or error  # without the path
+        raise DataError(f"{path} cannot be read as text: {why}.") from error
     if not prompts:
         raise DataError(f"{path} holds no prompts. Write one a line.")
     return prompts
@@ -62,7 +63,9 @@ class _RecordFile:
     def read(self) -> list[Prompt]:
         """Returns the prompts of all records."""
         prompts = []
-        for number, record in enumerate(READERS[self._path.suffix](self._path), 1):
+        records = read_file(self._path, keeps_bad=False)
+        for number, record in enumerate(records, 1):
+            assert isinstance(record, dict), "bad lines are errors"
             with errors_in(f"{self._path}, record {number}"):
                 prompts.append(self._prompt(record))
         if self._num_answered:

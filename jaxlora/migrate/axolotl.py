@@ -9,10 +9,6 @@ from jaxlora.migrate.migration import Migration
 from jaxlora.migrate.unsupported import describe_quantization
 
 _TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
-_KEPT_TOKENS = (
-    "The tokenizer is used as it is in the checkpoint. Samples are packed, so no "
-    "padding token is needed."
-)
 _PLUGINS = "Plugins of Axolotl do not run here; the kernels are chosen by the device."
 _NOT_FINITE = "A job whose loss is not finite fails by itself."
 _ONE_RATE = "All that an adapter trains has the job's learning_rate."
@@ -27,7 +23,6 @@ _REASONS = {
     "tokenizer_use_fast": "The tokenizer is read from tokenizer.json.",
     "tokenizer_legacy": "The tokenizer is read from tokenizer.json.",
     "tokenizer_use_mistral_common": "The tokenizer is read from tokenizer.json.",
-    "resize_token_embeddings_to_32x": _KEPT_TOKENS,
     "hf_use_auth_token": "Set the environment variable HF_TOKEN.",
     "strict": "Unknown keys are always errors.",
     "dataset_prepared_path": reasons.PREPARED,
@@ -37,8 +32,6 @@ _REASONS = {
     "eval_sample_packing": "Samples are always packed, in evaluations too.",
     "evals_per_epoch": reasons.EVERY_EVALUATION,
     "saves_per_epoch": reasons.CHECKPOINTS,
-    "special_tokens": _KEPT_TOKENS,
-    "tokens": _KEPT_TOKENS,
     "eot_tokens": "Which tokens end a message is found out from the chat template.",
     "flash_attention": reasons.KERNELS,
     "xformers_attention": reasons.KERNELS,

@@ -13,7 +13,22 @@ _TYPES: Mapping[str, dict[str, Any]] = {
     "pretrain": {"kind": "text"},
     "chat_template": {"kind": "messages"},
     "sharegpt": {"kind": "messages", "messages": "conversations"},
+    "alpaca_w_system.load_open_orca": {
+        "kind": "prompt_completion",
+        "prompt": "{% if system_prompt %}### System:\n{{ system_prompt }}\n{% endif %}"
+        "### Human:\n{{ question }}\n### Assistant:\n",
+        "completion": "response",
+    },
+    "alpaca_w_system.load_open_orca_chatml": {
+        "kind": "prompt_completion",
+        "prompt": "{% if system_prompt %}<|im_start|>system\n{{ system_prompt }}"
+        "<|im_end|>\n{% endif %}<|im_start|>user\n{{ question }}<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "completion": "response",
+    },
 }
+# The field that some types read if a record has it.
+_SYSTEM = "{{ system | default('', true) }}"
 # Values that are Axolotl's defaults, or mean nothing else here.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "roles_to_train": (
@@ -175,7 +190,7 @@ def _take_pairs(
     }
     data |= {ours: str(field) for ours, field in fields.items() if field}
     if isinstance(kind, str) and kind.partition(".")[0] in ("chatml", "llama3"):
-        data["chat"] = True
+        data |= {"chat": True, "system": _SYSTEM}
     migration.to_do.append(
         f"data: type {kind!r} is read by its fields, with the tokenizer's own chat "
         "template. Check it with `jaxlora data show`, and name the fields in prompt, "
@@ -225,11 +240,12 @@ def _own_type(migration: Migration, where: str, kind: dict[str, Any]) -> dict[st
     plain = str(kind.pop("no_input_format", "{instruction} "))
     with_it = templates.template_of(given, names)
     without = templates.template_of(plain, names | {"input": ""})
+    system = _system_of_own_type(migration, where, kind)
     for setting in kind:
         migration.left_out[f"{where}.type.{setting}"] = (
             "Write it into prompt, which is a template over the fields."
         )
-    if with_it is None or without is None:
+    if with_it is None or without is None or system is None:
         migration.to_do.append(
             f"data.prompt: the formats {given!r} and {plain!r} cannot be converted. "
             "Give a template, such as '{{ instruction }}'."
@@ -238,7 +254,23 @@ def _own_type(migration: Migration, where: str, kind: dict[str, Any]) -> dict[st
     prompt = with_it
     if "{input}" in given:
         prompt = templates.with_input(with_it, without, names["input"])
-    return {"kind": "prompt_completion", "prompt": prompt, "completion": output}
+    data = {"kind": "prompt_completion", "completion": output}
+    return data | {"prompt": system + prompt}
+
+
+def _system_of_own_type(
+    migration: Migration, where: str, kind: dict[str, Any]
+) -> str | None:
+    """Takes the text before all prompts; None if it cannot be part of a template."""
+    given = str(kind.pop("system_format", "{system}"))
+    text, field = kind.pop("system_prompt", ""), str(kind.pop("field_system", ""))
+    if not field:
+        text = given.replace("{system}", str(text)) if text else ""
+        return None if any(mark in text for mark in ("{{", "{%", "{#")) else text
+    if text:
+        migration.left_out[f"{where}.type.system_prompt"] = "It is that of each record."
+    whole = templates.template_of(given, {"system": field})
+    return None if whole is None else templates.with_input(whole, "", field)
 
 
 def _roles(migration: Migration, dataset: dict[str, Any]) -> dict[str, str]:

@@ -13,7 +13,6 @@ _REASONS = {
     "overwrite_cache": reasons.PREPARED,
     "tokenized_path": reasons.PREPARED,
     "streaming": reasons.STREAMING,
-    "default_system": "Set system in data, with chat: true.",
     "plot_loss": "losses.png is always written.",
     "flash_attn": reasons.KERNELS,
     "use_unsloth": reasons.KERNELS,

@@ -92,7 +92,8 @@ def _look_up(folder: str, name: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Correct it.") from error
+        why = getattr(error, "strerror", None) or error  # without the path
+        raise ConfigError(f"{path} cannot be read: {why}. Correct it.") from error
     entry = found.get(name) if isinstance(found, dict) else None
     return entry if isinstance(entry, dict) else None
 
@@ -134,6 +135,19 @@ def _fields(
     else:
         used = _ALPACA if is_default else {k: given.pop(k, None) for k in _ALPACA}
         data = _instructions(migration, used, is_text=is_text)
+    _take_columns(migration, where, given, data)
+    return data
+
+
+def _take_columns(
+    migration: Migration, where: str, given: dict[str, Any], data: dict[str, Any]
+) -> None:
+    """Takes the columns that are neither prompts nor answers."""
+    field = given.pop("system", None)
+    if field and data.get("kind") == "text":
+        migration.left_out[f"{where}.system"] = f"{field}: texts have no such message."
+    elif field:
+        data["system"] = str(field)
     for column, field in given.items():
         if (field and field != column) or column in ("history", *_MEDIA):
             migration.left_out[f"{where}.{column}"] = (
@@ -141,7 +155,6 @@ def _fields(
                 if column in _MEDIA
                 else f"{field}: put it into the messages or the prompts of the records."
             )
-    return data
 
 
 def _preferences(
@@ -167,7 +180,9 @@ def _preferences(
     if entry.get("formatting", "alpaca") != "alpaca":
         field = str(given.pop("messages", None) or "conversations")
         found = _conversations(migration, entry, field)
-        data["prompt" if is_pairs else "messages"] = found["messages"]
+        data["prompt" if is_pairs else "messages"] = found.pop("messages")
+        data |= {key: found[key] for key in ("roles",) if key in found}
+        _take_columns(migration, where, given, data)
         return data
     used = {k: given.pop(k, None) for k in _ALPACA} if given else dict(_ALPACA)
     used["response"] = used["response"] or "output"
@@ -178,6 +193,7 @@ def _preferences(
     data |= {"prompt": found["prompt"], "chat": True}
     if not is_pairs:
         data["completion"] = found["completion"]
+    _take_columns(migration, where, given, data)
     return data
 
 

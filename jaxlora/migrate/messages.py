@@ -11,7 +11,7 @@ _FIELDS = (
     {"role": "from", "content": "value"},
 )
 # Names of speakers that these tools and jaxlora read alike, besides the roles.
-_KNOWN = ("system", "user", "assistant", "tool")
+_KNOWN = ("system", "user", "assistant", "tool", "function_call")
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 

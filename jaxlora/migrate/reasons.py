@@ -27,6 +27,17 @@ OWN_TEMPLATE = (
     "The tokenizer's own chat template is used. Set chat_template in data if it has "
     "none, or for another one."
 )
+_ROWS = (
+    "The embedding has the rows of the checkpoint, and rows of new tokens cannot be "
+    "trained yet. trainable_token_indices trains rows that it has, such as those of "
+    "reserved tokens."
+)
+SPECIAL_TOKENS = (
+    "Special tokens are those of the checkpoint: set them in its "
+    f"tokenizer_config.json. {_ROWS} Samples are packed, so no padding token is needed."
+)
+OWN_TOKENS = "Texts of tokens are those of the checkpoint: change its tokenizer.json."
+SYSTEM = "Set system in data."
 PUSH = "`jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters."
 RESUME = "`jaxlora train --resume` continues a run."
 MEMORY = "Set remat of the run, if memory is short."
@@ -72,6 +83,19 @@ _TRAINER: Mapping[str, str] = {
     "activation_offloading": MEMORY,
     "low_cpu_mem_usage": "Weights are read piece by piece.",
     "disable_tqdm": "Progress is shown in a terminal only.",
+    "default_system": SYSTEM,
+    "default_system_message": SYSTEM,
+    "special_tokens": SPECIAL_TOKENS,
+    "added_tokens_overrides": OWN_TOKENS,
+    **dict.fromkeys(
+        (
+            *("tokens", "add_tokens", "add_special_tokens", "new_special_tokens"),
+            *("additional_special_tokens", "new_special_tokens_config", "resize_vocab"),
+            *("init_special_tokens", "resize_token_embeddings_to_32x"),
+            *("mean_resizing_embeddings", "shrink_embeddings"),
+        ),
+        _ROWS,
+    ),
 }
 # Families of settings, by how their names begin, with their reasons.
 _FAMILIES: tuple[tuple[tuple[str, ...], str], ...] = (

@@ -42,9 +42,10 @@ def migrate_file(path: str | os.PathLike) -> Migration:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error  # without the path
+        raise ConfigError(f"{path} cannot be read: {why}.") from error
     _check_script(path, text)
-    values = parse_yaml(text, str(path))  # JSON is YAML
+    values = parse_yaml(text, str(path), any_keys=True)  # JSON is YAML
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a mapping of settings.")
     for keys, convert in _TOOLS:

@@ -6,6 +6,7 @@ import pathlib
 import random
 from collections.abc import Callable
 
+import datasets
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
@@ -138,6 +139,15 @@ def make_records(name: str, records: list[dict]) -> Callable[[pathlib.Path], Non
         elif path.suffix == ".arrow":
             table = pa.Table.from_pylist(records)
             pyarrow.feather.write_feather(table, path, compression="uncompressed")
+        elif path.suffix == ".feather":
+            table = pa.Table.from_pylist(records)
+            options = pa.ipc.IpcWriteOptions(compression="zstd")
+            with pa.ipc.new_stream(path, table.schema, options=options) as stream:
+                stream.write_table(table, max_chunksize=2)
+        elif not path.suffix:
+            datasets.disable_progress_bars()
+            rows = datasets.Dataset.from_list(records)
+            rows.save_to_disk(path, num_shards=2)
         else:
             pyarrow.parquet.write_table(pa.Table.from_pylist(records), path)
 
@@ -157,6 +167,19 @@ def read_records(name: str, **options) -> Callable[[pathlib.Path], None]:
         tokenizer = load_tokenizer(folder / "model")
         for which in ("train", "eval"):
             DataReader(tokenizer).read(job, which).summary()
+
+    return read
+
+
+def read_stream(name: str) -> Callable[[pathlib.Path], None]:
+    """Reads shards, of which lines that cannot be read are left out."""
+
+    def read(folder: pathlib.Path) -> None:
+        data = {"path": str(folder / name), "streaming": True, "bad_records": "drop"}
+        asked = {"name": "a", "data": data, "too_long": "truncate", "steps": 1}
+        run = {"model": "m", "jobs": [asked]}
+        (job,) = run_config(run, where=str(folder)).jobs
+        DataReader(load_tokenizer(folder / "model")).stream(job).summary()
 
     return read
 
@@ -193,6 +216,14 @@ def damage_parquet(content: bytes, rng: random.Random) -> Damage:
     out = pa.BufferOutputStream()
     pyarrow.parquet.write_table(table, out)
     return f"column {number} {name!r} of kind {which}", out.getvalue().to_pybytes()
+
+
+def damage_saved(content: bytes, rng: random.Random) -> Damage:
+    """Changes a value of a JSON file, or bytes of another one."""
+    try:
+        return damage_json(content, rng)
+    except ValueError:
+        return damage_bytes(content, rng)
 
 
 def make_template(folder: pathlib.Path) -> None:
@@ -274,6 +305,18 @@ KINDS = {
     "csv": _data("a.csv", PAIRS, damage_bytes, 150),
     "parquet": _data("a.parquet", PAIRS, damage_parquet, 150),
     "arrow": _data("a.arrow", PAIRS, damage_bytes, 150),
+    "arrow_stream": _data("a.feather", PAIRS, damage_bytes, 150),
+    "saved_dataset": dataclasses.replace(
+        _data("saved", PAIRS, damage_saved, 60), targets=("saved/*",)
+    ),
+    "arrow_shards": dataclasses.replace(
+        _data("saved", PAIRS, damage_bytes, 60),
+        targets=("saved/*.arrow",),
+        read=read_stream("saved/*.arrow"),
+    ),
+    "jsonl_shards": dataclasses.replace(
+        _data("a.jsonl", PAIRS, damage_lines, 60), read=read_stream("*.jsonl")
+    ),
     "record_template": Kind(
         make=make_template,
         targets=("template",),

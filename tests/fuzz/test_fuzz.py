@@ -15,6 +15,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -134,6 +135,10 @@ def _unclear(text: str, folder: pathlib.Path) -> str | None:
     names = {path.name for path in folder.rglob("*") if path.is_file()}
     if not any(name in text for name in names) and str(folder) not in text:
         return f"names no file: {text:.300}"
+    for path in folder.rglob("*"):
+        whole = rf"{re.escape(str(path))}(?![\w/-])"
+        if any(len(re.findall(whole, line)) > 1 for line in text.splitlines()):
+            return f"names {path.name} twice: {text:.300}"
     if has_invisible(text.replace("\n", "").replace("\t", "")):
         return f"holds control characters: {text!r:.300}"
     return None

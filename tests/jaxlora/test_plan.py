@@ -56,6 +56,23 @@ def test_a_plan_warns_of_samples_beyond_the_models_positions(config, tmp_path, c
         assert "longer than the 40 positions that the model supports" in warning
 
 
+def test_a_plan_warns_of_held_out_records_that_are_trained_on(config, caplog, tmp_path):
+    lines = [json.dumps({"prompt": f"{i} ", "completion": "x"}) for i in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    (tmp_path / "held.jsonl").write_text("\n".join([*lines[5:8], '{"text": "new"}']))
+    held = {"path": str(tmp_path / "held.jsonl"), "bad_records": "drop"}
+    job = config.jobs[0].replace(data={"path": str(tmp_path / "train.jsonl")})
+    jobs = [
+        job.replace(name="given", eval_data=held),
+        job.replace(name="share", eval_fraction=0.2),
+        job.replace(name="twice", data=held, eval_data=held),
+    ]
+    plan_run(config.replace(jobs=jobs))
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    wanted = "3 of 3 held-out records are also in the training data. On these, the"
+    assert [w.partition(": ")[0] for w in warnings if wanted in w] == ["given, twice"]
+
+
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,11 +25,51 @@ _ARROW_ROWS = 128
 _ARROW_MAGIC = b"ARROW1"
 
 
-def _read_jsonl(path: Path) -> Iterator[Record]:
+class BadLineError(DataError):
+    """A line of a file cannot be read, and the other lines can.
+
+    Readers yield these errors in place of records.
+
+    Attributes:
+        text: What is wrong, which begins with the number of the line.
+    """
+
+    def __init__(self, path: Path, text: str):
+        """Makes an error.
+
+        Args:
+            path: The file.
+            text: What is wrong, which begins with the number of the line.
+        """
+        super().__init__(f"{path}, {text}")
+        self.text = text
+
+
+def read_file(path: Path, *, keeps_bad: bool) -> Iterator[Record | BadLineError]:
+    """Reads a file of records, by its suffix.
+
+    Args:
+        path: The file.
+        keeps_bad: Whether errors of single lines are yielded, not raised.
+
+    Raises:
+        DataError: The file, or a line of it, cannot be read.
+    """
+    for record in READERS[path.suffix](path):
+        if not keeps_bad and isinstance(record, BadLineError):
+            raise record
+        yield record
+
+
+def _read_jsonl(path: Path) -> Iterator[Record | BadLineError]:
     # The file is read as bytes, so that only \n ends a line and errors name the line.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            record = _parse_line(line, f"{path}, line {number}")
+            try:
+                record = _parse_line(line, f"line {number}")
+            except DataError as error:
+                yield BadLineError(path, str(error))
+                continue
             if record is not None:
                 yield record
 
@@ -38,6 +79,7 @@ def _parse_line(line: bytes, where: str) -> Record | None:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _not_utf8(error, where) from error
+    text = text.rstrip("\r\n")  # so that errors count the characters of this line
     if not text.strip():
         return None
     try:
@@ -61,7 +103,8 @@ def _not_utf8(error: UnicodeDecodeError, where: str) -> DataError:
 
 def _bad_json(error: Exception, where: str, cure: str) -> DataError:
     if isinstance(error, json.JSONDecodeError):
-        return DataError(f"{where}: is not valid JSON ({error}). {cure}")
+        why = f"{error.msg} at character {error.colno}"
+        return DataError(f"{where}: is not valid JSON ({why}). {cure}")
     if isinstance(error, RecursionError):
         return DataError(f"{where}: is not valid JSON (nested too deep). {cure}")
     # The only other error is an integer with more digits than int() reads.
@@ -256,9 +299,11 @@ def os_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # pyarrow's texts of errors name the path, too.
+        why = os.strerror(error.errno) if error.errno else error
         raise DataError(
-            f"{path}: cannot be read: {error.strerror or error}. Check the path, its "
-            "permissions, and the disk."
+            f"{path}: cannot be read: {why}. Check the path, its permissions, and the "
+            "disk."
         ) from error
 
 
@@ -298,33 +343,54 @@ def _check_names(names: list[str], where: str) -> None:
         raise DataError(f"{where}: two columns are named {name!r}. Rename one.")
 
 
-def _read_csv(path: Path) -> Iterator[Record]:
-    cure = "Save it as UTF-8, comma-separated, with a header row."
+def _read_csv(path: Path) -> Iterator[Record | BadLineError]:
     # Fields may be of any length. The csv module has one limit for the whole process.
     csv.field_size_limit(sys.maxsize)
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    # Bytes that are not UTF-8 become surrogates, so that they only spoil their row.
+    options: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
+    with path.open(newline="", **options) as file:
         reader = csv.reader(file, strict=True)
-        try:
-            names = next(reader, [])
-            _check_names(names, str(path))
-            for row in reader:
-                if len(row) == len(names):
-                    yield dict(zip(names, row, strict=True))
-                elif row:
-                    raise DataError(
-                        f"{path}, line {reader.line_num}: cannot be read as CSV (the "
-                        f"row has {len(row)} fields, the header {len(names)}). {cure}"
-                    )
-        except (csv.Error, UnicodeDecodeError) as error:
-            # Text is decoded some lines ahead.
-            place = "line" if isinstance(error, csv.Error) else "after line"
-            raise DataError(
-                f"{path}, {place} {reader.line_num}: cannot be read as CSV ({error}). "
-                f"{cure}"
-            ) from error
+        names = _next_row(reader, path)
+        if isinstance(names, BadLineError):
+            raise names
+        _check_names(names or [], str(path))
+        while (row := _next_row(reader, path)) is not None:
+            if isinstance(row, BadLineError):
+                yield row
+            elif names and len(row) == len(names):
+                yield dict(zip(names, row, strict=True))
+            elif row:
+                why = f"the row has {len(row)} fields, the header {len(names or [])}"
+                yield _bad_row(reader.line_num, why, path)
 
 
-READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+def _next_row(reader: Any, path: Path) -> list[str] | BadLineError | None:
+    """Returns the next row of a CSV file, or why it cannot be read; None at the end."""
+    before = reader.line_num
+    try:
+        row = next(reader, None)
+        "".join(row or ()).encode()
+    except csv.Error as error:
+        if reader.line_num == before + 1:
+            return _bad_row(reader.line_num, str(error), path)
+        # A quote that is not closed hides the rows after it.
+        why = f"{error}, in the row that begins in line {before + 1}"
+        raise DataError(str(_bad_row(reader.line_num, why, path))) from error
+    except UnicodeEncodeError as error:
+        byte = ord(error.object[error.start]) & 0xFF
+        return _bad_row(reader.line_num, f"byte {byte:#04x} is not UTF-8", path)
+    return row
+
+
+def _bad_row(line: int, why: str, path: Path) -> BadLineError:
+    return BadLineError(
+        path,
+        f"line {line}: cannot be read as CSV ({why}). Save it as UTF-8, "
+        "comma-separated, with a header row.",
+    )
+
+
+READERS: dict[str, Callable[[Path], Iterator[Record | BadLineError]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,

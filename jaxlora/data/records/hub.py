@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from jaxlora.config import DataConfig
-from jaxlora.data.records.files import Record, arrow_rows
+from jaxlora.data.records.files import BadLineError, Record, arrow_rows
 from jaxlora.errors import DataError
 
 _DATASET_ROWS = 128
@@ -19,7 +19,7 @@ _HASHED_ROWS = 1000
 
 Feed = Callable[[bytes], object]
 # Functions that read the records, and that pass all stored bytes to a function.
-Source = tuple[Callable[[], Iterator[Record]], Callable[[Feed], None]]
+Source = tuple[Callable[[], Iterator[Record | BadLineError]], Callable[[Feed], None]]
 
 
 def import_datasets(path: str) -> Any:
@@ -41,11 +41,16 @@ def import_datasets(path: str) -> Any:
 def open_saved_dataset(path: Path, data: DataConfig) -> Source:
     """Opens a folder that was written by `datasets.save_to_disk`."""
     datasets = import_datasets(data.path)
+    # The package would wait for the writer of a pipe.
+    for file in path.rglob("*"):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise DataError(f"{file}: is neither a file nor a folder. Remove it.")
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:
+        why = _without_folder(error, str(path))
         raise DataError(
-            f"{data.path}: datasets cannot load this folder ({error}). Write it again "
+            f"{data.path}: datasets cannot load this folder ({why}). Write it again "
             "with save_to_disk."
         ) from error
     if not isinstance(loaded, dict) and data.split is not None:
@@ -149,10 +154,16 @@ def dataset_errors(path: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
+        why = f"{type(error).__name__}: {_without_folder(error, path)}"
         raise DataError(
-            f"{path}: the dataset cannot be read ({type(error).__name__}: {error}). "
-            "Fetch or save it again."
+            f"{path}: the dataset cannot be read ({why}). Fetch or save it again."
         ) from error
+
+
+def _without_folder(error: Exception, folder: str) -> str:
+    """Returns the text of an error with paths in a folder relative to it."""
+    text = str(error).replace(f"{folder}{os.sep}", "")
+    return text.replace(folder, os.path.basename(folder))
 
 
 class _Sink(io.RawIOBase):

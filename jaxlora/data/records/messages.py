@@ -18,10 +18,12 @@ RENAME_CURE = (
     "not, remove the record"
 )
 
+SYSTEM_ROLES = ("system", "developer")
+
 # The roles of ShareGPT's speakers, in lower case; other names of speakers are roles
-# themselves.
+# themselves. Some data sets have these names as values of `role`.
 _ROLE_OF_SPEAKER = {
-    **{role: role for role in ("system", "user", "assistant", "tool")},
+    **{role: role for role in (*SYSTEM_ROLES, "user", "assistant", "tool")},
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
@@ -97,6 +99,16 @@ def without_earlier_answers(conversation: Conversation) -> Conversation:
     return dataclasses.replace(conversation, untrained=tuple(untrained))
 
 
+def with_system(conversation: Conversation, text: str) -> Conversation:
+    """Returns a conversation that begins with a system message."""
+    return dataclasses.replace(
+        conversation,
+        messages=[{"role": "system", "content": text}, *conversation.messages],
+        untrained=tuple(i + 1 for i in conversation.untrained),
+        weights={i + 1: weight for i, weight in conversation.weights.items()},
+    )
+
+
 def join_prompt(
     prompt: Conversation, completion: Conversation, *, is_prompt_trained: bool
 ) -> Conversation:
@@ -135,13 +147,10 @@ def _read_message(
     message: Any, where: str, roles: Mapping[str, str]
 ) -> tuple[Message, float]:
     """Checks a message; returns it without its weight, and the weight."""
-    key = "role"
     if isinstance(message, dict) and {"from", "value"} <= message.keys():
-        key = "from"
-    if isinstance(message, dict) and isinstance(given := message.get(key), str):
-        message = message | {key: roles.get(given, given)}
-    if key == "from":
-        message = _from_speaker(message, where)
+        message = _from_speaker(message, where, ("from", "value"), roles)
+    elif isinstance(message, dict) and "role" in message:
+        message = _from_speaker(message, where, ("role", "content"), roles)
     if not isinstance(message, dict) or "role" not in message:
         raise DataError(
             f"{where} is {message!r:.80}, not a message. Write "
@@ -183,17 +192,32 @@ def _check_content(message: Message, where: str) -> None:
         )
 
 
-def _from_speaker(message: Message, where: str) -> Message:
-    """Converts {from, value} to {role, content}; other keys stay."""
-    others = {k: v for k, v in message.items() if k not in ("from", "value")}
-    speaker = message["from"]
-    name = speaker.lower() if isinstance(speaker, str) else ""
-    if name in _CALLING_SPEAKERS:
-        calls = read_said_calls(message["value"], f"{where}.value")
-        others = {"tool_calls": calls, **others}
-        return {"role": "assistant", "content": None, **others}
-    role = _ROLE_OF_SPEAKER.get(name, speaker)
-    return {"role": role, "content": message["value"], **others}
+def _from_speaker(
+    message: Message, where: str, keys: tuple[str, str], roles: Mapping[str, str]
+) -> Message:
+    """Converts {from, value} to {role, content}, and ShareGPT's names of speakers.
+
+    Args:
+        message: The message; its other keys stay.
+        where: Its place in the record, for errors.
+        keys: Names of the speaker and of the content.
+        roles: Roles of the chat template, by the role or speaker in the record.
+    """
+    names = dict(zip(keys, ("role", "content"), strict=True))
+    message = {
+        names.get(key, key): value
+        for key, value in message.items()
+        if key in names or key not in names.values()
+    }
+    given = message["role"]
+    # A chat template with such a role keeps it by an entry in `roles` of its own name.
+    if not isinstance(given, str) or roles.get(given) == given:
+        return message
+    speaker = roles.get(given, given)
+    if speaker.lower() in _CALLING_SPEAKERS and "content" in message:
+        calls = read_said_calls(message["content"], f"{where}.{keys[1]}")
+        return {"tool_calls": calls, **message, "role": "assistant", "content": None}
+    return {**message, "role": _ROLE_OF_SPEAKER.get(speaker.lower(), speaker)}
 
 
 def _read_weight(weight: Any, where: str) -> float:

@@ -4,9 +4,12 @@ Jobs that share the tokens of a data set get each line once, and so does a run t
 takes the tokens from the cache.
 """
 
+import collections
 import logging
 import threading
 from collections.abc import Iterable
+
+from jaxlora.common.counted import counted
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +29,8 @@ class Notes:
     def __init__(self, path: str):
         self._path = path
         self._lock = threading.Lock()
+        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._told: set[str] = set()
         self.lines: list[Note] = []
 
     def add(self, text: str, level: int = logging.WARNING) -> None:
@@ -38,6 +43,19 @@ class Notes:
         with self._lock:
             if (logging.WARNING, text) not in self.lines:
                 self.add(text)
+
+    def count(self, thing: str, what: str) -> None:
+        """Counts one more `thing` for which `what` holds, a clause."""
+        with self._lock:
+            self._counts[thing, what] += 1
+
+    def add_counts(self) -> None:
+        """Logs a line for each clause that was counted, unless there was one before."""
+        for (thing, what), num in self._counts.items():
+            if what not in self._told:
+                self.add(f"{counted(num, thing)}: {what}.")
+                self._told.add(what)
+        self._counts.clear()
 
 
 def log_notes(path: str, lines: Iterable[Note]) -> None:

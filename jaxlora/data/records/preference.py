@@ -1,5 +1,6 @@
 """Records of preferences: recognizes them, and splits answers that hold the prompt."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ _PAIRS = (
 )
 # Whether an answer is a good one, as KTO has it: TRL, LLaMA-Factory.
 _LABELS = ("label", "kto_tag")
+_WORDS = {"true": True, "false": False}
 _ANSWERS = ("completion", "messages", "conversations", "output")
 _PAIRS_CURE = (
     "which objective: next_token does not learn from. Set the job's objective to one "
@@ -22,6 +24,22 @@ _PAIRS_CURE = (
 )
 _LABEL_CURE = (
     "which objective: next_token does not learn from. Set the job's objective to kto"
+)
+# The speaker of an answer in a text.
+_SPEAKER = (
+    r"(?:[#*]+ *)?(?:assistant|answer|response|output|chatbot|bot|ai|gpt|(?-i:A))"
+    r" *\**:(?: *\*+)?\n*"
+)
+# Marks that chat templates print before an answer.
+_MARKS = (
+    r"\[/INST\]|<\|assistant\|>\n?|<\|im_start\|>assistant\n|<start_of_turn>model\n"
+    r"|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
+)
+# Where an answer begins, by preference: in a new line, within one, after any names.
+_TURNS = (
+    re.compile(rf"(?:^|\n){_SPEAKER}|{_MARKS}", re.IGNORECASE),
+    re.compile(rf"\s{_SPEAKER}", re.IGNORECASE),
+    re.compile(r"(?:^|\n)\w+ *:\n*"),
 )
 _ONLY = "which no objective learns from"
 
@@ -32,7 +50,8 @@ Answer = str | list[Any]
 def split_prompt(chosen: Any, rejected: Any) -> tuple[Answer, ...] | DataError:
     """Splits two answers that begin with their prompt: what both begin with.
 
-    As in TRL, a space at the end of a text's prompt is part of the answers.
+    As in TRL, a space at the end of a text's prompt is part of the answers. If one
+    answer begins the other, they are split after the last common turn begins.
 
     Args:
         chosen: The chosen answer: a text, or a list of messages.
@@ -53,14 +72,22 @@ def split_prompt(chosen: Any, rejected: Any) -> tuple[Answer, ...] | DataError:
         length = min(len(chosen), len(rejected))
         if len(chosen) == len(rejected):
             return DataError("both answers are the same. Remove the record.")
+        shorter = min(chosen, rejected, key=len)
+        length = _last_turn(shorter) if isinstance(shorter, str) else length - 1
     if is_text and chosen[:length].endswith(" "):
         length -= 1
     if not length:
         return DataError(
-            "the answers do not begin with the same prompt, and the record has no "
-            "field for it. Name the field of the prompt in data.prompt."
+            "the answers do not begin with the same prompt and the same speaker, and "
+            "the record has no field for the prompt. Name it in data.prompt."
         )
     return chosen[:length], chosen[length:], rejected[length:]
+
+
+def _last_turn(text: str) -> int:
+    """Returns where the text of the last turn begins, after its speaker; 0: nowhere."""
+    found = (list(turns.finditer(text)) for turns in _TURNS)
+    return next((turns[-1].end() for turns in found if turns), 0)
 
 
 def describe_preference(record: Mapping[str, Any]) -> str | None:
@@ -79,7 +106,8 @@ def describe_preference(record: Mapping[str, Any]) -> str | None:
             )
     if any(name in record for name in _ANSWERS):
         for name in _LABELS:
-            if read_label(record.get(name)) is not None:
+            label = record.get(name)  # a number may be a class
+            if isinstance(label, bool | str) and str(label).lower() in _WORDS:
                 return (
                     f"this is a preference record ({name!r} says whether the answer is "
                     f"a good one, as for KTO), {_LABEL_CURE}. Or keep the good answers "
@@ -95,10 +123,13 @@ def describe_preference(record: Mapping[str, Any]) -> str | None:
 
 
 def read_label(value: Any) -> bool | None:
-    """Returns whether a labelled answer is a good one; None if it is no label."""
-    if isinstance(value, str):  # a .csv file has texts
-        return {"true": True, "false": False}.get(value.lower())
-    return value if isinstance(value, bool) else None
+    """Returns whether a labelled answer is a good one; None if it is no label.
+
+    Labels are true and false, or 1 and 0. A .csv file has them as texts.
+    """
+    if isinstance(value, str):
+        return (_WORDS | {"1": True, "0": False}).get(value.lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
 def _cure(record: Mapping[str, Any], better: str) -> str:

@@ -1,6 +1,7 @@
 """Reads a job's records from a file, a saved dataset or the Hugging Face hub."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import stat
@@ -8,7 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxlora.config import DataConfig
-from jaxlora.data.records.files import READERS, Record, os_errors
+from jaxlora.data.records.files import (
+    READERS,
+    BadLineError,
+    Record,
+    os_errors,
+    read_file,
+)
 from jaxlora.data.records.hub import Feed, Source, open_hub, open_saved_dataset
 from jaxlora.data.records.shards import check_shards_found, open_shards, read_shards
 from jaxlora.errors import DataError
@@ -28,25 +35,48 @@ class Records:
     """
 
     path: str
-    read: Callable[[], Iterator[Record]]
+    read: Callable[[], Iterator[Record | BadLineError]]
     feed: Callable[[Feed], None]
     limit: int | None
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[Record | BadLineError]:
         """Reads the records, in the order in which they are stored.
+
+        With `data.bad_records: drop`, a line that cannot be read is its error.
 
         Raises:
             DataError: A record is damaged, the disk fails, or there is no record.
         """
         is_empty = True
         with os_errors(self.path):
-            for record in itertools.islice(self.read(), self.limit):
-                is_empty = False
-                yield record
+            try:
+                for record in itertools.islice(self.read(), self.limit):
+                    is_empty = False
+                    yield record
+            except BadLineError as error:
+                cure = "(data.bad_records: drop leaves out such records.)"
+                raise DataError(f"{error} {cure}") from error
         if is_empty:
             raise DataError(
                 f"{self.path}: holds no records. Give data with at least one."
             )
+
+    def readable(self) -> Iterator[Record]:
+        """Reads the records, without lines that cannot be read.
+
+        Raises:
+            DataError: As for all records, or none can be read.
+        """
+        first: BadLineError | None = None
+        is_empty = True
+        for record in self:
+            if isinstance(record, BadLineError):
+                first = first or record
+                continue
+            is_empty = False
+            yield record
+        if is_empty and first is not None:
+            raise DataError(f"none of the lines can be read. The first: {first}")
 
     def content_hash(self) -> str:
         """Hashes the stored bytes, from which the records are read.
@@ -79,7 +109,7 @@ def open_records(data: DataConfig) -> Records:
         return Records(path=data.path, read=read, feed=feed, limit=data.limit)
     path, mode = _find(data.path)
     if stat.S_ISREG(mode):
-        read, feed = _open_file(path)
+        read, feed = _open_file(path, data)
     elif stat.S_ISDIR(mode):
         read, feed = open_saved_dataset(path, data)
     else:
@@ -155,8 +185,10 @@ def _check_file(path: Path, data: DataConfig) -> None:
     _refuse(data, ("split", "subset", "revision"), rule)
 
 
-def _open_file(path: Path) -> Source:
-    return lambda: READERS[path.suffix](path), lambda feed: _feed_file(path, feed)
+def _open_file(path: Path, data: DataConfig) -> Source:
+    keeps_bad = data.bad_records == "drop"
+    read = functools.partial(read_file, path, keeps_bad=keeps_bad)
+    return read, functools.partial(_feed_file, path)
 
 
 def _feed_file(path: Path, feed: Feed) -> None:

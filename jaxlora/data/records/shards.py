@@ -1,6 +1,7 @@
 """Finds and reads the shards of a data set that is streamed."""
 
 import dataclasses
+import functools
 import glob
 import itertools
 import json
@@ -12,7 +13,13 @@ import xxhash
 
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
-from jaxlora.data.records.files import READERS, Record, os_errors
+from jaxlora.data.records.files import (
+    READERS,
+    BadLineError,
+    Record,
+    os_errors,
+    read_file,
+)
 from jaxlora.data.records.hub import Feed, Source, find_commit, load_hub, read_rows
 from jaxlora.errors import DataError
 
@@ -36,11 +43,11 @@ class Shard:
 
     name: str
     fingerprint: str
-    read: Callable[[], Iterator[Record]]
+    read: Callable[[], Iterator[Record | BadLineError]]
     is_file: bool = True
     first: int = 0
 
-    def records(self, start: int = 0) -> Iterator[Record]:
+    def records(self, start: int = 0) -> Iterator[Record | BadLineError]:
         """Reads its records from one of them on."""
         with os_errors(self.name):
             yield from itertools.islice(self.read(), self.first + start, None)
@@ -75,7 +82,7 @@ def open_shards(data: DataConfig) -> tuple[Shard, ...]:
 def read_shards(shards: Sequence[Shard], limit: int | None) -> Source:
     """Returns functions that read the first records of shards, and feed a hash."""
 
-    def read() -> Iterator[Record]:
+    def read() -> Iterator[Record | BadLineError]:
         for shard in shards:
             yield from shard.records()
 
@@ -146,13 +153,14 @@ def _check_suffixes(data: DataConfig, files: Sequence[Path]) -> None:
 
 
 def _of_files(data: DataConfig, files: Sequence[Path]) -> list[Shard]:
+    keeps_bad = data.bad_records == "drop"
     root = os.path.commonpath([path.absolute().parent for path in files])
     with os_errors(data.path):
         return [
             Shard(
                 name=os.path.relpath(path.absolute(), root),
                 fingerprint=_fingerprint(path),
-                read=lambda path=path: READERS[path.suffix](path),
+                read=functools.partial(read_file, path, keeps_bad=keeps_bad),
             )
             for path in files
         ]

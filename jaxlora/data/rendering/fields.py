@@ -1,7 +1,8 @@
 """Fields of records: reading them as text, and logging those that are not used."""
 
 import functools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxlora.data.records.messages import Conversation
@@ -9,16 +10,19 @@ from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.preference import describe_preference
 from jaxlora.data.records.read import Record
 from jaxlora.data.records.values import check_text
+from jaxlora.data.templates.inner_values import find_text
 from jaxlora.data.templates.template import Failure, run_task
 from jaxlora.data.templates.template_task import Payload, Task
 from jaxlora.errors import DataError
 
+# Fields whose text is the system message in common formats.
+_SYSTEM_FIELDS = ("system", "system_prompt")
 # Fields that change the meaning of a record in common formats.
 _SIGNIFICANT_FIELDS = frozenset(
     (
         "tools",
         "functions",
-        "system",
+        *_SYSTEM_FIELDS,
         "history",
         "weight",
         "images",
@@ -33,7 +37,11 @@ _SIGNIFICANT_FIELDS = frozenset(
 )
 
 
-_TEXT_CURE = "Store it as text, or use a template such as '{{ field }}'."
+# How fields are used that are not.
+_CURES = {
+    name: f" Set data.system to {name} if it holds system messages of chats."
+    for name in _SYSTEM_FIELDS
+}
 
 # Roles that are as the user expects: `assistant` is trained on, the others are not.
 _KNOWN_ROLES = frozenset(
@@ -60,6 +68,11 @@ def check_template(source: str) -> None:
             f"the template {source!r} does not parse ({answer.why}). Correct the "
             "template."
         )
+
+
+def may_be_field(source: str) -> bool:
+    """Whether a text could be the name of a field, as it is one word of ASCII."""
+    return re.fullmatch(r"[\w.-]*\w", source, re.ASCII) is not None
 
 
 class Field:
@@ -108,9 +121,63 @@ class Field:
 
     def _check(self, text: Any) -> str | DataError:
         try:
-            return check_text(text, f"field {self.source!r}", cure=_TEXT_CURE)
+            cure = _text_cure(self.source, text)
+            return check_text(text, f"field {self.source!r}", cure=cure)
         except DataError as error:
             return error
+
+
+def _text_cure(field: str, value: Any) -> str:
+    """Says how a field that is not text becomes text."""
+    expression: str | None = field
+    if isinstance(value, Mapping | list | tuple):
+        expression = find_text(field, value)
+    elif value is None:
+        expression = f"{field} or ''"
+    is_binary = isinstance(value, bytes)
+    if expression is None or is_binary or not field.isidentifier():
+        return "Store it as text."
+    return f'Store it as text, or use a template: "{{{{ {expression} }}}}".'
+
+
+class SystemMessages:
+    """Reads the system message of each record.
+
+    Attributes:
+        fields: The fields that it reads.
+    """
+
+    def __init__(self, field: str | None, text: str | None):
+        """Makes a reader.
+
+        Args:
+            field: Field of the system message, or a template over fields; None: all
+                records have the same one.
+            text: This system message, or None.
+        """
+        self.fields = [] if field is None else [Field(field)]
+        self._text = text
+
+    def read(self, records: Sequence[Record]) -> list[str | DataError]:
+        """Returns the system message of each record, "" for none, or its error."""
+        if not self.fields:
+            return [self._text or ""] * len(records)
+        (field,) = self.fields
+        if is_template(field.source):
+            return field.read(records)
+        return [self._read(field, record) for record in records]
+
+    def _read(self, field: Field, record: Record) -> str | DataError:
+        name = field.source
+        if name in record:
+            return "" if record[name] is None else field.read([record])[0]
+        cure = f", or set it to {{{{ {name} | default('', true) }}}}"
+        return DataError(
+            f"data.system is {name!r}, and there is no such field (fields found: "
+            f"{_names(record)}). Write the field, null for no system message"
+            f"{cure if name.isidentifier() else ''}. A system message that is the same "
+            "for all records has several words."
+        )
 
 
 def missing_field(field: str, record: Record) -> DataError:
@@ -145,7 +212,7 @@ class UnusedFields:
         for record in records:
             for name in candidates & record.keys():
                 if record[name] not in (None, "", [], {}):
-                    self._name(f"the field {name!r}")
+                    self._name(f"the field {name!r}", _CURES.get(name, ""))
 
     def check_messages(
         self, conversations: Iterable[Conversation], keys: Sequence[str]
@@ -177,8 +244,8 @@ class UnusedFields:
                         f"{{{message['role']:.80}: assistant}}."
                     )
 
-    def _name(self, what: str) -> None:
+    def _name(self, what: str, cure: str = "") -> None:
         self._notes.add_once(
             f"{what} is not used, because neither the chat template nor the configured "
-            "fields refer to it."
+            f"fields refer to it.{cure}"
         )

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jaxlora.config import DataConfig
 from jaxlora.config.data_config import RecordKind
 from jaxlora.data.records.preference import describe_preference
 from jaxlora.data.records.read import Record
-from jaxlora.data.rendering.fields import is_template
+from jaxlora.data.rendering.fields import is_template, may_be_field
 from jaxlora.errors import DataError
 
 # The settings that name the fields of each kind.
@@ -31,6 +32,8 @@ SAMPLES_PER_RECORD: Mapping[str, int] = {"preference": 2}
 # Kinds that only some objectives learn from.
 SPECIAL_KINDS: frozenset[RecordKind] = frozenset(("preference", "unpaired", "distill"))
 ALPACA = ("instruction", "input", "output")
+# Fields of the prompt, the completion and the system message of OpenOrca.
+_ORCA = ("question", "response", "system_prompt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,9 @@ class Reading:
         has_messages: Whether prompts and completions are lists of messages, not texts.
         has_prompt: Whether the first of the fields of a preference is the prompt;
             otherwise both completions begin with it.
+        system: Field of the system message, or a template; None: the setting `system`
+            is the message of all records, or there is none.
+        is_chat: Whether prompt and completion become a chat, whatever `chat` says.
         answer: How the answer of an unpaired record is read; its label is the last of
             the fields.
     """
@@ -52,6 +58,8 @@ class Reading:
     fields: tuple[str, ...]
     has_messages: bool = False
     has_prompt: bool = True
+    system: str | None = None
+    is_chat: bool = False
     answer: "Reading | None" = None
 
     def __str__(self) -> str:
@@ -59,6 +67,11 @@ class Reading:
         what = ": lists of messages" if self.has_messages else ""
         if self.kind == "preference" and not self.has_prompt:
             what += "; the prompt is what both begin with"
+        if self.system is not None:
+            is_field = not is_template(self.system)
+            names += f"; system: {self.system if is_field else 'a template'}"
+        if self.is_chat:
+            what += "; as chats"
         return f"{self.kind} ({names}{what})"
 
 
@@ -84,6 +97,14 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
             kind, or the prompt is a list of messages and the completion is not, or the
             record holds a preference and the user chose no kind.
     """
+    reading = _reading(data, first)
+    if (system := data.system) is None:
+        return reading
+    is_field = system in first or is_template(system) or may_be_field(system)
+    return dataclasses.replace(reading, system=system if is_field else None)
+
+
+def _reading(data: DataConfig, first: Record) -> Reading:
     if data.kind == "preference":
         return _preference(data, first)
     if data.kind == "unpaired":
@@ -122,7 +143,8 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
     raise DataError(
         f"records have the fields {found}; expected {data.prompt!r} and "
         f"{data.completion!r}, or {data.messages!r}, or {_SHAREGPT!r}, or "
-        f"{data.text!r}, or {ALPACA[0]!r} and {ALPACA[2]!r}. Name the fields in "
+        f"{data.text!r}, or {ALPACA[0]!r} and {ALPACA[2]!r}, or "
+        f"{', '.join(map(repr, _ORCA[:2]))} and {_ORCA[2]!r}. Name the fields in "
         "data.prompt and data.completion, data.messages or data.text."
     )
 
@@ -148,8 +170,9 @@ def _preference(data: DataConfig, first: Record) -> Reading:
                 f"of the {key} answer in data.{key}."
             )
     answer, field = first.get(data.chosen), data.prompt
-    has_messages = isinstance(answer, list | dict)
-    if isinstance(answer, dict) and not _is_changed(data, "prompt"):
+    is_message = isinstance(answer, dict) and bool(answer.keys() & {"role", "from"})
+    has_messages = is_message or _holds_messages(answer)
+    if is_message and not _is_changed(data, "prompt"):
         # LLaMA-Factory has the conversation before an answer in these.
         others = (name for name in (_SHAREGPT, "messages") if name in first)
         field = field if field in first else next(others, field)
@@ -157,7 +180,7 @@ def _preference(data: DataConfig, first: Record) -> Reading:
     if has_messages:
         # Some sets repeat the prompt as text beside whole conversations.
         is_given = isinstance(first.get(field), list)
-    if not is_given and (isinstance(answer, dict) or _is_changed(data, "prompt")):
+    if not is_given and (is_message or _is_changed(data, "prompt")):
         what = "a list of messages" if has_messages else "text"
         raise DataError(
             f"the field of the prompt, {field!r}, is missing or not {what} as the "
@@ -251,6 +274,11 @@ def _readings_that_fit(data: DataConfig, record: Record) -> list[Reading]:
             readings.append(Reading(kind=kind, fields=fields))
     if _SHAREGPT in record and not _is_changed(data, "messages"):
         readings.append(Reading(kind="messages", fields=(_SHAREGPT,)))
+    is_named = _is_changed(data, "prompt") or _is_changed(data, "completion")
+    if record.keys() >= set(_ORCA) and not is_named:
+        *fields, system = _ORCA
+        reading = Reading(kind="prompt_completion", fields=tuple(fields))
+        readings.append(dataclasses.replace(reading, system=system, is_chat=True))
     if ALPACA[0] in record and ALPACA[2] in record:
         fields = tuple(name for name in ALPACA if name in record)
         readings.append(Reading(kind="alpaca", fields=fields))
@@ -263,7 +291,7 @@ def _with_messages(reading: Reading, first: Record) -> Reading:
         return reading
     lists, texts = [], []
     for field in reading.fields:
-        is_list = not is_template(field) and isinstance(first.get(field), list)
+        is_list = not is_template(field) and _holds_messages(first.get(field))
         (lists if is_list else texts).append(field)
     if lists and texts:
         raise DataError(
@@ -271,6 +299,11 @@ def _with_messages(reading: Reading, first: Record) -> Reading:
             "both lists of messages, or both texts."
         )
     return dataclasses.replace(reading, has_messages=bool(lists))
+
+
+def _holds_messages(value: Any) -> bool:
+    """Whether a field holds messages, and not a list of other values."""
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 def _is_changed(data: DataConfig, key: str) -> bool:

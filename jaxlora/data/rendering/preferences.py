@@ -134,6 +134,7 @@ class _PairRenderer:
                     kind="prompt_completion",
                     fields=(self._prompt, answer),
                     has_messages=reading.has_messages,
+                    system=reading.system,
                 ),
                 tokenizer,
                 notes,
@@ -202,7 +203,9 @@ class _LabelledRenderer:
         self._messages: str | None = None
         if answer.kind == "messages":
             (self._messages,) = answer.fields
-            answer = Reading(kind="prompt_completion", fields=_PARTS, has_messages=True)
+            answer = dataclasses.replace(
+                answer, kind="prompt_completion", fields=_PARTS, has_messages=True
+            )
         plain = data.replace(kind=answer.kind)
         self._render = plain_renderer(plain, answer, tokenizer, notes)
 
@@ -230,8 +233,8 @@ class _LabelledRenderer:
             if self._label not in record:
                 return missing_field(self._label, record)
             return DataError(
-                f"the label {self._label!r} is {label!r:.80}. Write true for a good "
-                "answer and false for a bad one."
+                f"the label {self._label!r} is {label!r:.80}. Write true (or 1) for "
+                "a good answer and false (or 0) for a bad one."
             )
         if self._messages is None:
             return record

@@ -7,16 +7,23 @@ from typing import Protocol, runtime_checkable
 
 from jaxlora.config import DataConfig
 from jaxlora.data.records.messages import (
+    SYSTEM_ROLES,
     Conversation,
     join_prompt,
     read_messages,
+    with_system,
     without_earlier_answers,
 )
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Record
 from jaxlora.data.records.tool_calls import read_tools
 from jaxlora.data.records.values import check_text
-from jaxlora.data.rendering.fields import Field, UnusedFields, missing_field
+from jaxlora.data.rendering.fields import (
+    Field,
+    SystemMessages,
+    UnusedFields,
+    missing_field,
+)
 from jaxlora.data.rendering.kinds import Reading
 from jaxlora.data.rendering.prompts import (
     AlpacaPrompts,
@@ -41,6 +48,9 @@ _SIGNIFICANT_KEYS = (
     "loss",
     "mask",
 )
+
+
+_OWN_SYSTEM = "the record's own system message is used, not that of data.system"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,12 +79,13 @@ def plain_renderer(
             "chat=true wraps prompt and completion, but the records are read as "
             f"{reading}. Remove data.chat, or set data.kind to prompt_completion."
         )
-    if data.system is not None and not data.chat:
+    is_wrapped = data.chat or reading.is_chat
+    if data.system is not None and not (is_chat or is_wrapped):
         raise DataError(
-            f"system={data.system!r} is used only with data.chat. Set data.chat to "
-            "true, or remove data.system."
+            f"system={data.system!r} is for chats, and the records are read as "
+            f"{reading}. Set data.chat to true, or remove data.system."
         )
-    if data.chat_template is not None and not (is_chat or data.chat):
+    if data.chat_template is not None and not (is_chat or is_wrapped):
         raise DataError(
             f"chat_template is for chats, and the records are read as {reading}. Set "
             "data.chat to true, or remove data.chat_template."
@@ -92,15 +103,15 @@ def plain_renderer(
     unused = UnusedFields(notes)
     if is_chat:
         source = _Messages(data, reading)
-        return _ChatRenderer(data, source, tokenizer, unused)
+        return _ChatRenderer(data, reading, source, tokenizer, notes)
     if reading.kind == "text":
         return _TextRenderer(data, unused)
-    prompts: PromptReader = AlpacaPrompts(chat=data.chat)
+    prompts: PromptReader = AlpacaPrompts(chat=is_wrapped)
     if reading.kind == "prompt_completion":
         prompts = FieldPrompts(*reading.fields)
-    if data.chat:
-        source = _WrappedPrompts(prompts, data.system)
-        return _ChatRenderer(data, source, tokenizer, unused)
+    if is_wrapped:
+        source = _WrappedPrompts(prompts)
+        return _ChatRenderer(data, reading, source, tokenizer, notes)
     return _PromptRenderer(prompts, unused)
 
 
@@ -127,7 +138,7 @@ class _PromptRenderer:
 
 @runtime_checkable
 class _ConversationReader(Protocol):
-    """Reads a conversation without tools from each record.
+    """Reads a conversation from each record, without tools and the setting `system`.
 
     Attributes:
         fields: The fields that it reads.
@@ -143,8 +154,8 @@ class _ConversationReader(Protocol):
 class _WrappedPrompts:
     """Makes a conversation of a prompt and its completion."""
 
-    def __init__(self, prompts: PromptReader, system: str | None):
-        self._prompts, self._system = prompts, system
+    def __init__(self, prompts: PromptReader):
+        self._prompts = prompts
         self.fields = prompts.fields
 
     def read(self, records: Sequence[Record]) -> list[Conversation | DataError]:
@@ -155,10 +166,8 @@ class _WrappedPrompts:
         ]
 
     def _wrap(self, pair: PromptCompletion) -> Conversation:
-        system = self._system
         return Conversation(
             [
-                *([] if system is None else [{"role": "system", "content": system}]),
                 {"role": "user", "content": pair.prompt},
                 {"role": "assistant", "content": pair.completion},
             ]
@@ -207,25 +216,32 @@ class _ChatRenderer:
     def __init__(
         self,
         data: DataConfig,
+        reading: Reading,
         source: _ConversationReader,
         tokenizer: Tokenizer,
-        unused: UnusedFields,
+        notes: Notes,
     ):
         self._data = data
         self._source = source
+        self._systems = SystemMessages(reading.system, data.system)
         self._chat = tokenizer.chat
         self._chat.check_kwargs()
         self._is_columnar = _is_columnar(data)
         self._has_tools = "tools" in self._chat.variables
-        self._fields = [*source.fields, *([Field("tools")] if self._has_tools else [])]
+        self._fields = [*source.fields, *self._systems.fields]
+        if self._has_tools:
+            self._fields.append(Field("tools"))
         # A template with {% generation %} itself says what is trained on.
         marks_targets = self._chat.mentions("endgeneration")
         self._trains_one_role = data.loss_on != "all" and not marks_targets
         self._unused_keys = [k for k in _SIGNIFICANT_KEYS if not self._chat.mentions(k)]
-        self._unused = unused
+        self._notes, self._unused = notes, UnusedFields(notes)
 
     def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
-        read = list(map(self._with_tools, self._source.read(records), records))
+        read = map(
+            self._with_system, self._source.read(records), self._systems.read(records)
+        )
+        read = list(map(self._with_tools, read, records))
         good = [c for c in read if not isinstance(c, DataError)]
         self._unused.check_fields(records, self._fields)
         self._unused.check_messages(good, self._unused_keys)
@@ -233,6 +249,18 @@ class _ChatRenderer:
             self._unused.check_roles(good)
         chats = iter(self._chat.render_all(good, self._data.loss_on))
         return [c if isinstance(c, DataError) else _checked(next(chats)) for c in read]
+
+    def _with_system(
+        self, conversation: Conversation | DataError, system: str | DataError
+    ) -> Conversation | DataError:
+        if isinstance(conversation, DataError) or not system:
+            return conversation
+        if isinstance(system, DataError):
+            return system
+        if any(m["role"] in SYSTEM_ROLES for m in conversation.messages):
+            self._notes.count("chat", _OWN_SYSTEM)
+            return conversation
+        return with_system(conversation, system)
 
     def _with_tools(
         self, conversation: Conversation | DataError, record: Record

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
 from jaxlora.data.templates.absent_text import tests_of_none, without_absent
+from jaxlora.data.templates.inner_values import check_printed, unprintable
 
 Span = tuple[int, int]
 
@@ -65,6 +66,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class RecordTemplate:
     """A template over a record's fields; unknown and null fields raise.
 
+    So do lists and objects that are printed, whose text would be Python's notation.
+
     Attributes:
         names: Fields that the template may use.
     """
@@ -82,7 +85,7 @@ class RecordTemplate:
         sandbox = _Sandbox(
             undefined=jinja2.StrictUndefined,
             keep_trailing_newline=True,
-            finalize=_refuse_null,
+            finalize=_printed,
         )
         self.names = meta.find_undeclared_variables(sandbox.parse(source))
         self._template = sandbox.from_string(source)
@@ -91,7 +94,8 @@ class RecordTemplate:
     def render(self, values: Mapping[str, Any]) -> str:
         """The text; whatever goes wrong is an exception of any type."""
         self._start_clock()
-        return self._template.render(values)
+        fields = {name: unprintable(name, value) for name, value in values.items()}
+        return self._template.render(fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -294,12 +298,12 @@ class _Marks:
         )
 
 
-def _refuse_null(value: Any) -> Any:
+def _printed(value: Any) -> Any:
     if value is None:
         raise jinja2.TemplateError(
             "a value in {{ }} is null; write {{ field or '' }} if that is right"
         )
-    return value
+    return check_printed(value)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -57,8 +57,8 @@ class Failure:
 
     Attributes:
         kind: `limit`, `unclear` (a turn of a conversation), `no answer` (no message of
-            the assistant), `lost` (a part of a conversation is not printed), `syntax`,
-            or `other`.
+            the assistant), `lost` (a part of a conversation is not printed), `not text`
+            (a value that is printed), `syntax`, or `other`.
         why: The reason, without the name of the record or template.
     """
 

@@ -23,6 +23,7 @@ from typing import Any
 import jinja2
 
 from jaxlora.data.templates.call_arguments import prepare_messages
+from jaxlora.data.templates.inner_values import NotTextError
 from jaxlora.data.templates.lost_parts import LostPartError, check_parts
 from jaxlora.data.templates.sandbox import ChatTemplate, RecordTemplate
 from jaxlora.data.templates.template_task import (
@@ -41,6 +42,7 @@ _KINDS: Mapping[type[Exception], str] = {
     UnclearTurnError: "unclear",
     NoAnswerError: "no answer",
     LostPartError: "lost",
+    NotTextError: "not text",
     jinja2.TemplateSyntaxError: "syntax",
 }
 _PLAIN_MODULES = {"collections", "datetime", "decimal", "pytz", "uuid", "zoneinfo"}

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
-from jaxlora.data.records.files import Record
+from jaxlora.data.records.files import BadLineError, Record
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Records
 from jaxlora.data.rendering.distillation import GivenTokens
@@ -23,7 +23,7 @@ from jaxlora.data.rendering.kinds import (
     choose_reading,
     has_kind,
 )
-from jaxlora.data.rendering.preferences import Valued, ValuedRenderer, make_renderer
+from jaxlora.data.rendering.preferences import Valued, make_renderer
 from jaxlora.data.rendering.render import Rendered
 from jaxlora.data.templates.chat import Chat
 from jaxlora.data.templates.template import shared_pool
@@ -36,6 +36,11 @@ from jaxlora.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+# A record as it is rendered, or why it cannot be used.
+_Rendered = Valued | Rendered | GivenTokens | DataError
+
+_SAMPLE = "; the first, with what is trained on in [[ ]]: "
+_NO_SAMPLE = "; none has a token to predict"
 # Limits of the records, and of their text, that are rendered at a time.
 _CHUNK_RECORDS = 500
 _CHUNK_CHARS = 2**20
@@ -70,6 +75,7 @@ def encode_records(
     progress = _Progress(writer, data.path)
     encoder.add(records, writer, on_chunk=progress.log)
     encoder.note_thoughts()
+    notes.add_counts()
     num_records = len(writer) // encoder.size
     verb = "is" if num_records == 1 else "are"
     notes.add(
@@ -77,6 +83,11 @@ def encode_records(
         logging.INFO,
     )
     return writer.finish(first_bad=encoder.first_bad, notes=notes.lines)
+
+
+def without_sample(note: str) -> str:
+    """Returns how records are read, as `RecordEncoder.describe` says it first."""
+    return note.partition(_SAMPLE)[0].removesuffix(_NO_SAMPLE)
 
 
 class RecordEncoder:
@@ -107,8 +118,9 @@ class RecordEncoder:
             DataError: The first record cannot be read.
             ModelError: The records are chats, and the tokenizer has no chat template.
         """
+        first = _representative(data, records)
         try:
-            self._reading = choose_reading(data, _representative(data, records))
+            self._reading = choose_reading(data, first)
             self._render = make_renderer(data, self._reading, tokenizer, notes)
         except DataError as error:
             raise DataError(f"{data.path}: {error}") from error
@@ -144,16 +156,16 @@ class RecordEncoder:
 
     def describe(self) -> str:
         """Says how records are read, and shows the first one."""
-        shown = "none has a token to predict"
-        if self._first is not None:
-            shown = "the first, with what is trained on in [[ ]]: " + describe_sample(
-                self._tokenizer, self._first.token_ids, self._first.is_target
-            )
-        return f"{self._reading}; {shown}"
+        if self._first is None:
+            return f"{self._reading}{_NO_SAMPLE}"
+        shown = describe_sample(
+            self._tokenizer, self._first.token_ids, self._first.is_target
+        )
+        return f"{self._reading}{_SAMPLE}{shown}"
 
     def add(
         self,
-        records: Iterable[Record],
+        records: Iterable[Record | BadLineError],
         writer: RecordWriter,
         *,
         name: Callable[[int], str] = "record {}".format,
@@ -171,15 +183,27 @@ class RecordEncoder:
             DataError: A record cannot be used.
         """
         with contextlib.closing(
-            _render_ahead(self._render, _chunks(records))
+            _render_ahead(self._rendered, _chunks(records))
         ) as chunks:
             for valued in chunks:
                 self._add_chunk(valued, writer, name)
                 on_chunk()
 
+    def _rendered(self, chunk: Sequence[Record | BadLineError]) -> Sequence[_Rendered]:
+        """Renders records; each line that cannot be read stays its error."""
+        good = [record for record in chunk if not isinstance(record, BadLineError)]
+        rendered = iter(self._render(good))
+        out: list[_Rendered] = []
+        for record in chunk:
+            if isinstance(record, BadLineError):
+                out += [record] * self.size
+            else:
+                out += itertools.islice(rendered, self.size)
+        return out
+
     def _add_chunk(
         self,
-        chunk: Sequence[Valued | Rendered | GivenTokens | DataError],
+        chunk: Sequence[_Rendered],
         writer: RecordWriter,
         name: Callable[[int], str],
     ) -> None:
@@ -219,15 +243,17 @@ class RecordEncoder:
 
 def _representative(data: DataConfig, records: Records) -> Record:
     """Returns the record that determines the kind: the first valid one."""
-    first = next(iter(records))
+    first = next(records.readable())
     if data.bad_records == "error":
         return first
-    return next((record for record in records if has_kind(data, record)), first)
+    good = (record for record in records.readable() if has_kind(data, record))
+    return next(good, first)
 
 
 def _render_ahead(
-    render: ValuedRenderer, chunks: Iterable[Sequence[Record]]
-) -> Generator[Sequence[Valued | Rendered | GivenTokens | DataError]]:
+    render: Callable[[list[Record | BadLineError]], Sequence[_Rendered]],
+    chunks: Iterable[list[Record | BadLineError]],
+) -> Generator[Sequence[_Rendered]]:
     """Renders chunks of records in several threads, and yields them in order.
 
     Most of the time the threads wait for the processes that run the templates.
@@ -254,9 +280,11 @@ def _render_ahead(
             raise
 
 
-def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+def _chunks(
+    records: Iterable[Record | BadLineError],
+) -> Iterator[list[Record | BadLineError]]:
     """Groups records into chunks that are rendered together and hold little text."""
-    chunk: list[Record] = []
+    chunk: list[Record | BadLineError] = []
     num_chars = 0
     for record in records:
         chunk.append(record)
@@ -296,6 +324,8 @@ class _BadRecords:
             DataError: `data.bad_records` is `error`.
         """
         what = f"{name}: {error}"
+        if isinstance(error, BadLineError):
+            what = f"{name.rpartition('record ')[0]}{error.text}"
         if self._data.bad_records == "error":
             raise DataError(
                 f"{self._data.path}: {what} (data.bad_records: drop leaves out such "

@@ -20,7 +20,7 @@ from jaxlora.data.records.read import open_records
 from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD
 from jaxlora.data.templates.known import CHATML
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.encode_records import encode_records
+from jaxlora.data.tokens.encode_records import encode_records, without_sample
 from jaxlora.data.tokens.marked_text import mark, marked_parts
 from jaxlora.data.tokens.samples import EncodedRecords, Samples
 from jaxlora.printable import printable
@@ -68,6 +68,8 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
         window = DataConfig.model_fields["shuffle_buffer"].default
         limit = min(shown.num_samples, data.limit or 2**62)
         data = data.replace(limit=limit, shuffle_buffer=window)
+    else:
+        data = data.replace(bad_records="drop")  # all are counted
     max_length = shown.max_length if tokenizer else 2**31
     used = tokenizer or _stand_in()
     used = used.with_setting(data.chat_template, data.chat_template_kwargs)
@@ -75,7 +77,7 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
         records = encode_records(data, open_records(data), used, max_length)
     size = SAMPLES_PER_RECORD.get(data.kind, 1)
     lines = [text for level, text in records.notes if level == logging.INFO]
-    line = f"{data.path}: {lines[-1].partition(';')[0]}"
+    line = f"{data.path}: {without_sample(lines[-1])}"
     consoles.show(console, line, soft_wrap=True)
     numbers = np.flatnonzero(~records.is_bad)[: shown.num_samples * size]
     for number in numbers.tolist():
@@ -88,8 +90,10 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
             title += f": {_counts(records, number, max_length)}"
         consoles.show(console, title, style="bold", soft_wrap=True)
         _print_sample(Samples(records, np.array([number])), used, console)
-    if shown.reads_all and tokenizer:
-        totals = _totals(records, max_length, size)
+    if shown.reads_all:
+        totals = _totals(records, max_length, size, has_tokens=tokenizer is not None)
+        if records.is_bad.any() and shown.data.bad_records == "error":
+            totals += " With data.bad_records: error, the first of these ends a run."
         consoles.show(console, f"\n{totals}", soft_wrap=True)
     if tokenizer is None:
         text = "Give --model for the tokens and the chat template of a model."
@@ -119,16 +123,20 @@ def _counts(records: EncodedRecords, number: int, max_length: int) -> str:
     return text + ("" if num_targets else "; such a sample is dropped")
 
 
-def _totals(records: EncodedRecords, max_length: int, size: int) -> str:
+def _totals(
+    records: EncodedRecords, max_length: int, size: int, *, has_tokens: bool
+) -> str:
     """Counts records, each of so many samples."""
     is_long = (records.lengths > max_length).reshape(-1, size)
     num_long, num_records = int(is_long.any(axis=1).sum()), len(is_long)
     num_targets = int(records.num_targets.sum())
     num_bad = int(records.is_bad.sum()) // size
-    return (
-        f"{counted(num_records, 'record')}: "
+    tokens = (
         f"{counted(len(records.tokens), 'token')}, {num_targets:,} of them trained on; "
         f"longer than max_length={max_length}: {counted(num_long, 'record')}; "
+    )
+    return (
+        f"{counted(num_records, 'record')}: {tokens if has_tokens else ''}"
         f"{num_bad:,} cannot be used."
     )
 

@@ -206,7 +206,7 @@ def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
     leaves_open = kinds if data.kind == "auto" else ()
     first: Record = {}
     if len(leaves_open) > 1 or (has_margin and data.margin is None):
-        first = next(iter(open_records(data)))
+        first = next(open_records(data).readable())
     if data.kind == "auto" and kinds:
         fits = [kind for kind in kinds if has_kind(data.replace(kind=kind), first)]
         data = data.replace(kind=(*fits, *kinds)[0])

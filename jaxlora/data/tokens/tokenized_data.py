@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+import xxhash
+from jaxtyping import Int, UInt64
 
 from jaxlora.common.counted import counted
 from jaxlora.data.tokens.samples import Samples, TokenizedSample
@@ -134,6 +136,23 @@ class TokenizedData:
             if sample.value:
                 digest.update(np.float64(sample.value).tobytes())
         return digest.hexdigest()
+
+    @functools.cached_property
+    def group_hashes(self) -> UInt64[np.ndarray, " _"]:
+        """A hash of the tokens of each group of samples."""
+        groups = itertools.batched(self.samples, self.group_size)
+        hashes = (
+            xxhash.xxh3_64_intdigest(b"".join(s.token_ids.tobytes() for s in group))
+            for group in groups
+        )
+        return np.fromiter(hashes, np.uint64)
+
+    def describe_shared(self, other: "TokenizedData") -> str:
+        """Says how many groups of samples another data set has, too; "" if none."""
+        num = int(np.isin(self.group_hashes, other.group_hashes).sum())
+        total, are = len(self.group_hashes), "is" if num == 1 else "are"
+        of = f"{num:,} of {counted(total, 'held-out record')}"
+        return f"{of} {are} also in the training data." if num else ""
 
     @property
     def noun(self) -> str:

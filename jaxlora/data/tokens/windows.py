@@ -13,7 +13,7 @@ import numpy as np
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.objectives import smallest_batch
 from jaxlora.data.order import StreamPlace, batches_of, permutation
-from jaxlora.data.records.files import Record
+from jaxlora.data.records.files import BadLineError, Record
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Records
 from jaxlora.data.records.shards import Shard, read_shards
@@ -66,11 +66,11 @@ class _Reading:
         self._notes = notes
         self.shard, self.record = place.shard, place.record
         self._shards = shards
-        self._records: Iterator[Record] | None = None
+        self._records: Iterator[Record | BadLineError] | None = None
         self._num_read = 0
         self._begun: list[tuple[int, int]] = []  # records read before, by shard
 
-    def take(self, num: int) -> Iterator[Record]:
+    def take(self, num: int) -> Iterator[Record | BadLineError]:
         """Yields so many records, or fewer at the end of the last shard."""
         while num and self.shard < len(self._shards):
             if self._records is None:
@@ -84,7 +84,9 @@ class _Reading:
             num -= 1
             yield record
 
-    def _next(self, shard: Shard, records: Iterator[Record]) -> Record | None:
+    def _next(
+        self, shard: Shard, records: Iterator[Record | BadLineError]
+    ) -> Record | BadLineError | None:
         """Returns the next record of a shard; None at its end, or if it is damaged.
 
         Raises:
@@ -96,9 +98,10 @@ class _Reading:
             # An error of the disk has a number.
             if not shard.is_file or getattr(error.__cause__, "errno", None):
                 raise
+            why = str(error).rpartition(shard.name)[2].lstrip(":, ")
             self._notes.add_once(
                 f"{shard.name} cannot be read after record "
-                f"{shard.first + self.record}: {error} What follows in it is left out."
+                f"{shard.first + self.record}: {why} What follows in it is left out."
             )
             return None
 
@@ -259,6 +262,7 @@ class WindowReader(Windows):
     def _note_records(self, place: StreamPlace) -> None:
         self._encoder.note_thoughts()
         if place.window == 0:
+            self._notes.add_counts()
             self._notes.add(f"streamed, as {self._encoder.describe()}", logging.INFO)
 
     def _read(self, place: StreamPlace, start: StreamPlace, num_groups: int) -> Window:

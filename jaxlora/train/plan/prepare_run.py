@@ -132,9 +132,9 @@ def _sets(data: DataConfig, path: Path) -> Iterator[tuple[Path, DataConfig]]:
 def _check_data(
     data: DataConfig, inputs: Inputs | None, path: Path, problems: Problems
 ) -> None:
-    for key in ("prompt", "completion"):
+    for key in ("prompt", "completion", "text", "chosen", "rejected", "system"):
         with problems.at(*path, key):
-            check_template(getattr(data, key))
+            check_template(getattr(data, key) or "")
     if data.chat_template is not None:
         with problems.at(*path, "chat_template"):
             find_template(data.chat_template)

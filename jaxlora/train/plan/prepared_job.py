@@ -332,6 +332,7 @@ def _read_job(
                 if data is not None
                 for line in data.summaries()
             ),
+            *_notes_on_shared(job, train, held_out),
             *_notes_on_positions(job.name, _lengths(train, held_out), model),
             _note_on_modules(job, chosen.modules),
         ),
@@ -365,6 +366,21 @@ def prepare_jobs(
             prepared.append(_read_job(job, modules, model, reader))
     problems.raise_all()
     return prepared
+
+
+def _notes_on_shared(
+    job: LoraJob, train: TokenizedData, held_out: TokenizedData | None
+) -> Iterator[Note]:
+    """Warns of held-out records that are trained on; a stream is not searched."""
+    if held_out is None or job.data.is_stream:
+        return
+    if shared := held_out.describe_shared(train):
+        yield Note(
+            f"{shared} On these, the held-out loss says nothing about new records. "
+            "Remove duplicates.",
+            is_warning=True,
+            job=job.name,
+        )
 
 
 def _notes_on_positions(

@@ -135,11 +135,37 @@ def test_where_records_are(migrated, dataset, wanted, said):
             "{system_prompt: Be kind.}",
             {
                 "kind": "prompt_completion",
-                "prompt": "{% if input is defined and input %}{{ instruction }} "
-                "{{ input }} {% else %}{{ instruction }} {% endif %}",
+                "prompt": "Be kind.{% if input is defined and input %}{{ instruction }}"
+                " {{ input }} {% else %}{{ instruction }} {% endif %}",
                 "completion": "output",
             },
-            "datasets.0.type.system_prompt: Write it into prompt",
+            "",
+        ),
+        (
+            "{system_prompt: Be kind., field_system: s, system_format: '<{system}>', "
+            "format: '{instruction}', no_input_format: '{instruction}'}",
+            {
+                "kind": "prompt_completion",
+                "prompt": "{% if s is defined and s %}<{{ s }}>{% else %}{% endif %}"
+                "{{ instruction }}",
+                "completion": "output",
+            },
+            "datasets.0.type.system_prompt: It is that of each record",
+        ),
+        (
+            "{field_system: s t, format: '{instruction}'}",
+            {"kind": "prompt_completion", "completion": "output"},
+            "cannot be converted",
+        ),
+        (
+            "alpaca_w_system.load_open_orca",
+            {
+                "kind": "prompt_completion",
+                "prompt": "{% if system_prompt %}### System:\n{{ system_prompt }}\n"
+                "{% endif %}### Human:\n{{ question }}\n### Assistant:\n",
+                "completion": "response",
+            },
+            "",
         ),
     ],
 )
@@ -167,6 +193,13 @@ INFO = {
         "tags": {"role_tag": "who", "content_tag": "said", "assistant_tag": "Ann"},
     },
     "texts": {"file_name": "d.jsonl", "columns": {"prompt": "body"}},
+    "told": {
+        "file_name": "f.json",
+        "formatting": "sharegpt",
+        "columns": {"system": "about", "history": "past"},
+        "tags": {"system_tag": "sys", "function_tag": "fn"},
+    },
+    "about": {"file_name": "g.json", "columns": {"prompt": "body", "system": "s"}},
     "pairs": {"file_name": "e.json", "ranking": True},
     "nowhere": {"script_url": "f"},
 }
@@ -191,9 +224,26 @@ CHAT = {"chat": True}
                 "prompt": "{% if more is defined and more %}{{ q }}\n{{ more }}"
                 "{% else %}{{ q }}{% endif %}",
                 "completion": "a",
+                "system": "s",
             }
             | CHAT,
-            "dataset: fields.system: s: put it into",
+            "",
+        ),
+        (
+            "told",
+            {
+                "path": "info/f.json",
+                "kind": "messages",
+                "messages": "conversations",
+                "roles": {"sys": "system", "fn": "function_call"},
+                "system": "about",
+            },
+            "dataset: told.history: past: put it into",
+        ),
+        (
+            "about",
+            {"path": "info/g.json", "kind": "text", "text": "body"},
+            "dataset: about.system: s: texts have no such message",
         ),
         (
             "chats",

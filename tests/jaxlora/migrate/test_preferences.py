@@ -168,11 +168,17 @@ INFO = {
         "file_name": "a.json",
         "ranking": True,
         "formatting": "sharegpt",
-        "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"},
+        "columns": {
+            "messages": "talk",
+            "chosen": "good",
+            "rejected": "bad",
+            "system": "about",
+        },
+        "tags": {"assistant_tag": "Ann"},
     },
     "labels": {
         "file_name": "a.json",
-        "columns": {"prompt": "q", "response": "a", "kto_tag": "ok"},
+        "columns": {"prompt": "q", "response": "a", "kto_tag": "ok", "system": "s"},
     },
 }
 
@@ -186,8 +192,22 @@ INFO = {
             {"prompt": "{{ instruction }}\n{{ input }}", "chat": True},
         ),
         ("named", "rm", {"prompt": "q", "chosen": "good", "rejected": "bad"}),
-        ("spoken", "dpo", {"prompt": "talk", "chosen": "good", "rejected": "bad"}),
-        ("labels", "kto", {"prompt": "q", "completion": "a", "label": "ok"}),
+        (
+            "spoken",
+            "dpo",
+            {
+                "prompt": "talk",
+                "chosen": "good",
+                "rejected": "bad",
+                "system": "about",
+                "roles": {"Ann": "assistant"},
+            },
+        ),
+        (
+            "labels",
+            "kto",
+            {"prompt": "q", "completion": "a", "label": "ok", "system": "s"},
+        ),
     ],
 )
 def test_fields_of_llama_factory(migrated, tmp_path, name, stage, wanted):

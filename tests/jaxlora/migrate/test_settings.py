@@ -124,6 +124,30 @@ def test_settings_of_a_job(migrated, text, wanted, said):
     assert said in migration.text("a.yml")
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (ON_FILE + "tokens: [a]\n", "tokens"),
+        (ON_FILE + "special_tokens: {bos_token: <x>}\n", "special_tokens"),
+        (ON_FILE + "resize_token_embeddings_to_32x: true\n", "resize_token_embedd"),
+        (ON_DATA + "new_special_tokens: <a>,<b>\n", "new_special_tokens"),
+        (ON_DATA + "add_tokens: a,b\n", "add_tokens"),
+        (ON_DATA + "add_special_tokens: <a>,<b>\n", "add_special_tokens"),
+        (ON_DATA + "resize_vocab: true\n", "resize_vocab"),
+    ],
+)
+def test_new_tokens_are_left_out_with_the_reason(migrated, text, key):
+    migration, _ = migrated(text)
+    (reason,) = (r for k, r in migration.left_out.items() if k.startswith(key))
+    assert "rows of new tokens cannot be trained yet" in reason
+    assert "trainable_token_indices trains rows that it has" in reason
+
+
+def test_texts_of_tokens_are_left_out_with_the_reason(migrated):
+    migration, _ = migrated(ON_FILE + "added_tokens_overrides: {128041: <x>}\n")
+    assert "tokenizer.json" in migration.left_out["added_tokens_overrides"]
+
+
 def test_words_of_yaml_1_1(migrated):
     """The other tools read `no` as false, and YAML 1.2 as a text."""
     _, run = migrated(ON_FILE + "load_in_4bit: no\nload_in_8bit: Yes\n")

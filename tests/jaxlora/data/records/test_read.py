@@ -213,6 +213,57 @@ def test_bad_files(tmp_path, name, content, match):
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "good", "bad"),
+    [
+        (
+            "a.jsonl",
+            b'{"a": "1"}\n{"a": \n[1]\n\n{"a": "\xff"}\n{"a": "2"}\nx',
+            [{"a": "1"}, {"a": "2"}],
+            {2: "not valid JSON", 3: "a list", 5: "not UTF-8", 7: "not valid JSON"},
+        ),
+        (
+            "a.csv",
+            b'a,b\n1,2\n1,2,3\n"1"2,3\n\xff,3\n"1\n2",3\n1\n"4,5',
+            [{"a": "1", "b": "2"}, {"a": "1\n2", "b": "3"}],
+            {3: "has 3 fields", 4: "expected", 5: "not UTF-8", 8: "1 fields", 9: "end"},
+        ),
+    ],
+)
+def test_lines_that_cannot_be_read_may_be_left_out(tmp_path, name, content, good, bad):
+    path = write(tmp_path / name, content)
+    found = read(path, bad_records="drop")
+    assert [record for record in found if isinstance(record, dict)] == good
+    said = [str(error) for error in found if not isinstance(error, dict)]
+    for text, (line, why) in zip(said, bad.items(), strict=True):
+        assert text.startswith(f"{path}, line {line}: ") and why in text
+    with pytest.raises(DataError, match=r"drop leaves out such records\.\)$") as error:
+        read(path)
+    assert str(error.value).startswith(said[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        (
+            "a.jsonl",
+            "x\ny\n",
+            r"none of the lines .* The first: .*line 1: is not valid",
+        ),
+        ("a.csv", 'a,b\n1,"2\n3,4\n5,"6\n', "line 4: .*row that begins in line 2"),
+        ("a.csv", 'a,b\n1,"2\n3,4\n', "line 3: .*row that begins in line 2"),
+        ("a.csv", b"\xff,b\n1,2\n", "line 1: .*not UTF-8"),
+        ("a.json", '[{"a": 1}, {"b"', "record 2: is not valid JSON"),
+        ("a.parquet", "PAR1", "cannot be read as Parquet"),
+    ],
+)
+def test_a_ruined_file_is_an_error(tmp_path, name, content, match):
+    path = write(tmp_path / name, content)
+    data = DataConfig(path=str(path), bad_records="drop")
+    with pytest.raises(DataError, match=match):
+        list(open_records(data).readable())
+
+
+@pytest.mark.parametrize(
     "path", ["no.jsonl", "./no", "/no/such", "a/b/c", "~/no", "/dev/null/a"]
 )
 def test_missing_file(path):

@@ -1,5 +1,6 @@
 """Records of the datasets library: saved in a folder, or on the hub."""
 
+import os
 import struct
 import sys
 
@@ -21,6 +22,14 @@ def saved(tmp_path):
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "two"))
     datasets.DatasetDict(train=dataset).save_to_disk(str(tmp_path / "single"))
     return tmp_path
+
+
+def test_a_pipe_is_not_waited_for(saved):
+    (file,) = (saved / "one").glob("*.arrow")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(DataError, match=r"\.arrow: is neither a file nor a folder"):
+        read(saved / "one")
 
 
 def test_saved_datasets(saved):

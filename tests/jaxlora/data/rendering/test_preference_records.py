@@ -130,6 +130,47 @@ def test_pairs_are_dropped_and_held_out_whole(pairs):
     assert data.num_without_target == 1
 
 
+HUMAN = "\n\nHuman: Hi\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        (f"{HUMAN} Yes", f"{HUMAN} Yes, but", HUMAN),
+        (f"{HUMAN} Yes, but", f"{HUMAN} Yes", HUMAN),
+        (f"{HUMAN} Yes", f"{HUMAN} Yes\n\nHuman: Why?\n\nAssistant: So.", HUMAN),
+        (f"{HUMAN} The answer: 4", f"{HUMAN} The answer: 4.", HUMAN),
+        ("Q: Hi A: Yes", "Q: Hi A: Yes, but", "Q: Hi A:"),
+        ("USER: Hi ASSISTANT: Yes", "USER: Hi ASSISTANT: Yes.", "USER: Hi ASSISTANT:"),
+        ("Ann: Hi\nTom: Yes", "Ann: Hi\nTom: Yes.", "Ann: Hi\nTom:"),
+        ("### Response:\nYes", "### Response:\nYes.", "### Response:\n"),
+        ("[INST] Hi [/INST] Yes", "[INST] Hi [/INST] Yes.", "[INST] Hi [/INST]"),
+    ],
+)
+def test_an_answer_may_begin_the_other(pairs, chosen, rejected, prompt):
+    texts, _ = pairs([{"chosen": chosen, "rejected": rejected}])
+    assert texts == [
+        f"{prompt}[[{answer.removeprefix(prompt)}</s>]]"
+        for answer in (chosen, rejected)
+    ]
+
+
+def test_a_conversation_may_begin_the_other(pairs):
+    longer = [*ASKED, *GOOD, *ASKED, *BAD]
+    texts, _ = pairs([{"chosen": longer, "rejected": [*ASKED, *GOOD]}])
+    assert texts[0].startswith(texts[1].removesuffix("\n"))
+    assert [text.count("[[") for text in texts] == [2, 1]
+
+
+@pytest.mark.parametrize("good", [1, 1.0, "1", "true", True])
+@pytest.mark.parametrize("bad", [0, 0.0, "0", "False", False])
+def test_labels_may_be_numbers(pairs, good, bad):
+    record = {"prompt": "a", "completion": "b"}
+    records = [record | {"label": label} for label in (good, bad)]
+    _, data = pairs(records, objective="kto")
+    assert [s.value for s in data.samples] == [1.0, 0.0]
+
+
 def test_a_bad_record_is_named_and_dropped_whole(pairs):
     bad = RECORDS["TRL"] | {"rejected": None}
     with pytest.raises(DataError, match="record 2: field 'rejected' is None"):
@@ -146,8 +187,15 @@ def test_a_bad_record_is_named_and_dropped_whole(pairs):
         ({"prompt": "a", "completion": "b"}, {}, "'chosen' is missing"),
         ({"prompt": "a", "chosen": "b"}, {}, "'rejected' is missing"),
         ({"chosen": "a", "rejected": "b"}, {}, "do not begin with the same prompt"),
+        (
+            {"prompt": "a", "chosen": {"text": "b"}, "rejected": {"text": "c"}},
+            {},
+            'template: "{{ chosen.text }}"',
+        ),
+        ({"prompt": "a", "chosen": ["b"], "rejected": ["c"]}, {}, r"{{ chosen\[0\] }}"),
         ({"chosen": "a", "rejected": "a"}, {}, "both answers are the same"),
-        ({"chosen": "ab", "rejected": "a"}, {}, "completion 'rejected' is empty"),
+        ({"chosen": "ab", "rejected": "a"}, {}, "the same prompt and the same speaker"),
+        ({"chosen": "Q: a A:", "rejected": "Q: a A: b"}, {}, "'chosen' is empty"),
         ({"chosen": "a", "rejected": GOOD}, {}, "two texts, or two lists"),
         ({"chosen": "ab", "rejected": "ac"}, {"chat": True}, "no field 'prompt'"),
         (RECORDS["TRL"], {"loss_on": "all"}, "trains on prompts"),

@@ -52,7 +52,7 @@ def test_ambiguous_kind(run):
     ("record", "options", "match"),
     [
         ({"text": "x"}, {"chat": True}, "chat=true wraps .* are read as text"),
-        (PAIR, {"system": "x"}, "system='x' is used only with data.chat"),
+        (PAIR, {"system": "x"}, "system='x' is for chats, and the rec.* data.chat"),
     ],
 )
 def test_contradictory_options(run, record, options, match):
@@ -84,6 +84,17 @@ def talk(*messages):
         (PAIR, {"prompt": "x", "completion": ""}, "completion 'completion' is empty"),
         (PAIR, {"prompt": "\ud800", "completion": "x"}, "half of a surrogate pair at"),
         ({"text": "x"}, {"text": ["x"]}, "is .'x'., of type list, not a string"),
+        (
+            PAIR,
+            {"prompt": "x", "completion": {"text": ["t"]}},
+            r'of type dict, .* use a template: "{{ completion.text\[0\] }}"\.',
+        ),
+        (
+            PAIR,
+            {"prompt": "x", "completion": ["t"]},
+            r'template: "{{ completion\[0\] }}"',
+        ),
+        (PAIR, {"prompt": "x", "completion": [None]}, r"Store it as text\. \(data"),
         (talk(*TALK), {"x": 1}, "field 'messages' is missing"),
         (talk(*TALK), {"messages": "x"}, "is 'x', not a list of messages"),
         (talk(*TALK), {"messages": []}, r"is \[\], not a list of messages"),
@@ -161,6 +172,32 @@ def test_bad_records_can_be_dropped(run, caplog):
     said = [record.getMessage() for record in caplog.records]
     assert "records.jsonl: dropped record 2: no message has the role" in said[0]
     assert len(said) == 6 and "further records that are dropped" in said[-1]
+
+
+def test_lines_that_cannot_be_read_are_dropped_and_counted(
+    tmp_path, make_tokenizer, caplog
+):
+    path = tmp_path / "a.jsonl"
+    pair = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"})
+    path.write_text("\n".join(["{", pair, "[]", "{}", pair]))
+    data = DataConfig(path=str(path), bad_records="drop")
+    job = LoraJob(name="job", data=data, objective="simpo")
+    read = DataReader(make_tokenizer()).read(job)
+    assert (len(read.samples), read.num_bad, read.num_records) == (4, 3, 5)
+    said = [record.getMessage().split(": ", 1)[1] for record in caplog.records]
+    starts = ["line 1: is not valid", "line 3: holds a list", "record 4: field"]
+    for text, start in zip(said, starts, strict=True):
+        assert text.startswith(f"dropped {start}") and str(path) not in text
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow"])
+def test_an_error_names_its_file_once(tmp_path, make_tokenizer, name):
+    path = tmp_path / name
+    path.write_text("{\n")
+    job = LoraJob(name="job", data=DataConfig(path=str(path)))
+    with pytest.raises(DataError) as error:
+        DataReader(make_tokenizer()).read(job)
+    assert str(error.value).count(name) == 1
 
 
 def test_a_record_that_exceeds_the_limits_can_be_dropped(run, tight_limits):
@@ -352,6 +389,45 @@ def test_calls_that_the_template_does_not_print(run, make_tokenizer):
         with pytest.raises(DataError, match=match):
             answer = call | {"content": content}
             run([talk(TALK[0], answer)], make_tokenizer(chat_templates.CHATML))
+
+
+@pytest.mark.parametrize(
+    "names", [("Human", "gpt"), ("USER", "Assistant"), ("human", "MODEL"), ("x", "bot")]
+)
+def test_names_of_share_gpt_are_roles_too(run, make_tokenizer, names, caplog):
+    asked, answered = names
+    said = [{"role": asked, "content": "Hi"}, {"role": answered, "content": "Yo"}]
+    text = text_of(run, make_tokenizer(), talk(*said), roles={"x": "user"})
+    assert text == text_of(run, make_tokenizer(), talk(*_TALKED)) and not caplog.records
+
+
+_TALKED = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"})
+
+
+def test_calls_may_have_the_role_of_share_gpt(run, make_tokenizer):
+    call = {"role": "function_call", "content": '{"name": "f", "arguments": {"a": 1}}'}
+    told = {"role": "observation", "content": "done"}
+    texts = [
+        text_of(run, make_tokenizer(chat_templates.QWEN3), record)
+        for record in (
+            talk(TALK[0], call, told, TALK[1]),
+            talk(
+                TALK[0],
+                {"role": "assistant", "tool_calls": [json.loads(call["content"])]},
+                {"role": "tool", "content": "done"},
+                TALK[1],
+            ),
+        )
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_template_may_have_roles_of_share_gpt(run, make_tokenizer):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    said = [{"role": "human", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    roles = {"human": "human"}
+    text = text_of(run, make_tokenizer(template), talk(*said), roles=roles)
+    assert text.startswith("human: Hi;assistant: Yo;")
 
 
 # --- Fields that are not used --------------------------------------------------

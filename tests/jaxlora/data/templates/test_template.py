@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import json
 import os
 import re
 import signal
@@ -89,7 +90,7 @@ def space_limits():
         ("{{ ([[[0] * 99999] * 99999] * 99999) | string }}", MEMORY_OR_TIME),
         (
             "{% set ns = namespace(s=[1]) %}{% for i in range(64) %}"
-            "{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
+            "{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s | string }}",
             MEMORY_OR_TIME,
         ),
         ("{% for a in 'a' * 10**8 %}{% endfor %}", TIME),
@@ -184,6 +185,53 @@ def test_works_after_an_interrupt(monkeypatch, new_children):
 
 
 @pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ a }}", "a is an object, not text; write {{ a.b[0].c }} or {{ a | tojson"),
+        (
+            "{{ a.b }}",
+            "a.b is a list, not text; write {{ a.b[0].c }} or {{ a.b | tojson",
+        ),
+        ("{{ a ~ '' }}", "a is an object"),
+        ("{{ '%s' | format(a) }}", "a is an object"),
+        ("{{ [a] | join }}", "a is an object"),
+        ("{{ a | string }}", "a is an object"),
+        (
+            "{{ a['items'] }}",
+            r"a['items'] is a list, not text; write {{ a['items'][0] }}",
+        ),
+        ("{{ a.b[:1] }}", "a value in {{ }} is a list, not text"),
+        ("{{ a.b | map('upper') }}", "a value in {{ }} is of type generator"),
+        ("{{ c }}", "a value in {{ }} is binary"),
+    ],
+)
+def test_only_text_is_printed(template, why):
+    values = {"a": {"b": [{"c": "x"}], "items": [1]}, "c": b"x"}
+    (answer,) = run_task(Task(template), [Payload("text", values)])
+    assert answer.kind == "not text" and answer.why.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ a.b[0].c }}{{ n }}", "x1.5"),
+        ("{{ a | tojson }}", '{"b": [{"c": "x"}]}'),
+        (
+            "{% for x in l %}{{ x }}{% endfor %}{{ l | join('+') }}{{ l | length }}",
+            "yzy+z2",
+        ),
+        (
+            "{% if a.b == [{'c': 'x'}] %}same{{ a.x is defined }}{% endif %}",
+            "sameFalse",
+        ),
+    ],
+)
+def test_what_is_within_is_printed(template, text):
+    values = {"a": {"b": [{"c": "x"}]}, "n": 1.5, "l": ["y", "z"]}
+    assert run_task(Task(template), [Payload("text", values)]) == [{"text": text}]
+
+
+@pytest.mark.parametrize(
     "value",
     [
         None,
@@ -196,8 +244,10 @@ def test_works_after_an_interrupt(monkeypatch, new_children):
     ],
 )
 def test_values_arrive_as_they_are(value):
-    (answer,) = run_task(Task("{{ [a] }}"), [Payload("text", {"a": value})])
-    assert answer == {"text": str([value])}
+    is_object = isinstance(value, dict)
+    template = "{{ a | tojson }}" if is_object else "{{ [a] | string }}"
+    (answer,) = run_task(Task(template), [Payload("text", {"a": value})])
+    assert answer == {"text": json.dumps(value) if is_object else str([value])}
 
 
 def test_values_that_are_not_plain_fail_alone():

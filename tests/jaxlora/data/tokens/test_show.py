@@ -92,6 +92,37 @@ def test_what_is_cut_and_dropped(show, make_tokenizer):
     )
 
 
+def test_all_records_are_counted(show, caplog):
+    records = [
+        {"prompt": "a", "completion": 3},
+        {"prompt": "a", "completion": "b"},
+        *[{"prompt": "a"}] * 8,
+    ]
+    lines = show(records, reads_all=True).split("\n")
+    assert lines[2:4] == ["record 2", "a[[b<|end of text|>]]"]
+    assert lines[-4] == (
+        "10 records: 9 cannot be used. With data.bad_records: error, the first of "
+        "these ends a run."
+    )
+    said = [record.getMessage() for record in caplog.records]
+    assert [
+        "dropped record 1: " in said[0],
+        "dropped record 3: " in said[1],
+        len(said),
+    ] == [True, True, 6]
+    lines = show(records, reads_all=True, bad_records="drop").split("\n")
+    assert lines[-4] == "10 records: 9 cannot be used."
+
+
+def test_how_pairs_are_read_is_said_whole(show):
+    pair = {"chosen": TALK[:2], "rejected": [TALK[0], TALK[3]], "prompt": "Hi; there"}
+    text = show([pair], kind="preference")
+    assert text.partition("\n")[0] == (
+        "a.jsonl: 1 record is read as preference (chosen, rejected: lists of messages; "
+        "the prompt is what both begin with)"
+    )
+
+
 def sentence_pieces() -> Tokenizer:
     pieces = [
         ("<unk>", 0.0),

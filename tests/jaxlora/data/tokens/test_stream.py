@@ -55,6 +55,8 @@ def write_shards(folder: pathlib.Path, shards: list[list[dict]], suffix: str) ->
         path = folder / f"part-{i}{suffix}"
         if suffix == ".jsonl":
             path.write_text("".join(json.dumps(one) + "\n" for one in shard))
+        elif suffix == ".json":
+            path.write_text(json.dumps(shard))
         else:
             names = ["prompt", "completion"]
             columns = {n: pa.array([r.get(n) for r in shard], "str") for n in names}
@@ -226,20 +228,33 @@ def test_a_bad_record_is_named_by_its_shard(tokenizer, tmp_path, caplog):
 def test_a_shard_that_cannot_be_read(tokenizer, tmp_path, caplog):
     """Records after damage are left out; a failing disk is an error."""
     shards = [[record(f"r{i}-{j}") for j in range(3)] for i in range(3)]
-    path = write_shards(tmp_path / "set", shards, ".jsonl")
-    damaged = tmp_path / "set" / "part-1.jsonl"
-    damaged.write_text("\n".join([json.dumps(record("r1-0")), "{", "{}"]))
+    path = write_shards(tmp_path / "set", shards, ".json")
+    damaged = tmp_path / "set" / "part-1.json"
+    damaged.write_text(f"[{json.dumps(record('r1-0'))}, {{, {{}}]")
     job = simple_job(path, shuffle=False, data={"shuffle_buffer": 4})
     stream = DataReader(tokenizer).stream(job)
     found = [name for step in range(4) for name in batch_names(stream, step, tokenizer)]
     assert found == ["r0-0", "r0-1", "r0-2", "r1-0", "r2-0", "r2-1", "r2-2"]
     (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "part-1.jsonl cannot be read after record 1: " in said
-    assert "line 2: is not valid JSON" in said
+    assert "part-1.json cannot be read after record 1: record 2: is not valid" in said
+    assert said.count("part-1.json") == 1
     stream = DataReader(tokenizer).stream(job)
     damaged.unlink()
-    with pytest.raises(DataError, match=r"part-1\.jsonl: cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"part-1\.json: cannot be read: No such file"):
         stream.lengths(2)
+
+
+def test_a_line_that_cannot_be_read(tokenizer, tmp_path, caplog):
+    shards = [[record(f"r{i}-{j}") for j in range(3)] for i in range(2)]
+    path = write_shards(tmp_path / "set", shards, ".jsonl")
+    lines = [json.dumps(record("r0-0")), "{", json.dumps(record("r0-2"))]
+    (tmp_path / "set" / "part-0.jsonl").write_text("\n".join(lines))
+    job = simple_job(path, shuffle=False, data={"shuffle_buffer": 4})
+    stream = DataReader(tokenizer).stream(job)
+    found = [name for step in range(3) for name in batch_names(stream, step, tokenizer)]
+    assert found == ["r0-0", "r0-2", "r1-0", "r1-1", "r1-2"]
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert f"{path}: dropped part-0.jsonl, line 2: is not valid JSON" in said
 
 
 def test_no_usable_records(tokenizer, tmp_path):

@@ -423,6 +423,28 @@ def test_share_is_rounded_up_but_not_by_floats(run):
     assert run(records, which="eval", eval_fraction=0.001).num_records == 1
 
 
+def test_held_out_records_that_are_trained_on_are_counted(run):
+    records = [*NUMBERED[:10], *NUMBERED[:1] * 10]
+    options = {"eval_fraction": 0.5, "eval_seed": 1}
+    train, held = (run(records, which=which, **options) for which in ("train", "eval"))
+    numbers = [[s.token_ids.tobytes() for s in data.samples] for data in (train, held)]
+    num = sum(one in numbers[0] for one in numbers[1])
+    assert 1 < num < 10
+    said = f"{num} of 10 held-out records are also in the training data."
+    assert held.describe_shared(train) == said
+    assert (
+        run(NUMBERED, which="eval", **options).describe_shared(run(NUMBERED, **options))
+        == ""
+    )
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    one, other = (
+        run([pair, pair | {"rejected": text}], objective="simpo") for text in "de"
+    )
+    assert one.describe_shared(other) == (
+        "1 of 2 held-out records is also in the training data."
+    )
+
+
 def test_nothing_left_to_train_on(run):
     match = r"eval_fraction=0.5 of 1 records holds out all of them"
     with pytest.raises(DataError, match=match):
