@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -218,6 +218,19 @@ def draw(axis: Axis, seed: int, number: int) -> float:
         if u < reached:
             return index
     return len(space.values) - 1
+
+
+def is_place(places: Mapping[str, float], axes: Sequence[Axis]) -> bool:
+    """Whether there is a place on each of the axes, by name, as `draw` returns it."""
+    if places.keys() != {axis.name for axis in axes}:
+        return False
+    sizes = {a.name: len(a.space.values) for a in axes if a.space.values is not None}
+    return all(
+        0 <= place < sizes[name] and place == int(place)
+        if name in sizes
+        else 0 <= place <= 1
+        for name, place in places.items()
+    )
 
 
 def value_at(axis: Axis, place: float) -> Any:

@@ -8,6 +8,8 @@ import dataclasses
 import json
 from typing import Any, get_args
 
+from jaxlora.run.saved_fields import Count, Size
+
 # ---- to a worker -----------------------------------------------------------------
 
 
@@ -139,12 +141,12 @@ class JobFacts:
     """
 
     name: str
-    num_steps: int
-    rank: int = 1
-    num_modules: int = 1
+    num_steps: Count
+    rank: Size = 1
+    num_modules: Count = 1
     batch_tokens: float = 1.0
     is_evaluated: bool = True
-    clone_step: int | None = None
+    clone_step: Count | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

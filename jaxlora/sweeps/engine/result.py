@@ -9,8 +9,7 @@ from jaxlora.common.atomic import write_text
 from jaxlora.common.comparison import Comparison
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.run.log import METRICS_FILE, read_events
-from jaxlora.sweeps.engine.pool import GROUPS
-from jaxlora.sweeps.engine.state import Configuration, SweepState
+from jaxlora.sweeps.engine.state import GROUPS, Configuration, SweepState
 from jaxlora.sweeps.files import merge_best
 from jaxlora.sweeps.ranking import SweepReport, Trial
 from jaxlora.train.report.summary import JobResult, RunResult, write_report

@@ -264,7 +264,7 @@ def write_report(result: RunResult, *, keep_others: bool = True) -> None:
     """
     if result.sweep is not None:
         if not (keep_others or result.interrupted):
-            remove_others(result.sweep)
+            remove_others(result.sweep, result.output_dir)
         write_sweep(result.sweep, result.output_dir)
     jobs = {
         job.name: {
