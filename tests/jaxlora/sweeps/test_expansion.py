@@ -231,11 +231,15 @@ def test_all_mistakes_are_named_at_once(tmp_path):
         ({"rank": {"min": 1}}, {}, "max is missing"),
         ({"_": [3]}, {}, "expected a mapping"),
         ({"_": [{"rnk": 3}]}, {}, "unknown key 'rnk'"),
-        ({"rank": [1], "r": [2]}, {}, "'rank' and 'r' are two names of one"),
+        (
+            {"rank": [1], "r": [2]},
+            {},
+            "sweep.parameters.r: sweep.parameters.rank gives 'rank', too",
+        ),
         ({"rank.x": [1]}, {}, "'rank' has no settings within it"),
         ({"data.limt": [1]}, {}, "Did you mean 'limit'"),
         ({"rank": {"values": [1], "when": {"sed": 1}}}, {}, "Did you mean 'seed'"),
-        ({"rank": {"values": [1], "times": "objective"}}, {}, "rank: "),
+        ({"rank": {"values": [1], "times": "objective"}}, {}, "objective is no number"),
         ({"model": ["a", "b"]}, {}, "is a setting of the run"),
     ],
 )
