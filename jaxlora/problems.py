@@ -94,6 +94,8 @@ def problems_of(
     out: dict[Path, Problem] = {}
     for number, item in enumerate(found.errors(include_url=False)):
         path, is_of_union = tuple(item["loc"]), False
+        if kind is None:
+            path = tuple(p for p in path if not str(p).startswith("function-"))
         if kind is not None and path and path[0] in kind.model_fields:
             field = kind.model_fields[str(path[0])]
             rest, is_of_union = _without_members(field.annotation, path[1:])

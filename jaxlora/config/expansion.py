@@ -93,6 +93,8 @@ def expand_run(values: Mapping[str, Any], kind: type[StrictModel]) -> Expansion:
     swept = [] if sweep is None else axes_of(sweep.parameters, kind, problems)
     drawn = Sweep() if sweep is None else drawn_first(sweep, values)
     expander = _Expander(kind, drawn, swept)
+    if sweep is not None and sweep.is_random:
+        expander.num_drawn = sweep.count or 0
     is_broken = bool(problems) or (sweep is None and values.get("sweep") is not None)
     for number, job in enumerate(jobs):
         if is_broken and isinstance(job, dict):
@@ -148,10 +150,12 @@ class _Expander:
         origins: The origin of each.
         notes: Lines that say what was made.
         problems: Values that cannot be combined.
+        num_drawn: Number of configurations of a search, for each job.
     """
 
     def __init__(self, kind: type[StrictModel], sweep: Sweep, swept: Sequence[Axis]):
         self.problems: list[Problem] = []
+        self.num_drawn = 0
         self._num = 0.0
         self.jobs: list[Any] = []
         self.points: dict[str, dict[str, float]] = {}
@@ -192,10 +196,10 @@ class _Expander:
         Returns:
             The axes of the lists in a job.
         """
-        drawn = self._swept and self._sweep.is_random
+        drawn = self._swept and self.num_drawn
         own = math.prod(axis.num_points for axis in listed)
         swept = math.prod(axis.num_points for axis in self._swept)
-        self._num += own * ((self._sweep.count or 0) if drawn else swept)
+        self._num += own * (self.num_drawn if drawn else swept)
         if self._num <= MOST_CONFIGURATIONS:
             return listed
         if not self.problems:

@@ -91,10 +91,10 @@ def slots_of(
             if axis.name == name and axis.space.times is None:
                 found += axis.space.values or [axis.range[1]]
             elif axis.name.startswith("_"):
-                values = axis.space.values or ()
+                mappings: Any = axis.space.values or ()
                 found += [
                     v
-                    for one in values
+                    for one in mappings
                     for k, v in one.items()
                     if our_name(k, kind)[0] == name
                 ]

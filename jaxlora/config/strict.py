@@ -308,5 +308,10 @@ def unknown_key(key: str, known: Collection[str]) -> str:
 
 def closest(key: str, known: Collection[str]) -> str | None:
     """Returns the known key that one resembles; None if it resembles none."""
+    return _closest(key[:100], tuple(known))
+
+
+@functools.lru_cache(1000)  # many jobs may have the same mistake
+def _closest(key: str, known: tuple[str, ...]) -> str | None:
     near = difflib.get_close_matches(key, known, n=1)
     return near[0] if near else None

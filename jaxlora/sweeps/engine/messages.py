@@ -132,7 +132,8 @@ class JobFacts:
     Attributes:
         name: Its name.
         num_steps: Its optimizer steps in all.
-        rank: Largest LoRA rank of its modules.
+        rank: Largest LoRA rank of its modules in a slot.
+        trained_rank: Largest rank that is trained, as the run file has it.
         num_modules: Number of modules that it adapts.
         batch_tokens: Mean number of tokens of a global batch.
         is_evaluated: Whether it has held-out samples.
@@ -143,6 +144,7 @@ class JobFacts:
     name: str
     num_steps: Count
     rank: Size = 1
+    trained_rank: Size = 1
     num_modules: Count = 1
     batch_tokens: float = 1.0
     is_evaluated: bool = True

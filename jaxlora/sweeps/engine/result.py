@@ -73,7 +73,7 @@ def _result(found: Configuration, trial: Trial) -> JobResult:
     facts = found.facts
     return JobResult(
         name=found.name,
-        rank=trial.settings.rank if facts is None else facts.rank,
+        rank=trial.settings.rank if facts is None else facts.trained_rank,
         num_modules=0 if facts is None else facts.num_modules,
         num_steps=trial.num_steps,
         progress=found.progress,

@@ -103,7 +103,7 @@ def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
     """Makes the result of one job."""
     return JobResult(
         name=job.name,
-        rank=job.largest_rank,
+        rank=job.trained_rank,
         num_modules=len(job.like.modules),
         num_steps=job.num_steps,
         progress=job.progress,
