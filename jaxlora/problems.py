@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Union, cast, get_args, get_origin
 
 import pydantic
@@ -19,6 +19,8 @@ Path = tuple[int | str, ...]
 RULE = "rule"
 UNKNOWN = "unknown"
 MAPPING = "mapping"
+# A setting at the beginning of an error.
+_NAMED = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")
 # Validators put settings that a user is to write between these, as in YAML.
 _QUOTED = re.compile(r"`([a-z_0-9]+): ([^`\s]+)`")
 _YAML_VALUES = {"true": "True", "false": "False", "null": "None"}
@@ -77,9 +79,31 @@ class Problem:
         return dataclasses.replace(self, path=(keys.get(str(first), first), *rest))
 
 
-def problem_of(path: Path, error: JaxloraError) -> Problem:
-    """Returns an error as a problem of the setting that causes it."""
-    return Problem(path=path, kind="input", text=str(error), given=())
+def problem_of(
+    path: Path, error: JaxloraError, settings: Collection[str] = ()
+) -> Problem:
+    """Returns an error as a problem of the setting that causes it.
+
+    Args:
+        path: The setting that was being checked.
+        error: Its text may begin with the setting that it is about, as that may be
+            another one: `objective_args: ` while `objective` was being checked.
+        settings: Settings of the run, any of which may be wrong if its model is.
+    """
+    text = str(error)
+    found = _NAMED.match(text)
+    named = tuple(found[1].split(".")) if found else ("",)
+    where: Path = ()
+    if named[0] in path:
+        longer = *path[: path.index(named[0])], *named
+        where = max(path, longer, key=len)
+    elif path[-1:] and named[0] == f"{path[-1]}_args":
+        where = *path[:-1], *named
+    elif path == ("model",) and named[0] in settings:
+        where = named
+    if found and where:
+        path, text = where, text[found.end() :]
+    return Problem(path=path, kind="input", text=text, given=())
 
 
 def problems_of(
@@ -259,7 +283,13 @@ def settings_error(problems: Iterable[Problem], words: Words) -> ConfigError:
 class Problems:
     """Collects errors about settings, so that a user sees all of them at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Collection[str] = ()) -> None:
+        """Makes the object; there are no problems.
+
+        Args:
+            settings: Settings of the run, any of which may be wrong if its model is.
+        """
+        self._settings = settings
         self._errors: list[tuple[Path, JaxloraError]] = []
 
     def add(self, path: Path, error: JaxloraError) -> None:
@@ -279,7 +309,7 @@ class Problems:
 
     def raise_all(self) -> None:
         """Raises what was collected; a single error keeps its type and message."""
-        problems = [problem_of(path, error) for path, error in self._errors]
+        problems = [problem_of(*one, self._settings) for one in self._errors]
         if len(problems) > 1:
             raise settings_error(problems, PythonWords("RunConfig"))
         for _, error in self._errors:

@@ -141,7 +141,7 @@ def _eva_fits(job: Any) -> tuple[str, str] | None:
                 f"{setting} and init_lora_weights=eva cannot be combined: a linear "
                 "that gets no rank has no adapter. Leave one of them out."
             )
-    if getattr(job.data, "is_stream", False):
+    if job.data.is_stream:
         return "init_lora_weights", (
             "eva reads the first samples before training, and data are streamed. Give "
             "data a limit, or make the first weights in another job, and give its "

@@ -11,7 +11,7 @@ from jaxlora.cli.main import main
 from jaxlora.config.aliases import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
 from jaxlora.config.run_file import load_run, run_config
 from jaxlora.errors import ConfigError, JaxloraError
-from jaxlora.problems import PythonWords, YamlWords
+from jaxlora.problems import PythonWords, YamlWords, problem_of
 from tests import tiny
 
 RUN_FILE = """\
@@ -261,3 +261,25 @@ def test_one_line_says_each_form_of_a_setting(tokens):
     with pytest.raises(ConfigError, match=rf"run: {name}: .*; or must be 'auto'") as e:
         run_config(values)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "line"),
+    [
+        (
+            ("jobs", 0, "objective"),
+            "objective_args: beta is 0",
+            "jobs.0.objective_args",
+        ),
+        (("report_to",), "report_to: beta is 0", "report_to"),
+        (("sweep",), "sweep.metric: beta is 0", "sweep.metric"),
+        (("sweep", "metric", "name"), "sweep.metric: beta is 0", "sweep.metric.name"),
+        (("model",), "mesh: beta is 0", "mesh"),
+        (("model",), "model: beta is 0", "model"),
+        (("model",), "tokenizer.json: beta is 0", "model: tokenizer.json"),
+        (("jobs", 0), "a.jsonl: beta is 0", "jobs.0: a.jsonl"),
+    ],
+)
+def test_an_error_names_its_setting_once(path, text, line):
+    problem = problem_of(path, ConfigError(text), RunConfig.model_fields)
+    assert YamlWords("f").line(problem) == f"f: {line}: beta is 0"
