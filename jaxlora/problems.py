@@ -126,6 +126,7 @@ def problems_of(
             path = path[0], *rest
         text = item["msg"].removeprefix("Value error, ")
         text = re.sub("^Input should be", "must be", text)
+        text = re.sub("^Exceeds the limit .*", "expected a smaller number", text)
         others = item.get("ctx", {}).get("others", ())
         one = Problem(
             path=path, kind=item["type"], text=text, given=item["input"], others=others

@@ -103,7 +103,11 @@ def expand_run(values: Mapping[str, Any], kind: type[StrictModel]) -> Expansion:
     out = {**values, "jobs": expander.jobs}
     problems += expander.problems
     searches = sweep is not None and sweep.method == "optuna" and bool(swept)
-    if searches and not (len(jobs) == 1 and len(expander.points) == len(out["jobs"])):
+    if (
+        searches
+        and not problems
+        and not (len(jobs) == 1 and len(expander.points) == len(out["jobs"]))
+    ):
         problems.append(make_problem(("sweep", "method"), RULE, ONE_JOB))
     if sweep is not None and not problems:
         over = {"parameters": {}, "method": None, "count": None, "initial": None}
@@ -129,7 +133,8 @@ def _read_sweep(
     except pydantic.ValidationError:
         # The checks that follow report it; the names of settings are looked at here.
         parameters = given.get("parameters") if isinstance(given, dict) else None
-        for key, one in parameters.items() if isinstance(parameters, dict) else ():
+        for name, one in parameters.items() if isinstance(parameters, dict) else ():
+            key = str(name)
             try:
                 space = Space.model_validate(one)
             except pydantic.ValidationError:
@@ -154,15 +159,14 @@ class _Expander:
     """
 
     def __init__(self, kind: type[StrictModel], sweep: Sweep, swept: Sequence[Axis]):
-        self.problems: list[Problem] = []
-        self.num_drawn = 0
-        self._num = 0.0
         self.jobs: list[Any] = []
         self.points: dict[str, dict[str, float]] = {}
         self.origins: list[Origin] = []
         self.notes: list[str] = []
         self._kind, self._sweep, self._swept = kind, sweep, swept
         self._namer = Namer()
+        self.problems: list[Problem] = []
+        self.num_drawn, self._num = 0, 0.0
 
     def add(self, number: int, job: Any) -> None:
         """Adds the configurations of a job of the run file, or the job itself."""
@@ -204,14 +208,8 @@ class _Expander:
             return listed
         if not self.problems:
             path = ("sweep", "count") if drawn else (self._swept or listed)[0].path[:2]
-            cure = (
-                "Lower it."
-                if drawn
-                else (
-                    "Give fewer values, or draw some of them: set `method: random` and "
-                    "count."
-                )
-            )
+            fewer = "Give fewer values, or set `method: random` and count to draw some."
+            cure = "Lower it." if drawn else fewer
             text = (
                 f"there would be {self._num:,.0f} configurations, and a run has at "
                 f"most {MOST_CONFIGURATIONS:,}. {cure}"

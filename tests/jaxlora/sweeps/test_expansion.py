@@ -474,3 +474,21 @@ sweep: {{parameters: {{rank: [4, 8], learning_rate: [1e-4, 3e-4]}}}}
     path.write_text(text[: text.index("sweep")] + "jobs: [{name: a}]\n")
     assert main(["sweep", str(path), "--dry-run"]) == 1
     assert "has no sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [10**5000, -(10**5000)])
+def test_numbers_that_python_does_not_print(number):
+    """Only from Python; YAML refuses them when it is read."""
+    small = {"values": [number, 2], "times": "batch_size"}
+    for sweep in (
+        {"parameters": {"rank": [number, 4]}},
+        {"parameters": {"_": [{"rank": number}, {"rank": 4}]}},
+        {"parameters": {"rank": small}},
+        {"parameters": {"lora_alpha": {"min": 1, "max": number}}, "count": 2},
+        {"groups": [number]},
+    ):
+        jobs = [{"name": "a", **DEFAULTS}]
+        with pytest.raises(ConfigError, match="must be|expected a|within 1e"):
+            RunConfig(model="m", jobs=jobs, sweep=sweep)
+    with pytest.raises(ConfigError, match="must be|expected a"):
+        RunConfig(model="m", jobs=[{"name": "a", "rank": [number, 4], **DEFAULTS}])
