@@ -476,9 +476,10 @@ sweep: {{parameters: {{rank: [4, 8], learning_rate: [1e-4, 3e-4]}}}}
     assert "has no sweep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [10**5000, -(10**5000)])
-def test_numbers_that_python_does_not_print(number):
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_that_python_does_not_print(sign):
     """Only from Python; YAML refuses them when it is read."""
+    number = sign * 10**5000
     small = {"values": [number, 2], "times": "batch_size"}
     for sweep in (
         {"parameters": {"rank": [number, 4]}},
@@ -488,7 +489,7 @@ def test_numbers_that_python_does_not_print(number):
         {"groups": [number]},
     ):
         jobs = [{"name": "a", **DEFAULTS}]
-        with pytest.raises(ConfigError, match="must be|expected a|within 1e"):
+        with pytest.raises(ConfigError, match=r"must be|expected a|within 1e"):
             RunConfig(model="m", jobs=jobs, sweep=sweep)
-    with pytest.raises(ConfigError, match="must be|expected a"):
+    with pytest.raises(ConfigError, match=r"must be|expected a"):
         RunConfig(model="m", jobs=[{"name": "a", "rank": [number, 4], **DEFAULTS}])
