@@ -108,6 +108,8 @@ def _read(path: pathlib.Path) -> tuple[list[Record], int, str]:
             if not isinstance(record, dict):
                 raise ValueError(f"it is a {type(record).__name__}, not an object")
             given, seal = record.pop("checksum", None), checksum([seal, record])
+            if given is None:
+                raise ValueError("it has no checksum, as of an earlier version")
             if given != seal:
                 raise ValueError("its checksum does not match it and the lines before")
             if (record.get("kind") == "sweep") != (number == 1):

@@ -17,7 +17,7 @@ from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.placement import Group
 from jaxlora.sweeps.engine.pool import keep_adapter, remove_unused
-from jaxlora.sweeps.engine.result import _result, _trial
+from jaxlora.sweeps.engine.result import _result, _trial, _work
 from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Workers
@@ -240,6 +240,25 @@ def test_a_line_that_a_kill_cut_short_is_dropped(sweep):
         with contextlib.closing(Ledger(sweep)) as ledger:
             assert len(ledger.records) == len(records())
         assert (sweep / SWEEP_LEDGER).read_bytes().endswith(b"\n")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "window", "seconds": "1"},
+        {"event": "window"},
+        {"event": "window", "seconds": 1, "time": "now"},
+        {"event": "step", "job": "a", "step": 1, "loss": 1.0},
+        {"event": "step", "loss": 1.0, "num_tokens": 3},
+    ],
+)
+def test_logs_of_groups_are_checked(tmp_path, event):
+    run = tmp_path / "groups" / "0-1"
+    run.mkdir(parents=True)
+    line = json.dumps({"round": 1, **event}) + "\n"
+    (run / "metrics.jsonl").write_text(2 * line)
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl holds a .* without its"):
+        list(_work(tmp_path))
 
 
 def test_links_lead_nothing_out_of_a_sweep(sweep, tmp_path):
