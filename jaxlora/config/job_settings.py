@@ -32,8 +32,9 @@ def axes_of(
     try:
         return _in_order(axes, kind)
     except graphlib.CycleError as error:
-        names = " and ".join(dict.fromkeys(axis.name for axis in error.args[1]))
-        text = f"{names} follow from each other. Remove a times or a when."
+        names = list(dict.fromkeys(axis.name for axis in error.args[1]))
+        how = " follow from each other" if names[1:] else " follows from itself"
+        text = f"{' and '.join(names)}{how}. Remove a times or a when."
         problems.append(make_problem(error.args[1][0].path, RULE, text))
         return []
 
@@ -45,14 +46,24 @@ def _axis(key: str, space: Space, kind: type[StrictModel]) -> Axis:
 
 
 def given_by(axis: Axis, kind: type[StrictModel]) -> dict[str, Path]:
-    """Returns the path of each setting that an axis gives, by our name."""
-    if not axis.name.startswith("_"):
-        return {axis.name: axis.path}
-    return {
-        our_name(key, kind)[0]: (*axis.path, number, key)
-        for number, value in enumerate(axis.space.values or ())
-        for key in value
-    }
+    """Returns the path of each setting that an axis gives, by our name.
+
+    Settings within `data` and the like are among them, if its values have these.
+    """
+    found: dict[str, Path] = {}
+    values: Any = axis.space.values or (None,)
+    for number, value in enumerate(values):
+        is_group = axis.name.startswith("_")
+        given = value if is_group else {axis.name: value}
+        for key, inside in given.items():
+            name = our_name(key, kind)[0]
+            path = (*axis.path, number, key) if is_group else axis.path
+            found.setdefault(name, path)
+            part = None if "." in name else part_of(name, kind)
+            if part is not None and isinstance(inside, dict):
+                inner = part.known(inside)[0].values()
+                found |= {f"{name}.{one}": path for one in inner}
+    return found
 
 
 def given_twice(axes: Sequence[Axis], kind: type[StrictModel]) -> list[Problem]:
@@ -81,7 +92,12 @@ def _in_order(axes: Sequence[Axis], kind: type[StrictModel]) -> list[Axis]:
         for axis in axes
     ]
     graph = {
-        i: {places[name] for name in names if name in places}
+        i: {
+            places[n]
+            for name in names
+            for n in (name, name.partition(".")[0])
+            if n in places
+        }
         for i, names in enumerate(needs)
     }
     try:
@@ -219,7 +235,10 @@ def resolve_point(
         name = our_name(key, kind)[0]
         if name in settings:
             return settings[name]
-        return setting_of(template, name, kind)
+        # A setting may be within another one that is varied.
+        has_whole = name.partition(".")[0] in settings
+        whole = with_settings(template, settings, kind) if has_whole else template
+        return setting_of(whole, name, kind)
 
     for axis in sorted(axes, key=lambda a: a.order):
         if not all(_is_met(value_of(k), v) for k, v in axis.space.when.items()):
@@ -263,8 +282,11 @@ def setting_of(job: Mapping[str, Any], name: str, kind: type[StrictModel]) -> An
     part = part_of(head, kind)
     if isinstance(value, StrictModel):
         return getattr(value, inner)
-    if isinstance(value, dict) and inner in value:
-        return value[inner]
+    if isinstance(value, dict):
+        named = {key: key for key in value} if part is None else part.known(value)[0]
+        for key, ours_within in named.items():
+            if ours_within == inner:
+                return value[key]
     field = None if part is None else part.model_fields[inner]
     return None if field is None or field.is_required() else field.default
 

@@ -282,7 +282,7 @@ BIG = 10**400
             },
             "rank and steps follow from each other",
         ),
-        ({"rank": {"values": [2], "times": "lora_r"}}, "rank follow from each other"),
+        ({"rank": {"values": [2], "times": "lora_r"}}, "rank follows from itself"),
         (
             {
                 "rank": {"values": [2], "when": {"steps": 2}},
@@ -300,6 +300,14 @@ BIG = 10**400
         ({"rank": {"values": [BIG], "times": "lora_alpha"}}, "rank: must be a finite"),
         ({"rank": [BIG]}, "rank: must be less than or equal to"),
         ({"rank": [1e308]}, "rank: expected a smaller whole number"),
+        (
+            {"data": [{"path": "b", "max_samples": 7}], "data.limit": [5]},
+            "data.limit: sweep.parameters.data gives 'data.limit', too",
+        ),
+        (
+            {"_": [{"data": {"path": "b", "limit": 7}}], "data.max_samples": [5]},
+            "data.max_samples: sweep.parameters._ gives 'data.limit', too",
+        ),
         ({"data.limit.x": [1]}, "no part of data.limit can be varied"),
         ({"rank": {"values": [1], "times": "data.limit.x"}}, "no part of data.limit"),
         ({"rank": {"values": [1], "when": {"data.limit.x": 1}}}, "no part of"),
@@ -342,13 +350,22 @@ def test_products_and_conditions_see_what_they_follow_from():
         "rank": {"times": "batch_size", "values": [2, 3]},
         "batch_size": [8],
         "data.limit": [5],
-        "data": [{"path": "b", "max_samples": 7}],
+        "data": [{"path": "b"}],
+        "seed": {"times": "data.shuffle_buffer", "values": [2]},
     }
     for order in (list(parameters), list(reversed(parameters))):
         found = run({name: parameters[name] for name in order})
         wanted = [(16, 32, 0.0), (24, 48, 0.1)]
         assert settings(found, "rank", "lora_alpha", "dropout") == wanted
         assert {(job.data.path, job.data.limit) for job in found.jobs} == {("b", 5)}
+        assert {job.seed for job in found.jobs} == {2 * 8192}
+    found = run(
+        {
+            "warmup_steps": {"times": "data.limit", "values": [2]},
+            "data": [{"path": "b", "limit": 7}, {"path": "c", "max_samples": 9}],
+        }
+    )
+    assert settings(found, "warmup_steps") == [(14,), (18,)]
 
 
 MANY = list(range(1, 1001))
