@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Union, cast, get_args, get_origin
 
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -18,6 +19,8 @@ Path = tuple[int | str, ...]
 RULE = "rule"
 UNKNOWN = "unknown"
 MAPPING = "mapping"
+# A setting at the beginning of an error.
+_NAMED = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")
 # Validators put settings that a user is to write between these, as in YAML.
 _QUOTED = re.compile(r"`([a-z_0-9]+): ([^`\s]+)`")
 _YAML_VALUES = {"true": "True", "false": "False", "null": "None"}
@@ -31,6 +34,7 @@ _YAML_TYPES = {
     "dict_type": "expected a mapping, such as {name: value}",
     "int_type": "expected a whole number, such as 8",
     "int_from_float": "expected a whole number, such as 8",
+    "int_parsing_size": "expected a smaller whole number",
     "float_type": "expected a number, such as 8 or 2e-4",
     "bool_type": "expected true or false",
     "number": _NUMBER,
@@ -57,12 +61,15 @@ class Problem:
         kind: Pydantic's name of the error, or a key of the tables above.
         text: The rule and the cure.
         given: The value; a list or mapping is not shown.
+        others: (kind, text) of the other forms that the setting may have, none of which
+            the value has either.
     """
 
     path: Path
     kind: str
     text: str
     given: Any
+    others: tuple[tuple[str, str], ...] = ()
 
     def renamed(self, keys: Mapping[str, str]) -> "Problem":
         """Returns the problem with the key that the user gave for the setting."""
@@ -72,23 +79,106 @@ class Problem:
         return dataclasses.replace(self, path=(keys.get(str(first), first), *rest))
 
 
-def problem_of(path: Path, error: JaxloraError) -> Problem:
-    """Returns an error as a problem of the setting that causes it."""
-    return Problem(path=path, kind="input", text=str(error), given=())
+def problem_of(
+    path: Path, error: JaxloraError, settings: Collection[str] = ()
+) -> Problem:
+    """Returns an error as a problem of the setting that causes it.
+
+    Args:
+        path: The setting that was being checked.
+        error: Its text may begin with the setting that it is about, as that may be
+            another one: `objective_args: ` while `objective` was being checked.
+        settings: Settings of the run, any of which may be wrong if its model is.
+    """
+    text = str(error)
+    found = _NAMED.match(text)
+    named = tuple(found[1].split(".")) if found else ("",)
+    where: Path = ()
+    if named[0] in path:
+        longer = *path[: path.index(named[0])], *named
+        where = max(path, longer, key=len)
+    elif path[-1:] and named[0] == f"{path[-1]}_args":
+        where = *path[:-1], *named
+    elif path == ("model",) and named[0] in settings:
+        where = named
+    if found and where:
+        path, text = where, text[found.end() :]
+    return Problem(path=path, kind="input", text=text, given=())
 
 
-def problems_of(found: pydantic.ValidationError) -> list[Problem]:
-    """Returns the problems that pydantic has collected."""
-    out = []
-    for item in found.errors(include_url=False):
-        parts = item["loc"]
-        path = tuple(p for p in parts if not str(p).startswith("function-"))
+def problems_of(
+    found: pydantic.ValidationError, kind: type[pydantic.BaseModel] | None = None
+) -> list[Problem]:
+    """Returns the problems that pydantic has collected, one for each value.
+
+    Args:
+        found: The error.
+        kind: The class that was to be made; None: paths hold no members of unions.
+    """
+    out: dict[Path, Problem] = {}
+    for number, item in enumerate(found.errors(include_url=False)):
+        path, is_of_union = tuple(item["loc"]), False
+        if kind is None:
+            path = tuple(p for p in path if not str(p).startswith("function-"))
+        if kind is not None and path and path[0] in kind.model_fields:
+            field = kind.model_fields[str(path[0])]
+            rest, is_of_union = _without_members(field.annotation, path[1:])
+            path = path[0], *rest
         text = item["msg"].removeprefix("Value error, ")
         text = re.sub("^Input should be", "must be", text)
-        out.append(
-            Problem(path=path, kind=item["type"], text=text, given=item["input"])
+        text = re.sub("^Exceeds the limit .*", "expected a smaller number", text)
+        others = item.get("ctx", {}).get("others", ())
+        one = Problem(
+            path=path, kind=item["type"], text=text, given=item["input"], others=others
         )
-    return out
+        if is_of_union and (first := out.get(path)) is not None:
+            more = *first.others, (one.kind, one.text)
+            out[path] = dataclasses.replace(first, others=more)
+        else:
+            out[path if is_of_union else (*path, "", number)] = one
+    # Where a list or a mapping has problems within it, it need be nothing else.
+    within = {p.path[:i] for p in out.values() for i in range(len(p.path))}
+    return [one for key, one in out.items() if key != one.path or key not in within]
+
+
+def _without_members(annotation: Any, path: Path) -> tuple[Path, bool]:
+    """Leaves out the names that pydantic gives to members of unions, such as `float`.
+
+    Args:
+        annotation: Type of a setting.
+        path: The rest of a path, behind the setting.
+
+    Returns:
+        The path, and whether it ends at a member of a union.
+    """
+    while hasattr(annotation, "__metadata__"):
+        annotation = get_args(annotation)[0]
+    inner = [one for one in get_args(annotation) if one is not type(None)]
+    if not path:
+        return (), False
+    if get_origin(annotation) in (Union, types.UnionType):
+        if len(inner) == 1:
+            return _without_members(inner[0], path)
+        if len(path) == 1:
+            return (), True
+        # The others have no parts that a path could lead to.
+        parted = next((i for i in inner if _has_parts(i, path[1])), None)
+        return _without_members(parted, path[1:])
+    if get_origin(annotation) in (tuple, list, dict) and inner:
+        if path[1:] == ("[key]",):
+            return path[:1], False
+        rest, is_of_union = _without_members(
+            inner[-1 if get_origin(annotation) is dict else 0], path[1:]
+        )
+        return (path[0], *rest), is_of_union
+    return path, False
+
+
+def _has_parts(annotation: Any, key: int | str) -> bool:
+    while hasattr(annotation, "__metadata__"):
+        annotation = get_args(annotation)[0]
+    kinds = (tuple, list) if isinstance(key, int) else (dict,)
+    return get_origin(annotation) in kinds
 
 
 def validation_error(
@@ -100,7 +190,9 @@ def validation_error(
         [
             InitErrorDetails(
                 # Braces in a format would be fields.
-                type=PydanticCustomError(cast(Any, p.kind), "{text}", {"text": p.text}),
+                type=PydanticCustomError(
+                    cast(Any, p.kind), "{text}", {"text": p.text, "others": p.others}
+                ),
                 loc=p.path,
                 input=p.given,
             )
@@ -124,7 +216,7 @@ class PythonWords:
         path = ""
         for part in problem.path:
             path += f"[{part}]" if isinstance(part, int) else f".{part}"
-        text = _type_text(problem, _PYTHON_TYPES) or _in_python(problem.text)
+        text = _text(problem, _PYTHON_TYPES, _in_python)
         return _join(self.what, path.lstrip("."), text, problem.given, repr)
 
 
@@ -144,7 +236,7 @@ class YamlWords:
 
     def line(self, problem: Problem) -> str:
         """Returns the place, the rule, the cure and the given value."""
-        text = _type_text(problem, _YAML_TYPES) or without_quotes(problem.text)
+        text = _text(problem, _YAML_TYPES, without_quotes)
         for end in range(len(problem.path), 0, -1):
             option = self.options.get(problem.path[:end])
             if option is not None:
@@ -160,9 +252,20 @@ class YamlWords:
 Words = PythonWords | YamlWords
 
 
+_MOST_LINES = 50
+
+
 def format_problems(problems: Iterable[Problem], words: Words) -> str:
-    """Writes one line for each problem."""
-    return "\n".join(dict.fromkeys(words.line(problem) for problem in problems))
+    """Writes one line for each of the first problems, and the number of the others."""
+    rest = iter(problems)
+    lines: dict[str, None] = {}
+    for problem in rest:
+        lines[words.line(problem)] = None
+        if len(lines) == _MOST_LINES:
+            break
+    num_left = sum(1 for _ in rest)
+    more = [f"and {num_left} more"] if num_left else []
+    return "\n".join([*lines, *more])
 
 
 def format_errors(found: pydantic.ValidationError, where: str) -> str:
@@ -181,7 +284,13 @@ def settings_error(problems: Iterable[Problem], words: Words) -> ConfigError:
 class Problems:
     """Collects errors about settings, so that a user sees all of them at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Collection[str] = ()) -> None:
+        """Makes the object; there are no problems.
+
+        Args:
+            settings: Settings of the run, any of which may be wrong if its model is.
+        """
+        self._settings = settings
         self._errors: list[tuple[Path, JaxloraError]] = []
 
     def add(self, path: Path, error: JaxloraError) -> None:
@@ -201,12 +310,22 @@ class Problems:
 
     def raise_all(self) -> None:
         """Raises what was collected; a single error keeps its type and message."""
-        problems = [problem_of(path, error) for path, error in self._errors]
+        problems = [problem_of(*one, self._settings) for one in self._errors]
         if len(problems) > 1:
             raise settings_error(problems, PythonWords("RunConfig"))
         for _, error in self._errors:
             error.problems = tuple(problems)
             raise error
+
+
+def _text(
+    problem: Problem, texts: Mapping[str, str], write: Callable[[str], str]
+) -> str:
+    """Describes what a value should have been, in each of the forms it may have."""
+    forms = [(problem.kind, problem.text), *problem.others]
+    each = [dataclasses.replace(problem, kind=k, text=t, others=()) for k, t in forms]
+    found = [_type_text(one, texts) or write(one.text) for one in each]
+    return "; or ".join(dict.fromkeys(found))
 
 
 def _type_text(problem: Problem, texts: Mapping[str, str]) -> str | None:

@@ -5,9 +5,10 @@ In this schema, `on` and `1:30` are strings, and `2e-4` is a number.
 In addition to the core schema, `<<` merges mappings, as in YAML 1.1.
 """
 
+import functools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -71,18 +72,26 @@ def parse_yaml(text: str, where: str, *, any_keys: bool = False) -> Any:
         ) from None
 
 
-def find_line(text: str, path: Sequence[int | str]) -> int | None:
+def line_finder(text: str) -> Callable[[Sequence[int | str]], int | None]:
+    """Returns a function that finds lines in a document that `parse_yaml` reads.
+
+    The document is parsed again when the function is called first.
+    """
+    compose = functools.cache(lambda: yaml.compose(text, Loader=_Composer))
+    return lambda path: _find_line(compose(), path)
+
+
+def _find_line(node: yaml.Node | None, path: Sequence[int | str]) -> int | None:
     """Returns the line of a value in a document, from 1.
 
     Args:
-        text: A document that `parse_yaml` reads.
+        node: The document.
         path: Keys and list indices that lead to the value. If it does not exist, the
             line is that of the innermost part of the path that does.
 
     Returns:
         The line; None if not even the first key exists.
     """
-    node = yaml.compose(text, Loader=_Composer)
     line = None
     for part in path:
         child, line_of_child = _child(node, part)

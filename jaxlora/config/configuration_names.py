@@ -32,6 +32,7 @@ class Namer:
 
     def __init__(self):
         self._taken: set[str] = set()
+        self._last: dict[str, int] = {}  # number that was added last, by name
 
     def reserve(self, name: str) -> None:
         """Notes a name that is taken."""
@@ -51,10 +52,11 @@ class Namer:
         parts = [_part(k, v) for k, v in settings.items() if k not in constant]
         whole = "-".join([part for part in (prefix, *parts) if part]) or "c1"
         whole = whole[:_LONGEST].rstrip(".-_")
-        found, number = whole, 1
+        found, number = whole, self._last.get(whole.lower(), 1)
         while found.lower() in self._taken:
             number += 1
             found = f"{whole}-{number}"
+        self._last[whole.lower()] = number
         self._taken.add(found.lower())
         return found
 
@@ -90,7 +92,10 @@ def number_text(value: int | float) -> str:
     """Returns a number as short as three significant digits allow, such as `3e-4`."""
     if isinstance(value, int) and abs(value) < 1e6:
         return str(value)
-    text = f"{value:.3g}"
+    try:
+        text = f"{value:.3g}"
+    except OverflowError:  # a whole number that no float is as large as
+        return "large"
     if value and (abs(value) < 1e-2 or "e" in text):
         digits, _, exponent = f"{value:.2e}".partition("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"

@@ -46,8 +46,7 @@ def _settings_are_of_one_or_several(data: Any) -> tuple[str, str] | None:
 
 
 def _data_sets_are_plain(data: Any) -> tuple[str, str] | None:
-    # Settings with other problems may hold a plain path here.
-    if any(getattr(one, "datasets", ()) for one in data.datasets):
+    if any(one.datasets for one in data.datasets):
         return "datasets", (
             "an item of datasets has a path, and no datasets of its own. Put all of "
             "them in one list."
@@ -102,7 +101,7 @@ def _only_shards_are_streamed(data: Any) -> tuple[str, str] | None:
 
 
 def _mixed_streams_have_no_end(data: Any) -> tuple[str, str] | None:
-    is_stream = [getattr(one, "is_stream", False) for one in data.datasets]
+    is_stream = [one.is_stream for one in data.datasets]
     if not any(is_stream):
         return None
     if not all(is_stream):
@@ -333,7 +332,7 @@ class DataConfig(StrictModel):
     def is_stream(self) -> bool:
         """Whether records are read while training, window by window."""
         if self.datasets:
-            return any(getattr(one, "is_stream", False) for one in self.datasets)
+            return any(one.is_stream for one in self.datasets)
         return self.streaming and self.limit is None
 
     @property

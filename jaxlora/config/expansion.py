@@ -6,6 +6,8 @@ more of them.
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +16,11 @@ import pydantic
 from jaxlora.config.configuration_names import Namer
 from jaxlora.config.job_settings import (
     axes_of,
-    axis_of,
     check_axis,
+    given_by,
+    given_twice,
     make_problem,
     part_of,
-    path_of,
     resolve_point,
     settings_key,
     types_of,
@@ -26,13 +28,16 @@ from jaxlora.config.job_settings import (
     with_settings,
 )
 from jaxlora.config.search import ONE_JOB, drawn_first, search_of, slots_of
-from jaxlora.config.space import Axis, Space, draw, grid
+from jaxlora.config.space import Axis, Space, draw, first_of, grid
 from jaxlora.config.strict import StrictModel
 from jaxlora.config.sweep_config import Sweep
 from jaxlora.problems import RULE, Path, Problem
 
-# Draws for each configuration that is wanted, until a small space counts as exhausted.
-_DRAWS = 50
+# Configurations that a run may have, with those that a search is still to suggest.
+MOST_CONFIGURATIONS = 100_000
+# Draws without a new configuration, for each one that was found, or of the first ones
+# that are wanted, until a small space counts as exhausted.
+_DRAWS, _FIRST = 50, 400
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,8 @@ class Origin:
 
     Attributes:
         template: Index of the job that it is made from.
-        varied: Path of each setting that a sweep has given it, by our name.
+        varied: Path of each setting that a sweep has given it, by our name, such as
+            `rank` or `data.limit`.
     """
 
     template: int
@@ -87,11 +93,21 @@ def expand_run(values: Mapping[str, Any], kind: type[StrictModel]) -> Expansion:
     swept = [] if sweep is None else axes_of(sweep.parameters, kind, problems)
     drawn = Sweep() if sweep is None else drawn_first(sweep, values)
     expander = _Expander(kind, drawn, swept)
+    if sweep is not None and sweep.is_random:
+        expander.num_drawn = sweep.count or 0
+    is_broken = bool(problems) or (sweep is None and values.get("sweep") is not None)
     for number, job in enumerate(jobs):
+        if is_broken and isinstance(job, dict):
+            job = {"name": f"c{number + 1}", **job}  # the sweep would have named it
         expander.add(number, job)
     out = {**values, "jobs": expander.jobs}
+    problems += expander.problems
     searches = sweep is not None and sweep.method == "optuna" and bool(swept)
-    if searches and not (len(jobs) == 1 and len(expander.points) == len(out["jobs"])):
+    if (
+        searches
+        and not problems
+        and not (len(jobs) == 1 and len(expander.points) == len(out["jobs"]))
+    ):
         problems.append(make_problem(("sweep", "method"), RULE, ONE_JOB))
     if sweep is not None and not problems:
         over = {"parameters": {}, "method": None, "count": None, "initial": None}
@@ -117,9 +133,13 @@ def _read_sweep(
     except pydantic.ValidationError:
         # The checks that follow report it; the names of settings are looked at here.
         parameters = given.get("parameters") if isinstance(given, dict) else None
-        for key in parameters if isinstance(parameters, dict) else ():
-            if not str(key).startswith("_"):
-                problems += check_axis(key, Space(values=(1,)), kind, path_of(key))
+        for name, one in parameters.items() if isinstance(parameters, dict) else ():
+            key = str(name)
+            try:
+                space = Space.model_validate(one)
+            except pydantic.ValidationError:
+                space = Space(values=({},) if key.startswith("_") else (1,))
+            problems += check_axis(key, space, kind)
         return None
 
 
@@ -134,6 +154,8 @@ class _Expander:
         points: The place on each axis of those that were drawn, by name.
         origins: The origin of each.
         notes: Lines that say what was made.
+        problems: Values that cannot be combined.
+        num_drawn: Number of configurations of a search, for each job.
     """
 
     def __init__(self, kind: type[StrictModel], sweep: Sweep, swept: Sequence[Axis]):
@@ -143,6 +165,8 @@ class _Expander:
         self.notes: list[str] = []
         self._kind, self._sweep, self._swept = kind, sweep, swept
         self._namer = Namer()
+        self.problems: list[Problem] = []
+        self.num_drawn, self._num = 0, 0.0
 
     def add(self, number: int, job: Any) -> None:
         """Adds the configurations of a job of the run file, or the job itself."""
@@ -154,7 +178,10 @@ class _Expander:
         listed = self._listed(number, template)
         if not (listed or self._swept):
             return self._keep(number, job)
+        listed = self._few(listed)
         axes = [*listed, *self._swept]
+        self.problems += given_twice(axes, self._kind) if listed else ()
+        places = {n: axis.path for axis in axes for n in given_by(axis, self._kind)}
         for settings, point in self._distinct(template, listed):
             name = template.get("name", "")
             if isinstance(name, str):
@@ -163,9 +190,33 @@ class _Expander:
             self.jobs.append(made)
             if point is not None:
                 self.points[str(made["name"])] = point
-            varied = {s.partition(".")[0]: axis_of(s, axes).path for s in settings}
+            varied = {n: places[n] for n in settings}
             self.origins.append(Origin(template=number, varied=varied))
         return None
+
+    def _few(self, listed: list[Axis]) -> list[Axis]:
+        """Counts configurations before they are made; of too many, the first are made.
+
+        Returns:
+            The axes of the lists in a job.
+        """
+        drawn = self._swept and self.num_drawn
+        own = math.prod(axis.num_points for axis in listed)
+        swept = math.prod(axis.num_points for axis in self._swept)
+        self._num += own * (self.num_drawn if drawn else swept)
+        if self._num <= MOST_CONFIGURATIONS:
+            return listed
+        if not self.problems:
+            path = ("sweep", "count") if drawn else (self._swept or listed)[0].path[:2]
+            fewer = "Give fewer values, or set `method: random` and count to draw some."
+            cure = "Lower it." if drawn else fewer
+            text = (
+                f"there would be {self._num:,.0f} configurations, and a run has at "
+                f"most {MOST_CONFIGURATIONS:,}. {cure}"
+            )
+            self.problems.append(make_problem(path, RULE, text))
+        self._swept, self._sweep = list(map(first_of, self._swept)), Sweep()
+        return list(map(first_of, listed))
 
     def _keep(self, number: int, job: Any) -> None:
         self.jobs.append(job)
@@ -215,13 +266,16 @@ class _Expander:
         num_equal = 0
         for row in grid(listed):
             own = with_settings(template, row, self._kind)
-            wanted = len(found) + (self._sweep.count or 0)
+            count = self._sweep.count or 0
+            wanted, num_missed = len(found) + count, 0
             for point, places in self._points():
-                if self._sweep.is_random and len(found) == wanted:
+                most = _DRAWS * max(len(found), min(count, _FIRST))
+                if places and (len(found) == wanted or num_missed == most):
                     break
                 settings = row | resolve_point(point, self._swept, own, self._kind)
                 key = settings_key(with_settings(template, settings, self._kind))
                 num_equal += key in found
+                num_missed = num_missed + 1 if key in found else 0
                 found.setdefault(key, (settings, places))
             if self._sweep.is_random and self._swept and len(found) < wanted:
                 self.notes.append(
@@ -237,6 +291,6 @@ class _Expander:
         if not self._sweep.is_random or not self._swept:
             yield from ((point, None) for point in grid(self._swept))
             return
-        for i in range(_DRAWS * (self._sweep.count or 0)):
+        for i in itertools.count():
             places = {a.name: draw(a, self._sweep.seed, i) for a in self._swept}
             yield values_at(self._swept, places), places

@@ -1,6 +1,9 @@
 """Settings of a job by name: which there are, their values, and those of a sweep."""
 
+import dataclasses
+import graphlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
@@ -21,27 +24,94 @@ def axes_of(
     """Returns the axes of a space, and adds its problems."""
     axes = []
     for key, space in parameters.items():
-        path = path_of(key)
-        found = check_axis(key, space, kind, path)
-        if found:
-            problems += found
-            continue
-        name = key if key.startswith("_") else our_name(key, kind)[0]
-        is_whole = not key.startswith("_") and is_integer(field_of(name, kind))
-        axes.append(Axis(name=name, path=path, space=space, is_integer=is_whole))
+        found = check_axis(key, space, kind)
+        if not found:
+            axes.append(_axis(key, space, kind))
+        problems += found
+    problems += given_twice(axes, kind)
+    try:
+        return _in_order(axes, kind)
+    except graphlib.CycleError as error:
+        names = list(dict.fromkeys(axis.name for axis in error.args[1]))
+        how = " follow from each other" if names[1:] else " follows from itself"
+        text = f"{' and '.join(names)}{how}. Remove a times or a when."
+        problems.append(make_problem(error.args[1][0].path, RULE, text))
+        return []
+
+
+def _axis(key: str, space: Space, kind: type[StrictModel]) -> Axis:
+    name = key if key.startswith("_") else our_name(key, kind)[0]
+    is_whole = not key.startswith("_") and is_integer(field_of(name, kind))
+    return Axis(name=name, path=path_of(key), space=space, is_integer=is_whole)
+
+
+def given_by(axis: Axis, kind: type[StrictModel]) -> dict[str, Path]:
+    """Returns the path of each setting that an axis gives, by our name.
+
+    Settings within `data` and the like are among them, if its values have these.
+    """
+    found: dict[str, Path] = {}
+    values: Any = axis.space.values or (None,)
+    for number, value in enumerate(values):
+        is_group = axis.name.startswith("_")
+        given = value if is_group else {axis.name: value}
+        for key, inside in given.items():
+            name = our_name(key, kind)[0]
+            path = (*axis.path, number, key) if is_group else axis.path
+            found.setdefault(name, path)
+            part = None if "." in name else part_of(name, kind)
+            if part is not None and isinstance(inside, dict):
+                inner = part.known(inside)[0].values()
+                found |= {f"{name}.{one}": path for one in inner}
+    return found
+
+
+def given_twice(axes: Sequence[Axis], kind: type[StrictModel]) -> list[Problem]:
+    """Returns a problem for each setting that two of the axes give."""
+    found: list[Problem] = []
     seen: dict[str, Axis] = {}
     for axis in axes:
-        other = seen.setdefault(axis.name, axis)
-        if other is not axis:
-            text = f"{other.path[-1]!r} and {axis.path[-1]!r} are two names of one."
-            problems.append(make_problem(axis.path, RULE, text + " Keep one."))
-    return axes
+        for name, path in given_by(axis, kind).items():
+            other = seen.setdefault(name, axis)
+            if other is not axis:
+                where = ".".join(map(str, other.path))
+                text = f"{where} gives {name!r}, too. Keep one of them."
+                found.append(make_problem(path, RULE, text))
+    return found
 
 
-def check_axis(
-    key: str, space: Space, kind: type[StrictModel], path: Path
-) -> list[Problem]:
-    found = []
+def _in_order(axes: Sequence[Axis], kind: type[StrictModel]) -> list[Axis]:
+    """Returns axes that know the order in which their values are looked up.
+
+    Raises:
+        CycleError: There is none.
+    """
+    places = {n: i for i, axis in enumerate(axes) for n in given_by(axis, kind)}
+    needs = [
+        {our_name(key, kind)[0] for key in (axis.space.times, *axis.space.when) if key}
+        for axis in axes
+    ]
+    graph = {
+        i: {
+            places[n]
+            for name in names
+            for n in (name, name.partition(".")[0])
+            if n in places
+        }
+        for i, names in enumerate(needs)
+    }
+    try:
+        order = list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        raise graphlib.CycleError("", [axes[i] for i in error.args[1]]) from None
+    return [
+        dataclasses.replace(axis, order=order.index(i)) for i, axis in enumerate(axes)
+    ]
+
+
+def check_axis(key: str, space: Space, kind: type[StrictModel]) -> list[Problem]:
+    """Returns the problems of one parameter of a sweep."""
+    found, path = [], path_of(key)
     names: list[tuple[Path, str]] = [] if key.startswith("_") else [(path, key)]
     if key.startswith("_"):
         for number, value in enumerate(space.values or ()):
@@ -51,15 +121,37 @@ def check_axis(
                 found.append(make_problem(where, "dict_type", text, value))
                 continue
             names += [((*where, name), name) for name in value]
+            found += _two_names(where, value, kind)
         if space.values is None:
             text = "settings that belong together have a list of values."
             found.append(make_problem(path, RULE, text))
     names += [((*path, "when", name), name) for name in space.when]
+    found += _two_names((*path, "when"), space.when, kind)
     if space.times is not None:
         names.append(((*path, "times"), space.times))
     for where, name in names:
-        if reason := our_name(name, kind)[1]:
+        ours, reason = our_name(name, kind)
+        if reason:
             found.append(make_problem(where, UNKNOWN, reason, ()))
+        elif where[-1] == "times" and where == (*path, "times"):
+            field = field_of(ours, kind)
+            if field is not None and not types_of(field.annotation) & {int, float}:
+                text = f"{name} is no number, by which a value could be multiplied."
+                found.append(make_problem(where, RULE, text, name))
+    if not found and (reason := _axis(key, space, kind).problem()):
+        found.append(make_problem(path, RULE, reason))
+    return found
+
+
+def _two_names(
+    where: Path, values: Mapping[str, Any], kind: type[StrictModel]
+) -> list[Problem]:
+    found, seen = [], dict[str, str]()
+    for key in values:
+        name = our_name(key, kind)[0]
+        if name and (other := seen.setdefault(name, key)) != key:
+            text = f"{other!r} and {key!r} are two names of {name!r}. Keep one."
+            found.append(make_problem((*where, key), RULE, text))
     return found
 
 
@@ -84,6 +176,8 @@ def our_name(key: str, kind: type[StrictModel]) -> tuple[str, str]:
         inner, refused = part.known({rest[0]: 1})
         if refused:
             return "", refused[rest[0]]
+        if len(rest) > 1:
+            return "", f"no part of {head}.{rest[0]} can be varied. Vary it as a whole."
         rest[0] = inner[rest[0]]
     return ".".join([ours[head], *rest]), ""
 
@@ -141,12 +235,12 @@ def resolve_point(
         name = our_name(key, kind)[0]
         if name in settings:
             return settings[name]
-        return setting_of(template, name, kind)
+        # A setting may be within another one that is varied.
+        has_whole = name.partition(".")[0] in settings
+        whole = with_settings(template, settings, kind) if has_whole else template
+        return setting_of(whole, name, kind)
 
-    # Products come last, as they may be of a setting that has a condition.
-    for axis in sorted(
-        axes, key=lambda a: (a.space.times is not None, bool(a.space.when))
-    ):
+    for axis in sorted(axes, key=lambda a: a.order):
         if not all(_is_met(value_of(k), v) for k, v in axis.space.when.items()):
             continue
         value = point[axis.name]
@@ -166,13 +260,11 @@ def _product(value: Any, factor: Any, is_integer: bool) -> Any:
     for number in (value, factor):
         if isinstance(number, bool) or not isinstance(number, int | float):
             return number
-    return round(value * factor) if is_integer else value * factor
-
-
-def axis_of(setting: str, axes: Sequence[Axis]) -> Axis:
-    """Returns the axis that gives a setting, by itself or with others."""
-    own = [axis for axis in axes if axis.name == setting]
-    return (own or [axis for axis in axes if axis.name.startswith("_")])[0]
+    try:
+        product = value * factor
+        return round(product) if is_integer and math.isfinite(product) else product
+    except OverflowError:  # of a whole number that no float is as large as
+        return math.inf
 
 
 def _is_met(value: Any, wanted: Any) -> bool:
@@ -190,9 +282,13 @@ def setting_of(job: Mapping[str, Any], name: str, kind: type[StrictModel]) -> An
     part = part_of(head, kind)
     if isinstance(value, StrictModel):
         return getattr(value, inner)
-    if isinstance(value, dict) and inner in value:
-        return value[inner]
-    return None if part is None else part.model_fields[inner].default
+    if isinstance(value, dict):
+        named = {key: key for key in value} if part is None else part.known(value)[0]
+        for key, ours_within in named.items():
+            if ours_within == inner:
+                return value[key]
+    field = None if part is None else part.model_fields[inner]
+    return None if field is None or field.is_required() else field.default
 
 
 def with_settings(
@@ -202,7 +298,8 @@ def with_settings(
     heads = {name.partition(".")[0] for name in settings}
     ours, _ = kind.known(job)
     out = {key: v for key, v in job.items() if ours.get(key) not in heads}
-    for name, value in settings.items():
+    # A part of a setting comes behind the whole.
+    for name, value in sorted(settings.items(), key=lambda item: "." in item[0]):
         head, _, inner = name.partition(".")
         if not inner:
             out[head] = value
@@ -210,11 +307,19 @@ def with_settings(
         before = out.get(head, setting_of(job, head, kind))
         if isinstance(before, StrictModel):
             before = {n: getattr(before, n) for n in before.model_fields_set}
-        out[head] = (before if isinstance(before, dict) else {}) | {inner: value}
+        before = before if isinstance(before, dict) else {}
+        if (part := part_of(head, kind)) is not None:
+            names, _ = part.known(before)
+            before = {k: v for k, v in before.items() if names.get(k) != inner}
+        out[head] = before | {inner: value}
     return out
 
 
 def settings_key(job: Mapping[str, Any]) -> str:
     """Returns a text that two jobs share if their settings are equal."""
     plain = {key: value for key, value in job.items() if key != "name"}
-    return json.dumps(plain, sort_keys=True, default=repr)
+    try:
+        return json.dumps(plain, sort_keys=True, default=repr)
+    except (ValueError, TypeError):
+        # Keys of several types, or thousands of digits, which the checks refuse.
+        return object.__repr__(job)

@@ -58,7 +58,7 @@ def _starts_in_one_way(job: Any) -> tuple[str, str] | None:
 
 
 def _held_out_sets_are_whole(job: Any) -> tuple[str, str] | None:
-    if getattr(job.eval_data, "mix", "concat") != "concat":
+    if job.eval_data is not None and job.eval_data.mix != "concat":
         return "eval_data", (
             "held-out data sets are evaluated whole, one after the other. Leave mix "
             "and probabilities out of eval_data."
@@ -67,7 +67,7 @@ def _held_out_sets_are_whole(job: Any) -> tuple[str, str] | None:
 
 
 def _held_out_records_end(job: Any) -> tuple[str, str] | None:
-    if getattr(job.eval_data, "is_stream", False):
+    if job.eval_data is not None and job.eval_data.is_stream:
         return "eval_data", (
             "held-out records are read before training: set limit, the number of first "
             "records that are streamed, beside streaming in eval_data."
@@ -76,8 +76,7 @@ def _held_out_records_end(job: Any) -> tuple[str, str] | None:
 
 
 def _streams_need_no_totals(job: Any) -> tuple[str, str] | None:
-    data = job.data
-    if not getattr(data, "is_stream", False):
+    if not job.data.is_stream:
         return None
     if job.steps is None:
         return "steps", (
@@ -95,9 +94,7 @@ def _streams_need_no_totals(job: Any) -> tuple[str, str] | None:
             "data are streamed, so too_long=error would end the run at any time. Set "
             "truncate or drop."
         )
-    # Settings with other problems may hold a plain path here.
-    sets = data.datasets or (data,)
-    if any(getattr(one, "bad_records", None) == "error" for one in sets):
+    if any(one.bad_records == "error" for one in job.data.sets):
         return "data", (
             "data are streamed, so a record that cannot be used would end the run at "
             "any time. Set `bad_records: drop` in data (or in each item of datasets), "
@@ -275,8 +272,8 @@ def _samples_have_the_template(run: Any) -> tuple[str, str] | None:
         return None
     for job in run.jobs:
         for one in job.data.sets:
-            has_other = getattr(one, "chat_template", None) is not None
-            if not has_other and not getattr(one, "chat_template_kwargs", None):
+            has_other = one.chat_template is not None
+            if not has_other and not one.chat_template_kwargs:
                 continue
             what = "another one" if has_other else "chat_template_kwargs"
             return "samples", (

@@ -168,7 +168,7 @@ class RunConfig(BaseSettings):
     @pydantic.model_validator(mode="wrap")
     @classmethod
     def _sweep_is_expanded(cls, values: Any, check: Any) -> Any:
-        if not isinstance(values, dict):
+        if cls.is_part or not isinstance(values, dict):
             return check(values)
         expansion, made = expand_run(values, LoraJob), None
         problems = list(expansion.problems)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pydantic
 
-from jaxlora.common.yaml_file import find_line, parse_yaml
+from jaxlora.common.yaml_file import line_finder, parse_yaml
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.expansion import Origin, expand_run
 from jaxlora.config.overrides import Override, override
@@ -138,10 +138,10 @@ class RunFile:
         }
         named |= {one.path: one.text for one in self.overrides}
 
+        find_line = line_finder(self.text)
+
         def line(path: Path) -> int | None:
-            return (
-                None if path[:1] and path[0] in settings else find_line(self.text, path)
-            )
+            return None if path[:1] and path[0] in settings else find_line(path)
 
         return YamlWords(str(self.path), line, named)
 
@@ -160,7 +160,7 @@ def load_job(path: str | pathlib.Path) -> LoraJob:
     try:
         return LoraJob.model_validate(values)
     except pydantic.ValidationError as error:
-        words = YamlWords(str(path), lambda place: find_line(text, place))
+        words = YamlWords(str(path), line_finder(text))
         raise settings_error(problems_of(error), words) from None
 
 
@@ -210,17 +210,18 @@ def run_config(
         Problem(path=("defaults", key), kind=UNKNOWN, text=text, given=defaults[key])
         for key, text in refused.items()
     ]
-    places = _Places.of(values)
-    config = None
+    found: list[Problem] = []
     try:
         config = RunConfig.model_validate(_with_defaults(values))
+        if not problems:
+            return config
     except pydantic.ValidationError as error:
-        problems += [places.find(problem) for problem in problems_of(error)]
-    if problems or config is None:
-        if find_missing is not None:
-            problems += _missing(find_missing, values, places)
-        raise settings_error(_first_of_swept(problems), words)
-    return config
+        found = problems_of(error)
+    places = _Places.of(values)
+    problems += map(places.find, found)
+    if find_missing is not None:
+        problems += _missing(find_missing, values, places)
+    raise settings_error(_first_of_swept(problems), words)
 
 
 def _first_of_swept(problems: list[Problem]) -> list[Problem]:
@@ -302,8 +303,11 @@ class _Places:
                 return problem
         if number < len(self.origins):
             origin = self.origins[number]
-            if path := origin.varied.get(str(setting)):
-                return dataclasses.replace(problem, path=(*path, *rest))
+            parts = setting, *rest
+            for end in (2, 1):
+                if path := origin.varied.get(".".join(map(str, parts[:end]))):
+                    path = *path, *parts[end:]
+                    return dataclasses.replace(problem, path=path)
             number = origin.template
             path = "jobs", number, setting, *rest
             problem = dataclasses.replace(problem, path=path)

@@ -6,6 +6,7 @@ from typing import Any
 from jaxlora.config.configuration_names import Namer
 from jaxlora.config.job_settings import (
     axes_of,
+    our_name,
     resolve_point,
     setting_of,
     settings_key,
@@ -87,11 +88,16 @@ def slots_of(
             continue
         found = [setting_of(job, name, kind) for job in jobs]
         for axis in axes:
-            listed = axis.space.values or ()
             if axis.name == name and axis.space.times is None:
-                found += listed or [axis.space.max]
+                found += axis.space.values or [axis.range[1]]
             elif axis.name.startswith("_"):
-                found += [value[name] for value in listed if name in value]
+                mappings: Any = axis.space.values or ()
+                found += [
+                    v
+                    for one in mappings
+                    for k, v in one.items()
+                    if our_name(k, kind)[0] == name
+                ]
         most = max((n for n in found if isinstance(n, int | float)), default=0)
         out[setting] = most > 0 if name == "dropout" else most
     return out

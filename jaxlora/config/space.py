@@ -4,10 +4,12 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from jaxlora.config.aliases import OtherNames
 from jaxlora.config.strict import (
@@ -27,12 +29,24 @@ Distribution = Literal[
     "log_uniform_values",
     "q_log_uniform_values",
 ]
-_Bound = Annotated[int | float, Number]
+
+
+def _check_bound(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PydanticCustomError("float_type", "expected a number")
+    if abs(value) > _LARGEST:
+        raise ValueError(f"the bounds of a range are within {_LARGEST:g} of 0.")
+    return value
+
+
+_Bound = Annotated[int | float, BeforeValidator(_check_bound)]
 _EXPONENTS = (
     "In W&B, the bounds of log_uniform are exponents of e. Write "
     "`distribution: log_uniform_values`, whose min and max are values."
 )
 _DIGITS = 3  # significant ones, of values from a range
+_LARGEST = 1e300  # of a bound; the difference of two bounds is a number, too
+_MOST_STEPS = 2.0**53  # of q within a range, which differ as floats
 
 
 def _has_one_form(space: Any) -> tuple[str, str] | None:
@@ -73,14 +87,18 @@ def _range_is_one(space: Any) -> tuple[str, str] | None:
             "range. Leave distribution out."
         )
     q = space.q
-    if q is not None and math.floor(space.max / q) < math.ceil(space.min / q):
-        return "q", f"there is no multiple of q={space.q} from min to max."
+    if q is None:
+        return None
+    if max(abs(space.min), abs(space.max)) / q > _MOST_STEPS:
+        return "q", f"q={q} is too small to tell its multiples up to max apart."
+    if len(_multiples(space.min, space.max, q)) == 0:
+        return "q", f"there is no multiple of q={q} from min to max."
     return None
 
 
 def _probabilities_fit(space: Any) -> tuple[str, str] | None:
     given = space.probabilities
-    if given is None:
+    if given is None or not (given or space.values):
         return None
     if space.values is None or len(given) != len(space.values):
         return "probabilities", "give one probability for each of the values."
@@ -160,6 +178,17 @@ class Space(StrictModel):
         return has_points or self.distribution == "int_uniform"
 
 
+def _multiples(low: float, high: float, q: float) -> range:
+    """Returns the whole numbers whose products with q are in a range."""
+    first, last = low / q, high / q
+    # A quotient such as 0.3 / 0.1 is not exact.
+    is_near = lambda x: abs(x - round(x)) <= 1e-9 * abs(x)
+    return range(
+        round(first) if is_near(first) else math.ceil(first),
+        (round(last) if is_near(last) else math.floor(last)) + 1,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
     """A setting that is varied.
@@ -169,12 +198,55 @@ class Axis:
         path: Path in the run file.
         space: The values.
         is_integer: Whether the setting is a whole number.
+        order: Its place in an order in which each axis comes behind those of the
+            settings that it is multiplied by, or has conditions on.
     """
 
     name: str
     path: Path
     space: Space
     is_integer: bool
+    order: int = 0
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether values of its range are whole numbers; a factor need not be one."""
+        is_whole = self.is_integer and self.space.times is None
+        return is_whole or self.space.distribution == "int_uniform"
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and the highest value of its range."""
+        low, high = self.space.min, self.space.max
+        assert low is not None and high is not None
+        return (math.ceil(low), math.floor(high)) if self.has_integers else (low, high)
+
+    @property
+    def num_points(self) -> float:
+        """Number of its values in a grid, at most; infinite for a range without one."""
+        space = self.space
+        if space.values is not None:
+            return len(space.values)
+        low, high = self.range
+        if space.num is not None:
+            return space.num
+        if space.q is not None:
+            return len(_multiples(low, high, space.q))
+        return high - low + 1 if space.distribution == "int_uniform" else math.inf
+
+    def problem(self) -> str | None:
+        """Returns why there is no value in its range; None if there is one."""
+        if self.space.values is not None:
+            return None
+        low, high = self.range
+        if low > high:
+            return "there is no whole number from min to max."
+        q = self.space.q
+        if q is not None and self.has_integers and q != int(q):
+            return f"q={q} is not a whole number, and the values are."
+        if q is not None and not _multiples(low, high, q):
+            return f"there is no multiple of q={q} among the whole numbers there."
+        return None
 
 
 def grid(axes: Sequence[Axis]) -> Iterator[dict[str, Any]]:
@@ -189,15 +261,13 @@ def _grid_values(axis: Axis) -> list[Any]:
     space = axis.space
     if space.values is not None:
         return list(space.values)
-    assert space.min is not None and space.max is not None
+    low, high = axis.range
     if space.num is None and space.q is None:
-        return list(range(math.ceil(space.min), math.floor(space.max) + 1))
+        return list(range(int(low), int(high) + 1))
     if space.num is None:
         assert space.q is not None
-        # A quotient such as 0.3 / 0.1 is not exact.
-        first = math.ceil(round(space.min / space.q, 9))
-        last = math.floor(round(space.max / space.q, 9))
-        found = [_tidy(i * space.q, axis, 12) for i in range(first, last + 1)]
+        multiples = _multiples(low, high, space.q)
+        found = [_tidy(i * space.q, axis, 12) for i in multiples]
     else:
         shares = [i / max(1, space.num - 1) for i in range(space.num)]
         found = [_at(share, axis) for share in shares]
@@ -220,6 +290,26 @@ def draw(axis: Axis, seed: int, number: int) -> float:
     return len(space.values) - 1
 
 
+def first_of(axis: Axis) -> Axis:
+    """Returns an axis that has only the first value of another one."""
+    keep = {"times": axis.space.times, "when": axis.space.when}
+    space = Space(values=(value_at(axis, 0),), **keep)
+    return dataclasses.replace(axis, space=space)
+
+
+def is_place(places: Mapping[str, float], axes: Sequence[Axis]) -> bool:
+    """Whether there is a place on each of the axes, by name, as `draw` returns it."""
+    if places.keys() != {axis.name for axis in axes}:
+        return False
+    sizes = {a.name: len(a.space.values) for a in axes if a.space.values is not None}
+    return all(
+        0 <= place < sizes[name] and place == int(place)
+        if name in sizes
+        else 0 <= place <= 1
+        for name, place in places.items()
+    )
+
+
 def value_at(axis: Axis, place: float) -> Any:
     """Returns the value at a place on an axis, as `draw` returns it."""
     values = axis.space.values
@@ -228,27 +318,26 @@ def value_at(axis: Axis, place: float) -> Any:
 
 def _at(share: float, axis: Axis) -> int | float:
     """Returns the value at a share of a range, from 0 to 1."""
-    space = axis.space
-    assert space.min is not None and space.max is not None
-    low, high = space.min, space.max
-    is_integer = axis.is_integer or space.distribution == "int_uniform"
-    if is_integer and not space.is_log and space.q is None and space.num is None:
-        return min(math.floor(high), math.ceil(low) + int(share * (high - low + 1)))
+    space, (low, high) = axis.space, axis.range
+    if axis.has_integers and not space.is_log and space.q is None and space.num is None:
+        return min(int(high), int(low) + int(share * (high - low + 1)))
     if space.is_log:
-        value = math.exp(math.log(low) + share * math.log(high / low))
+        value = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
     else:
         value = low + share * (high - low)
     if space.q is not None:
-        value = _tidy(round(value / space.q) * space.q, axis, 12)
-    elif 0 < share < 1:
+        multiples = _multiples(low, high, space.q)
+        number = min(multiples[-1], max(multiples[0], round(value / space.q)))
+        return _tidy(number * space.q, axis, 12)
+    if 0 < share < 1:
         value = _tidy(value, axis, _DIGITS)
     else:
         value = low if share == 0 else high
-    return min(high, max(low, round(value) if is_integer else value))
+    return min(high, max(low, value))
 
 
 def _tidy(value: float, axis: Axis, digits: int) -> int | float:
     """Rounds a value to significant digits, as names and files show it."""
-    if axis.is_integer:
+    if axis.has_integers:
         return round(value)
     return float(f"{value:.{digits}g}")

@@ -5,6 +5,7 @@ cannot be given as true or as "8", and a boolean must be true or false.
 """
 
 import difflib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -69,6 +70,9 @@ Bool = Annotated[bool, BeforeValidator(_check_bool)]
 Int = Annotated[int, Field(ge=-_LARGEST_INT, le=_LARGEST_INT), Number]
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST_INT), Number]
+# Of one axis, or one kind of replicas or groups; more are a slip of the keyboard.
+MOST_DEVICES = 65_536
+Devices = Annotated[int, Field(gt=0, le=MOST_DEVICES), Number]
 Indices = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
@@ -83,12 +87,14 @@ class StrictModel(pydantic.BaseModel):
         belongs: For settings of other configurations, whose they are and where they go.
         rules: Rules between several settings.
         nested: Configurations in the settings that the rules look into.
+        is_part: Whether it holds the valid ones of settings that are not all valid.
     """
 
     aliases: ClassVar[OtherNames] = OtherNames(same={}, hints={})
     belongs: ClassVar[Mapping[str, str]] = {}
     rules: ClassVar[tuple[Rule, ...]] = ()
     nested: ClassVar[Mapping[str, type["StrictModel"]]] = {}
+    is_part: ClassVar[bool] = False
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
@@ -164,7 +170,7 @@ class StrictModel(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             problems += [
                 problem
-                for problem in problems_of(error)
+                for problem in problems_of(error, cls)
                 if problem.kind != "missing" or problem.path[0] not in hidden
             ]
         seen = made
@@ -185,50 +191,76 @@ class _UnknownError(Exception):
     """A rule reads a setting that has no valid value."""
 
 
-class _Partial:
-    """Settings some of which are invalid, and not to be read by rules.
+@functools.cache
+def _part_of(kind: type[StrictModel]) -> type[StrictModel]:
+    """Returns a class that takes a part of the settings of one, and has no rules."""
+    optional: dict[str, Any] = {
+        name: (kind.model_fields[name].annotation, Field(None, validate_default=False))
+        for name in _required(kind)
+    }
+    part = pydantic.create_model(kind.__name__, __base__=kind, **optional)
+    part.rules, part.is_part = (), True
+    return part
 
-    Valid ones have the values that the user gave.
+
+class _Partial:
+    """Settings some of which are invalid.
+
+    A rule that reads one of these is skipped: reading it raises `_UnknownError`. The
+    others have their checked values, so a rule never meets a value of a wrong type.
     """
 
     def __init__(
         self, kind: type[StrictModel], given: Mapping[str, Any], bad: Sequence[Path]
     ):
-        self._kind, self._given, self._bad = kind, given, bad
+        self._kind, self._given = kind, given
+        self._bad = _by_first(bad)
+        valid = {name: v for name, v in given.items() if name not in self._bad}
+        self._valid = _part_of(kind).model_validate(valid)
+        self._parts: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         field = self._kind.model_fields.get(name)
         if field is None:  # a property or a method
             return getattr(self._kind, name).__get__(self)
-        bad = [path[1:] for path in self._bad if path and path[0] == name]
-        if name not in self._given and not field.is_required() and not bad:
-            return field.default
-        if name not in self._given or () in bad:
-            raise _UnknownError(name)
-        value = self._given[name]
-        if name not in self._kind.nested:
-            if bad:
+        if name not in self._bad:
+            if field.is_required() and name not in self._given:
                 raise _UnknownError(name)
-            return value
+            return getattr(self._valid, name)
+        if name not in self._parts:
+            self._parts[name] = self._looked_into(name, self._bad[name])
+        return self._parts[name]
+
+    def _looked_into(self, name: str, bad: Sequence[Path]) -> Any:
+        """Returns a setting of which some parts are invalid, and others are not."""
+        value = self._given.get(name)
+        if name not in self._kind.nested or () in bad:
+            raise _UnknownError(name)
         if not isinstance(value, list | tuple):
             return self._part(name, value, bad)
-        return [
-            self._part(name, item, [path[1:] for path in bad if path[0] == i])
-            for i, item in enumerate(value)
-        ]
+        inner = _by_first(bad)
+        return [self._part(name, v, inner.get(i, [])) for i, v in enumerate(value)]
 
     def _part(self, name: str, value: Any, bad: Sequence[Path]) -> Any:
-        if () in bad:
-            raise _UnknownError(name)
-        if not isinstance(value, dict):
-            return value
         kind = self._kind.nested[name]
-        ours, _ = kind.known(value)
+        if isinstance(value, kind) and not bad:
+            return value
+        if () in bad or not isinstance(value, dict):
+            raise _UnknownError(name)
+        ours, refused = kind.known(value)
         # Paths have the keys that the user gave.
         paths = [(ours.get(str(path[0]), path[0]), *path[1:]) for path in bad]
-        hidden = [closest(str(path[0]), kind.model_fields) for path in paths]
+        hidden = [closest(str(key), kind.model_fields) for key in refused]
         given = {setting: value[key] for key, setting in ours.items()}
         return _Partial(kind, given, [*paths, *((name,) for name in hidden if name)])
+
+
+def _by_first(paths: Sequence[Path]) -> dict[int | str, list[Path]]:
+    """Returns the rests of paths, by their first parts."""
+    found: dict[int | str, list[Path]] = {}
+    for path in paths:
+        found.setdefault(path[0] if path else "", []).append(path[1:])
+    return found
 
 
 def _broken(
@@ -276,5 +308,10 @@ def unknown_key(key: str, known: Collection[str]) -> str:
 
 def closest(key: str, known: Collection[str]) -> str | None:
     """Returns the known key that one resembles; None if it resembles none."""
+    return _closest(key[:100], tuple(known))
+
+
+@functools.lru_cache(1000)  # many jobs may have the same mistake
+def _closest(key: str, known: tuple[str, ...]) -> str | None:
     near = difflib.get_close_matches(key, known, n=1)
     return near[0] if near else None

@@ -11,7 +11,9 @@ from jaxlora.config.aliases import OtherNames
 from jaxlora.config.rules import mesh_text
 from jaxlora.config.space import Space
 from jaxlora.config.strict import (
+    MOST_DEVICES,
     Bool,
+    Devices,
     Int,
     NonNegativeInt,
     Number,
@@ -300,7 +302,7 @@ class Sweep(StrictModel):
     keep_others: Bool = True
     merge_best: Bool = False
     search: Search | None = None
-    groups: PositiveInt | Literal["auto"] | tuple[str, ...] = 1
+    groups: Devices | Literal["auto"] | tuple[str, ...] = 1
     ray: str | None = None
 
     @property
@@ -340,7 +342,14 @@ class Sweep(StrictModel):
             return given
         if not given:
             raise ValueError(f"groups is empty. {_GROUPS}")
-        return tuple(_group_mesh(one) for one in given)
+        meshes = tuple(_group_mesh(one) for one in given)
+        num_devices = sum(MeshSizes.parse(mesh).num_devices for mesh in meshes)
+        if num_devices > MOST_DEVICES:
+            raise ValueError(
+                f"the groups have {num_devices:,} devices, and at most "
+                f"{MOST_DEVICES:,} can be divided. Give smaller groups."
+            )
+        return meshes
 
     @pydantic.field_validator("metric", mode="before")
     @classmethod

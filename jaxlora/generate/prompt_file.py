@@ -124,7 +124,8 @@ class _RecordFile:
 def _check(fields: Record, key: str, kind: type) -> Any:
     """Returns a field's value if it is absent or of a type."""
     value = fields.get(key)
-    if kind is int and isinstance(value, str) and value.isdecimal():
+    is_number = isinstance(value, str) and value.isdecimal() and len(value) < 20
+    if kind is int and is_number:
         return int(value)  # as a .csv file has it
     if value is not None and type(value) is not kind:
         kinds: dict[type, str] = {

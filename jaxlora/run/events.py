@@ -23,7 +23,7 @@ class JobInfo:
 
     Attributes:
         settings: Settings of the job.
-        rank: Largest LoRA rank of its modules.
+        rank: Largest LoRA rank of its modules, as the run file has it.
         num_modules: Number of modules that it adapts.
         num_steps: Optimizer steps in all.
         batch_tokens: Mean number of tokens of a global batch.

@@ -244,6 +244,14 @@ def check_writable(folder: pathlib.Path) -> None:
         )
 
 
+def is_own(folder: pathlib.Path, path: str) -> bool:
+    """Whether no link leads from a run's folder to a path in it, which may be missing.
+
+    What a run removes or moves is its own: a link may lead to another run.
+    """
+    return (folder / path).resolve() == folder.resolve() / path
+
+
 def clean_up(folder: pathlib.Path) -> None:
     """Removes incomplete files of a killed run; no other process may be writing."""
     for place in (folder, folder / ADAPTERS):

@@ -1,13 +1,8 @@
 """A comparison of replicas that is due, as a checkpoint holds it."""
 
 import dataclasses
-from typing import Annotated
 
-from pydantic import Field
-
-from jaxlora.run.saved_fields import STRICT, JobName, OneLine
-
-_Count = Annotated[int, Field(ge=0, lt=2**53)]
+from jaxlora.run.saved_fields import STRICT, Count, JobName, OneLine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +27,10 @@ class SavedReplan:
     deployment: OneLine
     jobs: list[JobName]
     held: list[JobName] | None = None
-    steps: dict[JobName, _Count] = dataclasses.field(default_factory=dict)
-    slots: dict[JobName, _Count] = dataclasses.field(default_factory=dict)
+    steps: dict[JobName, Count] = dataclasses.field(default_factory=dict)
+    slots: dict[JobName, Count] = dataclasses.field(default_factory=dict)
     why: str = ""
-    due: _Count = 0
+    due: Count = 0
 
     def __post_init__(self):
         """Checks that the jobs are the same ones; see `read_sealed`."""

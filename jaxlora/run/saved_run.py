@@ -224,10 +224,11 @@ def _is_replica(value: Any) -> bool:
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
     """Adds a checksum to JSON values, by which damage is detected."""
-    return {**values, "checksum": _checksum(values)}
+    return {**values, "checksum": checksum(values)}
 
 
-def _checksum(values: dict[str, Any]) -> str:
+def checksum(values: Any) -> str:
+    """Returns a checksum of JSON values, in which the order of keys counts."""
     text = json.dumps(values, allow_nan=False)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -250,8 +251,8 @@ def read_sealed[T](path: pathlib.Path, kind: type[T], *, version: int, cure: str
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__}, not an object")
-        found, checksum = values.get("format"), values.pop("checksum", None)
-        if found == version and checksum != _checksum(values):
+        found, seal = values.get("format"), values.pop("checksum", None)
+        if found == version and seal != checksum(values):
             raise ValueError("its checksum does not match its contents")
     except OSError as error:
         raise CheckpointError(

@@ -1,13 +1,8 @@
 """The decisions of a sweep, as a checkpoint holds them."""
 
 import dataclasses
-from typing import Annotated
 
-from pydantic import Field
-
-from jaxlora.run.saved_fields import STRICT, JobName
-
-_Count = Annotated[int, Field(ge=0, lt=2**53)]
+from jaxlora.run.saved_fields import STRICT, Count, JobName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +19,8 @@ class SavedSweep:
 
     __pydantic_config__ = STRICT
 
-    points: dict[JobName, list[tuple[_Count, float]]]
+    points: dict[JobName, list[tuple[Count, float]]]
     cutoffs: list[float]
     stops: dict[JobName, tuple[str, str]]
-    metrics: dict[JobName, list[tuple[_Count, float]]]
+    metrics: dict[JobName, list[tuple[Count, float]]]
     halving: dict[str, float] | None

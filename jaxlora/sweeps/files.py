@@ -13,7 +13,7 @@ from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.common.atomic import wrap_os_errors, write_text
 from jaxlora.common.console import literal, show
 from jaxlora.config.configuration_names import value_text
-from jaxlora.run.folder import MERGED, SWEEP_FILES
+from jaxlora.run.folder import ADAPTERS, MERGED, SWEEP_FILES, is_own
 from jaxlora.sweeps.page import write_page
 from jaxlora.sweeps.picture import draw_sweep
 from jaxlora.sweeps.ranking import SweepReport
@@ -40,20 +40,25 @@ def write_sweep(report: SweepReport, folder: pathlib.Path) -> None:
     write_page(report, f"Sweep in {folder}", folder / PAGE)
 
 
-def remove_others(report: SweepReport) -> None:
+def remove_others(report: SweepReport, run: pathlib.Path) -> None:
     """Removes the PEFT folders of the configurations that are not kept.
 
-    A folder that holds other files stays, with a warning.
+    A folder that holds other files, or to which a link leads, stays, with a warning.
+
+    Args:
+        report: The sweep.
+        run: Folder of the run.
 
     Raises:
         StorageError: A folder cannot be removed.
     """
     for trial in report.trials:
-        folder = trial.folder
+        name, folder = f"{ADAPTERS}/{trial.settings.name}", trial.folder
         if trial.settings.name in report.kept or folder is None or not folder.is_dir():
             continue
-        if folder.is_symlink() or not is_ours(folder):
-            logger.warning("%s holds other files, so it is kept", folder)
+        is_its = folder.resolve() == (run / name).resolve() and is_own(run, name)
+        if not (is_its and is_ours(folder)):
+            logger.warning("%s is a link or holds other files, so it is kept", folder)
             continue
         with wrap_os_errors(folder):
             shutil.rmtree(folder)

@@ -253,7 +253,7 @@ def _seconds(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     for event in events:
         if event["event"] == "step":
             tokens[event["job"]] += event["num_tokens"]
-        elif event["event"] == "window" and tokens:
+        elif event["event"] == "window" and tokens.total():
             whole = sum(tokens.values())
             for name, own in tokens.items():
                 total[name] += event["seconds"] * own / whole  # pyrefly: ignore

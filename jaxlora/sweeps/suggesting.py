@@ -7,9 +7,11 @@ from typing import Protocol, runtime_checkable
 import pydantic
 
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.job_settings import axes_of
 from jaxlora.config.search import SuggestedSettings
+from jaxlora.config.space import is_place
 from jaxlora.config.sweep_config import Metric, Search
-from jaxlora.errors import JaxloraError
+from jaxlora.errors import CheckpointError, JaxloraError
 from jaxlora.problems import format_errors
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.optuna_search import Tried, check_installed, suggestions
@@ -68,8 +70,21 @@ class Suggestions:
         return self._search is not None and len(self.points) < self._search.count
 
     def restore(self, suggested: dict[str, dict[str, float]]) -> None:
-        """Takes over what was suggested before; the drawn ones come first."""
-        drawn = {} if self._search is None else self._search.points
+        """Takes over what was suggested before; the drawn ones come first.
+
+        Raises:
+            CheckpointError: A place is not on the axes of the search.
+        """
+        search = self._search
+        axes = [] if search is None else axes_of(search.parameters, LoraJob, [])
+        for name, place in suggested.items():
+            if search is not None and not is_place(place, axes):
+                raise CheckpointError(
+                    f"{name} was suggested at {place}, which is no place among the "
+                    "parameters of the sweep. Restore these, or choose another "
+                    "output_dir."
+                )
+        drawn = {} if search is None else search.points
         self.points, self._is_exhausted = {**drawn, **suggested}, False
 
     def saved(self) -> dict[str, dict[str, float]]:

@@ -98,8 +98,13 @@ class JobState:
 
     @property
     def largest_rank(self) -> int:
-        """Largest rank of the job's modules."""
+        """Largest rank of the job's modules in its slot."""
         return max(weights.rank for weights in self.like.modules.values())
+
+    @property
+    def trained_rank(self) -> int:
+        """Largest rank of the job's modules that is trained, as the run file has it."""
+        return max(map(self.like.trained_rank, self.like.modules.values()))
 
     @property
     def has_begun(self) -> bool:
@@ -392,7 +397,7 @@ class JobState:
         """Describes the job as it enters a run."""
         return JobInfo(
             settings=self.settings,
-            rank=self.largest_rank,
+            rank=self.trained_rank,
             num_modules=len(self.like.modules),
             num_steps=self.num_steps,
             batch_tokens=self.batch_tokens,

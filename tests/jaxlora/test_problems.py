@@ -1,15 +1,17 @@
 """All problems of a run are reported at once, in the words of YAML or of Python."""
 
+import difflib
 import pathlib
 
 import pytest
+import yaml
 
 from jaxlora import DataConfig, LoraJob, RunConfig, Trainer
 from jaxlora.cli.main import main
 from jaxlora.config.aliases import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
-from jaxlora.config.run_file import load_run
+from jaxlora.config.run_file import load_run, run_config
 from jaxlora.errors import ConfigError, JaxloraError
-from jaxlora.problems import PythonWords, YamlWords
+from jaxlora.problems import PythonWords, YamlWords, problem_of
 from tests import tiny
 
 RUN_FILE = """\
@@ -191,3 +193,93 @@ def test_a_model_that_is_missing_names_those_that_are_here(here, monkeypatch):
             model_folder(missing)
         message = str(caught.value)
         assert message.endswith("this machine: models/converted, own/tiny.")
+
+
+def test_many_problems_are_counted_and_the_file_is_parsed_once(here, monkeypatch):
+    jobs = "".join(
+        f"  - {{name: j{i}, data: {{path: a}}, rank: 0}}\n" for i in range(300)
+    )
+    (here / "run.yaml").write_text(f"model: m\njobs:\n{jobs}")
+    parsed = []
+    compose = yaml.compose
+    count = lambda *a, **k: parsed.append(a) or compose(*a, **k)
+    monkeypatch.setattr(yaml, "compose", count)
+    looked = []
+    named = difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda *a, **k: looked.append(a) or named(*a, **k)
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_run("run.yaml")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 51 and lines[-1] == "and 250 more"
+    assert (
+        lines[49]
+        == "run.yaml, line 52: jobs.49.rank: must be greater than 0 (given: 0)"
+    )
+    assert len(caught.value.problems) == 300
+    assert len(parsed) == 2 and not looked
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"objective_args": {"beta": [1]}},
+            "objective_args.beta: expected a number, such as 8 or 2e-4; or expected "
+            "one text, not a list",
+        ),
+        (
+            {"trainable_token_indices": {"lm_head": [1, "x"]}},
+            "trainable_token_indices.lm_head.1: expected a number, without quotes, "
+            "such as 8 or 2e-4 (given: 'x')",
+        ),
+        (
+            {"optimizer_args": {"float": -1.0}},
+            "optimizer_args.float: expected true or false; or must be greater than or "
+            "equal to 0 (given: -1.0)",
+        ),
+        (
+            {"target_modules": 3},
+            "target_modules: expected text, or a list of texts, such as "
+            "[q_proj, v_proj] (given: 3)",
+        ),
+    ],
+)
+def test_paths_have_no_names_of_types(settings, line):
+    """A setting that has several forms has one problem, in its own place."""
+    job = {"name": "a", "data": {"path": "a"}} | settings
+    with pytest.raises(ConfigError) as caught:
+        run_config({"model": "m", "jobs": [job]})
+    assert str(caught.value) == f"run: jobs.0.{line}"
+
+
+@pytest.mark.parametrize("tokens", [{"layers_per_program": -1}, {"overlap_halves": 3}])
+def test_one_line_says_each_form_of_a_setting(tokens):
+    (name,) = tokens
+    values = {"model": "m", "jobs": [{"name": "a", "data": {"path": "a"}}], **tokens}
+    with pytest.raises(ConfigError, match=rf"run: {name}: .*; or must be 'auto'") as e:
+        run_config(values)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "line"),
+    [
+        (
+            ("jobs", 0, "objective"),
+            "objective_args: beta is 0",
+            "jobs.0.objective_args",
+        ),
+        (("report_to",), "report_to: beta is 0", "report_to"),
+        (("sweep",), "sweep.metric: beta is 0", "sweep.metric"),
+        (("sweep", "metric", "name"), "sweep.metric: beta is 0", "sweep.metric.name"),
+        (("model",), "mesh: beta is 0", "mesh"),
+        (("model",), "model: beta is 0", "model"),
+        (("model",), "tokenizer.json: beta is 0", "model: tokenizer.json"),
+        (("jobs", 0), "a.jsonl: beta is 0", "jobs.0: a.jsonl"),
+    ],
+)
+def test_an_error_names_its_setting_once(path, text, line):
+    problem = problem_of(path, ConfigError(text), RunConfig.model_fields)
+    assert YamlWords("f").line(problem) == f"f: {line}: beta is 0"

@@ -147,7 +147,7 @@ def run_status(driver: Driver) -> RunStatus:
         jobs.append(
             JobStatus(
                 name=found.name,
-                rank=found.settings["rank"] if facts is None else facts.rank,
+                rank=found.settings["rank"] if facts is None else facts.trained_rank,
                 num_steps=1 if facts is None else facts.num_steps,
                 batch_tokens=1.0 if facts is None else facts.batch_tokens,
                 progress=progress,

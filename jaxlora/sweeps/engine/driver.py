@@ -18,10 +18,10 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.fleet import ROUND_SECONDS, Fleet
 from jaxlora.sweeps.engine.journal import Journal
-from jaxlora.sweeps.engine.ledger import Ledger, Record
+from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.placement import Group, choose, free_slots, moves
 from jaxlora.sweeps.engine.pool import keep_adapter, remove_unused
-from jaxlora.sweeps.engine.state import Configuration, SweepState
+from jaxlora.sweeps.engine.state import Configuration, Record, SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
 from jaxlora.sweeps.suggesting import Suggestions
 
@@ -70,9 +70,7 @@ class Driver:
         self.state, self.groups, self._removed = state, groups, 0.0
         self._journal = Journal(state, ledger, workers)
         self._fleet = Fleet(folder, state, groups, workers, self._journal)
-        for record in ledger.records:
-            state.apply(record)
-        ledger.records.clear()
+        ledger.replay(state.apply)
         self._jobs: dict[str, LoraJob] = {}  # settings that were read, for the search
         if search is not None:
             search.restore(state.places)

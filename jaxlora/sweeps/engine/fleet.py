@@ -10,8 +10,7 @@ from jaxlora.errors import ProcessError
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.journal import Journal
 from jaxlora.sweeps.engine.placement import Group
-from jaxlora.sweeps.engine.pool import GROUPS
-from jaxlora.sweeps.engine.state import SweepState
+from jaxlora.sweeps.engine.state import GROUPS, SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
 
 logger = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class Fleet:
         return bool(self._state.queue()) or not self._state.starts.get(number)
 
     def _start(self, number: int, group: Group) -> None:
-        name = f"{GROUPS}/{number}-{self._state.starts.get(number, 0) + 1}"
+        name = self._state.next_folder(number)
         folder = self._folder / name
         self._journal.record("start", group=number, folder=name)
         self._journal.flush()  # so that the next driver knows of the folder

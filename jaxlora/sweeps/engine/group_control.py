@@ -383,6 +383,7 @@ def _facts(job: JobState) -> dict[str, Any]:
             name=job.name,
             num_steps=job.num_steps,
             rank=job.largest_rank,
+            trained_rank=job.trained_rank,
             num_modules=len(job.like.modules),
             batch_tokens=job.batch_tokens,
             is_evaluated=job.prepared.eval_data is not None,

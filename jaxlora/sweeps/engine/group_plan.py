@@ -13,6 +13,8 @@ from typing import Any
 
 from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError, ProcessError
+from jaxlora.run.saved_fields import Size
+from jaxlora.sharding.mesh_sizes import MeshSizes
 
 COMMAND = (sys.executable, "-m", "jaxlora.plan.sweep_process")
 
@@ -30,10 +32,14 @@ class GroupPlan:
     """
 
     mesh: str
-    num_slots: int
-    slot_rank: int
-    microbatch_tokens: int
+    num_slots: Size
+    slot_rank: Size
+    microbatch_tokens: Size
     names: tuple[str, ...]
+
+    def __post_init__(self):
+        """Checks the mesh."""
+        MeshSizes.parse(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,9 @@ So after a kill at any time, nothing that a worker was told is missing in the le
 
 from typing import Any
 
-from jaxlora.sweeps.engine.ledger import Ledger, Record
+from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.messages import ToWorker
-from jaxlora.sweeps.engine.state import SweepState
+from jaxlora.sweeps.engine.state import Record, SweepState
 from jaxlora.sweeps.engine.workers import Workers
 
 

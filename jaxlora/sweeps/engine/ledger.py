@@ -1,21 +1,24 @@
 """The ledger of a sweep over several groups: what has happened, in order of arrival.
 
 One process, the driver, appends to it. A record is a line of JSON, and takes effect
-elsewhere only when it is on the disk.
+elsewhere only when it is on the disk. Its checksum also covers that of the line before,
+so a line that was changed, added, moved or left out is noticed.
 """
 
 import json
 import os
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+
+import pydantic
 
 from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
-from jaxlora.common.json_file import open_regular_file
+from jaxlora.common.json_file import open_regular_file, parse_json
 from jaxlora.errors import CheckpointError
+from jaxlora.problems import format_errors
 from jaxlora.run.folder import SWEEP_LEDGER
-
-Record = dict[str, Any]
+from jaxlora.run.saved_run import checksum
+from jaxlora.sweeps.engine.state import Record, check_record
 
 
 class Ledger:
@@ -28,13 +31,13 @@ class Ledger:
             folder: Folder of the run; it is made if it does not exist.
 
         Raises:
-            CheckpointError: A record is damaged.
-            StorageError: It cannot be written.
+            CheckpointError: A record is damaged or was changed.
+            StorageError: It cannot be written, or is no regular file.
         """
         self._path = folder / SWEEP_LEDGER
         with wrap_os_errors(self._path):
             make_folder(folder)
-            self.records, num_bytes = _read(self._path)
+            self.records, num_bytes, self._seal = _read(self._path)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             self._file = os.open(self._path, flags, 0o666)
             os.ftruncate(self._file, num_bytes)
@@ -48,7 +51,10 @@ class Ledger:
         """
         if not records:
             return
-        lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+        lines, seal = b"", self._seal
+        for record in records:
+            seal = checksum([seal, record])
+            lines += json.dumps({**record, "checksum": seal}).encode() + b"\n"
         with wrap_os_errors(self._path):
             size = os.fstat(self._file).st_size
             try:
@@ -59,6 +65,23 @@ class Ledger:
             except OSError:
                 os.ftruncate(self._file, size)
                 raise
+        self._seal = seal
+
+    def replay(self, follow: Callable[[Record], None]) -> None:
+        """Gives the records that were read to a function, and forgets them.
+
+        Args:
+            follow: Raises ValueError for a record that contradicts those before.
+
+        Raises:
+            CheckpointError: It did.
+        """
+        for number, record in enumerate(self.records, 1):
+            try:
+                follow(record)
+            except ValueError as error:
+                raise _damage(self._path, number, error) from None
+        self.records.clear()
 
     def close(self) -> None:
         """Closes the file."""
@@ -70,25 +93,40 @@ def has_ledger(folder: pathlib.Path) -> bool:
     return os.path.lexists(folder / SWEEP_LEDGER)
 
 
-def _read(path: pathlib.Path) -> tuple[list[Record], int]:
-    """Returns the complete records, and the number of bytes that they have."""
+def _read(path: pathlib.Path) -> tuple[list[Record], int, str]:
+    """Returns the complete records, their number of bytes, and the last checksum."""
     try:
         with open_regular_file(path, follow=False) as file:
             data = file.read()
     except FileNotFoundError:
-        return [], 0
-    whole = data[: data.rfind(b"\n") + 1]
-    records = []
-    for number, line in enumerate(whole.splitlines(), 1):
+        return [], 0, ""
+    *lines, _ = data.split(b"\n")
+    records, seal = [], ""
+    for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            if not isinstance(record["kind"], str):
-                raise ValueError("its kind is no text")
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path}, line {number} is not a record of a sweep ({error}), so what "
-                "follows it is unknown. Restore the file from a copy, or choose "
-                "another output_dir."
-            ) from None
+            record = parse_json(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"it is a {type(record).__name__}, not an object")
+            given, seal = record.pop("checksum", None), checksum([seal, record])
+            if given is None:
+                raise ValueError("it has no checksum, as of an earlier version")
+            if given != seal:
+                raise ValueError("its checksum does not match it and the lines before")
+            if (record.get("kind") == "sweep") != (number == 1):
+                raise ValueError("the first line, and no other, is of kind sweep")
+            check_record(record)
+        except ValueError as error:
+            raise _damage(path, number, error) from None
         records.append(record)
-    return records, len(whole)
+    return records, data.rfind(b"\n") + 1, seal
+
+
+def _damage(path: pathlib.Path, number: int, error: ValueError) -> CheckpointError:
+    reason = str(error)
+    if isinstance(error, pydantic.ValidationError):
+        reason = format_errors(error, "it")
+    return CheckpointError(
+        f"{path}, line {number} is not a record of this sweep, so what follows it is "
+        f"unknown: {reason.rstrip('.')}. Restore the file from a copy, or choose "
+        "another output_dir."
+    )

@@ -8,6 +8,8 @@ import dataclasses
 import json
 from typing import Any, get_args
 
+from jaxlora.run.saved_fields import Count, Size
+
 # ---- to a worker -----------------------------------------------------------------
 
 
@@ -130,7 +132,8 @@ class JobFacts:
     Attributes:
         name: Its name.
         num_steps: Its optimizer steps in all.
-        rank: Largest LoRA rank of its modules.
+        rank: Largest LoRA rank of its modules in a slot.
+        trained_rank: Largest rank that is trained, as the run file has it.
         num_modules: Number of modules that it adapts.
         batch_tokens: Mean number of tokens of a global batch.
         is_evaluated: Whether it has held-out samples.
@@ -139,12 +142,13 @@ class JobFacts:
     """
 
     name: str
-    num_steps: int
-    rank: int = 1
-    num_modules: int = 1
+    num_steps: Count
+    rank: Size = 1
+    trained_rank: Size = 1
+    num_modules: Count = 1
     batch_tokens: float = 1.0
     is_evaluated: bool = True
-    clone_step: int | None = None
+    clone_step: Count | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,10 +4,9 @@ import pathlib
 import shutil
 
 from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
-from jaxlora.sweeps.engine.state import SweepState
-
-GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
+from jaxlora.errors import StorageError
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, is_own
+from jaxlora.sweeps.engine.state import GROUPS, SweepState
 
 
 def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str | None:
@@ -24,10 +23,16 @@ def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str | 
         Its place, within the folder of the sweep; None if there is no such folder.
 
     Raises:
-        StorageError: It cannot be moved.
+        StorageError: It cannot be moved, or a link leads out of the sweep's folder.
     """
     kept = f"{ADAPTERS}/{name}"
     if folder.is_dir():
+        is_inside = folder.resolve().is_relative_to(sweep.resolve())
+        if not (is_inside and is_own(sweep, kept)):
+            raise StorageError(
+                f"{folder} is not moved to {sweep / kept}: a link leads out of the "
+                "folder of the sweep. Replace it by a folder."
+            )
         with wrap_os_errors(sweep / kept):
             make_folder(sweep / ADAPTERS)
             if (sweep / kept).exists():
@@ -45,6 +50,11 @@ def remove_unused(sweep: pathlib.Path, state: SweepState) -> None:
         state: The sweep.
     """
     names = [f"{GROUPS}/{path.name}" for path in (sweep / GROUPS).glob("*")]
-    with_states = [name for name in names if (sweep / name / CHECKPOINTS).is_dir()]
+    with_states = [
+        name
+        for name in names
+        if (sweep / name / CHECKPOINTS).is_dir()
+        and is_own(sweep, f"{name}/{CHECKPOINTS}")
+    ]
     for name in state.unused_folders(with_states):
         shutil.rmtree(sweep / name / CHECKPOINTS, ignore_errors=True)

@@ -8,10 +8,11 @@ from typing import Any
 from jaxlora.common.atomic import write_text
 from jaxlora.common.comparison import Comparison
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.errors import CheckpointError
 from jaxlora.run.log import METRICS_FILE, read_events
-from jaxlora.sweeps.engine.pool import GROUPS
-from jaxlora.sweeps.engine.state import Configuration, SweepState
+from jaxlora.sweeps.engine.state import GROUPS, Configuration, SweepState
 from jaxlora.sweeps.files import merge_best
+from jaxlora.sweeps.importance import is_number
 from jaxlora.sweeps.ranking import SweepReport, Trial
 from jaxlora.train.report.summary import JobResult, RunResult, write_report
 
@@ -74,7 +75,7 @@ def _result(found: Configuration, trial: Trial) -> JobResult:
     facts = found.facts
     return JobResult(
         name=found.name,
-        rank=trial.settings.rank if facts is None else facts.rank,
+        rank=trial.settings.rank if facts is None else facts.trained_rank,
         num_modules=0 if facts is None else facts.num_modules,
         num_steps=trial.num_steps,
         progress=found.progress,
@@ -86,13 +87,35 @@ def _result(found: Configuration, trial: Trial) -> JobResult:
 def _events(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields what all workers have logged."""
     for run in sorted((folder / GROUPS).glob("*")):
-        yield from read_events(run / METRICS_FILE)
+        yield from _logged(run)
+
+
+# Numbers of events that the report reads, beside those that every log must have.
+_NUMBERS = {"window": "seconds", "step": "num_tokens"}
+
+
+def _logged(run: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields what a worker has logged.
+
+    Raises:
+        CheckpointError: An event is damaged.
+    """
+    for event in read_events(run / METRICS_FILE):
+        kind, numbers = event["event"], [event.get("time", 0.0)]
+        if kind in _NUMBERS:
+            numbers.append(event.get(_NUMBERS[kind]))
+        if not all(map(is_number, numbers)) or (kind == "step" and "job" not in event):
+            raise CheckpointError(
+                f"{run / METRICS_FILE} holds a {kind} without its job or its numbers. "
+                "Remove that line, or move the file away."
+            )
+        yield event
 
 
 def _work(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields the steps and windows of one worker after the other."""
     for run in sorted((folder / GROUPS).glob("*")):
-        for event in read_events(run / METRICS_FILE):
+        for event in _logged(run):
             if event["event"] in ("step", "window"):
                 yield event
         yield {"event": "window", "seconds": 0.0}  # steps whose window was not reported
@@ -103,7 +126,7 @@ def _seconds(folder: pathlib.Path) -> float:
     found: dict[str, float] = {}
     for run in (folder / GROUPS).glob("*"):
         group = run.name.partition("-")[0]
-        for event in read_events(run / METRICS_FILE):
+        for event in _logged(run):
             if event["event"] == "window":
                 found[group] = found.get(group, 0.0) + event["seconds"]
     return max(found.values(), default=0.0)

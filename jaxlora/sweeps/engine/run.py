@@ -34,8 +34,7 @@ from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans, plan_in_proc
 from jaxlora.sweeps.engine.ledger import Ledger, has_ledger
 from jaxlora.sweeps.engine.local_workers import LocalWorkers
 from jaxlora.sweeps.engine.placement import Group
-from jaxlora.sweeps.engine.pool import GROUPS
-from jaxlora.sweeps.engine.state import SweepState
+from jaxlora.sweeps.engine.state import GROUPS, SweepState
 from jaxlora.sweeps.engine.workers import Workers
 from jaxlora.sweeps.suggesting import Suggestions
 

@@ -1,15 +1,39 @@
 """The state of a sweep over several groups, which follows from its ledger alone."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
+import pydantic
+from pydantic import AfterValidator, Field
+
+from jaxlora.config import LoraJob, check_job_name
 from jaxlora.config.sweep_config import ExitRule, Metric
+from jaxlora.run.folder import ADAPTERS
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_fields import STRICT, Count, JobName
 from jaxlora.sweeps.decisions import Decided, Decisions, Standing
-from jaxlora.sweeps.engine.ledger import Record
+from jaxlora.sweeps.engine.group_plan import GroupPlan
 from jaxlora.sweeps.engine.messages import JobFacts, Verdict
 from jaxlora.sweeps.rules import Stop
+
+GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
+Record = dict[str, Any]  # `kind`, and the parameters of `SweepState._on_<kind>`
+
+
+def _has_name(settings: dict[str, Any]) -> dict[str, Any]:
+    name = settings.get("name")
+    if not isinstance(name, str):
+        raise ValueError("settings of a configuration have a name.")
+    check_job_name(name)
+    return settings
+
+
+_Settings = Annotated[dict[str, Any], AfterValidator(_has_name)]
+_Point = tuple[JobName, Count, float, float | None]
+_Stops = dict[JobName, tuple[str, str]]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -122,9 +146,18 @@ class SweepState(Mapping[str, Standing]):
     # ---- records -------------------------------------------------------------------
 
     def apply(self, record: Record) -> None:
-        """Follows a record, which the ledger has or is about to get."""
-        values = dict(record)
-        getattr(self, f"_on_{values.pop('kind')}")(**values)
+        """Follows a record, which the ledger has or is about to get.
+
+        Raises:
+            ValueError: It is no record, or contradicts those before.
+        """
+        values = check_record(record)
+        getattr(self, f"_on_{record['kind']}")(**values)
+
+    def _find(self, name: str) -> Configuration:
+        if name not in self.configurations:
+            raise ValueError(f"there is no configuration {name!r}.")
+        return self.configurations[name]
 
     def _add(self, settings: Mapping[str, Any], *, is_late: bool) -> None:
         name, number = settings["name"], len(self.configurations)
@@ -137,13 +170,18 @@ class SweepState(Mapping[str, Standing]):
 
     def _on_sweep(
         self,
-        jobs: Sequence[Mapping[str, Any]],
-        halving: Mapping[str, float] | None = None,
+        jobs: list[_Settings],
+        halving: dict[Literal["eta", "first"], float] | None = None,
         metric: str | None = None,
     ) -> None:
         """Does nothing: the configurations at the start are known already."""
 
-    def _on_plan(self, **_: Any) -> None:
+    def _on_plan(
+        self,
+        groups: Annotated[list[GroupPlan], Field(min_length=1)],
+        ranks: dict[JobName, Count],
+        seconds: float,
+    ) -> None:
         """Does nothing: the driver has got the groups of the plan."""
 
     def _on_begin(self) -> None:
@@ -151,27 +189,32 @@ class SweepState(Mapping[str, Standing]):
         for group in list(self.folders):
             self._on_lost(group=group, reason="")
 
-    def _on_job(
-        self, settings: Mapping[str, Any], place: dict[str, float] | None
-    ) -> None:
+    def _on_job(self, settings: _Settings, place: dict[str, float] | None) -> None:
+        origin = LoraJob.model_validate(settings).clone_of
+        if origin is not None:
+            self._find(origin.job)
         if place is not None:
             self.places[settings["name"]] = place
         if settings["name"] not in self.configurations:  # else, the run file has it now
             self._add(settings, is_late=True)
 
-    def _on_facts(self, jobs: Sequence[Mapping[str, Any]]) -> None:
-        for job in jobs:
-            found, facts = self.configurations[job["name"]], JobFacts(**job)
+    def _on_facts(self, jobs: list[JobFacts]) -> None:
+        for facts in jobs:
+            found = self._find(facts.name)
             found.facts = facts
             if facts.clone_step is not None:
+                if found.origin is None:
+                    raise ValueError(f"{found.name} is no copy.")
                 start = {"job": found.origin, "step": facts.clone_step}
                 found.settings = {**found.settings, "clone_of": start}
 
-    def _on_start(self, group: int, folder: str) -> None:
+    def _on_start(self, group: Count, folder: str) -> None:
+        if folder != self.next_folder(group):
+            raise ValueError(f"folder must be {self.next_folder(group)}.")
         self.folders[group] = folder
         self.starts[group] = self.starts.get(group, 0) + 1
 
-    def _on_lost(self, group: int, reason: str) -> None:
+    def _on_lost(self, group: Count, reason: str) -> None:
         self.folders.pop(group, None)
         self._queue = None
         for found in self._held_by.pop(group, {}).values():
@@ -179,61 +222,70 @@ class SweepState(Mapping[str, Standing]):
             if found.origin is not None and found.first_step is None:
                 found.sources = []  # the copy will start at another step
 
-    def _on_given(self, name: str, group: int) -> None:
-        found, folder = self.configurations[name], self.folders[group]
+    def _on_given(self, name: JobName, group: Count) -> None:
+        found, folder = self._find(name), self.folders.get(group)
+        if folder is None or found.group is not None:
+            raise ValueError(f"group {group} cannot get {name}.")
         found.group = group
         if self._queue is not None and found in self._queue:
             self._queue.remove(found)
         self._held_by.setdefault(group, {})[name] = found
         found.sources = [folder, *(old for old in found.sources if old != folder)]
 
-    def _on_moving(self, name: str) -> None:
-        self.configurations[name].is_moving = True
+    def _on_moving(self, name: JobName) -> None:
+        self._find(name).is_moving = True
 
-    def _on_released(self, name: str) -> None:
-        found = self.configurations[name]
+    def _on_released(self, name: JobName) -> None:
+        found = self._find(name)
         found.left = found.group
         self._leave(found)
         self._queue = None
 
-    def _on_saved(self, name: str, folder: str) -> None:
-        found = self.configurations[name]
+    def _on_saved(self, name: JobName, folder: str) -> None:
+        found = self._find(name)
+        if found.group is None or folder != self.folders[found.group]:
+            raise ValueError(f"folder must be that of the group which has {name}.")
         found.sources, found.is_saved = [folder], True
 
     def _on_eval(
         self,
-        points: Sequence[Sequence[Any]],
-        cutoffs: Sequence[float],
-        stops: Mapping[str, Sequence[str]],
+        points: list[_Point],
+        cutoffs: list[float],
+        stops: _Stops,
     ) -> None:
         for name, step, loss, value in points:
+            self._find(name)
             self.decisions.keep(name, step, loss, value)
         self._on_decided(cutoffs=cutoffs, stops=stops)
 
-    def _on_decided(
-        self, cutoffs: Sequence[float], stops: Mapping[str, Sequence[str]]
-    ) -> None:
+    def _on_decided(self, cutoffs: list[float], stops: _Stops) -> None:
+        for name in stops:
+            self._find(name)
         found = {name: Stop(rule=r, reason=why) for name, (r, why) in stops.items()}
         self.decisions.repeat(Decided(cutoffs=tuple(cutoffs), stops=found))
         if cutoffs or stops:
             self._queue = None
 
     def _on_ended(
-        self, name: str, progress: Mapping[str, Any], folder: str | None
+        self, name: JobName, progress: JobProgress, folder: str | None
     ) -> None:
-        found = self.configurations[name]
-        found.progress, found.folder = JobProgress(**progress), folder
+        found = self._find(name)
+        if folder not in (None, f"{ADAPTERS}/{name}"):
+            raise ValueError(f"folder must be {ADAPTERS}/{name}.")
+        if not progress.is_over or not 0 <= progress.step < 2**53:
+            raise ValueError(f"{name} is {progress.status} at step {progress.step}.")
+        found.progress, found.folder = progress, folder
         found.is_closed, found.sources = True, []
         self._leave(found)
         if self._copies:
             self._queue = None  # those of this one may be free now
 
-    def _on_held(self, name: str, reason: str | None) -> None:
-        self.configurations[name].held = reason
+    def _on_held(self, name: JobName, reason: str | None) -> None:
+        self._find(name).held = reason
         self._queue = None
 
-    def _on_asked_to_stop(self, name: str, reason: str) -> None:
-        self.configurations[name].stop = reason
+    def _on_asked_to_stop(self, name: JobName, reason: str) -> None:
+        self._find(name).stop = reason
         self._queue = None
 
     def _leave(self, found: Configuration) -> None:
@@ -295,6 +347,10 @@ class SweepState(Mapping[str, Standing]):
         if found.origin is None:
             return 0
         return found.first_step or self[found.origin].step
+
+    def next_folder(self, group: int) -> str:
+        """Returns the folder of the run of a group's next worker, in the sweep's."""
+        return f"{GROUPS}/{group}-{self.starts.get(group, 0) + 1}"
 
     # ---- which group may train what ------------------------------------------------
 
@@ -380,6 +436,37 @@ class SweepState(Mapping[str, Standing]):
         used = set(self.folders.values())
         used.update(source for found in self.open() for source in found.sources)
         return [folder for folder in folders if folder not in used]
+
+
+def _model(follow: Callable[..., None]) -> type[pydantic.BaseModel]:
+    """Returns the model of the records that a method of `SweepState` follows."""
+    _, *parameters = inspect.signature(follow).parameters.values()
+    fields: dict[str, Any] = {
+        p.name: (p.annotation, ... if p.default is p.empty else p.default)
+        for p in parameters
+    }
+    return pydantic.create_model(follow.__name__, __config__=STRICT, **fields)
+
+
+_MODELS = {
+    name.removeprefix("_on_"): _model(follow)
+    for name, follow in vars(SweepState).items()
+    if name.startswith("_on_")
+}
+
+
+def check_record(record: Record) -> dict[str, Any]:
+    """Returns the values of a record, all of whose fields have the right types.
+
+    Raises:
+        ValueError: They do not, or there is no such kind of record.
+    """
+    values = dict(record)
+    kind = values.pop("kind", None)
+    if not isinstance(kind, str) or kind not in _MODELS:
+        raise ValueError(f"its kind is {kind!r:.80}, which there is not")
+    found = _MODELS[kind].model_validate_json(json.dumps(values))
+    return {name: getattr(found, name) for name in values}
 
 
 def _values(decided: Decided) -> dict[str, Any]:

@@ -34,8 +34,9 @@ def loaded_by(job: PreparedJob) -> list[Loaded]:
 
     The log-probabilities by the reference are computed with it in the job's slot.
     """
+    whole = " with the first weights that it keeps" if job.settings.keeps_start else ""
     own = Loaded(
-        whose=f"job {job.name!r}",
+        whose=f"job {job.name!r}{whole}",
         ranks=job.ranks,
         settings=[name for name in tensor_settings() if job.is_set(name)],
         token_ids=job.token_ids,

@@ -65,7 +65,7 @@ def check_inputs(
         JaxloraError: Something is missing or does not fit. If there are several
             problems, the message lists them all.
     """
-    problems = Problems()
+    problems = Problems(RunConfig.model_fields)
     for setting, check in checks.items():
         with problems.at(setting):
             check()

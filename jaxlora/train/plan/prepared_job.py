@@ -419,7 +419,9 @@ def _note_on_reference(job: PreparedJob) -> Note:
 
 
 def _note_on_modules(job: LoraJob, modules: Mapping[str, ModuleLora]) -> Note:
-    ranks = "/".join(map(str, sorted({module.rank for module in modules.values()})))
+    share = 2 if job.keeps_start else 1  # the other half is the first weights, fixed
+    each = sorted({module.rank // share for module in modules.values()})
+    ranks = "/".join(map(str, each)) + (" (twice that in a slot)" if share > 1 else "")
     kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules)
     text = f"rank {ranks} on {counted(len(modules), 'module')}: {', '.join(kinds)}"
     if job.modules_to_save:

@@ -103,7 +103,7 @@ def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
     """Makes the result of one job."""
     return JobResult(
         name=job.name,
-        rank=job.largest_rank,
+        rank=job.trained_rank,
         num_modules=len(job.like.modules),
         num_steps=job.num_steps,
         progress=job.progress,
@@ -262,7 +262,7 @@ def write_report(result: RunResult, *, keep_others: bool = True) -> None:
     """
     if result.sweep is not None:
         if not (keep_others or result.interrupted):
-            remove_others(result.sweep)
+            remove_others(result.sweep, result.output_dir)
         write_sweep(result.sweep, result.output_dir)
     jobs = {
         job.name: {

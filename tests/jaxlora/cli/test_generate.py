@@ -164,6 +164,18 @@ def test_answers_left_out_are_counted(tmp_path, caplog):
     assert "1 of 2 chats end with messages of the assistant" in caplog.text
 
 
+@pytest.mark.parametrize("num_digits", [20, 5000])
+def test_a_seed_of_many_digits_is_refused(tmp_path, num_digits):
+    path = tmp_path / "prompts.csv"
+    path.write_text(f"prompt,seed\na,{'9' * num_digits}\n")
+    with pytest.raises(ValueError, match=r"record 1: seed is '999.*write an integer"):
+        read_prompts(path)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "a", "seed": {"9" * num_digits}}}')
+    with pytest.raises(ValueError, match=r"record 1|line 1"):
+        read_prompts(path)
+
+
 def test_records_of_other_files(tmp_path):
     path = tmp_path / "prompts.csv"
     path.write_text("prompt,adapter,seed\na,one,3\nb,,\n")

@@ -1,6 +1,7 @@
 """A sweep over several groups, whose workers and drivers are killed at random."""
 
 import collections
+import contextlib
 import json
 import os
 import pathlib
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from jaxlora.config.sweep_config import ExitRule
-from jaxlora.run.folder import SWEEP_LEDGER
+from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.state import SweepState
 from tests.jaxlora.sweeps.fake_worker import loss_of, next_hash
 
@@ -57,10 +58,9 @@ def check_accounted(folder: pathlib.Path, num_jobs: int, num_worker_kills: int) 
     """Every configuration ended as it would have without a kill, and in the ledger."""
     names = [f"c{i}" for i in range(num_jobs)]
     state = SweepState([{"name": name} for name in names], [ExitRule(type="halving")])
-    with open(folder / SWEEP_LEDGER) as file:
-        records = [json.loads(line) for line in file]
-    for record in records:
-        state.apply(record)
+    with contextlib.closing(Ledger(folder)) as ledger:
+        records = list(ledger.records)
+        ledger.replay(state.apply)
     counts = collections.Counter(record["kind"] for record in records)
     assert counts["ended"] == num_jobs and (counts["lost"] or counts["begin"] > 1)
     evaluated = [

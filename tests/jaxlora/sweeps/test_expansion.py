@@ -7,6 +7,8 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Sweep, load_run
 from jaxlora.cli.main import main
+from jaxlora.config import expansion
+from jaxlora.config.configuration_names import Namer
 from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError
 from tests import tiny
@@ -231,11 +233,15 @@ def test_all_mistakes_are_named_at_once(tmp_path):
         ({"rank": {"min": 1}}, {}, "max is missing"),
         ({"_": [3]}, {}, "expected a mapping"),
         ({"_": [{"rnk": 3}]}, {}, "unknown key 'rnk'"),
-        ({"rank": [1], "r": [2]}, {}, "'rank' and 'r' are two names of one"),
+        (
+            {"rank": [1], "r": [2]},
+            {},
+            "sweep.parameters.r: sweep.parameters.rank gives 'rank', too",
+        ),
         ({"rank.x": [1]}, {}, "'rank' has no settings within it"),
         ({"data.limt": [1]}, {}, "Did you mean 'limit'"),
         ({"rank": {"values": [1], "when": {"sed": 1}}}, {}, "Did you mean 'seed'"),
-        ({"rank": {"values": [1], "times": "objective"}}, {}, "rank: "),
+        ({"rank": {"values": [1], "times": "objective"}}, {}, "objective is no number"),
         ({"model": ["a", "b"]}, {}, "is a setting of the run"),
     ],
 )
@@ -243,6 +249,225 @@ def test_mistakes(parameters, sweep, words):
     with pytest.raises(ConfigError) as found:
         run(parameters, **sweep)
     assert words in str(found.value)
+
+
+LOG = {"distribution": "log_uniform_values"}
+BIG = 10**400
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"rank": {"min": 1.2, "max": 1.7}}, "rank: there is no whole number"),
+        (
+            {"dropout": {"distribution": "int_uniform", "min": 0.1, "max": 0.9}},
+            "dropout: there is no whole number",
+        ),
+        ({"rank": {"min": 1, "max": 9, "q": 0.5}}, "q=0.5 is not a whole number"),
+        ({"rank": {"min": 1.5, "max": 3.5, "q": 4}}, "no multiple of q=4.0"),
+        ({"lora_alpha": {"min": 1, "max": 4, "q": 1e30}}, "no multiple of q=1e+30"),
+        ({"lora_alpha": {"min": 1, "max": 4, "q": 1e-300}}, "q=1e-300 is too small"),
+        ({"_": [{"rank": 4, "r": 8}]}, "_.0.r: 'rank' and 'r' are two names of"),
+        ({"_": [{"rank": 4}], "lora_r": [8]}, "lora_r: sweep.parameters._ gives"),
+        ({"_a": [{"r": 4}], "_b": [{"rank": 8}]}, "_b.0.rank: sweep.parameters._a"),
+        (
+            {"lora_alpha": {"times": "rank", "values": [2]}, "_": [{"lora_alpha": 8}]},
+            "_.0.lora_alpha: sweep.parameters.lora_alpha gives",
+        ),
+        ({"rank": {"values": [2], "when": {"steps": 1, "max_steps": 2}}}, "two names"),
+        (
+            {
+                "rank": {"values": [2], "times": "steps"},
+                "steps": {"values": [2], "times": "r"},
+            },
+            "rank and steps follow from each other",
+        ),
+        ({"rank": {"values": [2], "times": "lora_r"}}, "rank follows from itself"),
+        (
+            {
+                "rank": {"values": [2], "when": {"steps": 2}},
+                "steps": {"values": [2], "when": {"rank": 2}},
+            },
+            "rank and steps follow from each other",
+        ),
+        ({"lora_alpha": {"min": 1, "max": 1.7e308} | LOG}, "within 1e+300 of 0"),
+        ({"lora_alpha": {"min": -BIG, "max": 2}}, "within 1e+300 of 0"),
+        ({"lora_alpha": {"min": 1, "max": math.nan}}, "must be a finite number"),
+        ({"lora_alpha": {"min": 1, "max": 4, "q": math.inf}}, "must be a finite"),
+        ({"lora_alpha": {"min": 1, "max": 4, "q": BIG}}, "q: expected a number"),
+        ({"rank": {"values": [math.inf], "times": "batch_size"}}, "must be a finite"),
+        ({"rank": {"values": [math.nan], "times": "batch_size"}}, "must be a finite"),
+        ({"rank": {"values": [BIG], "times": "lora_alpha"}}, "rank: must be a finite"),
+        ({"rank": [BIG]}, "rank: must be less than or equal to"),
+        ({"rank": [1e308]}, "rank: expected a smaller whole number"),
+        (
+            {"data": [{"path": "b", "max_samples": 7}], "data.limit": [5]},
+            "data.limit: sweep.parameters.data gives 'data.limit', too",
+        ),
+        (
+            {"_": [{"data": {"path": "b", "limit": 7}}], "data.max_samples": [5]},
+            "data.max_samples: sweep.parameters._ gives 'data.limit', too",
+        ),
+        ({"data.limit.x": [1]}, "no part of data.limit can be varied"),
+        ({"rank": {"values": [1], "times": "data.limit.x"}}, "no part of data.limit"),
+        ({"rank": {"values": [1], "when": {"data.limit.x": 1}}}, "no part of"),
+        ({"rank": {"values": [1], "times": "data"}}, "times: data is no number"),
+        ({"data.": [1]}, "unknown key ''"),
+    ],
+)
+def test_values_that_cannot_be_had(parameters, words):
+    with pytest.raises(ConfigError) as found:
+        run(parameters, count=3)
+    assert words in str(found.value)
+    assert "jobs.0.name" not in str(found.value)  # the sweep would have named it
+
+
+def test_a_list_in_a_job_and_a_parameter_are_not_of_one_setting():
+    with pytest.raises(ConfigError, match=r"parameters.r: jobs.0.rank gives 'rank'"):
+        run({"r": [2]}, [{"name": "a", "rank": [4, 8]}])
+
+
+def test_values_are_within_their_range():
+    found = run({"rank": {"min": 1.2, "max": 4.9}}, count=40)
+    assert {job.rank for job in found.jobs} == {2, 3, 4}
+    found = run({"dropout": {"min": 0.1, "max": 0.95, "q": 0.3}}, count=40)
+    assert {job.dropout for job in found.jobs} == {0.3, 0.6, 0.9}
+    found = run({"lora_alpha": {"min": 1e-300, "max": 1e300} | LOG}, count=40)
+    logs = sorted(math.log10(job.lora_alpha) for job in found.jobs)
+    assert logs[0] < -200 and logs[-1] > 200 and abs(sum(logs) / 40) < 100
+    found = run(
+        {"warmup_steps": {"min": 0.05, "max": 0.2, "times": "steps"}, "steps": [1000]},
+        count=40,
+    )
+    assert all(50 <= job.warmup_steps <= 200 for job in found.jobs)
+
+
+def test_products_and_conditions_see_what_they_follow_from():
+    """In whatever order they are written."""
+    parameters = {
+        "lora_alpha": {"times": "rank", "values": [2]},
+        "dropout": {"values": [0.1], "when": {"lora_alpha": 48}},
+        "rank": {"times": "batch_size", "values": [2, 3]},
+        "batch_size": [8],
+        "data.limit": [5],
+        "data": [{"path": "b"}],
+        "seed": {"times": "data.shuffle_buffer", "values": [2]},
+    }
+    for order in (list(parameters), list(reversed(parameters))):
+        found = run({name: parameters[name] for name in order})
+        wanted = [(16, 32, 0.0), (24, 48, 0.1)]
+        assert settings(found, "rank", "lora_alpha", "dropout") == wanted
+        assert {(job.data.path, job.data.limit) for job in found.jobs} == {("b", 5)}
+        assert {job.seed for job in found.jobs} == {2 * 8192}
+    found = run(
+        {
+            "warmup_steps": {"times": "data.limit", "values": [2]},
+            "data": [{"path": "b", "limit": 7}, {"path": "c", "max_samples": 9}],
+        }
+    )
+    assert settings(found, "warmup_steps") == [(14,), (18,)]
+
+
+MANY = list(range(1, 1001))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sweep", "words"),
+    [
+        ({"rank": [4]}, {"count": 10**9}, "count: there would be 1,000,000,000 conf"),
+        ({"rank": [4]}, {"count": 10**9, "method": "optuna"}, "count: there would be"),
+        (
+            {"dropout": {"min": 0, "max": 0.5, "q": 1e-12}},
+            {"method": "grid"},
+            "would be 500,000,000,001 configurations, and a run has at most 100,000",
+        ),
+        ({"dropout": {"min": 0, "max": 0.5, "num": 10**9}}, {}, "1,000,000,000 conf"),
+        (
+            {"steps": {"distribution": "int_uniform", "min": 1, "max": 10**9}},
+            {},
+            "1,000,000,000 conf",
+        ),
+        ({"rank": MANY, "seed": MANY, "steps": MANY}, {}, "1,000,000,000 conf"),
+        ({"rank": [4]}, {"groups": 10**9}, "groups: must be less than or equal to"),
+        ({"rank": [4]}, {"groups": [2, "fsdp=9999999"]}, "groups have 10,000,001 dev"),
+    ],
+)
+def test_too_many_are_refused_before_one_is_made(monkeypatch, parameters, sweep, words):
+    made = []
+    make = expansion.with_settings
+    count = lambda *args: made.append(args) or make(*args)
+    monkeypatch.setattr(expansion, "with_settings", count)
+    with pytest.raises(ConfigError) as found:
+        run(parameters, **sweep)
+    assert words in str(found.value)
+    assert len(made) < 20
+
+
+def test_lists_of_a_job_are_counted_too():
+    job = {"name": "a", "rank": MANY, "seed": MANY, "steps": MANY, "shuffle": 3}
+    with pytest.raises(ConfigError, match=r"jobs.0: there would be 1,000,000,000") as e:
+        run_config({"model": "m", "defaults": DEFAULTS, "jobs": [job]})
+    assert "jobs.0.shuffle: expected true or false" in str(e.value)
+
+
+def test_replicas_are_counted_before_they_are_listed():
+    replicas = [{"microbatch_tokens": 64, "count": 10**9}]
+    jobs = [{"name": "a"}]
+    values = {"model": "m", "defaults": DEFAULTS, "jobs": jobs, "replicas": replicas}
+    with pytest.raises(ConfigError) as found:
+        run_config(values)
+    assert str(found.value) == (
+        "run: replicas.0.count: must be less than or equal to 65536 (given: 1000000000)"
+    )
+
+
+def test_a_small_space_is_exhausted_whatever_is_wanted(monkeypatch):
+    drawn = []
+    draw = expansion.draw
+    monkeypatch.setattr(expansion, "draw", lambda *a: drawn.append(a) or draw(*a))
+    assert len(run({"rank": [4, 8]}, count=100_000).jobs) == 2
+    assert len(drawn) < 50_000
+
+
+def test_names_are_found_at_once():
+    """Of names that would be equal, each gets the number after the last one."""
+
+    class Taken(set):
+        num_asked = 0
+
+        def __contains__(self, name):
+            self.num_asked += 1
+            return super().__contains__(name)
+
+    namer = Namer()
+    namer._taken = taken = Taken()
+    names = [namer.name("same", {}, []) for _ in range(1000)]
+    assert names[:3] == ["same", "same-2", "same-3"] and len(set(names)) == 1000
+    assert taken.num_asked < 3000
+
+
+def test_a_problem_of_a_part_is_in_the_place_of_that_part(tmp_path):
+    text = """model: m
+defaults: {eval_fraction: 0.1}
+jobs:
+  - name: a
+    data:
+      path: a.jsonl
+      split: 3
+sweep:
+  parameters:
+    data.limit: [0, 5]
+"""
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as found:
+        load_run(tmp_path / "run.yaml")
+    path = tmp_path / "run.yaml"
+    assert str(found.value).splitlines() == [
+        f"{path}, line 7: jobs.0.data.split: expected text, in quotes if need be "
+        "(given: 3)",
+        f"{path}, line 10: sweep.parameters.data.limit: must be greater than 0 "
+        "(given: 0)",
+    ]
 
 
 def test_configurations_need_held_out_records():
@@ -266,3 +491,22 @@ sweep: {{parameters: {{rank: [4, 8], learning_rate: [1e-4, 3e-4]}}}}
     path.write_text(text[: text.index("sweep")] + "jobs: [{name: a}]\n")
     assert main(["sweep", str(path), "--dry-run"]) == 1
     assert "has no sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_that_python_does_not_print(sign):
+    """Only from Python; YAML refuses them when it is read."""
+    number = sign * 10**5000
+    small = {"values": [number, 2], "times": "batch_size"}
+    for sweep in (
+        {"parameters": {"rank": [number, 4]}},
+        {"parameters": {"_": [{"rank": number}, {"rank": 4}]}},
+        {"parameters": {"rank": small}},
+        {"parameters": {"lora_alpha": {"min": 1, "max": number}}, "count": 2},
+        {"groups": [number]},
+    ):
+        jobs = [{"name": "a", **DEFAULTS}]
+        with pytest.raises(ConfigError, match=r"must be|expected a|within 1e"):
+            RunConfig(model="m", jobs=jobs, sweep=sweep)
+    with pytest.raises(ConfigError, match=r"must be|expected a"):
+        RunConfig(model="m", jobs=[{"name": "a", "rank": [number, 4], **DEFAULTS}])

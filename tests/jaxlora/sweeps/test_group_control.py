@@ -27,7 +27,8 @@ class Job(JobState):
             settings=settings, num_steps=4, batch_tokens=9.0, eval_data=object()
         )
         modules = {"q_proj": types.SimpleNamespace(rank=4)}
-        self.like = types.SimpleNamespace(modules=modules)
+        rank_of = lambda weights: weights.rank
+        self.like = types.SimpleNamespace(modules=modules, trained_rank=rank_of)
         self.progress, self.parked = JobProgress(), None
 
 

@@ -249,11 +249,22 @@ def test_the_table_on_the_terminal(report, tmp_path):
 
 
 def test_only_folders_of_others_are_removed(tmp_path):
-    folders = {n: write_export(tmp_path / n, n, 3) for n in ("a", "b", "c")}
+    run, other = tmp_path / "run" / "adapters", tmp_path / "other"
+    folders = {n: write_export(run / n, n, 3) for n in ("a", "b", "c")}
     (folders["c"] / "notes.txt").write_text("mine")
+    folders["d"] = write_export(other / "d", "d", 3)  # of another run
+    folders["e"] = run / "e"
+    folders["e"].symlink_to(write_export(other / "e", "e", 3))
     trials = [trial(n, 1.0 + i, folders[n]) for i, n in enumerate(folders)]
-    remove_others(SweepReport.of(Sweep(), trials, []))
-    assert [folder.is_dir() for folder in folders.values()] == [True, False, True]
+    report = SweepReport.of(Sweep(), trials, [])
+    remove_others(report, run.parent)
+    there = [True, False, True, True, True]
+    assert [folder.is_dir() for folder in folders.values()] == there
+    run.rename(other / "adapters")
+    run.symlink_to(other / "adapters")  # all of them are reached through a link now
+    write_export(run / "b", "b", 3)
+    remove_others(report, run.parent)
+    assert folders["b"].is_dir()
 
 
 def test_one_configuration_has_a_report_too(tmp_path):

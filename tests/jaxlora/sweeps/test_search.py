@@ -8,7 +8,7 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.config.search import SuggestedSettings
-from jaxlora.errors import ConfigError
+from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps import optuna_search, suggesting
 from jaxlora.sweeps.optuna_search import Tried, suggestions
@@ -142,6 +142,14 @@ def test_a_resumed_search_suggests_the_same(scripted):
     assert len({repr(job.replace(name="x")) for job in whole}) == 14
     for number in (0, 6, 8, 12):
         assert searched(run(), interrupt_at=number) == whole
+
+
+@pytest.mark.parametrize("place", [{}, {"rank": 3.0}, {"rank": 0.5}, {"dropout": 0.5}])
+def test_a_place_off_the_axes_is_refused(scripted, place):
+    search = Suggestions(run(parameters={"rank": [4, 8, 16]}, initial=1))
+    search.restore({"r16": {"rank": 2.0}})
+    with pytest.raises(CheckpointError, match=r"r4 was suggested at .* no place among"):
+        search.restore({"r4": place})
 
 
 def test_a_space_that_is_exhausted_ends_the_search(scripted):

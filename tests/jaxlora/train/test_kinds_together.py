@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxlora import Trainer
+from jaxlora import RunConfig, Trainer
+from jaxlora.errors import ConfigError
+from jaxlora.train.report.summary import job_result
 from tests.jaxlora.train.outcome import Outcome
 from tests.jaxlora.train.test_contracts import assert_same_training
 from tests.jaxlora.train.test_preferences import assert_same_score, preference_jobs
@@ -65,3 +67,23 @@ def test_a_resumed_run_of_all_kinds_ends_in_the_same_bits(train, mixed):
     resumed = Outcome(trainer, trainer.train(resume=True), trainer.model)
     assert resumed.bytes == whole.bytes
     assert resumed.losses == whole.losses
+
+
+@pytest.mark.usefixtures("compiled_when_called")
+def test_a_kept_start_has_the_rank_of_the_run_file(model, jobs, tmp_path, caplog):
+    """Its slot has twice as many, half of which are the first weights."""
+    job = jobs[0].replace(**KEPT_START, rank=4)
+    config = RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path / "run"),
+        jobs=[job],
+        microbatch_tokens=1024,
+    )
+    with caplog.at_level("INFO"):
+        (state,) = Trainer(config, model).jobs
+    assert "rank 4 (twice that in a slot) on" in caplog.text
+    assert state.largest_rank == 8
+    assert state.info().rank == job_result(state, tmp_path).rank == 4
+    small = config.replace(slot_rank=4, output_dir=str(tmp_path / "small"))
+    with pytest.raises(ConfigError, match=r"first weights that it keeps has rank 8"):
+        Trainer(small, model)
