@@ -13,7 +13,8 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
-from jaxlora.config.generation_settings import BASE, GenerationSettings
+from jaxlora.common.job_name import BASE
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.records.messages import Message
 from jaxlora.data.templates.chat import ModelChat
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer

@@ -4,10 +4,9 @@ import pathlib
 import time
 from typing import Any
 
-from jaxlora.config.run_file import load_job
 from jaxlora.errors import ConfigError
-from jaxlora.run.folder import read_run_record
 from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.status_file import STATUS_FILE, read_status
 from jaxlora.run.lock import find_owner
 from jaxlora.run.message import Action, Answer, ControlRequest
 
@@ -40,6 +39,7 @@ def send(
     Raises:
         ConfigError: No run trains in the folder, it is still compiling, this user may
             not steer it, or it did not answer in time.
+        CheckpointError: A file of the run is damaged.
     """
     mailbox = Mailbox(folder)
     if not mailbox.exists() and (owner := find_owner(folder)) is not None:
@@ -74,17 +74,18 @@ def _post_for_later(
     folder: pathlib.Path, mailbox: Mailbox, request: ControlRequest
 ) -> Answer:
     """Leaves a request for the process that continues the run."""
-    record = read_run_record(folder)
-    if record is None:  # a sweep over several groups, or one that has not begun
-        mailbox.post(request)
-        text = f"the request for job {request.job!r} waits for --resume."
-        return Answer(is_accepted=True, text=text)
-    jobs = list(record.identity.jobs)
-    if request.job not in jobs:
-        text = f"there is no job {request.job!r}; there are: {', '.join(jobs)}."
-        return Answer(is_accepted=False, text=text)
+    text = f"the request for job {request.job!r} waits for --resume."
+    if (folder / STATUS_FILE).exists():
+        jobs = {job.name: job.progress for job in read_status(folder).run.jobs}
+        found = jobs.get(request.job)
+        if found is None:
+            text = f"there is no job {request.job!r}; there are: {', '.join(jobs)}."
+            return Answer(is_accepted=False, text=text)
+        if found.is_over:
+            text = f"job {request.job!r} has ended already ({found.status}): "
+            return Answer(is_accepted=False, text=f"{text}{found.reason}.")
+        text = f"job {request.job!r} continues when you run jaxlora train --resume."
     mailbox.post(request)
-    text = f"job {request.job!r} continues when you run jaxlora train --resume."
     return Answer(is_accepted=True, text=text)
 
 
@@ -96,6 +97,9 @@ def _last_answer(
     folder: pathlib.Path, mailbox: Mailbox, name: str, action: Action
 ) -> Answer:
     """Returns the answer of a run that has ended, or takes the request back."""
+    # Imports that only this needs take seconds.
+    from jaxlora.run.folder import read_run_record
+
     answer = mailbox.take_answer(name)
     if answer is None and (record := read_run_record(folder)) is not None:
         answer = record.answers.get(name)
@@ -128,6 +132,8 @@ def job_settings(path: pathlib.Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file or a setting is invalid.
     """
+    from jaxlora.config.run_file import load_job
+
     job = load_job(path)
     settings = job.model_dump(mode="json", exclude_unset=True)
     for name in ("data", "eval_data"):

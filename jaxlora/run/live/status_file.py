@@ -17,10 +17,10 @@ from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import Event, RunEndEvent, RunStartEvent, StepEvent
-from jaxlora.run.folder import STATUS_FILE
 from jaxlora.run.saved_fields import STRICT, IsoTime
 from jaxlora.run.status import RunStatus, StatusTracker
 
+STATUS_FILE = "status.json"
 _STEP_SECONDS = 2.0  # between writes for steps and windows
 _EVENT_SECONDS = 0.2  # and for the others, such as starts of 64 jobs
 

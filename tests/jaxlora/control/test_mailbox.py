@@ -8,8 +8,11 @@ import pytest
 from jaxlora.errors import ConfigError
 from jaxlora.run.live import client, mailbox
 from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.status_file import StatusFile
 from jaxlora.run.lock import Owner, RunLock
 from jaxlora.run.message import Answer, ControlRequest
+from jaxlora.run.status import StatusTracker
+from tests.jaxlora.run import made_events
 from tests.jaxlora.train import made_run
 
 STOP = ControlRequest(action="stop", job="a", reason="enough")
@@ -120,11 +123,20 @@ def test_a_run_that_does_not_train_takes_no_request(tmp_path):
 
 
 def test_a_request_to_resume_waits_for_the_run(tmp_path):
-    folder = made_run.write_run(tmp_path / "run")
+    folder, tracker = tmp_path, StatusTracker()
+    tracker.on_event(made_events.run_start(*map(made_events.info, ("now", "over"))))
+    tracker.on_event(made_events.job_end("over", 10))
     box = Mailbox(folder)
     box.create()
+    answer = client.send(folder, "resume", "any")  # no job has begun
+    assert answer.is_accepted and "waits for --resume" in answer.text
+    assert box.withdraw(box.names()[0])
+    StatusFile(folder, tracker).on_event(made_events.run_start())
     refused = client.send(folder, "resume", "nobody")
     assert not refused.is_accepted and "no job 'nobody'" in refused.text
+    refused = client.send(folder, "resume", "over")
+    assert not refused.is_accepted
+    assert refused.text == "job 'over' has ended already (finished): a reason."
     assert not box.names()
     answer = client.send(folder, "resume", "now")
     assert answer.is_accepted and "train --resume" in answer.text
