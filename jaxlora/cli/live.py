@@ -35,7 +35,10 @@ def _add_job_and_reason(parser: argparse.ArgumentParser) -> None:
 
 def _add_job_file(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
-    parser.add_argument("job_file", help="YAML with the keys of one job of a run file")
+    parser.add_argument(
+        "job_file",
+        help="YAML with the keys of one job; the others are the run file's defaults",
+    )
 
 
 def _add_changes(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +81,9 @@ def _resume(arguments: argparse.Namespace) -> int:
 def _add(arguments: argparse.Namespace) -> int:
     from jaxlora.run.live.client import job_settings
 
-    settings: dict[str, Any] = job_settings(pathlib.Path(arguments.job_file))
+    settings: dict[str, Any] = job_settings(
+        pathlib.Path(arguments.job_file), pathlib.Path(arguments.run_dir)
+    )
     return _ask(arguments, "add", settings["name"], settings=settings)
 
 

@@ -296,7 +296,7 @@ def test_missing_run_file(tmp_path):
     with pytest.raises(ConfigError, match=r"no\.yaml: this run file does not exist"):
         load_run(tmp_path / "no.yaml")
     with pytest.raises(ConfigError, match=r"no\.yaml: this job file does not exist"):
-        load_job(tmp_path / "no.yaml")
+        load_job(tmp_path / "no.yaml", {})
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
         load_run(tmp_path)
 

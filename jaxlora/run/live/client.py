@@ -118,23 +118,27 @@ def _not_running(folder: pathlib.Path, action: Action) -> ConfigError:
     )
 
 
-def job_settings(path: pathlib.Path) -> dict[str, Any]:
+def job_settings(path: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Reads the settings of a job to add from a YAML file.
 
     Paths that exist are made absolute, as the run may have another working directory.
 
     Args:
         path: A mapping with the keys of a job in a run file.
+        folder: Folder of the run. The job takes the `defaults` of the run file with
+            which the run has begun, if it was one.
 
     Returns:
-        The settings that the file has, as JSON values.
+        The settings that the files have, as JSON values.
 
     Raises:
-        ConfigError: The file or a setting is invalid.
+        ConfigError: A file or a setting is invalid.
     """
-    from jaxlora.config.run_file import load_job
+    from jaxlora.config.run_file import begun_defaults, load_job
+    from jaxlora.run.folder import RUN_FILE_COPY
 
-    job = load_job(path)
+    copy = folder / RUN_FILE_COPY
+    job = load_job(path, begun_defaults(copy) if copy.exists() else {})
     settings = job.model_dump(mode="json", exclude_unset=True)
     for name in ("data", "eval_data"):
         for data in _sets(settings.get(name)):

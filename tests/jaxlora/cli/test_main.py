@@ -89,7 +89,7 @@ def test_train_ends_with_a_table(folder, capsys):
     assert f"PEFT folder: {again / 'adapters' / 'second'}" in text
     kept = (again / "run_file.yaml").read_text()
     run_file = (folder / "run.yaml").read_text()
-    first, second = overridden.split("; ")
+    first, second = options[0], options[-1]
     assert kept == f"# overridden: {first}\n# overridden: {second}\n{run_file}"
     jobs = load_run(again / "settings.yaml").jobs
     assert [(job.rank, job.steps) for job in jobs] == [(2, 1), (1, 1)]

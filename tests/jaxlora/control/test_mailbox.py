@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from jaxlora.config.run_file import RunFile
 from jaxlora.errors import ConfigError
 from jaxlora.run.live import client, mailbox
 from jaxlora.run.live.mailbox import Mailbox
@@ -176,7 +177,7 @@ def test_a_job_file(tmp_path, monkeypatch):
     path.write_text(
         "name: a\ndata: {path: a.jsonl}\neval_data: {path: nobody/data}\nr: 8\n"
     )
-    assert client.job_settings(path) == {
+    assert client.job_settings(path, tmp_path) == {
         "name": "a",
         "data": {"path": str(tmp_path / "a.jsonl")},
         "eval_data": {"path": "nobody/data"},
@@ -184,4 +185,33 @@ def test_a_job_file(tmp_path, monkeypatch):
     }
     path.write_text("name: a\n")
     with pytest.raises(ConfigError, match=r"job\.yaml: data: "):
-        client.job_settings(path)
+        client.job_settings(path, tmp_path)
+
+
+def test_a_job_to_add_has_the_defaults_of_the_run(tmp_path):
+    """They are those with which it began, by whatever name; the job's come first."""
+    run_file, job_file = tmp_path / "mine.yaml", tmp_path / "job.yaml"
+    run_file.write_text(
+        "model: none\noutput_dir: none\n"
+        "defaults: {learning_rate: 1e-2, eval_fraction: 0.1, r: 4}\n"
+        "jobs: [{name: a, data: {path: a.jsonl}}]\n"
+    )
+    overrides = ["defaults.eval_fraction=0.2", "jobs.a.rank=2"]
+    copy = tmp_path / "run_file.yaml"
+    copy.write_text(RunFile.read(run_file, overrides).kept_text())
+    job_file.write_text("{name: b, data: {path: b.jsonl}, rank: 8}")
+    found = client.job_settings(job_file, tmp_path)
+    assert found == {
+        "name": "b",
+        "data": {"path": "b.jsonl"},
+        "learning_rate": 1e-2,
+        "eval_fraction": 0.2,
+        "rank": 8,
+    }
+    copy.write_text("defaults: {lora_r: [4, 8]}")
+    with pytest.raises(
+        ConfigError, match=r"job\.yaml: lora_r comes from .* Give lora_r in"
+    ):
+        client.job_settings(job_file, tmp_path)
+    job_file.write_text("{name: b, data: {path: b.jsonl}, r: 2}")
+    assert client.job_settings(job_file, tmp_path)["rank"] == 2
