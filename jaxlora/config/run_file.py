@@ -21,7 +21,6 @@ from jaxlora.problems import (
     Path,
     Problem,
     YamlWords,
-    format_errors,
     problem_of,
     problems_of,
     settings_error,
@@ -197,8 +196,8 @@ def load_job(path: str | pathlib.Path, defaults: Mapping[str, Any]) -> LoraJob:
         if key := next((key for key in taken if {key, ours[key]} & wrong), None):
             raise ConfigError(
                 f"{path}: {key} comes from the defaults of the run's file, and "
-                f"{values[key]!r:.100} cannot be that of this job: "
-                f"{format_errors(error, key)} Give {key} in the job file."
+                f"{values[key]!r:.100} cannot be that of one job. Give {key} in the "
+                "job file."
             ) from None
         words = YamlWords(str(path), lambda place: find_line(text, place))
         raise settings_error(problems_of(error), words) from None

@@ -209,9 +209,9 @@ def test_a_job_to_add_has_the_defaults_of_the_run(tmp_path):
         "rank": 8,
     }
     copy.write_text("defaults: {lora_r: [4, 8]}")
+    assert client.job_settings(job_file, tmp_path)["rank"] == 8
+    job_file.write_text("{name: b, data: {path: b.jsonl}}")
     with pytest.raises(
         ConfigError, match=r"job\.yaml: lora_r comes from .* Give lora_r in"
     ):
         client.job_settings(job_file, tmp_path)
-    job_file.write_text("{name: b, data: {path: b.jsonl}, r: 2}")
-    assert client.job_settings(job_file, tmp_path)["rank"] == 2
