@@ -22,6 +22,7 @@ from jaxlora.config.strict import (
     Bool,
     Fraction,
     Indices,
+    InputPath,
     Int,
     NonNegativeFloat,
     NonNegativeInt,
@@ -155,8 +156,8 @@ class LoraJob(StrictModel):
     train_bias: Bool = False
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
-    init_from: str | None = None
-    continue_from: str | None = None
+    init_from: InputPath | None = None
+    continue_from: InputPath | None = None
     clone_of: CloneOf | None = None
 
     objective: str = "next_token"

@@ -382,3 +382,25 @@ def test_settings_of_a_run_file(write, line, match):
     text = f"model: m\njobs:\n  - name: a\n    data: {{path: a}}\n    {line}\n"
     with pytest.raises(ConfigError, match=match):
         load_run(write(text))
+
+
+@pytest.mark.parametrize("key", ["model", "output_dir", "init_from", "data"])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("runs/" + "ä" * 128, r"has 256 bytes, .* at most 255. Choose a shorter"),
+        ("a/" * 2048, r"has 4096 bytes, and can have at most 4095. Choose a shorter"),
+    ],
+)
+def test_paths_that_cannot_exist(key, path, message):
+    value = {"path": path} if key == "data" else path
+    of_run = {key: path} if key in ("model", "output_dir") else {}
+    with pytest.raises(ConfigError, match=message):
+        run_config({"model": "m", "jobs": [{**job(), key: value}], **of_run})
+
+
+def test_a_run_has_room_below_its_folder():
+    """The path counts from the root, and the files of the run have longer ones."""
+    with pytest.raises(ConfigError, match="and can have at most 3695"):
+        run(output_dir="a/" * 1845 + "runs")
+    run(output_dir="a/" * 1000)
