@@ -101,3 +101,21 @@ in_background(work)
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 130
+
+
+def test_a_script_ends_while_xla_compiles():
+    script = """
+import jax
+from jaxlora.common.background import in_background
+
+def deep(x):
+    for _ in range(40):
+        x = jax.numpy.linalg.qr(x)[0] + jax.numpy.sort(x)
+    return x
+
+in_background(jax.jit(deep).lower(jax.numpy.ones((8, 8))).compile)
+"""
+    environ = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
