@@ -33,6 +33,7 @@ def _run(arguments: argparse.Namespace) -> None:
 COMMAND = Command(
     name="bench",
     text="Run a benchmark and print its tables.",
+    example="jaxlora bench kernels",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -48,6 +48,7 @@ COMMAND = Command(
     name="convert",
     text="Convert a GGUF file, or a checkpoint in another dtype, to a Hugging Face "
     "folder of safetensors; or a PEFT folder to a GGUF adapter for llama.cpp.",
+    example="jaxlora convert model.gguf models/converted",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -5,10 +5,9 @@ import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_overrides, add_revision, positive_int
+from jaxlora.common.console import stdout
 
 if TYPE_CHECKING:
     from jaxlora.config import LoraJob
@@ -67,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> None:
     tokenizer = None
     if model is not None:
         tokenizer = load_tokenizer(tokenizer_folder(model, revision))
-    console = Console()
+    console = stdout()
     for job in jobs:
         for data in job.data.sets:
             shown = Shown(
@@ -142,6 +141,7 @@ def _job(path: str, settings: dict[str, Any]) -> "LoraJob":
 COMMAND = Command(
     name="data",
     text="Show how records are read and rendered, and which tokens are trained on.",
+    example="jaxlora data show run.yaml",
     add_arguments=_add_arguments,
     run=_run,
 )

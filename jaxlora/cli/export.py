@@ -59,6 +59,7 @@ COMMAND = Command(
     text="Write a PEFT folder for each job of a run: as the run exported it, or as of "
     "the newest checkpoint, with a model card. The exit status is 1 if a job has "
     "nothing to write.",
+    example="jaxlora export runs/first served",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -239,6 +239,7 @@ COMMAND = Command(
     name="generate",
     text="Generate text with a model, with adapters, or with the latest weights of a "
     "run; several adapters answer in one batch. With --interactive, chat.",
+    example="jaxlora generate --run runs/first --prompt 'Good morning'",
     add_arguments=_add_arguments,
     run=_run,
 )

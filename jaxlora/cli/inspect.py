@@ -2,10 +2,9 @@
 
 import argparse
 
-from rich.console import Console
-
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_overrides, add_revision, use_device
+from jaxlora.common.console import stdout
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +27,12 @@ def _run(arguments: argparse.Namespace) -> None:
         use_device(arguments)
         from jaxlora.inspect.device_support import inspect_device
 
-        return inspect_device(Console())
+        return inspect_device(stdout())
     from jaxlora.inspect import inspect_path
 
     inspect_path(
         arguments.path,
-        Console(),
+        stdout(),
         revision=arguments.revision,
         overrides=arguments.overrides,
     )
@@ -42,6 +41,7 @@ def _run(arguments: argparse.Namespace) -> None:
 COMMAND = Command(
     name="inspect",
     text="Describe a model folder, a PEFT folder, a run or a run file; or the device.",
+    example="jaxlora inspect runs/first",
     add_arguments=_add_arguments,
     run=_run,
 )

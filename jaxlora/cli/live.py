@@ -35,7 +35,10 @@ def _add_job_and_reason(parser: argparse.ArgumentParser) -> None:
 
 def _add_job_file(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
-    parser.add_argument("job_file", help="YAML with the keys of one job of a run file")
+    parser.add_argument(
+        "job_file",
+        help="YAML with the keys of one job; the others are the run file's defaults",
+    )
 
 
 def _add_changes(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +46,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "changes",
         nargs="*",
+        default=[],  # without one, argparse would say that it is required
         metavar="SETTING=VALUE",
         help="settings that differ, such as learning_rate=3e-4",
     )
@@ -77,7 +81,9 @@ def _resume(arguments: argparse.Namespace) -> int:
 def _add(arguments: argparse.Namespace) -> int:
     from jaxlora.run.live.client import job_settings
 
-    settings: dict[str, Any] = job_settings(pathlib.Path(arguments.job_file))
+    settings: dict[str, Any] = job_settings(
+        pathlib.Path(arguments.job_file), pathlib.Path(arguments.run_dir)
+    )
     return _ask(arguments, "add", settings["name"], settings=settings)
 
 
@@ -102,6 +108,7 @@ STOP = Command(
     name="stop",
     text="Stop a job of a run that trains: it ends after its current global batch, and "
     "is evaluated and exported.",
+    example="jaxlora stop runs/first orders",
     add_arguments=_add_job_and_reason,
     run=_stop,
 )
@@ -109,6 +116,7 @@ PAUSE = Command(
     name="pause",
     text="Take a job of a run that trains out of its slot, with all its state. If only "
     "paused jobs are left, the run ends.",
+    example="jaxlora pause runs/first orders",
     add_arguments=_add_job_and_reason,
     run=_pause,
 )
@@ -116,6 +124,7 @@ RESUME = Command(
     name="resume",
     text="Let a paused job continue when a slot is free. If the run does not train, "
     "this waits for `jaxlora train --resume`, which continues the run itself.",
+    example="jaxlora resume runs/first orders",
     add_arguments=_add_job,
     run=_resume,
 )
@@ -123,6 +132,7 @@ ADD = Command(
     name="add",
     text="Add a job to a run that trains. It must fit the run's slots: their rank, "
     "their modules, and dropout.",
+    example="jaxlora add runs/first job.yaml",
     add_arguments=_add_job_file,
     run=_add,
 )
@@ -131,6 +141,7 @@ CLONE = Command(
     text="Add a copy of a job to a run that trains. It takes the job's weights, "
     "optimizer state and position in the data after its next batch, and goes on with "
     "other settings: rate, schedule, steps, dropout, decay, clipping, evaluation.",
+    example="jaxlora clone runs/first orders learning_rate=3e-4",
     add_arguments=_add_changes,
     run=_clone,
 )

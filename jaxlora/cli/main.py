@@ -2,14 +2,14 @@
 
 import argparse
 import contextlib
+import difflib
 import io
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
-
-from rich.logging import RichHandler
 
 from jaxlora import __version__
 from jaxlora.cli.commands import COMMANDS
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest := take_overrides(arguments, rest):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     with _logging(arguments.verbose):
         status = _run(arguments)
     if argv is None:
@@ -69,6 +69,8 @@ def _logging(verbose: bool) -> Iterator[None]:
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     if console.stderr.is_terminal:
+        from rich.logging import RichHandler
+
         handler = RichHandler(console=console.stderr, show_path=False)
     handler.addFilter(console.escape_record)
     logger = logging.getLogger("jaxlora")
@@ -94,10 +96,30 @@ def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
     logging.getLogger("jaxlora").warning("%s", add_advice(str(message)))
 
 
+# The beginnings of errors of argparse that name what is wrong.
+_CHOICE = re.compile(r"(?P<head>.*invalid choice: '(?P<wrong>.*)') \(choose from .*")
+_UNKNOWN = re.compile(r"(?P<head>unrecognized arguments: (?P<wrong>--[\w-]+).*)")
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors quote arguments, which may be names of files, safely."""
+    """A parser whose errors say what was meant.
+
+    They quote arguments, which may be names of files, safely.
+
+    Attributes:
+        example: A call, which is shown if an argument is missing.
+    """
+
+    example = ""
 
     def error(self, message: str) -> NoReturn:
+        if found := _CHOICE.fullmatch(message) or _UNKNOWN.fullmatch(message):
+            choices = message[found.end("head") :] or self.format_help()
+            known = re.findall(r"[\w-]+", choices)
+            if near := difflib.get_close_matches(found["wrong"], known, n=1):
+                message = f"{found['head']}. Did you mean {near[0]}?"
+        if self.example and "required" in message:
+            message += f". For example: {self.example}"
         super().error(printable(message))
 
 
@@ -114,5 +136,6 @@ def _parser() -> argparse.ArgumentParser:
             command.name, help=command.text, description=command.text
         )
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        sub.example = command.example
+        sub.set_defaults(run=command.run, parser=sub)
     return parser

@@ -31,6 +31,7 @@ def _run(arguments: argparse.Namespace) -> None:
 COMMAND = Command(
     name="merge",
     text="Merge an adapter into its base as a Hugging Face folder.",
+    example="jaxlora merge models/base runs/first/adapters/orders models/merged",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -43,6 +43,7 @@ COMMAND = Command(
     name="migrate",
     text="Write a run file from the settings of Axolotl, LLaMA-Factory, TRL or PEFT, "
     "and say what is left out.",
+    example="jaxlora migrate axolotl.yml -o run.yaml",
     add_arguments=_add_arguments,
     run=_run,
 )

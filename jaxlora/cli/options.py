@@ -23,6 +23,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],  # without one, argparse would say that it is required
         metavar="KEY=VALUE",
         help="settings in place of those of the run file, such as "
         "defaults.learning_rate=1e-4 or jobs.orders.rank=32",

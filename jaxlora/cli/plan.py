@@ -3,8 +3,6 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import (
     add_device,
@@ -15,7 +13,7 @@ from jaxlora.cli.options import (
     read_run,
     use_device,
 )
-from jaxlora.common.console import say
+from jaxlora.common.console import say, stdout
 from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
             "--price-per-hour needs a predicted time, and the rates of this device are "
             "not known. Name the GPU that is paid for, as in --gpu h100."
         )
-    print_plan(planned, Console(), price_per_hour=arguments.price_per_hour)
+    print_plan(planned, stdout(), price_per_hour=arguments.price_per_hour)
     if arguments.picture:
         shown = draw_plan(planned, arguments.picture)
         say(f"wrote {arguments.picture}: {shown}")
@@ -107,7 +105,7 @@ def _plan_replicas(
             "--replicas needs the rates of the GPUs, and those of this device are not "
             "known. Name GPUs, as in --gpu h100x16, or measure with `jaxlora profile`."
         )
-    print_replicas(replicas, Console())
+    print_replicas(replicas, stdout())
     if arguments.picture:
         say(f"wrote {arguments.picture}: {draw_replicas(replicas, arguments.picture)}")
 
@@ -127,7 +125,7 @@ def _plan(
     try:
         return plan_run(config, steps=steps, machine=machine)
     except DoesNotFitError as error:
-        print_misfit(error, machine, Console())
+        print_misfit(error, machine, stdout())
         return None
 
 
@@ -137,6 +135,7 @@ COMMAND = Command(
     "packed, on this machine or with --gpu on another one. Reads the tokenizer and the "
     "jobs' data; needs no weights and no GPU. Refuses what `jaxlora train` would "
     "refuse before its first step; exits with 1 if the run does not fit.",
+    example="jaxlora plan run.yaml",
     add_arguments=_add_arguments,
     run=_run,
 )

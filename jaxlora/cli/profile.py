@@ -4,11 +4,9 @@ import argparse
 import dataclasses
 import pathlib
 
-from rich.console import Console
-
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_device, add_revision, positive_int, use_device
-from jaxlora.common.console import complain, say
+from jaxlora.common.console import complain, say, stdout
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> None:
     names = {field.name for field in dataclasses.fields(Settings)}
     given = {name: getattr(arguments, name) for name in names}
     profile = measure(Settings(**given), note=complain)
-    print_profile(profile, Console())
+    print_profile(profile, stdout())
     path = write_profile(device_kind(), profile, arguments.output)
     say(f"wrote {path}")
 
@@ -82,6 +80,7 @@ COMMAND = Command(
     text="Measure a model on the device that is here: the time of passes by tokens and "
     "lengths, optimizer steps, links and memory. `jaxlora plan` and training use what "
     "was measured instead of the device's data sheet, for the same model and kernels.",
+    example="jaxlora profile meta-llama/Llama-3.1-8B",
     add_arguments=_add_arguments,
     run=_run,
 )

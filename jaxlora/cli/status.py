@@ -6,7 +6,7 @@ import json
 import pathlib
 
 from jaxlora.cli.command import Command
-from jaxlora.common.console import say
+from jaxlora.common.console import say, stdout
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,10 +15,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from jaxlora.run.folder import STATUS_FILE
-    from jaxlora.run.live.status_file import read_status
+    from jaxlora.run.live.status_file import STATUS_FILE, read_status
     from jaxlora.run.live.status_table import print_status
     from jaxlora.run.lock import find_owner
 
@@ -35,7 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"process": process, **saved.values()}))
     else:
-        print_status(saved, owner, Console())
+        print_status(saved, owner, stdout())
     return 0
 
 
@@ -43,6 +40,7 @@ COMMAND = Command(
     name="status",
     text="Show the jobs of a run, their losses, the speed and the time left, and "
     "whether a process trains it now.",
+    example="jaxlora status runs/first",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -3,12 +3,10 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_price, read_run, use_device
 from jaxlora.cli.train import add_arguments, train
-from jaxlora.common.console import show
+from jaxlora.common.console import show, stdout
 from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ def _print_plan(config: "RunConfig", arguments: argparse.Namespace) -> None:
     from jaxlora.sweeps.configurations import print_configurations
 
     use_device(arguments)
-    console = Console()
+    console = stdout()
     print_configurations(config, console)
     take_free_gpus(gathers=config.may_gather)  # the memory that training has
     if (groups := plan_run_groups(config)) is None:
@@ -60,6 +58,7 @@ COMMAND = Command(
     name="sweep",
     text="Train the configurations of a run file with a sweep, give up the bad ones "
     "early, and report which are best. `jaxlora train` does the same.",
+    example="jaxlora sweep run.yaml",
     add_arguments=_add_arguments,
     run=_run,
 )

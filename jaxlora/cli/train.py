@@ -139,6 +139,7 @@ def _train_in_process(
 COMMAND = Command(
     name="train",
     text="Train the jobs of a run file together.",
+    example="jaxlora train run.yaml",
     add_arguments=add_arguments,
     run=train,
 )

@@ -1,5 +1,7 @@
-"""Work in threads that the end of the process does not wait for."""
+"""Work in threads, such as compiling, and how a process ends while it goes on."""
 
+import atexit
+import functools
 import os
 import sys
 import threading
@@ -10,7 +12,11 @@ _NAME = "jaxlora-background"
 
 
 def in_background[T](run: Callable[[], T]) -> Future:
-    """Runs a function in a thread that does not keep the process from ending."""
+    """Runs a function in a thread.
+
+    The end of the process waits for it, as Python would end the thread of a daemon when
+    it calls Python again. In the middle of XLA's compiler, that aborts the process.
+    """
     future: Future = Future()
 
     def work() -> None:
@@ -19,20 +25,23 @@ def in_background[T](run: Callable[[], T]) -> Future:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name=_NAME, daemon=True).start()
+    _watch_exit()
+    threading.Thread(target=work, name=_NAME).start()
     return future
 
 
-def end_process(status: int) -> None:
-    """Ends the process with a status, if it still works in the background.
+@functools.cache
+def _watch_exit() -> None:
+    # Python has waited for the threads before, unless Ctrl-C has ended that.
+    atexit.register(end_process, 130)
 
-    When Python ends, it ends such a thread as soon as the thread calls Python again. In
-    the middle of XLA's compiler, that aborts the process.
-    """
+
+def end_process(status: int) -> None:
+    """Ends the process at once with a status, if it still works in the background."""
     others = set(threading.enumerate()) - {threading.current_thread()}
     if any(thread.name == _NAME for thread in others):
         for thread in others:  # such as one that writes a file
-            if not thread.daemon:
+            if not thread.daemon and thread.name != _NAME:
                 thread.join()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -20,8 +20,22 @@ from jaxlora.printable import one_line, printable
 # Substitutes for characters that a terminal cannot encode.
 _PLAINER = str.maketrans({"→": "->", "…": "~", "·": "-"})
 
+_WHOLE = 10_000  # columns, which no line has
+
 # Log lines and progress bars share a console, so they do not overwrite each other.
 stderr = Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
+def stdout() -> Console:
+    """Returns a console that prints to standard output.
+
+    If that is a file or a pipe, lines are as long as they need to be: names stay whole,
+    and a table has one line for each row.
+    """
+    console = Console()
+    if not (sys.stdout.isatty() or console.is_jupyter):
+        console.width = _WHOLE
+    return console
 
 
 def literal(value: object) -> Text:

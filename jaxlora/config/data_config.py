@@ -10,6 +10,7 @@ import pydantic
 from jaxlora.config.aliases import OF_DATA
 from jaxlora.config.strict import (
     Bool,
+    InputPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -290,7 +291,7 @@ class DataConfig(StrictModel):
         _mixed_streams_have_no_end,
     )
 
-    path: str = ""
+    path: InputPath = ""
     split: str | None = None
     subset: str | None = None
     revision: str | None = None

@@ -14,8 +14,6 @@ from jaxlora.config.strict import (
     StrictModel,
 )
 
-BASE = "base"  # names the base model, where the name of an adapter is wanted
-
 TopP = Annotated[float, Field(gt=0.0, le=1.0), Number]
 Seed = Annotated[NonNegativeInt, Field(lt=2**31)]
 

@@ -1,15 +1,14 @@
 """The settings of a job: one adapter, what it learns from, and how it is trained."""
 
-import re
 from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
+from jaxlora.common.job_name import check_job_name
 from jaxlora.config.aliases import OF_JOB
 from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
-from jaxlora.config.generation_settings import BASE
 from jaxlora.config.rules import OF_A_JOB, row_tokens, whole_modules
 from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.starts import (
@@ -21,6 +20,7 @@ from jaxlora.config.strict import (
     Bool,
     Fraction,
     Indices,
+    InputPath,
     Int,
     NonNegativeFloat,
     NonNegativeInt,
@@ -30,27 +30,6 @@ from jaxlora.config.strict import (
     StrictModel,
     Texts,
 )
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def check_job_name(name: str) -> str:
-    """Returns a job's name if it can name a folder and an adapter.
-
-    Raises:
-        ValueError: It cannot.
-    """
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"job name {name!r} must be a plain folder name: letters, digits, '.', "
-            "'_' and '-', at most 100, not starting with '.', '_' or '-'."
-        )
-    if name == BASE:
-        raise ValueError(
-            f"job name {name!r} is the name of the base model when text is generated. "
-            "Give the job another name."
-        )
-    return name
 
 
 class LoraJob(StrictModel):
@@ -175,8 +154,8 @@ class LoraJob(StrictModel):
     train_bias: Bool = False
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
-    init_from: str | None = None
-    continue_from: str | None = None
+    init_from: InputPath | None = None
+    continue_from: InputPath | None = None
     clone_of: CloneOf | None = None
 
     objective: str = "next_token"

@@ -21,7 +21,9 @@ from jaxlora.config.replicas_config import (
 from jaxlora.config.rules import OF_A_RUN, mesh_text
 from jaxlora.config.strict import (
     Bool,
+    InputPath,
     NonNegativeFloat,
+    OutputPath,
     PositiveFloat,
     PositiveInt,
     Texts,
@@ -131,9 +133,9 @@ class RunConfig(BaseSettings):
         "a job. Put it there, or into defaults for all jobs",
     )
 
-    model: str
+    model: InputPath
     revision: str | None = None
-    output_dir: str = "runs/jaxlora"
+    output_dir: OutputPath = "runs/jaxlora"
     jobs: tuple[LoraJob, ...]
     max_concurrent_jobs: PositiveInt | None = None
     slot_rank: PositiveInt | None = None

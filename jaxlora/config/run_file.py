@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.expansion import Origin, expand_run
 from jaxlora.config.overrides import Override, override
 from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.printable import one_line
 from jaxlora.problems import (
     UNKNOWN,
     Path,
@@ -25,6 +27,8 @@ from jaxlora.problems import (
 )
 
 logger = logging.getLogger(__name__)
+
+_OVERRIDDEN = "# overridden: "
 
 # Given the settings of a run by our names, which may be invalid, returns the path of
 # each setting that names something missing, and the error.
@@ -93,6 +97,14 @@ class RunFile:
             overrides=found,
         )
 
+    def kept_text(self) -> str:
+        """Returns the file, with the settings of the command line in comments.
+
+        `begun_defaults` reads them.
+        """
+        lines = [f"{_OVERRIDDEN}{one_line(one.text)}\n" for one in self.overrides]
+        return "".join([*lines, self.text])
+
     def config(
         self, settings: Mapping[str, Any], *, find_missing: FindMissing | None = None
     ) -> RunConfig:
@@ -146,20 +158,47 @@ class RunFile:
         return YamlWords(str(self.path), line, named)
 
 
-def load_job(path: str | pathlib.Path) -> LoraJob:
+def begun_defaults(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the `defaults` of the run file with which a run has begun.
+
+    Args:
+        path: The copy of it in the run's folder; see `RunFile.kept_text`.
+
+    Raises:
+        ConfigError: The copy cannot be read.
+    """
+    text, values = _read_mapping(path, "run file", "the keys model and jobs")
+    lines = itertools.takewhile(lambda s: s.startswith(_OVERRIDDEN), text.splitlines())
+    values, _ = override(values, [line.removeprefix(_OVERRIDDEN) for line in lines])
+    return values.get("defaults") or {}
+
+
+def load_job(path: str | pathlib.Path, defaults: Mapping[str, Any]) -> LoraJob:
     """Reads one job from a YAML file, which has the keys of `LoraJob`.
 
     Args:
         path: A YAML file. Paths in it are relative to the working directory.
+        defaults: Settings that the job has if the file does not give them.
 
     Raises:
-        ConfigError: As in `load_run`.
+        ConfigError: As in `load_run`. Or a default is that of a sweep, with several
+            values.
     """
     keys = "the keys of a job, such as name and data"
-    text, values = _read_mapping(path, "job file", keys)
+    text, own = _read_mapping(path, "job file", keys)
+    ours, _ = LoraJob.known(defaults)
+    values = _job_with_defaults(own, defaults, ours)
     try:
         return LoraJob.model_validate(values)
     except pydantic.ValidationError as error:
+        wrong = {problem.path[0] for problem in problems_of(error) if problem.path}
+        taken = (key for key in values if key not in own)
+        if key := next((key for key in taken if {key, ours[key]} & wrong), None):
+            raise ConfigError(
+                f"{path}: {key} comes from the defaults of the run's file, and "
+                f"{values[key]!r:.100} cannot be that of one job. Give {key} in the "
+                "job file."
+            ) from None
         words = YamlWords(str(path), line_finder(text))
         raise settings_error(problems_of(error), words) from None
 

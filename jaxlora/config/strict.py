@@ -6,12 +6,13 @@ cannot be given as true or as "8", and a boolean must be true or false.
 
 import difflib
 import functools
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from jaxlora.config.aliases import OtherNames
@@ -29,6 +30,10 @@ from jaxlora.problems import (
 
 # Returns the setting that breaks the rule, and the rule with the cure; None if none.
 Rule = Callable[[Any], tuple[str, str] | None]
+
+# Linux has no longer names and paths, in bytes.
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+_ROOM = 400  # for what a run writes into its folder
 
 # Upper bound of all counts, which must not overflow 64-bit integers.
 _LARGEST_INT = 2**53
@@ -62,10 +67,41 @@ def _as_tuple(value: Any) -> Any:
     return (value,) if is_one else value
 
 
+def _check_path(path: str) -> str:
+    longest = max(path.split("/"), key=_num_bytes)
+    if (count := _num_bytes(longest)) > _LONGEST_NAME:
+        raise ValueError(
+            f"the name {longest[:30]!r}... has {count} bytes, and a file or folder can "
+            f"have a name of at most {_LONGEST_NAME}. Choose a shorter one"
+        )
+    return _check_length(path, _LONGEST_PATH)
+
+
+def _check_output(path: str) -> str:
+    _check_path(path)
+    _check_length(os.path.abspath(path), _LONGEST_PATH - _ROOM)
+    return path
+
+
+def _check_length(path: str, most: int) -> str:
+    if (count := _num_bytes(path)) > most:
+        raise ValueError(
+            f"the path {path[:30]!r}... has {count} bytes, and can have at most "
+            f"{most}. Choose a shorter one"
+        )
+    return path
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
+
+
 # This validator must come after the constraints of a number.
 Number = BeforeValidator(_check_number)
 
 Texts = Annotated[str | tuple[str, ...], BeforeValidator(_check_texts)]
+InputPath = Annotated[str, AfterValidator(_check_path)]
+OutputPath = Annotated[str, AfterValidator(_check_output)]
 Bool = Annotated[bool, BeforeValidator(_check_bool)]
 Int = Annotated[int, Field(ge=-_LARGEST_INT, le=_LARGEST_INT), Number]
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT), Number]

@@ -33,10 +33,11 @@ from jaxlora.scheduler import AffineCost
 _MOST_PROFILES = 64  # of a device; the oldest goes first
 _MEAN_TOKENS = 512.0  # of the estimates that two decoders are compared by
 
-_Amount = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-_Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+# No device has other times and rates, and a prediction from these is finite.
+_Amount = Annotated[float, pydantic.Field(ge=0, le=1e15, allow_inf_nan=False)]
+_Positive = Annotated[float, pydantic.Field(ge=1e-15, le=1e15, allow_inf_nan=False)]
 _Share = Annotated[float, pydantic.Field(ge=0, le=1)]
-_Count = Annotated[int, pydantic.Field(ge=0)]
+_Count = Annotated[int, pydantic.Field(ge=0, le=2**63)]
 
 
 class _Strict(pydantic.BaseModel):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.config.generation_settings import BASE
+from jaxlora.common.job_name import BASE
 from jaxlora.errors import ConfigError
 
 Folder = str | pathlib.Path

@@ -27,7 +27,7 @@ from jaxlora.hf.load import FrozenModel
 from jaxlora.models.forward import Base
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.programs.program import announce, finish
+from jaxlora.programs.program import announce, counting, finish
 
 FinishReason = Literal["eos_token", "stop_sequence", "length"]
 
@@ -218,7 +218,8 @@ class Batch:
         prepared = programs.prepare(*args, *own)
         announce(prepared)
         self._weights = decoder.weights
-        finish(prepared)
+        with counting(prepared):
+            finish(prepared)
         for part in ids:
             state = programs.prefill(state, self._weights, self._rows, part)
         self._state = state

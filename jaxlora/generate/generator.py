@@ -17,8 +17,9 @@ from jaxlora.adapters.files.peft_tables import BaseTables
 from jaxlora.adapters.files.tokenizer_copy import ChatTemplate
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
+from jaxlora.common.job_name import BASE
 from jaxlora.config.data_config import check_template_kwargs
-from jaxlora.config.generation_settings import BASE, GenerationSettings
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.records.messages import Message
 from jaxlora.data.templates.chat import ModelChat
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer

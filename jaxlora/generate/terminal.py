@@ -4,7 +4,8 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from jaxlora.config.generation_settings import BASE, GenerationSettings
+from jaxlora.common.job_name import BASE
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.errors import JaxloraError
 from jaxlora.generate.generator import Generator
 from jaxlora.generate.prompt import Message, Prompt

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer, find_by_other_name
-from jaxlora.config import LoraJob, check_job_name
+from jaxlora.common.job_name import check_job_name
+from jaxlora.config import LoraJob
 from jaxlora.config.schedules import SCHEDULES, schedule_problem
 from jaxlora.migrate import reasons, sources
 from jaxlora.migrate.migration import Migration

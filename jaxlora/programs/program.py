@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import jax
 from jax._src import config as jax_config
 
+from jaxlora.common import console
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
 from jaxlora.distributed import processes
@@ -25,6 +26,8 @@ from jaxlora.programs.key import program_key, source_stamp
 from jaxlora.programs.serialized import deserialize, serialize
 
 logger = logging.getLogger(__name__)
+
+_LOG_SECONDS, _SHOW_SECONDS = 15.0, 0.5  # between two counts of programs
 
 
 class _Kept:
@@ -176,6 +179,7 @@ class Prepared:
         is_announced: Whether the log has said that it is being compiled.
         is_finished: Whether the log has said how long it took.
         seconds: Time that it took so far, tracing included.
+        began: Time of the clock when it was asked for.
     """
 
     def __init__(
@@ -190,6 +194,7 @@ class Prepared:
         self._before_tracing = before_tracing
         self.what, self.is_loaded, self.seconds = what, False, 0.0
         self.is_announced = self.is_finished = False
+        self.began = time.perf_counter()
         self._jitted, self._args = jitted, shapes_of(args)
         self._lowered: jax.stages.Lowered | None = None
         self._compiled: jax.stages.Compiled | None = None
@@ -220,6 +225,11 @@ class Prepared:
                 found = self._future.result()
             self._compiled, self._lowered = found, None
         return self._compiled
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the program is compiled or loaded, or has failed."""
+        return self._future is not None and self._future.done()
 
     @property
     def has_failed(self) -> bool:
@@ -298,6 +308,40 @@ def announce(prepared: Sequence[Prepared]) -> None:
     if new:
         names = ", ".join(one.what for one in new)
         logger.info("compiling %s: %s", counted(len(new), "program"), names)
+
+
+@contextlib.contextmanager
+def counting(prepared: Sequence[Prepared]) -> Iterator[None]:
+    """Shows how many programs are compiled, and for how long, while the block waits.
+
+    A terminal has one line, in place; elsewhere the log has one every 15 seconds.
+    """
+    begun = [one for one in prepared if not one.is_loaded]
+    if all(one.is_done for one in begun):
+        yield
+        return
+    ended, first = threading.Event(), min(one.began for one in begun)
+
+    def text() -> str:
+        num_done = sum(one.is_done for one in begun)
+        seconds = time.perf_counter() - first
+        return f"compiling {num_done} of {len(begun)} programs, {seconds:.0f} s"
+
+    def show(interval: float, shown: Callable[[str], None]) -> None:
+        while not ended.wait(interval):
+            shown(text())
+
+    with contextlib.ExitStack() as stack:
+        interval, shown = _LOG_SECONDS, logger.info
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and console.stderr.is_terminal:
+            status = stack.enter_context(console.stderr.status(text()))
+            interval, shown = _SHOW_SECONDS, status.update
+        thread = threading.Thread(target=show, args=(interval, shown), daemon=True)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(ended.set)
+        yield
 
 
 def finish(prepared: Sequence[Prepared]) -> None:

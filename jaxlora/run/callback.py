@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from jaxlora.config import LoraJob
 from jaxlora.run import events
 from jaxlora.run.events import Event
+
+if TYPE_CHECKING:  # see `jaxlora.run.events`
+    from jaxlora.config import LoraJob
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +17,7 @@ logger = logging.getLogger(__name__)
 class JobControl(Protocol):
     """The methods of a `Trainer` by which jobs come and go."""
 
-    def add_job(self, job: LoraJob) -> None:
+    def add_job(self, job: "LoraJob") -> None:
         """Adds a job to the run; see `Trainer.add_job`."""
 
     def clone_job(self, name: str, new_name: str | None = ..., **changes: Any) -> None:

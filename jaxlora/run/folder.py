@@ -14,6 +14,7 @@ from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import AdapterError, CheckpointError, StorageError
+from jaxlora.run.live.status_file import STATUS_FILE
 from jaxlora.run.log import METRICS_FILE
 from jaxlora.run.saved_run import RunRecord, read_sealed, sealed
 
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 SETTINGS_FILE = "settings.yaml"
 RUN_FILE_COPY = "run_file.yaml"
-STATUS_FILE = "status.json"
 SAMPLES_FILE = "samples.txt"
 SUMMARY_FILE = "summary.json"
 PICTURE = "losses.png"

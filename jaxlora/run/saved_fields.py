@@ -12,7 +12,7 @@ from typing import Annotated
 import pydantic
 from pydantic import AfterValidator, Field
 
-from jaxlora.config import check_job_name
+from jaxlora.common.job_name import check_job_name
 
 STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _LINEAR = re.compile(r"model\.layers\.\d{1,6}(\.[A-Za-z0-9_]{1,100}){1,6}")

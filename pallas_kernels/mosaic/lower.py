@@ -225,7 +225,8 @@ class _Worker:
             except Exception as error:
                 answer.set_exception(WorkerError(f"{type(error).__name__}: {error}"))
                 continue
-            compile_ahead(found)
+            with contextlib.suppress(RuntimeError):  # no thread starts at exit
+                compile_ahead(found)
             answer.set_result(found)
 
     def _ask(self, request: bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.docs import pages
-from tests.examples.commands import read_command, run_page
+from tests.examples.commands import read_command, run_command, run_page
 
 GUIDES = (pages.DOCS / "tutorial.md", *sorted((pages.DOCS / "howto").glob("*.md")))
 RUN = {
@@ -68,3 +68,18 @@ def test_pages_with_commands():
         "howto/from_unsloth.md",
     }
     assert "tutorial.md" in RUN
+
+
+def test_the_commands_of_the_readme_fit_their_files(few):
+    """Its run and its sweep are planned with the tiny model; nothing is trained."""
+    readme, hub_id = pages.ROOT / "README.md", "HuggingFaceTB/SmolLM2-135M-Instruct"
+    (run_file,) = pages.code_blocks(readme, "yaml")
+    (few / "run.yaml").write_text(run_file.replace(hub_id, "models/tiny"))
+    lines = pages.code_blocks(readme, "bash")[0].splitlines()
+    commands = [line.partition("#")[0].strip() for line in lines if line[0] != "#"]
+    assert commands[0] == "bash scripts/demo.sh"
+    train, sweep = (line.removeprefix(".venv/bin/") for line in commands[1:])
+    assert train == "jaxlora train run.yaml"
+    run_command("jaxlora plan run.yaml")
+    assert sweep.startswith("jaxlora sweep ")
+    run_command(f"{sweep.replace(hub_id, 'models/tiny')} --dry-run")

@@ -1,9 +1,12 @@
-"""The end of a process does not wait for work in the background."""
+"""How a process ends while it works in the background."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+
+import pytest
 
 from jaxlora.cli import main as command
 from jaxlora.common import background
@@ -51,3 +54,68 @@ def test_only_where_something_is_under_way(monkeypatch):
     assert ended == [3]
     goes_on.set()
     assert future.result()
+
+
+# Work is under way when a script ends.
+SCRIPT = """
+import os, signal, sys, time
+from jaxlora.common.background import in_background
+
+def work():
+    time.sleep(0.3)
+    open(sys.argv[1], "w").write("whole")
+
+in_background(work)
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "says"),
+    [
+        ("", 0, ""),
+        ("raise ValueError('mine')", 1, "ValueError: mine"),
+        ("sys.exit(3)", 3, ""),
+        ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
+    ],
+)
+def test_a_script_ends_after_the_work(tmp_path, last, status, says):
+    out = tmp_path / "written"
+    command = [sys.executable, "-c", SCRIPT + last, out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.split("\n")[-2:][0]) == (status, says)
+    assert out.read_text() == "whole"
+
+
+def test_ctrl_c_ends_a_script_that_waits_for_the_work():
+    script = """
+import os, signal, threading
+from jaxlora.common.background import in_background
+
+def work():
+    threading.main_thread().join()
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+
+in_background(work)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+
+
+def test_a_script_ends_while_xla_compiles():
+    script = """
+import jax
+from jaxlora.common.background import in_background
+
+def deep(x):
+    for _ in range(40):
+        x = jax.numpy.linalg.qr(x)[0] + jax.numpy.sort(x)
+    return x
+
+in_background(jax.jit(deep).lower(jax.numpy.ones((8, 8))).compile)
+"""
+    environ = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -296,7 +296,7 @@ def test_missing_run_file(tmp_path):
     with pytest.raises(ConfigError, match=r"no\.yaml: this run file does not exist"):
         load_run(tmp_path / "no.yaml")
     with pytest.raises(ConfigError, match=r"no\.yaml: this job file does not exist"):
-        load_job(tmp_path / "no.yaml")
+        load_job(tmp_path / "no.yaml", {})
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
         load_run(tmp_path)
 
@@ -382,3 +382,25 @@ def test_settings_of_a_run_file(write, line, match):
     text = f"model: m\njobs:\n  - name: a\n    data: {{path: a}}\n    {line}\n"
     with pytest.raises(ConfigError, match=match):
         load_run(write(text))
+
+
+@pytest.mark.parametrize("key", ["model", "output_dir", "init_from", "data"])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("runs/" + "ä" * 128, r"has 256 bytes, .* at most 255. Choose a shorter"),
+        ("a/" * 2048, r"has 4096 bytes, and can have at most 4095. Choose a shorter"),
+    ],
+)
+def test_paths_that_cannot_exist(key, path, message):
+    value = {"path": path} if key == "data" else path
+    of_run = {key: path} if key in ("model", "output_dir") else {}
+    with pytest.raises(ConfigError, match=message):
+        run_config({"model": "m", "jobs": [{**job(), key: value}], **of_run})
+
+
+def test_a_run_has_room_below_its_folder():
+    """The path counts from the root, and the files of the run have longer ones."""
+    with pytest.raises(ConfigError, match="and can have at most 3695"):
+        run(output_dir="a/" * 1845 + "runs")
+    run(output_dir="a/" * 1000)

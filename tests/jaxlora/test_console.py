@@ -15,7 +15,14 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from jaxlora.common import console
-from jaxlora.common.console import complain, escape_record, literal, say, show
+from jaxlora.common.console import (
+    complain,
+    escape_record,
+    literal,
+    say,
+    show,
+    stdout,
+)
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.errors import DataError
 from jaxlora.inspect import inspect_path
@@ -240,3 +247,22 @@ def test_nothing_prints_past_the_console():
         ):
             found.add(place.as_posix())
     assert found == PRINTING
+
+
+@pytest.mark.parametrize("columns", [None, "20"])
+def test_names_stay_whole_in_a_file(capsys, monkeypatch, columns):
+    """Tables have one line for each row, without codes of a terminal."""
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    print_summary(result("a folder/" * 20))
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if "failed " in line and "2/2" in line)
+    assert row.split()[0] == "job" * 30
+    assert "\x1b" not in "".join(lines)
+    assert any(line.endswith("a folder/a folder") for line in lines)
+
+
+def test_a_terminal_has_its_own_width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert stdout().width == 50

@@ -4,10 +4,9 @@ import pathlib
 import time
 from typing import Any
 
-from jaxlora.config.run_file import load_job
 from jaxlora.errors import ConfigError
-from jaxlora.run.folder import read_run_record
 from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.status_file import STATUS_FILE, read_status
 from jaxlora.run.lock import find_owner
 from jaxlora.run.message import Action, Answer, ControlRequest
 
@@ -40,6 +39,7 @@ def send(
     Raises:
         ConfigError: No run trains in the folder, it is still compiling, this user may
             not steer it, or it did not answer in time.
+        CheckpointError: A file of the run is damaged.
     """
     mailbox = Mailbox(folder)
     if not mailbox.exists() and (owner := find_owner(folder)) is not None:
@@ -74,17 +74,18 @@ def _post_for_later(
     folder: pathlib.Path, mailbox: Mailbox, request: ControlRequest
 ) -> Answer:
     """Leaves a request for the process that continues the run."""
-    record = read_run_record(folder)
-    if record is None:  # a sweep over several groups, or one that has not begun
-        mailbox.post(request)
-        text = f"the request for job {request.job!r} waits for --resume."
-        return Answer(is_accepted=True, text=text)
-    jobs = list(record.identity.jobs)
-    if request.job not in jobs:
-        text = f"there is no job {request.job!r}; there are: {', '.join(jobs)}."
-        return Answer(is_accepted=False, text=text)
+    text = f"the request for job {request.job!r} waits for --resume."
+    if (folder / STATUS_FILE).exists():
+        jobs = {job.name: job.progress for job in read_status(folder).run.jobs}
+        found = jobs.get(request.job)
+        if found is None:
+            text = f"there is no job {request.job!r}; there are: {', '.join(jobs)}."
+            return Answer(is_accepted=False, text=text)
+        if found.is_over:
+            text = f"job {request.job!r} has ended already ({found.status}): "
+            return Answer(is_accepted=False, text=f"{text}{found.reason}.")
+        text = f"job {request.job!r} continues when you run jaxlora train --resume."
     mailbox.post(request)
-    text = f"job {request.job!r} continues when you run jaxlora train --resume."
     return Answer(is_accepted=True, text=text)
 
 
@@ -94,6 +95,8 @@ def _after(timeout: float | None) -> float:
 
 def _last_answer(folder: pathlib.Path, mailbox: Mailbox, name: str) -> Answer:
     """Returns the answer of a run that has ended, or takes the request back."""
+    # Imports that only this needs take seconds.
+
     answer = mailbox.take_answer(name)
     if answer is None:
         mailbox.withdraw(name)
@@ -114,21 +117,27 @@ def _not_running(folder: pathlib.Path, action: Action) -> ConfigError:
     )
 
 
-def job_settings(path: pathlib.Path) -> dict[str, Any]:
+def job_settings(path: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Reads the settings of a job to add from a YAML file.
 
     Paths that exist are made absolute, as the run may have another working directory.
 
     Args:
         path: A mapping with the keys of a job in a run file.
+        folder: Folder of the run. The job takes the `defaults` of the run file with
+            which the run has begun, if it was one.
 
     Returns:
-        The settings that the file has, as JSON values.
+        The settings that the files have, as JSON values.
 
     Raises:
-        ConfigError: The file or a setting is invalid.
+        ConfigError: A file or a setting is invalid.
     """
-    job = load_job(path)
+    from jaxlora.config.run_file import begun_defaults, load_job
+    from jaxlora.run.folder import RUN_FILE_COPY
+
+    copy = folder / RUN_FILE_COPY
+    job = load_job(path, begun_defaults(copy) if copy.exists() else {})
     settings = job.model_dump(mode="json", exclude_unset=True)
     for name in ("data", "eval_data"):
         for data in _sets(settings.get(name)):

@@ -16,10 +16,10 @@ from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import Event, RunEndEvent, RunStartEvent
-from jaxlora.run.folder import STATUS_FILE
 from jaxlora.run.saved_fields import STRICT, IsoTime
 from jaxlora.run.status import RunStatus, StatusTracker
 
+STATUS_FILE = "status.json"
 _SECONDS = 2.0  # between writes
 
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import AfterValidator, Field
 
-from jaxlora.config import LoraJob, check_job_name
+from jaxlora.common.job_name import check_job_name
+from jaxlora.config import LoraJob
 from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.run.folder import ADAPTERS
 from jaxlora.run.job_progress import JobProgress

@@ -22,6 +22,7 @@ from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.programs.program import (
     Prepared,
     announce,
+    counting,
     finish,
     shapes_of,
 )
@@ -94,15 +95,18 @@ class RunPrograms:
 
     def compiled_passes(self) -> tuple[StagePrograms, ...]:
         """Waits for the passes of all stages."""
-        return tuple(one.compiled() for one in self.passes)
+        with counting(self.each):
+            return tuple(one.compiled() for one in self.passes)
 
     def compiled_further(self) -> tuple[tuple[StagePrograms, ...], ...]:
         """Waits for the passes of all stages of the further replicas."""
-        return tuple(tuple(own.compiled() for own in one) for one in self.further)
+        with counting(self.each):
+            return tuple(tuple(own.compiled() for own in one) for one in self.further)
 
     def finish(self) -> None:
         """Waits for all programs, and logs how long they took."""
-        finish(self.each)
+        with counting(self.each):
+            finish(self.each)
 
 
 class FurtherPrograms:

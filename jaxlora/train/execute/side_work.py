@@ -20,7 +20,7 @@ class SideWork:
     """Does what a job needs besides steps, and measures the time that it takes.
 
     Attributes:
-        seconds: Time that was not spent on training, since it was last reset.
+        seconds: Time that was not spent on training, in all.
     """
 
     def __init__(self, run: RunServices, send: Callable[..., None]):

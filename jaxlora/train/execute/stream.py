@@ -36,16 +36,35 @@ class Border:
     snapshot: ReadSlot | None
 
 
-class _WindowCounts:
-    """Counts the work of a window, for the event that reports it."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Moment:
+    """A moment of a run.
 
-    def __init__(self):
+    Attributes:
+        time: Seconds of the clock.
+        aside: Seconds before it that were not spent on training.
+    """
+
+    time: float
+    aside: float
+
+
+class _WindowCounts:
+    """Counts the work of a window, for the event that reports it.
+
+    Attributes:
+        end: Moment at which its last results came, where the next window begins: the
+            work that follows may be done on the device before the window is reported.
+    """
+
+    def __init__(self, begin: _Moment):
         self.by_replica: dict[int, TickWork] = {}
         self.num_rounds = 0
-        self._began = time.perf_counter()
+        self._begin = self.end = begin
 
-    def add(self, outcomes: Outcomes) -> None:
+    def add(self, outcomes: Outcomes, now: _Moment) -> None:
         """Counts an item of the executor."""
+        self.end = now
         for number, work in outcomes.work.items():
             self.by_replica[number] = self.by_replica.get(number, TickWork()) + work
 
@@ -56,8 +75,9 @@ class _WindowCounts:
 
     @property
     def seconds(self) -> float:
-        """Time since it has begun."""
-        return time.perf_counter() - self._began
+        """Time of training."""
+        begin, end = self._begin, self.end
+        return end.time - begin.time - (end.aside - begin.aside)
 
 
 class Stream:
@@ -83,7 +103,7 @@ class Stream:
         self._due: set[str] = set()  # jobs without a step in this round
         self._has_stepped = False  # in this round
         self._stepped: list[JobState] = []  # jobs that are between two batches
-        self._window = _WindowCounts()
+        self._window = _WindowCounts(self._now())
 
     def __enter__(self) -> "Stream":
         self._ticks.__enter__()
@@ -153,9 +173,9 @@ class Stream:
         if not self._life.active:
             return  # all jobs ended at their first evaluation
         self._due = {job.name for job in self._life.active}
-        self._begin_window()
+        self._window = _WindowCounts(self._now())
         for outcomes in self._executor.run(self._ticks, self._life.by_slot):
-            self._window.add(outcomes)
+            self._window.add(outcomes, self._now())
             stepped = self._stepped = self._handle(outcomes)
             num_rounds = self.round
             if not self._due and self._has_stepped:
@@ -212,7 +232,7 @@ class Stream:
     def _end_window(self) -> None:
         """Sends the figures of the last rounds."""
         window, ticks = self._window, self._ticks
-        seconds, work = window.seconds - self._life.side_work.seconds, window.work
+        seconds, work = window.seconds, window.work
         recent = Schedule(
             microbatches=tuple(m for tick in ticks.recent for m in tick),
             limits=self._config.limits,
@@ -235,7 +255,7 @@ class Stream:
         )
         ticks.forget_figures()
         self._life.num_changes = 0
-        self._begin_window()
+        self._window = _WindowCounts(window.end)
         self._send(event)
 
     def _by_replica(self) -> tuple[dict[str, Any], ...]:
@@ -254,8 +274,8 @@ class Stream:
             )
         return tuple(found)
 
-    def _begin_window(self) -> None:
-        self._window, self._life.side_work.seconds = _WindowCounts(), 0.0
+    def _now(self) -> _Moment:
+        return _Moment(time=time.perf_counter(), aside=self._life.side_work.seconds)
 
 
 def _fill(work: TickWork) -> float:

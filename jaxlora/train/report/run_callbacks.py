@@ -9,7 +9,6 @@ from jaxlora.common.atomic import wrap_os_errors, write_text
 from jaxlora.config import RunConfig
 from jaxlora.config.run_file import RunFile
 from jaxlora.distributed import processes
-from jaxlora.printable import one_line
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import RunStartEvent, SampleEvent
 from jaxlora.run.folder import RUN_FILE_COPY, SAMPLES_FILE
@@ -77,8 +76,7 @@ class KeepRunFile(Callback):
         Args:
             file: The run file.
         """
-        lines = [f"# overridden: {one_line(one)}\n" for one in file.overrides]
-        self._text = "".join([*lines, file.text])
+        self._text = file.kept_text()
 
     def on_run_start(self, event: RunStartEvent) -> None:
         """Writes the copy.

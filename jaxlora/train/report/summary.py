@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxlora.common.atomic import write_text
 from jaxlora.common.comparison import NOT_KNOWN, Comparison
-from jaxlora.common.console import literal, show
+from jaxlora.common.console import literal, show, stdout
 from jaxlora.config import RunConfig
 from jaxlora.config.clone import CloneOf
 from jaxlora.memory.device_memory import format_bytes
@@ -219,7 +219,7 @@ _INTERRUPTED = "Interrupted; a checkpoint was written. Continue with --resume."
 
 def print_summary(result: RunResult, console: Console | None = None) -> None:
     """Prints the table, where the PEFT folders are, and why jobs ended early."""
-    console = console or Console()
+    console = console or stdout()
     if result.sweep is not None:
         print_sweep(result.sweep, result.output_dir, console)
         if result.interrupted:

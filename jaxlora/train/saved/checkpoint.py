@@ -205,7 +205,9 @@ def unfinished_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _is_not_raised_as_well(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "orbax" in record.pathname)
+    # The record names no file of orbax if its logger is older than the package absl.
+    trace = record.exc_info and record.exc_info[2]
+    return not (trace and "orbax" in trace.tb_frame.f_code.co_filename)
 
 
 def _flat(tensors: Mapping[str, np.ndarray]) -> np.ndarray:

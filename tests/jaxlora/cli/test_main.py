@@ -89,7 +89,7 @@ def test_train_ends_with_a_table(folder, capsys):
     assert f"PEFT folder: {again / 'adapters' / 'second'}" in text
     kept = (again / "run_file.yaml").read_text()
     run_file = (folder / "run.yaml").read_text()
-    first, second = overridden.split("; ")
+    first, second = options[0], options[-1]
     assert kept == f"# overridden: {first}\n# overridden: {second}\n{run_file}"
     jobs = load_run(again / "settings.yaml").jobs
     assert [(job.rank, job.steps) for job in jobs] == [(2, 1), (1, 1)]
@@ -236,3 +236,21 @@ def test_every_setting_is_in_the_docs(model):
     for name in model.model_fields:
         assert f"`{name}`" in text, f"docs/run_file.md lacks {name}"
         assert f"{name}:" in docstrings, f"the docstring lacks {name}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian"], "invalid choice: 'trian'. Did you mean train?"),
+        (["bench", "kernals"], "Did you mean kernels?"),
+        (["zzz"], "(choose from 'train', "),
+        (["train", "run.yaml", "--resumee"], "--resumee. Did you mean --resume?"),
+        (["train"], "are required: run_file. For example: jaxlora train run.yaml"),
+        (["stop"], "are required: run_dir, job. For example: jaxlora stop runs/first"),
+        (["clone", "run"], "are required: job. For example: jaxlora clone"),
+    ],
+)
+def test_a_mistake_in_the_arguments_says_what_was_meant(capsys, arguments, says):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert says in capsys.readouterr().err

@@ -5,11 +5,15 @@ import os
 
 import pytest
 
+from jaxlora.config.run_file import RunFile
 from jaxlora.errors import ConfigError
 from jaxlora.run.live import client, mailbox
 from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.status_file import StatusFile
 from jaxlora.run.lock import Owner, RunLock
 from jaxlora.run.message import Answer, ControlRequest
+from jaxlora.run.status import StatusTracker
+from tests.jaxlora.run import made_events
 from tests.jaxlora.train import made_run
 
 STOP = ControlRequest(action="stop", job="a", reason="enough")
@@ -120,11 +124,20 @@ def test_a_run_that_does_not_train_takes_no_request(tmp_path):
 
 
 def test_a_request_to_resume_waits_for_the_run(tmp_path):
-    folder = made_run.write_run(tmp_path / "run")
+    folder, tracker = tmp_path, StatusTracker()
+    tracker.on_event(made_events.run_start(*map(made_events.info, ("now", "over"))))
+    tracker.on_event(made_events.job_end("over", 10))
     box = Mailbox(folder)
     box.create()
+    answer = client.send(folder, "resume", "any")  # no job has begun
+    assert answer.is_accepted and "waits for --resume" in answer.text
+    assert box.withdraw(box.names()[0])
+    StatusFile(folder, tracker).on_event(made_events.run_start())
     refused = client.send(folder, "resume", "nobody")
     assert not refused.is_accepted and "no job 'nobody'" in refused.text
+    refused = client.send(folder, "resume", "over")
+    assert not refused.is_accepted
+    assert refused.text == "job 'over' has ended already (finished): a reason."
     assert not box.names()
     answer = client.send(folder, "resume", "now")
     assert answer.is_accepted and "train --resume" in answer.text
@@ -164,7 +177,7 @@ def test_a_job_file(tmp_path, monkeypatch):
     path.write_text(
         "name: a\ndata: {path: a.jsonl}\neval_data: {path: nobody/data}\nr: 8\n"
     )
-    assert client.job_settings(path) == {
+    assert client.job_settings(path, tmp_path) == {
         "name": "a",
         "data": {"path": str(tmp_path / "a.jsonl")},
         "eval_data": {"path": "nobody/data"},
@@ -172,4 +185,33 @@ def test_a_job_file(tmp_path, monkeypatch):
     }
     path.write_text("name: a\n")
     with pytest.raises(ConfigError, match=r"job\.yaml: data: "):
-        client.job_settings(path)
+        client.job_settings(path, tmp_path)
+
+
+def test_a_job_to_add_has_the_defaults_of_the_run(tmp_path):
+    """They are those with which it began, by whatever name; the job's come first."""
+    run_file, job_file = tmp_path / "mine.yaml", tmp_path / "job.yaml"
+    run_file.write_text(
+        "model: none\noutput_dir: none\n"
+        "defaults: {learning_rate: 1e-2, eval_fraction: 0.1, r: 4}\n"
+        "jobs: [{name: a, data: {path: a.jsonl}}]\n"
+    )
+    overrides = ["defaults.eval_fraction=0.2", "jobs.a.rank=2"]
+    copy = tmp_path / "run_file.yaml"
+    copy.write_text(RunFile.read(run_file, overrides).kept_text())
+    job_file.write_text("{name: b, data: {path: b.jsonl}, rank: 8}")
+    found = client.job_settings(job_file, tmp_path)
+    assert found == {
+        "name": "b",
+        "data": {"path": "b.jsonl"},
+        "learning_rate": 1e-2,
+        "eval_fraction": 0.2,
+        "rank": 8,
+    }
+    copy.write_text("defaults: {lora_r: [4, 8]}")
+    assert client.job_settings(job_file, tmp_path)["rank"] == 8
+    job_file.write_text("{name: b, data: {path: b.jsonl}}")
+    with pytest.raises(
+        ConfigError, match=r"job\.yaml: lora_r comes from .* Give lora_r in"
+    ):
+        client.job_settings(job_file, tmp_path)

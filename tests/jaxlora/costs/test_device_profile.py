@@ -110,7 +110,7 @@ def test_a_foreign_file_counts_as_missing(damage, said, caplog):
     assert said in caplog.text and str(path) in caplog.text
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None, True])
+@pytest.mark.parametrize("value", [-1.0, 1e300, float("nan"), float("inf"), "1", None])
 @pytest.mark.parametrize("key", ["estimate", "mape", "step_seconds"])
 def test_impossible_numbers_are_refused(key, value):
     path = write_profile(KIND, profile())

@@ -3,18 +3,23 @@
 import dataclasses
 import functools
 import gc
+import io
 import logging
 import pickle
 import threading
+import time
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxlora.programs import key, program, serialized
 from jaxlora.programs.kept import KeptPrograms
 from jaxlora.programs.program import (
+    Prepared,
     Program,
     finish,
     keep_programs,
@@ -223,6 +228,33 @@ def test_one_line_says_how_long_programs_took(kept, caplog):
         finish(prepared)
         (line,) = caplog.messages
         assert line.startswith(f"{verb} 2 programs, waited ") and "first " in line
+
+
+def under_way(is_done: bool) -> Prepared:
+    """A program that has begun to be compiled 41 seconds ago."""
+    one = object.__new__(Prepared)
+    one.began, one.is_loaded = time.perf_counter() - 41.2, False
+    one._future = Future()
+    if is_done:
+        one._future.set_result(None)
+    return one
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_programs_are_counted_while_they_are_compiled(monkeypatch, is_terminal):
+    """The log has lines; a terminal has one, which goes away."""
+    said, came = io.StringIO(), threading.Event()
+    shown_on = Console(file=said, force_terminal=is_terminal, width=80)
+    monkeypatch.setattr(program.console, "stderr", shown_on)
+    monkeypatch.setattr(program, "_LOG_SECONDS", 0.001)
+    logged = []
+    log = lambda text: (logged.append(text), came.set())
+    monkeypatch.setattr(program.logger, "info", log)
+    with program.counting([under_way(True), under_way(False)]):
+        assert is_terminal or came.wait(60)
+    wanted = "compiling 1 of 2 programs, 41 s"
+    assert wanted in (said.getvalue() if is_terminal else logged[0])
+    assert bool(logged) != is_terminal
 
 
 def test_the_collector_runs_again_after_an_error():

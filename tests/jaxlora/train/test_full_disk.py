@@ -19,7 +19,8 @@ from tests.jaxlora.run import made_events
 from tests.jaxlora.train import made_run
 
 FULL = """
-import json, pathlib, resource, sys
+import json, logging, pathlib, resource, sys
+logging.getLogger("absl").setLevel(logging.ERROR)  # as `jaxlora.cli.main` does
 from jaxlora.errors import CheckpointError
 from jaxlora.train.saved.checkpoint import Checkpoints
 from tests.jaxlora.train import made_run

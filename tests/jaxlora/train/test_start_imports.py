@@ -5,7 +5,11 @@ import sys
 
 import pytest
 
+from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.status_file import StatusFile
+from jaxlora.run.status import StatusTracker
 from scripts import arrows
+from tests.jaxlora.run import made_events
 
 # The modules that may import each package, of which a run needs none before its first
 # step, or none at all.
@@ -76,3 +80,25 @@ def test_only_these_modules_import_the_package(package):
         if any(name.startswith(f"{package}.") for name in names):
             allowed = tuple(f"{one}." for one in IMPORTED_BY[package])
             assert f"{module}.".startswith(allowed), f"{module} imports {package}"
+
+
+def test_commands_that_look_or_ask_start_at_once(tmp_path):
+    """They would import JAX, or build the run file's models, for seconds."""
+    tracker = StatusTracker()
+    start = made_events.run_start(made_events.info("a"))
+    tracker.on_event(start)
+    StatusFile(tmp_path, tracker).on_event(start)
+    Mailbox(tmp_path).create()
+    program = """
+import sys
+from jaxlora.cli.main import main
+for command in ("status", "stop", "pause", "resume"):
+    main([command, sys.argv[1], *["a"] * (command != "status")])
+print(*sys.modules)
+"""
+    command = [sys.executable, "-c", program, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "job 'a' continues when" in done.stdout
+    slow = {"jax", "flax", "optax", "numpy", "pyarrow", "transformers", "matplotlib"}
+    slow |= {"orbax", "tokenizers", "jaxlora.config", "jaxlora.scheduler"}
+    assert slow.isdisjoint(done.stdout.splitlines()[-1].split())

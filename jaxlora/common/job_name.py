@@ -1,0 +1,25 @@
+"""Names of jobs, and the name that stands for the base model."""
+
+import re
+
+BASE = "base"  # names the base model, where the name of an adapter is wanted
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_job_name(name: str) -> str:
+    """Returns a job's name if it can name a folder and an adapter.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"job name {name!r} must be a plain folder name: letters, digits, '.', "
+            "'_' and '-', at most 100, not starting with '.', '_' or '-'."
+        )
+    if name == BASE:
+        raise ValueError(
+            f"job name {name!r} is the name of the base model when text is generated. "
+            "Give the job another name."
+        )
+    return name
