@@ -31,14 +31,11 @@ class StageSharding:
             device holds its part of those tables that are divided; see
             `jaxlora.models.tensor_parallel`.
         device: The one device, if there is no mesh; None: JAX's default.
-        lanes_per_device: Microbatches that a device runs side by side, with rows of one
-            after those of the other; see `jaxlora.models.halves`.
     """
 
     mesh: jax.sharding.Mesh | None = None
     is_pinned: bool = False
     device: Sharding | None = None
-    lanes_per_device: int = 1
 
     def __post_init__(self):
         assert self.mesh is None or self.mesh.axis_names == (*LANES, TENSOR)
@@ -56,7 +53,7 @@ class StageSharding:
     @property
     def num_lanes(self) -> int:
         """Number of microbatches that run at the same time."""
-        return self.num_devices // self.num_tensor * self.lanes_per_device
+        return self.num_devices // self.num_tensor
 
     @property
     def lanes_per_replica(self) -> int:

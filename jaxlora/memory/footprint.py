@@ -47,8 +47,6 @@ class StageUse:
         num_waiting: Further microbatches of which the device holds hidden states that
             come from another stage or go there.
         num_tensor: Devices that share each microbatch.
-        lanes: Microbatches that the device runs side by side; the others above are
-            counted for each of these.
     """
 
     num_shards: int
@@ -57,7 +55,6 @@ class StageUse:
     num_kept: int
     num_waiting: int
     num_tensor: int = 1
-    lanes: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,8 +185,7 @@ def stage_measured(
     if last is None:
         return None
     itemsize = spec.options.dtype.itemsize
-    rows = use.lanes * limits.capacity
-    hidden = rows * spec.config.hidden_size * itemsize // use.num_tensor
+    hidden = limits.capacity * spec.config.hidden_size * itemsize // use.num_tensor
     step_bytes = last
     if programs.forward is not None:
         forward = _own_bytes(programs.forward)
@@ -203,7 +199,7 @@ def stage_measured(
         step_bytes = _chain_bytes(last, programs.sections, hidden)
     step_bytes += use.num_waiting * hidden
     batch = num_bytes(batch_shapes(limits, objectives=spec.options.objectives))
-    step_bytes += (_BATCHES + use.num_kept - 1) * use.lanes * batch
+    step_bytes += (_BATCHES + use.num_kept - 1) * batch
     step_bytes = max(step_bytes, optimizer_bytes(spec, use))
     part = spec.part(use.num_tensor)
     fixed_bytes = min(head_bytes(part), step_bytes // 2) if spec.has_head else 0

@@ -133,7 +133,6 @@ def stage_use(
         num_kept=ahead[number] + 1,
         num_waiting=num_waiting if sizes.stage > 1 else 0,
         num_tensor=sizes.tensor,
-        lanes=sizes.lanes_per_device,
     )
 
 

@@ -114,8 +114,6 @@ def _needs_table(planned: RunForecast, price_per_hour: float | None) -> Table:
     how = f"remat {config.remat}"
     if size := planned.plan.spec.options.layers_per_program:
         how += f", {size} layers per program"
-    if planned.sizes.lanes_per_device > 1:
-        how += ", two side by side on each device"
     table.add_row(
         "microbatches",
         f"{planned.num_microbatches:,} of {_sizes(config)} tokens, {how}",

@@ -130,11 +130,7 @@ class Layout:
             placements = [dataclasses.replace(ONE_DEVICE, device=_device_of(base))]
         else:
             placements = [
-                StageSharding(
-                    mesh=mesh,
-                    is_pinned=stages.is_pinned,
-                    lanes_per_device=sizes.lanes_per_device,
-                )
+                StageSharding(mesh=mesh, is_pinned=stages.is_pinned)
                 for mesh in stage_meshes(sizes, devices)
             ]
         pairs = zip(stages.specs, placements, strict=True)
@@ -311,9 +307,7 @@ def one_copy(x: jax.Array) -> jax.Array:
 
 
 def _divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:
-    return spec.divided(
-        fsdp=sizes.fsdp, tensor=sizes.tensor, lanes=sizes.lanes_per_device
-    )
+    return spec.divided(fsdp=sizes.fsdp, tensor=sizes.tensor)
 
 
 def base_placement(stages: MeshStages) -> Place:

@@ -31,9 +31,7 @@ def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinni
     # A pipeline of one stage has no use for more microbatches in flight.
     in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
     pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
-    # Those that a device runs side by side share slots, as those along `fsdp` do.
-    own = sizes.fsdp * sizes.lanes_per_device
-    lanes = Lanes(data=sizes.data, fsdp=own, pipeline=pipeline)
+    lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
     return decide_pinning(loads, lanes, config.limits.capacity, num_slots)
 
 

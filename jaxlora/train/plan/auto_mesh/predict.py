@@ -232,11 +232,7 @@ def shape_seconds(
         most = _overlapped(full * seconds, gather)
         each = (most - _overlapped(half * seconds, gather)) / (capacity / 2)
         base = most - capacity * each
-        # Side by side, they are predicted to take as long as one after the other.
-        lanes = stages.sizes.lanes_per_device
-        return AffineCost(
-            base=lanes * base, per_token=lanes * (each + reduction), per_square=0.0
-        )
+        return AffineCost(base=base, per_token=each + reduction, per_square=0.0)
 
     costs = []
     for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
