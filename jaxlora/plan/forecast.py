@@ -20,7 +20,6 @@ from jaxlora.memory.need import DoesNotFitError, MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.foretell import foretell
-from jaxlora.plan.moves import foretell_moves
 from jaxlora.plan.sweep_groups import PlannedGroups, plan_groups
 from jaxlora.run.folder import (
     SWEEP_LEDGER,
@@ -34,14 +33,16 @@ from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.eva_start import start_bytes
 from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.auto_replicas.moving import ReplicaChoice
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.resumed import Resumed
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.shapes import ONE_SHAPE
-from jaxlora.train.saved.describe_run import check_not_cut, check_saved_states
+from jaxlora.train.saved.describe_run import (
+    check_not_cut,
+    check_saved_states,
+    jobs_not_held,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +83,6 @@ class RunForecast:
         one_shape_fill: The same if all its microbatches have the largest shape.
         groups: The plan of a sweep on all GPUs of the machine; None: the run has no
             sweep, or the rates of the device are not known.
-        moves: What is compared and decided each time that jobs end, in a line each;
-            empty unless the run has `replicas: auto`.
     """
 
     plan: RunPlan
@@ -99,7 +98,6 @@ class RunForecast:
     greedy: Plan | None = None
     greedy_fill: float | None = None
     groups: PlannedGroups | None = None
-    moves: tuple[str, ...] = ()
 
     @property
     def config(self) -> RunConfig:
@@ -157,8 +155,7 @@ def plan_run(
     share = GATHERING_SHARE if config.may_gather else SHARE
     with planned_for(machine.planned(share)):
         run = prepare_run(config, None, datetime.datetime.now().isoformat())
-        choice = ReplicaChoice.of(config, config, run.plan, run.machine)
-        return _forecast(run.plan, run.jobs, steps, machine, choice)
+        return _forecast(run.plan, run.jobs, steps, machine)
 
 
 def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
@@ -181,13 +178,13 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
         begun.config,
         None,
         begun.started,
-        resumed=Resumed.of(config, begun),
+        ended=jobs_not_held(begun),
+        chosen=begun.chosen,
         on_read=check_saved,
         report_to=lambda: check_installed(config.report_to),
         output_dir=check_output_dir,
     )
-    choice = ReplicaChoice.of(config, begun.config, run.plan, run.machine)
-    return _forecast(run.plan, run.jobs, steps, None, choice)
+    return _forecast(run.plan, run.jobs, steps, None)
 
 
 def _forecast(
@@ -195,7 +192,6 @@ def _forecast(
     jobs: Sequence[PreparedJob],
     steps: int | None,
     machine: GpuMachine | None,
-    choice: ReplicaChoice | None,
 ) -> RunForecast:
     """Plans the microbatches of a run, and predicts what it needs.
 
@@ -213,7 +209,6 @@ def _forecast(
     if plan.shapes.tokens:
         one = foretell(dataclasses.replace(plan, shapes=ONE_SHAPE), jobs)
     num_tokens = sum(s.num_tokens for s in samples)
-    moves = [] if choice is None else foretell_moves(choice, plan, jobs, foretold)
     forecast = RunForecast(
         plan=plan,
         machine=machine,
@@ -225,7 +220,6 @@ def _forecast(
         fill=num_tokens / max(1, foretold.num_rows),
         one_shape_fill=num_tokens / max(1, one.num_rows),
         groups=_groups(plan, jobs),
-        moves=tuple(moves),
     )
     return forecast if plan.lanes.replicas else _simulated(forecast, schedule)
 

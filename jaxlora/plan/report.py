@@ -44,8 +44,6 @@ def print_plan(
     show(console, _needs_table(planned, price_per_hour))
     for note in _notes(planned):
         show(console, note, soft_wrap=True)
-    for line in planned.moves:
-        show(console, line, soft_wrap=True)
     show(console, "")
     show(console, _jobs_table(planned, details))
     if details:

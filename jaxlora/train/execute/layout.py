@@ -4,15 +4,13 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxlora.adapters.optimizer import AdapterState
-from jaxlora.adapters.reference_table import ReferenceTable, TableShapes
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
@@ -26,7 +24,6 @@ from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.tensor_parallel import EMBEDDING, check_divides
-from jaxlora.programs.program import Program
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps, compiled_steps
@@ -56,21 +53,6 @@ class Stage:
             path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(specs[path]))
             for path, x in self.spec.base_shapes().items()
         }
-
-    def empty_shapes(self) -> AdapterState:
-        """Shapes of the state of empty slots, as it lies on the devices."""
-        return self._shapes(self.steps.empty, self.steps.state_specs)
-
-    def reference_shapes(self) -> TableShapes:
-        """Shapes of the weights of references, as they lie on the devices."""
-        return self._shapes(self.steps.empty_reference, self.steps.state_specs.params)
-
-    def _shapes(self, program: Program, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            program.prepare().out_info,
-            self.placement.all_committed(specs),
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,32 +147,17 @@ class Layout:
 
     def empty_slots(self) -> StagedSlots:
         """Makes the slots of all stages, without adapters."""
-        each = [stage.steps for stage in self.stages]
-        return self._slots([(one.make_empty, one.make_references()) for one in each])
-
-    def slot_shapes(self) -> StagedSlots:
-        """Makes slots that have shapes in the place of tables, to compile programs."""
-        return self._slots(
-            [
-                (one.empty_shapes, one.steps.make_references(one.reference_shapes))
-                for one in self.stages
-            ]
-        )
-
-    def _slots(
-        self, made: Sequence[tuple[Callable[[], AdapterState], ReferenceTable | None]]
-    ) -> StagedSlots:
         tables = [
             SlotTable(
                 stage.spec,
                 stage.steps.write_slot,
                 stage.placement,
                 read_slot=stage.steps.read_slot,
-                empty=empty,
+                empty=stage.steps.make_empty,
                 evaluation_weights=stage.steps.evaluation_weights,
-                reference=reference,
+                reference=stage.steps.make_references(),
             )
-            for stage, (empty, reference) in zip(self.stages, made, strict=True)
+            for stage in self.stages
         ]
         return StagedSlots([stage.spec for stage in self.stages], tables)
 

@@ -22,7 +22,7 @@ from jaxlora.adapters.optimizer import (
 )
 from jaxlora.adapters.optimizers.state import evaluation_weights
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, evaluates_other_weights
-from jaxlora.adapters.reference_table import MakeTables, ReferenceTable
+from jaxlora.adapters.reference_table import ReferenceTable
 from jaxlora.adapters.slot_state import (
     empty_state,
     read_slot_rows,
@@ -253,16 +253,12 @@ class CompiledSteps:
         """Returns the functions for what replicas with these stages send and take."""
         return _stage_rows(self._spec, self._placement, stages)
 
-    def make_references(self, empty: MakeTables | None = None) -> ReferenceTable | None:
-        """Makes references that are all the base; None: no adapter can be one.
-
-        Args:
-            empty: Makes their weights or shapes; None: zeros on the devices.
-        """
+    def make_references(self) -> ReferenceTable | None:
+        """Makes references that are all the base; None: no adapter can be one."""
         assert self._spec.slots is not None
         if not self._spec.slots.has_references:
             return None
-        empty = empty or self.empty_reference.prepare().compiled()
+        empty = self.empty_reference.prepare().compiled()
         return ReferenceTable(self._spec, empty, self.write_reference, self._placement)
 
     def make_empty(self) -> AdapterState:

@@ -151,9 +151,7 @@ class RunPlan:
         return dataclasses.replace(plan, shapes=shapes)
 
     def fit(
-        self,
-        compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]],
-        memory: capacity.ReadMemory | None = None,
+        self, compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]]
     ) -> "RunPlan":
         """Returns the plan with a capacity and a `remat` that fit when compiled.
 
@@ -162,7 +160,6 @@ class RunPlan:
         Args:
             compile_stages: Compiles the passes of all stages of a plan, while base and
                 slots are on the devices.
-            memory: See `capacity.fit`.
 
         Raises:
             ConfigError: The run does not fit, and its capacity cannot be lowered.
@@ -171,8 +168,7 @@ class RunPlan:
         def compile_config(config: RunConfig) -> Sequence[StagePrograms]:
             return compile_stages(self.with_config(config))
 
-        args = self.config, self.stages, self.bounds, compile_config, memory
-        found = capacity.fit(*args)
+        found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
         plan = self.with_config(found.config)
         return dataclasses.replace(plan, need=found.need, notes=found.notes)
 

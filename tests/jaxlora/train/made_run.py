@@ -14,7 +14,6 @@ from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_adapter import SavedAdapter
-from jaxlora.run.saved_replan import SavedReplan
 from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
 from jaxlora.train.saved.checkpoint import Checkpoints
 
@@ -54,14 +53,6 @@ def saved_run(jobs=JOBS) -> SavedRun:
         base_model="nobody/tiny",
         linear_names=list(LINEARS),
         requests=SavedRequests(),
-        replan=SavedReplan(
-            deployment="64 tokens, none",
-            jobs=["now"],
-            steps={"now": 4},
-            slots={"now": 1},
-            why="done left",
-            due=12,
-        ),
     )
 
 
