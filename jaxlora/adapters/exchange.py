@@ -6,11 +6,10 @@ step (`read_part`), which adds the parts in the order of the replicas (`add_part
 hands out the new weights (`write_weights`).
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from jaxlora.adapters.division import WHOLE, Axes
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.rules import TENSOR
 from jaxlora.sharding.tensor import counted_once, gathered, own_part
 
@@ -207,74 +205,6 @@ def write_weights(
     )
     write = lambda x, row: jax.lax.dynamic_update_index_in_dim(x, row, slot, axis=0)
     return jax.tree.map(write, params, rows), _with_rows(pending, slot, none)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StageRuns:
-    """Where the tables of stages lie among those of the whole decoder, for one slot.
-
-    Each is one array with the stacks in the order of their names. A stage has a range
-    of the layers of each stack, so its array is made of runs of the whole one.
-
-    Attributes:
-        runs: By stage, where each run begins in the whole array, and its size.
-    """
-
-    runs: tuple[tuple[tuple[int, int], ...], ...]
-
-    @staticmethod
-    def of(spec: DecoderSpec, stages: Sequence[DecoderSpec]) -> "StageRuns":
-        """Finds the runs.
-
-        Args:
-            spec: The whole decoder.
-            stages: Its stages.
-        """
-        first, where = 0, {}
-        for path, size in _tables(spec):
-            where[path], first = first, first + size
-        return StageRuns(runs=tuple(_runs(_tables(stage), where) for stage in stages))
-
-    def cut(self, flat: Float[Array, " N"]) -> tuple[Float[Array, " _"], ...]:
-        """Returns the array of each stage."""
-        return tuple(
-            jnp.concatenate([flat[first : first + size] for first, size in runs])
-            if runs
-            else flat[:0]
-            for runs in self.runs
-        )
-
-    def join(
-        self, parts: Sequence[tuple[Float[Array, " _"], Bool[Array, ""]]]
-    ) -> tuple[Float[Array, " N"], Bool[Array, ""]]:
-        """Returns the whole array of what `read_part` has returned on each stage."""
-        pieces = {}
-        for (flat, _), runs in zip(parts, self.runs, strict=True):
-            own = 0
-            for first, size in runs:
-                pieces[first], own = flat[own : own + size], own + size
-        whole = jnp.concatenate([pieces[first] for first in sorted(pieces)])
-        return whole, jnp.stack([is_finite for _, is_finite in parts]).all()
-
-
-def _tables(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
-    """Yields path and size of each table of a slot, in the order of its array."""
-    shapes = spec.adapter_shapes()
-    for stack in sorted(spec.stacks, key=lambda stack: stack.name):
-        size = math.prod(shapes[stack.name].shape[2:])
-        yield from ((path, size) for path in stack.paths)
-
-
-def _runs(
-    tables: Iterable[tuple[str, int]], where: Mapping[str, int]
-) -> tuple[tuple[int, int], ...]:
-    runs: list[tuple[int, int]] = []
-    for path, size in tables:
-        if runs and sum(runs[-1]) == where[path]:
-            runs[-1] = runs[-1][0], runs[-1][1] + size
-        else:
-            runs.append((where[path], size))
-    return tuple(runs)
 
 
 def _own_rows(flat: Float[Array, " N"], like: Tables, divided: Axes) -> Tables:

@@ -97,9 +97,9 @@ class SlotTable:
         """Scaling, dropout and rank of the slots in every adapted linear."""
         return self._settings.settings
 
-    def settings_part(self, spec: DecoderSpec) -> SlotSettings:
-        """Returns the settings in the linears of a stage, as arrays of the host."""
-        return self._settings.part(spec)
+    def settings_on_host(self) -> SlotSettings:
+        """Returns a copy of the settings, as arrays of the host."""
+        return self._settings.on_host()
 
     @property
     def of_reference(self) -> tuple[Tables, SlotSettings]:

@@ -213,9 +213,7 @@ class RunConfig(BaseSettings):
         for one in self.replicas:
             if one.microbatch_tokens == "auto":
                 return ()
-            shape = ReplicaShape(
-                tokens=one.microbatch_tokens, tensor=one.tensor, stage=one.stage
-            )
+            shape = ReplicaShape(tokens=one.microbatch_tokens, tensor=one.tensor)
             each += [shape] * one.count
         return tuple(in_order(each))
 
@@ -227,7 +225,7 @@ class RunConfig(BaseSettings):
     @property
     def num_devices(self) -> int:
         """Number of devices that the run uses; `mesh` must not be `auto`."""
-        each = [one.num_devices for one in self.replica_shapes]
+        each = [one.tensor for one in self.replica_shapes]
         return sum(each) or self.mesh_sizes.num_devices
 
     @property

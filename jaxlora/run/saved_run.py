@@ -218,7 +218,7 @@ def _is_replica(value: Any) -> bool:
     names = {"microbatch_tokens", "tensor", "count"}
     return (
         isinstance(value, dict)
-        and value.keys() - {"stage"} == names
+        and value.keys() == names
         and all(type(n) is int and n > 0 for n in value.values())
     )
 

@@ -53,7 +53,7 @@ class OpenedRun:
         plan: The plan of the run, with the jobs that joined it earlier.
         model: The frozen base.
         layout: The decoder on its devices.
-        further_bases: The frozen base on each stage of the further replicas.
+        further_bases: The frozen base on each further replica.
         slots: The slots, which are empty.
         num_compiled: Programs that this process had compiled for the layout before.
         chooses_replicas: Whether the user left its replicas to `auto`.
@@ -69,7 +69,7 @@ class OpenedRun:
     plan: RunPlan
     model: FrozenModel
     layout: Layout
-    further_bases: Sequence[Sequence[Base]]
+    further_bases: Sequence[Base]
     slots: StagedSlots
     num_compiled: int
     chooses_replicas: bool

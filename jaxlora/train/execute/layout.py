@@ -56,21 +56,16 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicaStages:
+class PlacedReplica:
     """A replica beside the first one; see `FurtherReplica`.
 
     Attributes:
-        stages: The stages of the decoder on the replica's devices.
+        stage: The decoder on the replica's devices.
         capacity: Tokens of its microbatches.
     """
 
-    stages: tuple[Stage, ...]
+    stage: Stage
     capacity: int
-
-    @property
-    def specs(self) -> tuple[DecoderSpec, ...]:
-        """The decoder's layers of each stage."""
-        return tuple(stage.spec for stage in self.stages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +80,7 @@ class Layout:
 
     stages: tuple[Stage, ...]
     in_flight: int
-    further: tuple[ReplicaStages, ...] = ()
+    further: tuple[PlacedReplica, ...] = ()
 
     @staticmethod
     def of(
@@ -122,7 +117,7 @@ class Layout:
                 for spec, placement in pairs
             ),
             in_flight=stages.in_flight,
-            further=_further_stages(stages, placements[0], devices),
+            further=_further_replicas(stages, placements[0], devices),
         )
 
     def with_remat(self, remat: Remat) -> "Layout":
@@ -135,7 +130,7 @@ class Layout:
             self,
             stages=tuple(map(changed, self.stages)),
             further=tuple(
-                dataclasses.replace(one, stages=tuple(map(changed, one.stages)))
+                dataclasses.replace(one, stage=changed(one.stage))
                 for one in self.further
             ),
         )
@@ -180,31 +175,29 @@ class Layout:
             for stage in self.stages
         ]
 
-    def further_bases(self, params: Base) -> list[list[Base]]:
-        """Copies the frozen weights to the devices of each stage of further replicas.
+    def further_bases(self, params: Base) -> list[Base]:
+        """Copies the frozen weights to the devices of each further replica.
 
         A weight that is divided is first joined on the devices that have it, one weight
         after the other. Otherwise, it would be copied by the host.
         """
-        bases: list[list[Base]] = [[{} for _ in one.stages] for one in self.further]
+        bases: list[Base] = [{} for _ in self.further]
         every = [
-            (base, stage.placement, stage.spec.base_specs())
-            for one, own in zip(self.further, bases, strict=True)
-            for stage, base in zip(one.stages, own, strict=True)
+            (base, one.stage.placement, one.stage.spec.base_specs())
+            for one, base in zip(self.further, bases, strict=True)
         ]
         for path, x in params.items() if every else ():
             whole, copies = one_copy(x), []
             for base, placement, specs in every:
-                if path in specs:
-                    base[path] = jax.device_put(whole, placement.sharding(specs[path]))
-                    copies.append(base[path])
+                base[path] = jax.device_put(whole, placement.sharding(specs[path]))
+                copies.append(base[path])
             if whole is not x:
                 jax.block_until_ready(copies)
         return bases
 
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""
-        each = itertools.chain(self.stages, *(one.stages for one in self.further))
+        each = *self.stages, *(one.stage for one in self.further)
         return sum(stage.steps.num_compilations() for stage in each)
 
 
@@ -218,11 +211,11 @@ def _device_of(base: Base | None) -> Any:
     return device
 
 
-def _further_stages(
+def _further_replicas(
     stages: MeshStages,
     first: StageSharding,
     devices: Sequence[jax.Device] | None,
-) -> tuple[ReplicaStages, ...]:
+) -> tuple[PlacedReplica, ...]:
     """Places replicas on the devices that the first one does not use.
 
     Raises:
@@ -239,7 +232,7 @@ def _further_stages(
         )
     every = jax.local_devices() if devices is None else devices
     left = [device for device in every if device not in used]
-    wanted = sum(one.shape.num_devices for one in stages.further)
+    wanted = sum(one.shape.tensor for one in stages.further)
     if len(left) < wanted:
         raise ConfigError(
             f"replicas: {wanted} devices are needed beside those of the first one, "
@@ -247,15 +240,14 @@ def _further_stages(
         )
     placed, devices_left = [], iter(left)
     for one in stages.further:
-        own, tensor = [], one.shape.tensor
-        for spec in one.specs:
-            placement = _stage_on(list(itertools.islice(devices_left, tensor)))
-            own.append(Stage(spec=spec.divided(tensor=tensor), placement=placement))
-        placed.append(ReplicaStages(stages=tuple(own), capacity=one.shape.tokens))
+        tensor = one.shape.tensor
+        placement = _placement_on(list(itertools.islice(devices_left, tensor)))
+        stage = Stage(spec=one.spec.divided(tensor=tensor), placement=placement)
+        placed.append(PlacedReplica(stage=stage, capacity=one.shape.tokens))
     return tuple(placed)
 
 
-def _stage_on(devices: Sequence[jax.Device]) -> StageSharding:
+def _placement_on(devices: Sequence[jax.Device]) -> StageSharding:
     if len(devices) == 1:
         return StageSharding(device=SingleDeviceSharding(devices[0]))
     (mesh,) = stage_meshes(MeshSizes(tensor=len(devices)), devices)

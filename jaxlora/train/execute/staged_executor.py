@@ -55,7 +55,7 @@ class StagedExecutor:
         slots: StagedSlots,
         limits: Limits,
         wait_for: Callable[[int], None] = lambda rows: None,
-        bases: Sequence[Sequence[Base]] = (),
+        bases: Sequence[Base] = (),
         lanes: Sequence[Lane] = (),
     ):
         """Makes the executor; nothing is queued yet.
@@ -67,7 +67,7 @@ class StagedExecutor:
             limits: Limits of a microbatch.
             wait_for: Waits for the passes of microbatches of so many rows, which may
                 be compiled beside training.
-            bases: The frozen base on each stage of the further replicas; see
+            bases: The frozen base on each of the further replicas; see
                 `FurtherReplicas`.
             lanes: The lanes of further replicas.
         """

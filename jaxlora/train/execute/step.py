@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec
 
 from jaxlora.adapters.division import TableDivision
 from jaxlora.adapters.exchange import (
-    StageRuns,
     add_part,
     exchange,
     read_part,
@@ -249,10 +248,6 @@ class CompiledSteps:
             compiler_options=_SHORT,
         )
 
-    def rows_of(self, stages: tuple[DecoderSpec, ...]) -> "StageRows":
-        """Returns the functions for what replicas with these stages send and take."""
-        return _stage_rows(self._spec, self._placement, stages)
-
     def make_references(self) -> ReferenceTable | None:
         """Makes references that are all the base; None: no adapter can be one."""
         assert self._spec.slots is not None
@@ -274,35 +269,6 @@ class CompiledSteps:
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         return sum(one.num_compilations() for one in self.programs.values())
-
-
-class StageRows:
-    """Cuts a slot's array into those of stages, and joins them, on the first replica.
-
-    Attributes:
-        cut: Cuts weights that the stages of a replica are to take.
-        join: Joins the gradients of its stages.
-    """
-
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        placement: StageSharding,
-        stages: tuple[DecoderSpec, ...],
-    ):
-        runs, slots = StageRuns.of(spec, stages), placement.by_slot
-        each = (slots,) * len(stages)
-
-        def program(what: str, run: Any, takes: Any, gives: Any) -> Program:
-            jitted = placement.jit(run, takes, gives, compiler_options=_SHORT)
-            return Program(jitted, what, ("training", what, runs, placement, _SHORT))
-
-        self.cut = program("weights by stage", runs.cut, (slots,), each)
-        pairs = tuple((one, one) for one in each)
-        self.join = program("gradients of stages", runs.join, (pairs,), (slots, slots))
-
-
-_stage_rows = functools.lru_cache(maxsize=32)(StageRows)
 
 
 @functools.lru_cache(maxsize=32)

@@ -53,7 +53,7 @@ def replica_lanes(
         Replica(
             capacity=one.tokens,
             work=round(_WHOLE * seconds[one] / whole),
-            num_devices=one.num_devices,
+            num_devices=one.tensor,
         )
         for one in shapes
     ]

@@ -172,11 +172,11 @@ class RunPlan:
         plan = self.with_config(found.config)
         return dataclasses.replace(plan, need=found.need, notes=found.notes)
 
-    def replica_notes(self, programs: Sequence[Sequence[StagePrograms]]) -> list[Note]:
+    def replica_notes(self, programs: Sequence[StagePrograms]) -> list[Note]:
         """Says how much memory each further replica needs.
 
         Args:
-            programs: The compiled passes of its stages.
+            programs: The compiled passes of each.
 
         Raises:
             ConfigError: A replica needs more than there is.

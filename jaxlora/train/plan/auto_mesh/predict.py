@@ -135,16 +135,14 @@ def _num_steps(schedule: Schedule, num_lanes: int) -> int:
 def replica_seconds(stages: MeshStages, shape: ReplicaShape, rates: Rates) -> float:
     """Predicts the time of a full microbatch of a replica, without attention's squares.
 
-    With stages, it is that of the slowest one, while the others run other microbatches.
-
     Args:
         stages: The first replica, whose microbatches are the largest.
         shape: A replica.
         rates: What the time follows from.
     """
-    own, tokens = stages.of_replica(shape), float(shape.tokens)
-    costs = shape_seconds(own, shape.tokens, rates).stages
-    return max((cost.forward + cost.backward)(tokens, 0.0) for cost in costs)
+    own, tokens = stages.like(shape.tensor), float(shape.tokens)
+    (cost,) = shape_seconds(own, shape.tokens, rates).stages
+    return (cost.forward + cost.backward)(tokens, 0.0)
 
 
 def _lane_seconds(
