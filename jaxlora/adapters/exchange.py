@@ -7,9 +7,8 @@ hands out the new weights (`write_weights`).
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,32 +24,19 @@ from jaxlora.sharding.rules import TENSOR
 from jaxlora.sharding.tensor import counted_once, gathered, own_part
 
 
-def exchange_rounds(
-    slots: Collection[int], num_slots: int, placement: StageSharding
-) -> Iterator[Int[np.ndarray, "*R"]]:
-    """Yields the argument `slot` of each call of `exchange` before an optimizer step.
-
-    Where slots are divided among replicas, each call takes a slot of every replica that
-    has one left.
+def exchanged_slots(slots: Collection[int], placement: StageSharding) -> list[np.int32]:
+    """Returns the argument `slot` of each call of `exchange` before an optimizer step.
 
     Args:
         slots: The slots that step.
-        num_slots: Number of slots of all replicas.
-        placement: The devices of the stage.
+        placement: The devices of the stage; a single one exchanges nothing.
     """
-    if placement.num_parts * placement.num_tensor == 1:
-        return
-    size = num_slots // placement.num_replicas
-    own: list[list[int]] = [[] for _ in range(placement.num_replicas)]
-    for slot in sorted(slots):
-        own[slot // size].append(slot % size)
-    for numbers in itertools.zip_longest(*own, fillvalue=-1):
-        yield np.array(numbers, np.int32)
+    return [] if placement.num_devices == 1 else list(map(np.int32, sorted(slots)))
 
 
 def exchange(
     pending: Pending,
-    slot: Int[Array, "1"],
+    slot: Int[Array, ""],
     *,
     axes: Sequence[str],
     whole_axes: Sequence[str] = (),
@@ -67,14 +53,12 @@ def exchange(
 
     Args:
         pending: Gradients of this device, 1 G ...
-        slot: Number of the slot among the device's slots, int32; -1: none.
-        axes: Axes of the mesh whose devices have gradients of the same slots. The
-            devices of other axes may take another slot.
+        slot: Number of the slot, int32.
+        axes: Axes of the mesh whose devices have microbatches of their own.
         whole_axes: Further axes over which tables are summed that are not divided.
         divided: Names of the tables that are divided over these further axes.
     """
-    number = jnp.maximum(slot[0], 0)
-    rows = jax.tree.map(lambda x: x[0, number], pending)
+    rows = jax.tree.map(lambda x: x[0, slot], pending)
     own = {name: x for name, x in rows.gradients.items() if name in divided}
     whole = {name: x for name, x in rows.gradients.items() if name not in divided}
     is_finite = rows.is_finite
@@ -85,11 +69,10 @@ def exchange(
         is_finite=is_finite,
     )
 
-    def written(all_slots: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-        row = jnp.where(slot[0] >= 0, new, old)[None]
-        return jax.lax.dynamic_update_index_in_dim(all_slots, row, number, axis=1)
+    def written(all_slots: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(all_slots, new[None], slot, axis=1)
 
-    return jax.tree.map(written, pending, new, rows)
+    return jax.tree.map(written, pending, new)
 
 
 def _sums(tables: Tables, axes: Sequence[str]) -> Tables:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
 from jaxlora.hf.names import linear_path
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
@@ -114,8 +114,7 @@ class SettingsTable:
         self.settings = settings
 
     def _put(self, host: SlotSettings) -> SlotSettings:
-        where = self._placement.sharding(self._placement.by_linear_and_slot)
-        return put(host, where)
+        return put(host, self._placement.sharding(REPLICATED))
 
 
 def base_settings(host: SlotSettings) -> SlotSettings:

@@ -297,7 +297,7 @@ def _gradient_copies(spec: DecoderSpec, use: StageUse) -> int:
         return 0
     size = len(spec.layer_numbers)
     # Gradients of whole copies are neither stacked nor cast.
-    slots = num_bytes(_layer_tables(spec, use)) / use.num_replicas
+    slots = num_bytes(_layer_tables(spec, use))
     part = (spec.options.layers_per_program or size) / size
     own = 0 if spec.has_head else whole_table_bytes(spec)
     return math.ceil(_GRADIENT_COPIES * part * slots) + own
@@ -307,7 +307,7 @@ def _layer_weights(spec: DecoderSpec, use: StageUse) -> int:
     """Bytes of the adapters in the layers' dtype, which sections keep."""
     layers = _layer_tables(spec, use).values()
     num = sum(math.prod(shape.shape) for shape in layers)
-    return num * spec.options.dtype.itemsize // use.num_replicas
+    return num * spec.options.dtype.itemsize
 
 
 def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeStruct]:

@@ -39,7 +39,6 @@ class StageUse:
 
     Attributes:
         num_shards: Devices among which the frozen weights of the stage are divided.
-        num_replicas: Groups of devices among which the slots are divided.
         num_parts: Microbatches with gradients of the same slot that run at the same
             time, and whose gradients a step adds.
         num_kept: Microbatches of the device whose activations wait for the backward
@@ -50,7 +49,6 @@ class StageUse:
     """
 
     num_shards: int
-    num_replicas: int
     num_parts: int
     num_kept: int
     num_waiting: int
@@ -149,9 +147,8 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
         use: How the device is used.
     """
     base, tables = spec.part_shapes(use.num_tensor)
-    gradients = math.ceil(num_bytes(tables) / use.num_replicas)
-    state = math.ceil(_state_bytes(spec, tables) / use.num_replicas)
-    frozen = math.ceil(num_bytes(spec.vera_shapes()) / use.num_replicas)
+    gradients, state = num_bytes(tables), _state_bytes(spec, tables)
+    frozen = num_bytes(spec.vera_shapes())
     if spec.slots is not None and spec.slots.has_references:
         frozen = 2 * frozen + gradients  # those of the references, and their weights
     return Footprint(
@@ -294,10 +291,9 @@ def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
     if jax.default_backend() == "cpu" and shapes:
         # XLA copies the state before it replaces it, but for the last array.
         largest = max(num_bytes(shape) for shape in shapes.values())
-        copied = max(0, _state_bytes(spec, shapes) - largest)
-        at_step = copied // use.num_replicas
+        at_step = max(0, _state_bytes(spec, shapes) - largest)
     elif spec.slots is not None and spec.slots.optimizers:
-        at_step = _stepped_bytes(spec, spec.slots, use.num_tensor) // use.num_replicas
+        at_step = _stepped_bytes(spec, spec.slots, use.num_tensor)
     return max(at_sum, at_step)
 
 

@@ -75,9 +75,7 @@ class FurtherReplica:
         return dataclasses.replace(self, spec=self.spec.with_remat(remat))
 
 
-def stage_use(
-    sizes: MeshSizes, number: int, *, in_flight: int, is_pinned: bool = False
-) -> StageUse:
+def stage_use(sizes: MeshSizes, number: int, *, in_flight: int) -> StageUse:
     """Returns how the devices of a stage are used.
 
     A device keeps the microbatches that its forward passes are ahead, and the one that
@@ -90,16 +88,13 @@ def stage_use(
         sizes: Sizes of the mesh.
         number: Number of the stage.
         in_flight: Microbatches that each device of the first stage has in flight.
-        is_pinned: Whether the slots are divided among the replicas.
     """
-    num_replicas = sizes.data if is_pinned else 1
     ahead = ticks_ahead(sizes.stage, in_flight)
     num_before = ahead[number - 1] if number else ahead[0]
     num_waiting = num_before - ahead[number] + 2 + RUN_AHEAD
     return StageUse(
         num_shards=sizes.fsdp,
-        num_replicas=num_replicas,
-        num_parts=sizes.data * sizes.fsdp // num_replicas,
+        num_parts=sizes.num_lanes,
         num_kept=ahead[number] + 1,
         num_waiting=num_waiting if sizes.stage > 1 else 0,
         num_tensor=sizes.tensor,
@@ -115,7 +110,6 @@ class MeshStages:
         specs: The stages, from the embedding to the head.
         sizes: Sizes of the mesh.
         in_flight: Microbatches that each device of the first stage has in flight.
-        is_pinned: Whether the slots are divided among the replicas.
         further: Replicas beside the stages, on devices of their own.
     """
 
@@ -123,7 +117,6 @@ class MeshStages:
     specs: tuple[DecoderSpec, ...]
     sizes: MeshSizes
     in_flight: int
-    is_pinned: bool
     further: tuple[FurtherReplica, ...] = ()
 
     @staticmethod
@@ -131,7 +124,6 @@ class MeshStages:
         config: RunConfig,
         spec: DecoderSpec,
         *,
-        is_pinned: bool = False,
         speed: DeviceSpeed | None = None,
     ) -> "MeshStages":
         """Divides the decoder of a run into the stages of its mesh.
@@ -139,7 +131,6 @@ class MeshStages:
         Args:
             config: The run; its mesh is not `auto`.
             spec: The whole decoder.
-            is_pinned: Whether the slots are divided among the replicas.
             speed: Rates of each device; None: those of the present device.
 
         Raises:
@@ -160,7 +151,6 @@ class MeshStages:
             specs=stage_specs(spec, sizes.stage, speed),
             sizes=sizes,
             in_flight=in_flight or (REPLICA_TICKS if further else sizes.stage),
-            is_pinned=is_pinned,
             further=tuple(further),
         )
 
@@ -185,8 +175,7 @@ class MeshStages:
 
     def use(self, number: int) -> StageUse:
         """Returns how the devices of a stage are used; see `stage_use`."""
-        in_flight, is_pinned = self.in_flight, self.is_pinned
-        return stage_use(self.sizes, number, in_flight=in_flight, is_pinned=is_pinned)
+        return stage_use(self.sizes, number, in_flight=self.in_flight)
 
     def describe(self, number: int) -> str:
         """Describes the devices of a stage, for errors; empty on a single device."""

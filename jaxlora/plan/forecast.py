@@ -227,13 +227,11 @@ def _forecast(
 def _simulated(forecast: RunForecast, schedule: Schedule) -> RunForecast:
     """Adds what the microbatches reach in a simulation, and those of `greedy`."""
     plan, jobs, samples = forecast.plan, forecast.jobs, forecast.samples
-    # Slots have become jobs, which may run on one replica after the other.
-    lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
     greedy = foretell(plan.with_config(plan.config.replace(packer="greedy")), jobs)
     return dataclasses.replace(
         forecast,
-        whole=evaluate(schedule, samples, lanes, plan.cost),
-        greedy=evaluate(greedy.schedule, samples, lanes, plan.cost),
+        whole=evaluate(schedule, samples, plan.lanes, plan.cost),
+        greedy=evaluate(greedy.schedule, samples, plan.lanes, plan.cost),
         greedy_fill=forecast.num_tokens / max(1, greedy.num_rows),
     )
 

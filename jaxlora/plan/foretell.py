@@ -111,7 +111,6 @@ class _Course:
             list(self._left.values()),
             self._plan.num_slots,
             preempts=self._plan.config.preempt,
-            lanes=self._plan.lanes,
         )
         for position in positions:
             slot = position.slot

@@ -111,7 +111,6 @@ def test_a_replica_of_one_gpu_takes_the_time_of_its_microbatches(model, kinds):
         specs=(model.spec,),
         sizes=MeshSizes(),
         in_flight=1,
-        is_pinned=False,
     )
     tokens = min(CAPACITY, kind.longest)
     cost = shape_seconds(stages, tokens, model.rates).stages[0]

@@ -175,7 +175,6 @@ class JobLifecycle:
             self._positions(),
             usable,
             preempts=self._run.plan.config.preempt,
-            lanes=self._run.plan.lanes,
         )
         num_left += self._pause_for_priority(positions, here)
         num_left += self._start_jobs(positions)

@@ -107,8 +107,7 @@ class Layout:
             placements = [dataclasses.replace(ONE_DEVICE, device=_device_of(base))]
         else:
             placements = [
-                StageSharding(mesh=mesh, is_pinned=stages.is_pinned)
-                for mesh in stage_meshes(sizes, devices)
+                StageSharding(mesh=mesh) for mesh in stage_meshes(sizes, devices)
             ]
         pairs = zip(stages.specs, placements, strict=True)
         return Layout(

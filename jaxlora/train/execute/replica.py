@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.settings_table import base_settings
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
@@ -81,7 +81,7 @@ class _Slots:
 
     def _take_settings(self, table: SlotTable) -> None:
         host, placement = table.settings_on_host(), self._placement
-        where = placement.committed(placement.by_slot)
+        where = placement.committed(REPLICATED)
         self.settings = put(host, where)
         if self._reference is None:  # with these settings, the slots give the base
             base = put(base_settings(host), where)
@@ -130,15 +130,15 @@ class Replica:
         return self._stage.spec.options
 
     @property
-    def _by_slot(self) -> Sharding:
+    def _whole(self) -> Sharding:
         placement = self._stage.placement
-        return placement.committed(placement.by_slot)
+        return placement.committed(REPLICATED)
 
     def received(self, baseline: jax.Array | None) -> jax.Array | None:
         """Sends the baselines of the slots from the first replica to the devices."""
         if baseline is None:
             return None
-        return jax.device_put(one_copy(baseline), self._by_slot)
+        return jax.device_put(one_copy(baseline), self._whole)
 
     # ---- slots ---------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Replica:
 
     def take(self, slot: int, row: jax.Array) -> None:
         """Sends a slot's weights, which replace those here when they are needed."""
-        self.new[slot] = jax.device_put(one_copy(row), self._by_slot)
+        self.new[slot] = jax.device_put(one_copy(row), self._whole)
 
     def _replace(self, slot: int) -> None:
         """Replaces the weights of a slot, and discards its gradients."""
@@ -174,7 +174,7 @@ class Replica:
             return None
         pending = self._slots.state.pending
         part = self._stage.steps.read_part(pending, np.int32(slot))
-        where = self._home.committed(self._home.by_slot)
+        where = self._home.committed(REPLICATED)
         return jax.device_put(jax.tree.map(one_copy, part), where)
 
     # ---- microbatches --------------------------------------------------------------
@@ -192,7 +192,7 @@ class Replica:
         try:
             return self._run(one, keys, baseline)
         except jax.errors.JaxRuntimeError as error:
-            names = ", ".join(sorted(map(str, self._by_slot.device_set)))
+            names = ", ".join(sorted(map(str, self._whole.device_set)))
             error.add_note(f"replica {self._number + 1}, on {names}")
             raise
 

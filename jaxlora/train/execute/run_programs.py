@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.exchange import exchange_rounds
+from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.slot_state import row_shapes
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.background import in_background
 from jaxlora.distributed import processes
@@ -192,7 +193,7 @@ def _sums_of_replicas(stage: Stage, table: SlotTable) -> tuple[Any, list[Prepare
     steps, placement = stage.steps, stage.placement
     slot, pending = jax.ShapeDtypeStruct((), "int32"), table.state.pending
     row = steps.read_slot.prepare(table.state.params, slot)
-    flat, where = row.out_info, placement.sharding(placement.by_slot)
+    flat, where = row.out_info, placement.sharding(REPLICATED)
     part = (
         jax.ShapeDtypeStruct(flat.shape, flat.dtype, sharding=where),
         jax.ShapeDtypeStruct((), "bool", sharding=where),
@@ -218,7 +219,7 @@ def _replica(
     stage, name = one.stage, f", replica {number}"
     limits = dataclasses.replace(limits, capacity=one.capacity)
     steps, placement = stage.steps, stage.placement
-    where = placement.sharding(placement.by_slot)
+    where = placement.sharding(REPLICATED)
 
     def placed(tree: Any, places: Any = None) -> Any:
         return jax.tree.map(
@@ -254,7 +255,7 @@ def _evaluation(
     sums = jax.ShapeDtypeStruct(
         loss.shape,
         loss.dtype,
-        sharding=stage.placement.sharding(stage.placement.partial),
+        sharding=stage.placement.sharding(stage.placement.rows),
     )
     what = f"baseline{name}"
     return [*found, steps.add_baseline.prepare(baseline, sums, is_new, what=what)]
@@ -266,17 +267,17 @@ def _updates(
     """Starts to compile what follows the passes of a global batch, and comes first."""
     steps, placement, state = stage.steps, stage.placement, table.state
     assert stage.spec.slots is not None
-    num_slots, found = stage.spec.slots.num_slots, []
+    found = []
     measured: Sequence[Any] = ()
     if num_stages > 1:
         norms = steps.measure.prepare(state.pending, what=f"gradient norms{name}")
-        where = placement.sharding(placement.by_slot)
+        where = placement.sharding(REPLICATED)
         one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             norms.out_info,
         )
         found, measured = [norms], (one,) * num_stages
-    for slot in exchange_rounds([0], num_slots, placement):
+    for slot in exchanged_slots([0], placement):
         what = f"sum over devices{name}"
         found.append(steps.exchange.prepare(state.pending, slot, what=what))
     inputs = optimizer_inputs({}, {}, stage.spec.slots)

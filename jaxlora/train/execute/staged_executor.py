@@ -329,30 +329,14 @@ class StagedExecutor:
         self, batches: Mapping[int, JobBatch], groups: Mapping[int, range]
     ) -> list[Microbatch]:
         """Packs samples that may run in any order, on all devices at the same time."""
-        placement = self._layout.stages[0].placement
-        replicas = placement.num_replicas
-        each = self._num_slots // replicas  # slots of a replica, if jobs are pinned
-        queues = []
-        for replica in range(replicas):
-            mine = range(replica * each, (replica + 1) * each)
-            samples = [
-                s
-                for slot in mine
-                if slot in groups
-                for s in batches[slot].to_schedule()
-                if s.index in groups[slot]
-            ]
-            packed = greedy.pack(samples, self._limits).microbatches if samples else ()
-            queues += [
-                list(packed[lane :: placement.lanes_per_replica])
-                for lane in range(placement.lanes_per_replica)
-            ]
-        num_ticks = max(map(len, queues))
-        return [
-            queue[tick] if tick < len(queue) else ()
-            for tick in range(num_ticks)
-            for queue in queues
+        samples = [
+            s
+            for slot in sorted(groups)
+            for s in batches[slot].to_schedule()
+            if s.index in groups[slot]
         ]
+        packed = greedy.pack(samples, self._limits).microbatches if samples else ()
+        return [*packed, *[()] * (-len(packed) % self._layout.num_lanes)]
 
     def _evaluate(
         self,

@@ -30,7 +30,7 @@ from jaxlora.adapters.slot_state import (
     write_slot,
     zero_tables,
 )
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
 from jaxlora.models.spec import DecoderSpec, SlotShape
 from jaxlora.programs.program import Program
 from jaxlora.train.execute.pass_programs import MakeProgram, PassPrograms
@@ -104,7 +104,7 @@ class CompiledSteps:
 
     def _make_passes(self) -> None:
         spec, p = self._spec, self._placement
-        slots = p.by_slot
+        slots = REPLICATED
         self.passes: PassPrograms | SectionChain
         if spec.options.layers_per_program is None:
             own = PassPrograms(spec, p, self.state_specs, self._program)
@@ -121,7 +121,7 @@ class CompiledSteps:
         self.add_baseline = self._program(
             "baseline",
             StagePasses(spec, p).add_baseline,
-            (slots, p.partial, slots),
+            (slots, p.rows, slots),
             slots,
             compiler_options=_SHORT,
         )
@@ -134,7 +134,7 @@ class CompiledSteps:
         return tuple(OPTIMIZERS[name].fingerprint for name in names)
 
     def _make_updates(self) -> None:
-        p, slots = self._placement, self._placement.by_slot
+        p, slots = self._placement, REPLICATED
         division, pending = self._division, self.state_specs.pending
         self.exchange = self._program(
             "sum over devices",
@@ -163,7 +163,7 @@ class CompiledSteps:
                 linears=self._spec.linears_of_stacks,
                 division=division,
             ),
-            (self.state_specs, slots, slots, p.by_linear_and_slot),
+            (self.state_specs, slots, slots, slots),
             (self.state_specs, slots),
             varies=(2,),
             donate_argnums=0,
@@ -215,13 +215,13 @@ class CompiledSteps:
             self.evaluation_weights = self._program(
                 "weights to evaluate",
                 functools.partial(evaluation_weights, optimizers=slots.optimizers),
-                (state.params, state.optimizer_state, p.by_slot),
+                (state.params, state.optimizer_state, REPLICATED),
                 state.params,
                 compiler_options=_SHORT,
             )
 
     def _make_replicas(self) -> None:
-        p, slots = self._placement, self._placement.by_slot
+        p, slots = self._placement, REPLICATED
         params, pending = self.state_specs.params, self.state_specs.pending
         divided = self._division.weights
         self.read_part = self._program(

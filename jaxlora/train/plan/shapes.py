@@ -105,8 +105,6 @@ def _simulated(
     """Returns the best shapes for a part of a run, and the time of all of it in one."""
     assert stages.spec.slots is not None
     running = list(positions[: stages.spec.slots.num_slots])
-    if lanes.pinned:
-        running, lanes = running[:: lanes.data], lanes.one_replica()
     most = _MAX_TICKS * lanes.num_lanes * config.limits.capacity
     samples = _some_samples(running, jobs, most)
     candidates = _candidates(config)

@@ -94,7 +94,6 @@ def compare(words: str, remat: str, devices) -> list[dict[str, int]]:
         specs=stage_specs(spec, sizes.stage, find_speed(KIND)),
         sizes=sizes,
         in_flight=sizes.stage,
-        is_pinned=False,
     )
     layout = Layout.of(stages, devices=devices)
     programs = [compile_stage(stage) for stage in layout.stages]

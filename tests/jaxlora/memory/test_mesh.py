@@ -76,8 +76,7 @@ def config(**settings) -> RunConfig:
 
 
 def stages_of(spec: DecoderSpec, mesh: str, **settings) -> MeshStages:
-    is_pinned = settings.pop("is_pinned", False)
-    return MeshStages.of(config(mesh=mesh, **settings), spec, is_pinned=is_pinned)
+    return MeshStages.of(config(mesh=mesh, **settings), spec)
 
 
 def estimate(mesh: str, **settings) -> MeshFootprint:
@@ -212,13 +211,12 @@ def test_shards_are_gathered_two_layers_at_a_time():
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_replicas_may_divide_the_slots():
-    [shared] = estimate("data=4").stages
-    [pinned] = estimate("data=4", is_pinned=True).stages
+def test_each_replica_has_all_slots():
+    [replica] = estimate("data=4").stages
     [single] = estimate("fsdp=1").stages
-    assert shared.base_bytes == pinned.base_bytes == single.base_bytes
-    assert shared.adapter_bytes == 4 * pinned.adapter_bytes == single.adapter_bytes
-    assert pinned.fixed_bytes == single.fixed_bytes
+    assert replica.base_bytes == single.base_bytes
+    assert replica.adapter_bytes == single.adapter_bytes
+    assert replica.fixed_bytes == single.fixed_bytes
 
 
 @pytest.mark.usefixtures("memory_by_formula")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlora.adapters.exchange import exchange_rounds
+from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.config import model_config
@@ -162,7 +162,7 @@ def step_of(spec: DecoderSpec, mesh: str | None, change=lambda params: params):
     steps = CompiledSteps(spec, placement)
     base, params, *others = arguments(spec, placement, steps)
     pending, out, _ = steps.accumulate(base, change(params), *others)
-    for slot in exchange_rounds(range(SLOTS), SLOTS, placement):
+    for slot in exchanged_slots(range(SLOTS), placement):
         pending = steps.exchange(pending, slot)
     norms = np.asarray(steps.measure(pending).squares)
     gradients = jax.tree.map(np.asarray, pending.gradients)

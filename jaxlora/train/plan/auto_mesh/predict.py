@@ -354,12 +354,12 @@ def step_seconds(stages: MeshStages, rates: Rates) -> float:
     All slots whose batches are complete behind a microbatch step together, and the time
     does not depend on their number.
     """
-    tensor, replicas = stages.sizes.tensor, stages.use(0).num_replicas
+    tensor = stages.sizes.tensor
     slots = max(num_bytes(spec.part_shapes(tensor)[1]) for spec in stages.specs)
     profile = rates.profile
     if profile is None or not profile.adapter_bytes:
-        return _traffic_seconds(slots / replicas, _STEP_BYTES, rates)
-    return profile.step_seconds * slots / replicas / profile.adapter_bytes
+        return _traffic_seconds(slots, _STEP_BYTES, rates)
+    return profile.step_seconds * slots / profile.adapter_bytes
 
 
 @functools.lru_cache(maxsize=64)

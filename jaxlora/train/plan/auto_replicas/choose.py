@@ -261,7 +261,6 @@ class ReplicaLists:
             self._positions,
             plan.num_slots,
             preempts=plan.config.preempt,
-            lanes=plan.lanes,
         ):
             if position.slot is not None:
                 state = state.with_job(
