@@ -171,7 +171,7 @@ def plan_run(
     *,
     mean_segment_tokens: int,
 ) -> RunPlan:
-    """Plans a run as the trainer does, but all replicas share all jobs.
+    """Plans a run as the trainer does, with room for samples of another mean length.
 
     Args:
         config: The run; nothing of it is `auto` but kernels and attention.
