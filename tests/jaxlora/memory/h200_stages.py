@@ -16,6 +16,7 @@ import sys
 import jax
 
 from jaxlora.adapters.optimizer import AdapterState
+from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import stage_specs
 from jaxlora.memory.footprint import StagePrograms
@@ -78,7 +79,7 @@ def compile_stage(stage: Stage) -> StagePrograms:
         lambda s: jax.ShapeDtypeStruct(
             s.shape,
             s.dtype,
-            sharding=placement.sharding(placement.by_linear_and_slot),
+            sharding=placement.sharding(REPLICATED),
         ),
         settings_shapes(spec),
     )
