@@ -51,20 +51,6 @@ def violations(
     return out + _check_distance(ticks, distance)
 
 
-def replica_violations(schedule: Schedule, lanes: Lanes) -> list[str]:
-    """Lists the microbatches with jobs of another replica, if jobs are pinned."""
-    if not lanes.pinned:
-        return []
-    return [
-        f"microbatch {i} of replica {replica} holds job {job} of replica "
-        f"{lanes.replica(job)}."
-        for i, microbatch in enumerate(schedule.microbatches)
-        for replica in [i % lanes.num_lanes // lanes.fsdp]
-        for job in sorted({s.owner for s in microbatch})
-        if lanes.replica(job) != replica
-    ]
-
-
 def require_legal(schedule: Schedule, samples: Iterable[Sample], lanes: Lanes) -> None:
     """Checks a packer's schedule.
 
@@ -77,7 +63,6 @@ def require_legal(schedule: Schedule, samples: Iterable[Sample], lanes: Lanes) -
         distance=lanes.pipeline.distance,
         num_lanes=lanes.num_lanes,
     )
-    wrong += replica_violations(schedule, lanes)
     if wrong:
         raise RuntimeError(
             f"the packer's schedule violates {len(wrong)} rules; the first: {wrong[0]}"

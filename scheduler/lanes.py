@@ -57,9 +57,6 @@ class Lanes:
         fsdp: Number of lanes of each replica. They hold shards of the same base weights
             but run different microbatches.
         pipeline: The pipeline, whose distance is in ticks.
-        slots_per_replica: Number of adapter slots of each replica if jobs are pinned to
-            replicas: slot g lives on replica `g // slots_per_replica`, and all samples
-            of the job in it run there. None if all replicas share all jobs.
         replicas: Replicas with microbatches of different sizes, from the largest to the
             smallest; empty if all lanes have the same size. `data` and `fsdp` are then
             1. A tick takes as long as a microbatch of the first replica, and the others
@@ -70,18 +67,12 @@ class Lanes:
     data: int = 1
     fsdp: int = 1
     pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
-    slots_per_replica: int | None = None
     replicas: tuple[Replica, ...] = ()
 
     def __post_init__(self):
         if self.data < 1 or self.fsdp < 1:
             raise ValueError(
                 f"data and fsdp must be positive, got {self.data} and {self.fsdp}."
-            )
-        if self.slots_per_replica is not None and self.slots_per_replica < 1:
-            raise ValueError(
-                f"slots_per_replica={self.slots_per_replica} must be positive. Use "
-                "None if all replicas share all jobs."
             )
         capacities = [replica.capacity for replica in self.replicas]
         if capacities != sorted(capacities, reverse=True):
@@ -132,31 +123,6 @@ class Lanes:
             return self.num_lanes * capacity
         whole = self.replicas[0].work
         return sum(one.capacity * whole / one.work for one in self.replicas)
-
-    @property
-    def pinned(self) -> bool:
-        """Whether each job runs on one replica only."""
-        return self.slots_per_replica is not None
-
-    def replica(self, slot: int) -> int:
-        """Returns the replica of a slot, if jobs are pinned.
-
-        Raises:
-            ValueError: Jobs are not pinned, or there is no such slot.
-        """
-        per_replica = self.slots_per_replica
-        if per_replica is None:
-            raise ValueError("all replicas share all jobs, so a slot has no replica.")
-        if not 0 <= slot < self.data * per_replica:
-            raise ValueError(
-                f"slot {slot} does not exist: there are {self.data * per_replica}, "
-                f"{per_replica} on each replica."
-            )
-        return slot // per_replica
-
-    def one_replica(self) -> "Lanes":
-        """Returns the lanes of a single replica."""
-        return dataclasses.replace(self, data=1, slots_per_replica=None)
 
 
 ONE_LANE = Lanes()

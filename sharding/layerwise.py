@@ -146,17 +146,10 @@ def compiler_options(layer_bytes: int) -> dict[str, int]:
     Args:
         layer_bytes: Bytes of the gathered weights of a layer.
     """
-    return {
-        "xla_gpu_all_gather_combine_threshold_bytes": layer_bytes,
-        **symmetric_buffers(),
-    }
-
-
-def symmetric_buffers() -> dict[str, int]:
-    """Returns the options of programs whose collectives the copy engines can do."""
-    if not has_symmetric_buffers():
-        return {}
-    return {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
+    options = {"xla_gpu_all_gather_combine_threshold_bytes": layer_bytes}
+    if has_symmetric_buffers():
+        options["xla_gpu_experimental_enable_nccl_symmetric_buffers"] = True
+    return options
 
 
 def use_copy_engines() -> None:

@@ -39,7 +39,7 @@ def stage_meshes(
         logger.info(
             "mesh %s: uses %d of %d devices: %s", sizes, len(used), len(devices), names
         )
-    if sizes.fsdp > 1 or sizes.lanes_per_device > 1:
+    if sizes.fsdp > 1:
         use_copy_engines()
     grid = np.array(used).reshape(sizes.stage, sizes.data, sizes.fsdp, sizes.tensor)
     return tuple(jax.sharding.Mesh(stage, STAGE_AXES) for stage in grid)

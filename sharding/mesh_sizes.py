@@ -21,8 +21,6 @@ class MeshSizes:
             microbatches of their own.
         tensor: Devices that share the heads, the features of the MLP and the vocabulary
             of one microbatch.
-        lanes_per_device: Microbatches that a device runs side by side; no axis of the
-            mesh, so its words do not say it.
 
     Raises:
         ValueError: A size is not positive.
@@ -32,7 +30,6 @@ class MeshSizes:
     stage: int = 1
     fsdp: int = 1
     tensor: int = 1
-    lanes_per_device: int = 1
 
     def __post_init__(self):
         for axis in AXES:
@@ -77,7 +74,7 @@ class MeshSizes:
     @property
     def num_lanes(self) -> int:
         """Number of microbatches that each pipeline stage runs at the same time."""
-        return self.data * self.fsdp * self.lanes_per_device
+        return self.data * self.fsdp
 
     def check_fits(self, num_devices: int) -> None:
         """Checks that a machine has enough devices.

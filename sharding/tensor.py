@@ -5,16 +5,12 @@ layer, it has a part of the rows: `gather_rows` comes before the linears whose o
 are divided, and `scatter_rows` after those whose inputs are. Each is the transpose of
 the other, so a half layer has an all-gather and a reduce-scatter in each pass. They are
 g and its conjugate of Megatron-LM (arXiv 2205.05198, section 4.2.2), and move as much
-as an all-reduce. Both may be made of copies alone, which the copy engines can do: a
-device then receives a term of its rows from each of the others, and adds them. The
-transpose of `jax.lax.psum` would add the gradient once more for each device, where
-`jax.shard_map` does not check which values vary.
+as an all-reduce. The transpose of `jax.lax.psum` would add the gradient once more for
+each device, where `jax.shard_map` does not check which values vary.
 
 All functions run inside `jax.shard_map`, which must be manual over the axis `tensor`,
 unless the number of devices is 1.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,31 +19,24 @@ from jaxtyping import Array, Bool, Int, Shaped
 from jaxlora.sharding.rules import TENSOR
 
 
-def gather_rows(
-    x: Shaped[Array, "..."], num_devices: int, *, by_copies: bool = False
-) -> Shaped[Array, "..."]:
+def gather_rows(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
     """Joins the rows of all devices; what each device adds to a gradient is summed.
 
     Args:
         x: The rows of this device.
         num_devices: Number of devices.
-        by_copies: Whether the sums of gradients are made of copies alone.
     """
-    return x if num_devices == 1 else _gather_rows(by_copies, x)
+    return x if num_devices == 1 else _gather_rows(x)
 
 
-def scatter_rows(
-    x: Shaped[Array, "..."], num_devices: int, *, by_copies: bool = False
-) -> Shaped[Array, "..."]:
+def scatter_rows(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
     """Sums x over the devices; each gets its own part of the rows.
 
     Args:
         x: A term of each row.
         num_devices: Number of devices.
-        by_copies: Whether the sums are made of copies alone. They are added in float32
-            then, in the order of the devices, and rounded once.
     """
-    return x if num_devices == 1 else _scatter_rows(by_copies, x)
+    return x if num_devices == 1 else _scatter_rows(x)
 
 
 def whole_rows(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:
@@ -55,33 +44,25 @@ def whole_rows(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."
     return x if num_devices == 1 else _whole_rows(x)
 
 
-def _scattered(by_copies, x):
-    if not by_copies:
-        return jax.lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True)
-    parts = x.reshape(jax.lax.axis_size(TENSOR), -1, *x.shape[1:])
-    received = jax.lax.all_to_all(parts, TENSOR, split_axis=0, concat_axis=0)
-    return received.sum(axis=0, dtype=jnp.float32).astype(x.dtype)
+def _scattered(x):
+    return jax.lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather_rows(by_copies, x):
+@jax.custom_vjp
+def _gather_rows(x):
     return gathered(x, axis=0)
 
 
-_gather_rows.defvjp(
-    lambda by_copies, x: (_gather_rows(by_copies, x), None),
-    lambda by_copies, _, dy: (_scattered(by_copies, dy),),
-)
+_gather_rows.defvjp(lambda x: (_gather_rows(x), None), lambda _, dy: (_scattered(dy),))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter_rows(by_copies, x):
-    return _scattered(by_copies, x)
+@jax.custom_vjp
+def _scatter_rows(x):
+    return _scattered(x)
 
 
 _scatter_rows.defvjp(
-    lambda by_copies, x: (_scatter_rows(by_copies, x), None),
-    lambda by_copies, _, dy: (gathered(dy, axis=0),),
+    lambda x: (_scatter_rows(x), None), lambda _, dy: (gathered(dy, axis=0),)
 )
 
 

@@ -136,34 +136,3 @@ def most_alive_bytes(arrays: list[Gathered]) -> int:
         sum(a.num_bytes for a in arrays if a.start <= number <= a.last)
         for number in {array.start for array in arrays}
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """A collective of hidden states.
-
-    Attributes:
-        kind: What it is, without `-start`.
-        num_kernels: Calls of kernels between its start and its end.
-    """
-
-    kind: str
-    num_kernels: int
-
-
-def exchanges_of(ops: list[Op], features: int) -> list[Exchange]:
-    """Returns the collectives of arrays with so many columns, by their ends."""
-    kinds, starts = ("all-gather", "all-to-all", "reduce-scatter"), {}
-    found = []
-    for number, op in enumerate(ops):
-        kind, _, end = op.kind.rpartition("-")
-        if op.kind in kinds and any(s[-1:] == (features,) for _, s in op.shapes):
-            found.append(Exchange(op.kind, 0))
-        elif kind in kinds and end == "start":
-            if any(shape[-1:] == (features,) for _, shape in op.shapes):
-                starts[op.name] = number
-        elif kind in kinds and end == "done" and op.operands[0] in starts:
-            between = ops[starts[op.operands[0]] : number]
-            calls = sum(one.kind == "custom-call" for one in between)
-            found.append(Exchange(kind, calls))
-    return found

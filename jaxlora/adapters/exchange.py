@@ -6,11 +6,9 @@ step (`read_part`), which adds the parts in the order of the replicas (`add_part
 hands out the new weights (`write_weights`).
 """
 
-import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,37 +20,23 @@ from jaxlora.adapters.division import WHOLE, Axes
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.rules import TENSOR
 from jaxlora.sharding.tensor import counted_once, gathered, own_part
 
 
-def exchange_rounds(
-    slots: Collection[int], num_slots: int, placement: StageSharding
-) -> Iterator[Int[np.ndarray, "*R"]]:
-    """Yields the argument `slot` of each call of `exchange` before an optimizer step.
-
-    Where slots are divided among replicas, each call takes a slot of every replica that
-    has one left.
+def exchanged_slots(slots: Collection[int], placement: StageSharding) -> list[np.int32]:
+    """Returns the argument `slot` of each call of `exchange` before an optimizer step.
 
     Args:
         slots: The slots that step.
-        num_slots: Number of slots of all replicas.
-        placement: The devices of the stage.
+        placement: The devices of the stage; a single one exchanges nothing.
     """
-    if placement.num_parts * placement.num_tensor == 1:
-        return
-    size = num_slots // placement.num_replicas
-    own: list[list[int]] = [[] for _ in range(placement.num_replicas)]
-    for slot in sorted(slots):
-        own[slot // size].append(slot % size)
-    for numbers in itertools.zip_longest(*own, fillvalue=-1):
-        yield np.array(numbers, np.int32)
+    return [] if placement.num_devices == 1 else list(map(np.int32, sorted(slots)))
 
 
 def exchange(
     pending: Pending,
-    slot: Int[Array, "1"],
+    slot: Int[Array, ""],
     *,
     axes: Sequence[str],
     whole_axes: Sequence[str] = (),
@@ -69,14 +53,12 @@ def exchange(
 
     Args:
         pending: Gradients of this device, 1 G ...
-        slot: Number of the slot among the device's slots, int32; -1: none.
-        axes: Axes of the mesh whose devices have gradients of the same slots. The
-            devices of other axes may take another slot.
+        slot: Number of the slot, int32.
+        axes: Axes of the mesh whose devices have microbatches of their own.
         whole_axes: Further axes over which tables are summed that are not divided.
         divided: Names of the tables that are divided over these further axes.
     """
-    number = jnp.maximum(slot[0], 0)
-    rows = jax.tree.map(lambda x: x[0, number], pending)
+    rows = jax.tree.map(lambda x: x[0, slot], pending)
     own = {name: x for name, x in rows.gradients.items() if name in divided}
     whole = {name: x for name, x in rows.gradients.items() if name not in divided}
     is_finite = rows.is_finite
@@ -87,11 +69,10 @@ def exchange(
         is_finite=is_finite,
     )
 
-    def written(all_slots: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-        row = jnp.where(slot[0] >= 0, new, old)[None]
-        return jax.lax.dynamic_update_index_in_dim(all_slots, row, number, axis=1)
+    def written(all_slots: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(all_slots, new[None], slot, axis=1)
 
-    return jax.tree.map(written, pending, new, rows)
+    return jax.tree.map(written, pending, new)
 
 
 def _sums(tables: Tables, axes: Sequence[str]) -> Tables:
@@ -207,74 +188,6 @@ def write_weights(
     )
     write = lambda x, row: jax.lax.dynamic_update_index_in_dim(x, row, slot, axis=0)
     return jax.tree.map(write, params, rows), _with_rows(pending, slot, none)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StageRuns:
-    """Where the tables of stages lie among those of the whole decoder, for one slot.
-
-    Each is one array with the stacks in the order of their names. A stage has a range
-    of the layers of each stack, so its array is made of runs of the whole one.
-
-    Attributes:
-        runs: By stage, where each run begins in the whole array, and its size.
-    """
-
-    runs: tuple[tuple[tuple[int, int], ...], ...]
-
-    @staticmethod
-    def of(spec: DecoderSpec, stages: Sequence[DecoderSpec]) -> "StageRuns":
-        """Finds the runs.
-
-        Args:
-            spec: The whole decoder.
-            stages: Its stages.
-        """
-        first, where = 0, {}
-        for path, size in _tables(spec):
-            where[path], first = first, first + size
-        return StageRuns(runs=tuple(_runs(_tables(stage), where) for stage in stages))
-
-    def cut(self, flat: Float[Array, " N"]) -> tuple[Float[Array, " _"], ...]:
-        """Returns the array of each stage."""
-        return tuple(
-            jnp.concatenate([flat[first : first + size] for first, size in runs])
-            if runs
-            else flat[:0]
-            for runs in self.runs
-        )
-
-    def join(
-        self, parts: Sequence[tuple[Float[Array, " _"], Bool[Array, ""]]]
-    ) -> tuple[Float[Array, " N"], Bool[Array, ""]]:
-        """Returns the whole array of what `read_part` has returned on each stage."""
-        pieces = {}
-        for (flat, _), runs in zip(parts, self.runs, strict=True):
-            own = 0
-            for first, size in runs:
-                pieces[first], own = flat[own : own + size], own + size
-        whole = jnp.concatenate([pieces[first] for first in sorted(pieces)])
-        return whole, jnp.stack([is_finite for _, is_finite in parts]).all()
-
-
-def _tables(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
-    """Yields path and size of each table of a slot, in the order of its array."""
-    shapes = spec.adapter_shapes()
-    for stack in sorted(spec.stacks, key=lambda stack: stack.name):
-        size = math.prod(shapes[stack.name].shape[2:])
-        yield from ((path, size) for path in stack.paths)
-
-
-def _runs(
-    tables: Iterable[tuple[str, int]], where: Mapping[str, int]
-) -> tuple[tuple[int, int], ...]:
-    runs: list[tuple[int, int]] = []
-    for path, size in tables:
-        if runs and sum(runs[-1]) == where[path]:
-            runs[-1] = runs[-1][0], runs[-1][1] + size
-        else:
-            runs.append((where[path], size))
-    return tuple(runs)
 
 
 def _own_rows(flat: Float[Array, " N"], like: Tables, divided: Axes) -> Tables:

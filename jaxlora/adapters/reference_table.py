@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
@@ -13,9 +12,7 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 
-# Shapes stand for tables where programs are compiled for replicas that do not run yet.
-TableShapes = dict[str, jax.ShapeDtypeStruct]
-MakeTables = Callable[[], Tables | TableShapes]
+MakeTables = Callable[[], Tables]
 # The compiled `write_reference`.
 WriteReference = Callable[..., Tables]
 
@@ -43,7 +40,7 @@ class ReferenceTable:
 
         Args:
             spec: The decoder, or one stage of it.
-            empty: Makes weights of zeros, or their shapes.
+            empty: Makes weights of zeros.
             write: The compiled function `write_reference` of the decoder.
             placement: Where the slots live.
         """

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
 from jaxlora.hf.names import linear_path
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
@@ -55,27 +55,9 @@ class SettingsTable:
             self._of_base = self._put(base_settings(self._host))
         return dataclasses.replace(self._of_base, vera=self.settings.vera)
 
-    def part(self, spec: DecoderSpec) -> SlotSettings:
-        """Returns the settings in the linears of a stage, as arrays of the host.
-
-        Args:
-            spec: The stage, or the whole decoder.
-        """
-        host, places = self._host, [self._places[path] for path in spec.adapted]
-        own = lambda values: None if values is None else values[places]
-        cut = lambda shape, x: x[tuple(map(slice, shape.shape))].copy()
-        return SlotSettings(
-            scaling=host.scaling[places],
-            dropout=host.dropout[places],
-            rank=host.rank[places],
-            trained_rank=own(host.trained_rank),
-            trains_bias=own(host.trains_bias),
-            vera=jax.tree.map(cut, spec.vera_shapes(), host.vera),
-            token_ids={n: host.token_ids[n].copy() for n in spec.token_id_shapes()},
-            trains_whole={
-                n: host.trains_whole[n].copy() for n in spec.trains_whole_shapes()
-            },
-        )
+    def on_host(self) -> SlotSettings:
+        """Returns a copy of the settings, as arrays of the host."""
+        return jax.tree.map(np.copy, self._host)
 
     def set(self, slot: int, adapter: Adapter) -> None:
         """Gives a slot the settings of an adapter."""
@@ -132,8 +114,7 @@ class SettingsTable:
         self.settings = settings
 
     def _put(self, host: SlotSettings) -> SlotSettings:
-        where = self._placement.sharding(self._placement.by_linear_and_slot)
-        return put(host, where)
+        return put(host, self._placement.sharding(REPLICATED))
 
 
 def base_settings(host: SlotSettings) -> SlotSettings:

@@ -36,7 +36,7 @@ def empty_state(
     division: TableDivision = WHOLE,
 ) -> AdapterState:
     """Computes the state of empty slots; see `zero_state`."""
-    parts = () if placement.num_devices == 1 else (placement.num_parts,)
+    parts = () if placement.num_devices == 1 else (placement.num_lanes,)
     terms = tuple(n * placement.num_tensor for n in parts)
 
     def zeros(name: str, *axes: int) -> jax.Array:
@@ -87,7 +87,7 @@ def _pending_specs(
     """Returns partition specs of `Pending`, for stacks of these names."""
     pending: Any = Pending
     gradients = placement.gradients(names, division.weights)
-    return pending(gradients=gradients, is_finite=placement.partial)
+    return pending(gradients=gradients, is_finite=placement.rows)
 
 
 def zero_state(

@@ -23,7 +23,7 @@ from jaxlora.adapters.parked_slot import (
     ReadSlot,
     adapter_from_rows,
 )
-from jaxlora.adapters.reference_table import ReferenceTable, TableShapes
+from jaxlora.adapters.reference_table import ReferenceTable
 from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.adapters.slot_state import (
     padded_rows,
@@ -97,12 +97,12 @@ class SlotTable:
         """Scaling, dropout and rank of the slots in every adapted linear."""
         return self._settings.settings
 
-    def settings_part(self, spec: DecoderSpec) -> SlotSettings:
-        """Returns the settings in the linears of a stage, as arrays of the host."""
-        return self._settings.part(spec)
+    def settings_on_host(self) -> SlotSettings:
+        """Returns a copy of the settings, as arrays of the host."""
+        return self._settings.on_host()
 
     @property
-    def of_reference(self) -> tuple[Tables | TableShapes, SlotSettings]:
+    def of_reference(self) -> tuple[Tables, SlotSettings]:
         """Weights and settings with which a program gives the reference of each slot.
 
         That of a slot is the base, unless `refer` gave it an adapter.
@@ -115,14 +115,6 @@ class SlotTable:
         """Makes an adapter the reference of a slot, until the slot is cleared."""
         assert self._reference is not None, "the run has references that are adapters"
         self._reference.load(slot, adapter)
-
-    def delete(self) -> None:
-        """Frees the memory of the devices; nothing may be called any more."""
-        tables: list[Any] = [self.state, self.settings]
-        if self._reference is not None:
-            tables += self.of_reference
-        for array in jax.tree.leaves(tables):
-            array.delete()
 
     @property
     def kept(self) -> dict[Kind, Any]:

@@ -16,29 +16,26 @@ TableSpecs = dict[str, PartitionSpec]
 
 # The axes of a stage's mesh whose devices have rows of their own.
 LANES = ("data", "fsdp")
+# Arrays that each device has whole, such as hyperparameters of the slots.
+REPLICATED = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageSharding:
     """The devices of one stage, and how slots and rows of tokens lie on them.
 
+    Every device holds all slots, and the samples of a job may run on all of them. Along
+    `tensor`, a device holds its part of those tables that are divided; see
+    `jaxlora.models.tensor_parallel`.
+
     Attributes:
         mesh: Mesh with the axes `data`, `fsdp` and `tensor`; None: one device, which is
             JAX's default or the one on which the base is.
-        is_pinned: Whether the slots are divided among the replicas (axis `data`), so
-            that each job runs on one replica only. If not, every device holds all
-            slots, and the samples of a job may run on all of them. Along `tensor`, a
-            device holds its part of those tables that are divided; see
-            `jaxlora.models.tensor_parallel`.
         device: The one device, if there is no mesh; None: JAX's default.
-        lanes_per_device: Microbatches that a device runs side by side, with rows of one
-            after those of the other; see `jaxlora.models.halves`.
     """
 
     mesh: jax.sharding.Mesh | None = None
-    is_pinned: bool = False
     device: Sharding | None = None
-    lanes_per_device: int = 1
 
     def __post_init__(self):
         assert self.mesh is None or self.mesh.axis_names == (*LANES, TENSOR)
@@ -56,42 +53,23 @@ class StageSharding:
     @property
     def num_lanes(self) -> int:
         """Number of microbatches that run at the same time."""
-        return self.num_devices // self.num_tensor * self.lanes_per_device
-
-    @property
-    def lanes_per_replica(self) -> int:
-        """Number of microbatches that run at once on the devices of a slot."""
-        return self.num_lanes // self.num_replicas
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas among which slots are divided; 1 if they are not."""
-        if self.mesh is None or not self.is_pinned:
-            return 1
-        return self.mesh.shape["data"]
+        return self.num_devices // self.num_tensor
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
         """Axes over whose microbatches a slot's gradients are summed; empty: one."""
-        if self.num_devices == self.num_tensor:
-            return ()
-        return ("fsdp",) if self.is_pinned else LANES
+        return () if self.num_lanes == 1 else LANES
 
     @property
     def whole_axes(self) -> tuple[str, ...]:
         """Axes over which tables are summed, too, that are not divided along them."""
         return () if self.num_tensor == 1 else (TENSOR,)
 
-    @property
-    def num_parts(self) -> int:
-        """Number of devices with gradients of a slot from microbatches of their own."""
-        return self.num_devices // self.num_tensor // self.num_replicas
-
     # ---- partition specs, inside the mesh --------------------------------------------
 
     @property
     def rows(self) -> PartitionSpec:
-        """Data of each microbatch, such as rows of tokens."""
+        """Data of each microbatch, such as rows of tokens, or sums of losses."""
         return PartitionSpec(LANES)
 
     @property
@@ -107,21 +85,6 @@ class StageSharding:
         """Data of each device, such as the residuals of a forward pass."""
         return PartitionSpec((*LANES, TENSOR))
 
-    @property
-    def by_slot(self) -> PartitionSpec:
-        """Arrays whose first axis is the slot, such as hyperparameters."""
-        return PartitionSpec("data") if self.is_pinned else PartitionSpec()
-
-    @property
-    def by_linear_and_slot(self) -> PartitionSpec:
-        """Settings of the slots in every linear, M G."""
-        return PartitionSpec(None, "data") if self.is_pinned else PartitionSpec()
-
-    @property
-    def partial(self) -> PartitionSpec:
-        """Sums of each microbatch, F G ..., such as losses before they are added."""
-        return PartitionSpec("fsdp", "data") if self.is_pinned else self.rows
-
     def tables(self, names: Iterable[str], axes: Mapping[str, int]) -> TableSpecs:
         """Tables of the slots, by name: weights and state of optimizers.
 
@@ -129,8 +92,7 @@ class StageSharding:
             names: Names of the stacks.
             axes: Axis of the features, of tables that are divided along `tensor`.
         """
-        slots = "data" if self.is_pinned else None
-        return {name: _spec([slots], axes.get(name)) for name in names}
+        return {name: _spec([None], axes.get(name)) for name in names}
 
     def gradients(self, names: Iterable[str], axes: Mapping[str, int]) -> TableSpecs:
         """Sums of gradients on each device, by name, with an axis F before the slots.
@@ -142,14 +104,12 @@ class StageSharding:
             names: Names of the stacks.
             axes: Axis of the features, of tables that are divided along `tensor`.
         """
-        lanes = ("fsdp",) if self.is_pinned else LANES
-        slots = "data" if self.is_pinned else None
         found = {}
         for name in names:
             if name in axes:
-                found[name] = _spec([lanes, slots], axes[name] + 1)
+                found[name] = _spec([LANES, None], axes[name] + 1)
             else:
-                found[name] = _spec([(*lanes, TENSOR), slots], None)
+                found[name] = _spec([(*LANES, TENSOR)], None)
         return found
 
     def sharding(self, spec: PartitionSpec) -> Sharding | None:

@@ -70,11 +70,6 @@ class StagedSlots:
         for table in self.tables:
             table.clear(slot)
 
-    def delete(self) -> None:
-        """Frees the memory of the devices; nothing may be called any more."""
-        for table in self.tables:
-            table.delete()
-
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, with the modules and ranks of `like`."""
         read, score, rows = {}, None, {}

@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --resume: end jobs that have done more steps than they have now (or "
         "that early_stopping with less patience ends), and drop their optimizer states",
     )
+    parser.add_argument(
+        "--replan",
+        action="store_true",
+        help="with --resume: choose replicas, and all else that is auto, anew for the "
+        "jobs that have not ended",
+    )
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +60,18 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 def train(arguments: argparse.Namespace) -> int:
     """Trains the run of a run file; returns the exit status."""
     from jaxlora.distributed.start import find_membership, joined, local_device_ids
+    from jaxlora.errors import ConfigError
     from jaxlora.memory.gpu_share import take_free_gpus
 
     use_device(arguments)
     member = find_membership(
         arguments.coordinator, arguments.num_processes, arguments.process_id
     )
+    if arguments.replan and not arguments.resume:
+        raise ConfigError(
+            "--replan chooses anew for a run that goes on. Give --resume with it, or "
+            "leave it out: a new run chooses anyway."
+        )
     file, given, config = read_run(arguments)
     if config.sweep is not None and config.sweep.has_groups:
         with file.rewords(given):
@@ -93,11 +105,12 @@ def _train_groups(
             "several of a run. Start jaxlora sweep once, on one host; for groups on "
             "several hosts, set sweep.ray."
         )
-    if arguments.drop_state:
-        raise ConfigError(
-            "--drop-state changes the jobs of one process, and sweep.groups is "
-            f"{config.sweep.groups_text}. Leave it out."
-        )
+    for name in ("drop_state", "replan"):
+        if getattr(arguments, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} changes a run of one process, and "
+                f"sweep.groups is {config.sweep.groups_text}. Leave it out."
+            )
     copy = KeepRunFile(file)
     result = run_groups(config, resume=arguments.resume, on_start=copy.write)
     print_summary(result)
@@ -128,7 +141,7 @@ def _train_in_process(
     processes.from_first(lambda: check_not_in_use(folder))
     processes.from_first(lambda: check_folder(folder, resume=arguments.resume))
     callbacks = [KeepRunFile(file)] if processes.is_first() else []
-    result = Trainer(config).train(
+    result = Trainer(config, replan=arguments.replan).train(
         resume=arguments.resume, drop_state=arguments.drop_state, callbacks=callbacks
     )
     if processes.is_first():

@@ -16,25 +16,15 @@ class ReplicaShape:
     Attributes:
         tokens: Tokens of its microbatches, padding included.
         tensor: Devices that share each layer.
-        stage: Pipeline stages.
     """
 
     tokens: int
     tensor: int = 1
-    stage: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        """Number of its devices."""
-        return self.tensor * self.stage
 
 
 def in_order(shapes: Iterable[ReplicaShape]) -> list[ReplicaShape]:
-    """Returns replicas in the order of a run, of which the first takes all steps.
-
-    That is one with the largest microbatches, and without stages if there is one.
-    """
-    return sorted(shapes, key=lambda one: (-one.tokens, one.stage, -one.tensor))
+    """Returns replicas in the order of a run, of which the first takes all steps."""
+    return sorted(shapes, key=lambda one: (-one.tokens, -one.tensor))
 
 
 class ReplicaConfig(StrictModel):
@@ -42,14 +32,17 @@ class ReplicaConfig(StrictModel):
 
     Attributes:
         tensor: Devices that share each layer of a replica.
-        stage: Pipeline stages of a replica.
         count: Number of such replicas.
         microbatch_tokens: Tokens of their microbatches, padding included; `auto`: as
             many as fit. Longer samples run on other replicas.
     """
 
+    belongs = {
+        "stage": "a mesh, and each replica of a list has all layers. Set tensor in the "
+        "place of it, or leave replicas out and set mesh: stage=2"
+    }
+
     tensor: Devices = 1
-    stage: Devices = 1
     count: Devices = 1
     microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
 
@@ -59,7 +52,6 @@ def listed(replicas: Sequence[ReplicaShape]) -> list[dict[str, int]]:
     counts = Counter(replicas)
     return [
         {"microbatch_tokens": one.tokens, "tensor": one.tensor, "count": counts[one]}
-        | ({"stage": one.stage} if one.stage > 1 else {})
         for one in in_order(counts)
     ]
 
@@ -70,10 +62,9 @@ def describe_list(shapes: Sequence[ReplicaShape]) -> str:
     ordered = in_order(counts)
     for one in ordered:
         text, count = f"{one.tokens:,}", counts[one]
-        sizes = MeshSizes(stage=one.stage, tensor=one.tensor)
         text = f"{count} x {text}" if count > 1 else text
         text += " tokens" if one is ordered[-1] else ""
-        parts.append(f"{text} on {sizes}" if one.num_devices > 1 else text)
+        parts.append(f"{text} on tensor={one.tensor}" if one.tensor > 1 else text)
     return " + ".join(parts)
 
 
@@ -107,18 +98,6 @@ def _replicas_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
                 f"tensor={one.tensor} of a replica does not divide block_tokens="
                 f"{run.block_tokens}, and its devices divide the rows of microbatches. "
                 f"Set block_tokens to a multiple of {one.tensor}."
-            )
-    return None
-
-
-def _first_replica_has_no_stages(run: Any) -> tuple[str, str] | None:
-    for one in run.replica_shapes[:1]:
-        if one.stage > 1:
-            return "replicas", (
-                f"the replica with the largest microbatches, of {one.tokens} tokens, "
-                f"has stage={one.stage}, and it takes the optimizer steps of all "
-                "replicas, which need all layers on the same devices. Give a replica "
-                f"without stage at least microbatch_tokens={one.tokens}."
             )
     return None
 
@@ -161,7 +140,6 @@ def _replicas_stand_alone(run: Any) -> tuple[str, str] | None:
 
 OF_REPLICAS: tuple[Rule, ...] = (
     _replicas_hold_whole_blocks,
-    _first_replica_has_no_stages,
     _replicas_have_their_own_tokens,
     _replicas_stand_alone,
 )

@@ -298,26 +298,6 @@ def _first_stage_can_fill_the_pipeline(run: Any) -> tuple[str, str] | None:
     )
 
 
-def _halves_share_devices(run: Any) -> tuple[str, str] | None:
-    if run.overlap_halves is not True:
-        return None
-    if run.replicas is not None:
-        why, cure = "replicas run one microbatch at a time", "leave replicas out"
-    elif run.mesh == "auto":
-        why, cure = "mesh is auto, which does not compare it", "give the mesh"
-    elif run.mesh_sizes.tensor == 1:
-        why = f"devices of mesh {run.mesh_sizes} exchange no hidden states"
-        cure = "set a mesh with tensor=2 or more"
-    elif run.mesh_sizes.fsdp > 1:
-        why = f"devices of mesh {run.mesh_sizes} gather the weights of one microbatch"
-        cure = "set a mesh without fsdp"
-    else:
-        return None
-    return "overlap_halves", (
-        f"overlap_halves is true, and {why}. Leave overlap_halves out, or {cure}."
-    )
-
-
 def _configurations_are_evaluated(run: Any) -> tuple[str, str] | None:
     if run.sweep is None:
         return None
@@ -385,7 +365,6 @@ OF_A_RUN: tuple[Rule, ...] = (
     _samples_have_evaluations,
     _samples_have_the_template,
     _first_stage_can_fill_the_pipeline,
-    _halves_share_devices,
     _configurations_are_evaluated,
     _groups_have_sizes,
     _planned_groups_have_their_slots,

@@ -1,6 +1,5 @@
 """The settings of a run: a base model, its jobs, and how the machine is used."""
 
-import dataclasses
 from typing import Any, Literal
 
 import pydantic
@@ -86,9 +85,6 @@ class RunConfig(BaseSettings):
         layers_per_program: Layers of the decoder that each compiled program runs.
             Alike layers share one, so that a deep model takes as long to compile as a
             few of its layers. `auto` chooses it for deep models on one device.
-        overlap_halves: Whether devices along `tensor` run two microbatches side by
-            side, of `microbatch_tokens` each, so that one computes while hidden states
-            of the other travel. `auto` is false.
         implementation: Which LoRA kernels run: `mosaic` (Hopper), `triton` (NVIDIA
             GPUs from Ampere on) or `xla` (anywhere);
             `auto` takes the first back end of `pallas_kernels.BACKENDS` that can run
@@ -152,7 +148,6 @@ class RunConfig(BaseSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: Literal["none", "elementwise", "mlp", "layer", "auto"] = "none"
     layers_per_program: PositiveInt | Literal["auto"] = "auto"
-    overlap_halves: Bool | Literal["auto"] = "auto"
     implementation: str = "auto"
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
     window_steps: PositiveInt = 4
@@ -204,9 +199,7 @@ class RunConfig(BaseSettings):
     def mesh_sizes(self) -> MeshSizes:
         """Sizes of the mesh; `mesh` must not be `auto`."""
         assert self.mesh != "auto", "auto is not settled yet"
-        lanes = 2 if self.overlap_halves is True else 1
-        sizes = MeshSizes.parse(mesh_text(self.mesh))
-        return dataclasses.replace(sizes, lanes_per_device=lanes)
+        return MeshSizes.parse(mesh_text(self.mesh))
 
     @property
     def replica_shapes(self) -> tuple[ReplicaShape, ...]:
@@ -220,9 +213,7 @@ class RunConfig(BaseSettings):
         for one in self.replicas:
             if one.microbatch_tokens == "auto":
                 return ()
-            shape = ReplicaShape(
-                tokens=one.microbatch_tokens, tensor=one.tensor, stage=one.stage
-            )
+            shape = ReplicaShape(tokens=one.microbatch_tokens, tensor=one.tensor)
             each += [shape] * one.count
         return tuple(in_order(each))
 
@@ -234,15 +225,13 @@ class RunConfig(BaseSettings):
     @property
     def num_devices(self) -> int:
         """Number of devices that the run uses; `mesh` must not be `auto`."""
-        each = [one.num_devices for one in self.replica_shapes]
+        each = [one.tensor for one in self.replica_shapes]
         return sum(each) or self.mesh_sizes.num_devices
 
     @property
     def may_gather(self) -> bool:
-        """Whether weights or rows are, or may be, gathered by the copy engines."""
-        if self.mesh == "auto" or self.overlap_halves is True:
-            return True
-        return self.mesh_sizes.fsdp > 1
+        """Whether weights are, or may be, gathered by the copy engines."""
+        return self.mesh == "auto" or self.mesh_sizes.fsdp > 1
 
     @pydantic.field_validator("mesh", mode="before")
     @classmethod

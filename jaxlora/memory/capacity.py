@@ -100,7 +100,6 @@ def fit(
     stages: MeshStages,
     bounds: Bounds,
     compile_stages: CompileStages,
-    memory: ReadMemory | None = None,
 ) -> Fitted:
     """Returns the run with a `remat` and a number of tokens at which it fits.
 
@@ -114,14 +113,12 @@ def fit(
         bounds: Bounds of the capacity, and the choices of an automatic `remat`.
         compile_stages: Compiles the passes of all stages, while base and slots are on
             the devices.
-        memory: Reads the memory of the first device; None: from its allocator.
 
     Raises:
         ConfigError: The run does not fit, and its capacity cannot be lowered.
     """
     first = mesh.resident_footprint(stages).stages[0]
-    own_bytes = first.base_bytes + first.adapter_bytes
-    available = (memory or device.device_memory)(own_bytes)
+    available = device.device_memory(first.base_bytes + first.adapter_bytes)
     if available is not None:
         available = available.share(config.num_devices)
         _check_resident(config, stages, bounds, available)

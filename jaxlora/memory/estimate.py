@@ -39,9 +39,6 @@ from jaxlora.sharding.rules import TENSOR
 _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
 _MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
 _GRADIENT_COPIES = 2.5
-# Arrays of all rows of a microbatch while another one computes: its gathered rows, the
-# terms of a sum, and those that it receives.
-_TRAVELING = 3
 # With these, a layer's input is kept for the gradient of its norm alone, which the
 # first layer does not compute.
 _INPUT_FOR_GRADIENT: tuple[Remat, ...] = ("none", "mlp")
@@ -93,15 +90,13 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
         kept -= has_input * hidden
     gaps = GAPS * use.num_kept * kept if is_alone else 0.0
     transient = found.alone if is_alone else found.transient
-    transient += (use.lanes - 1) * _TRAVELING * _hidden_bytes(spec)
     return dataclasses.replace(
         stage_resident(spec, use),
         gathered_bytes=gathered_bytes(spec, use),
         fixed_bytes=fixed_bytes(spec, use) + weights,
-        bytes_per_token=use.lanes * (use.num_kept * kept + gaps + waiting),
-        # No layer is recomputed while the loss is. One that runs over several lanes is
-        # recomputed for all of them.
-        transient_bytes_per_token=use.lanes * found.recomputed + transient,
+        bytes_per_token=use.num_kept * kept + gaps + waiting,
+        # No layer is recomputed while the loss is.
+        transient_bytes_per_token=found.recomputed + transient,
         scratch_bytes=scratch_bytes(part) + _gradient_copies(spec, use) + weights,
     )
 
@@ -302,7 +297,7 @@ def _gradient_copies(spec: DecoderSpec, use: StageUse) -> int:
         return 0
     size = len(spec.layer_numbers)
     # Gradients of whole copies are neither stacked nor cast.
-    slots = num_bytes(_layer_tables(spec, use)) / use.num_replicas
+    slots = num_bytes(_layer_tables(spec, use))
     part = (spec.options.layers_per_program or size) / size
     own = 0 if spec.has_head else whole_table_bytes(spec)
     return math.ceil(_GRADIENT_COPIES * part * slots) + own
@@ -312,7 +307,7 @@ def _layer_weights(spec: DecoderSpec, use: StageUse) -> int:
     """Bytes of the adapters in the layers' dtype, which sections keep."""
     layers = _layer_tables(spec, use).values()
     num = sum(math.prod(shape.shape) for shape in layers)
-    return num * spec.options.dtype.itemsize // use.num_replicas
+    return num * spec.options.dtype.itemsize
 
 
 def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeStruct]:

@@ -39,7 +39,6 @@ class StageUse:
 
     Attributes:
         num_shards: Devices among which the frozen weights of the stage are divided.
-        num_replicas: Groups of devices among which the slots are divided.
         num_parts: Microbatches with gradients of the same slot that run at the same
             time, and whose gradients a step adds.
         num_kept: Microbatches of the device whose activations wait for the backward
@@ -47,17 +46,13 @@ class StageUse:
         num_waiting: Further microbatches of which the device holds hidden states that
             come from another stage or go there.
         num_tensor: Devices that share each microbatch.
-        lanes: Microbatches that the device runs side by side; the others above are
-            counted for each of these.
     """
 
     num_shards: int
-    num_replicas: int
     num_parts: int
     num_kept: int
     num_waiting: int
     num_tensor: int = 1
-    lanes: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,9 +147,8 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
         use: How the device is used.
     """
     base, tables = spec.part_shapes(use.num_tensor)
-    gradients = math.ceil(num_bytes(tables) / use.num_replicas)
-    state = math.ceil(_state_bytes(spec, tables) / use.num_replicas)
-    frozen = math.ceil(num_bytes(spec.vera_shapes()) / use.num_replicas)
+    gradients, state = num_bytes(tables), _state_bytes(spec, tables)
+    frozen = num_bytes(spec.vera_shapes())
     if spec.slots is not None and spec.slots.has_references:
         frozen = 2 * frozen + gradients  # those of the references, and their weights
     return Footprint(
@@ -188,8 +182,7 @@ def stage_measured(
     if last is None:
         return None
     itemsize = spec.options.dtype.itemsize
-    rows = use.lanes * limits.capacity
-    hidden = rows * spec.config.hidden_size * itemsize // use.num_tensor
+    hidden = limits.capacity * spec.config.hidden_size * itemsize // use.num_tensor
     step_bytes = last
     if programs.forward is not None:
         forward = _own_bytes(programs.forward)
@@ -203,7 +196,7 @@ def stage_measured(
         step_bytes = _chain_bytes(last, programs.sections, hidden)
     step_bytes += use.num_waiting * hidden
     batch = num_bytes(batch_shapes(limits, objectives=spec.options.objectives))
-    step_bytes += (_BATCHES + use.num_kept - 1) * use.lanes * batch
+    step_bytes += (_BATCHES + use.num_kept - 1) * batch
     step_bytes = max(step_bytes, optimizer_bytes(spec, use))
     part = spec.part(use.num_tensor)
     fixed_bytes = min(head_bytes(part), step_bytes // 2) if spec.has_head else 0
@@ -298,10 +291,9 @@ def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
     if jax.default_backend() == "cpu" and shapes:
         # XLA copies the state before it replaces it, but for the last array.
         largest = max(num_bytes(shape) for shape in shapes.values())
-        copied = max(0, _state_bytes(spec, shapes) - largest)
-        at_step = copied // use.num_replicas
+        at_step = max(0, _state_bytes(spec, shapes) - largest)
     elif spec.slots is not None and spec.slots.optimizers:
-        at_step = _stepped_bytes(spec, spec.slots, use.num_tensor) // use.num_replicas
+        at_step = _stepped_bytes(spec, spec.slots, use.num_tensor)
     return max(at_sum, at_step)
 
 

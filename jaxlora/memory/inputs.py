@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
 from jaxlora.data.objectives import NEXT_TOKEN, has_baseline, has_reference
 from jaxlora.data.pack import PackedBatch, has_groups, input_shapes
 from jaxlora.models.forward import SlotKeys
@@ -67,7 +67,7 @@ def baseline_shape(spec: DecoderSpec, placement: StageSharding = ONE_DEVICE) -> 
     assert spec.slots is not None
     if not (spec.has_head and has_baseline(spec.options.objectives)):
         return None
-    where = placement.sharding(placement.by_slot)
+    where = placement.sharding(REPLICATED)
     return jax.ShapeDtypeStruct((spec.slots.num_slots,), jnp.float32, sharding=where)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
@@ -35,79 +34,48 @@ class FurtherReplica:
     """A replica beside the first one, which has the slots and takes all steps.
 
     Attributes:
-        specs: The stages of the decoder, for the replica's samples. Its slots have
-            weights and gradients, and no optimizer state.
+        spec: The decoder, for the replica's samples. Its slots have weights and
+            gradients, and no optimizer state.
         shape: Its devices and microbatches.
     """
 
-    specs: tuple[DecoderSpec, ...]
+    spec: DecoderSpec
     shape: ReplicaShape
 
     @staticmethod
-    def of(
-        spec: DecoderSpec, shape: ReplicaShape, speed: DeviceSpeed
-    ) -> "FurtherReplica":
+    def of(spec: DecoderSpec, shape: ReplicaShape) -> "FurtherReplica":
         """Makes the replica.
 
         Args:
             spec: The decoder of the first replica.
             shape: The replica, whose microbatches are at most those of the first one.
-            speed: Rates of each device.
-
-        Raises:
-            ConfigError: The replica has more stages than the model has layers.
         """
-        check_has_layers(spec, shape.stage)
         longest = min(spec.options.max_segment_tokens, shape.tokens)
         options = dataclasses.replace(spec.options, max_segment_tokens=longest)
         assert spec.slots is not None
         slots = dataclasses.replace(spec.slots, optimizers=())
         spec = dataclasses.replace(spec, options=options, slots=slots)
-        return FurtherReplica(specs=stage_specs(spec, shape.stage, speed), shape=shape)
+        return FurtherReplica(spec=spec, shape=shape)
 
-    def num_bytes(
-        self, programs: Sequence[StagePrograms], block_tokens: int
-    ) -> int | None:
-        """Returns the most memory of its devices; None: the compiler reports none.
+    def num_bytes(self, programs: StagePrograms, block_tokens: int) -> int | None:
+        """Returns the memory of each of its devices; None: the compiler reports none.
 
         Args:
-            programs: The compiled passes of each stage.
+            programs: The compiled passes.
             block_tokens: Tokens of a block.
         """
         tokens = self.shape.tokens
         limits = Limits(capacity=tokens, block_tokens=block_tokens)
-        sizes = MeshSizes(stage=self.shape.stage, tensor=self.shape.tensor)
-        each = []
-        for number, pair in enumerate(zip(self.specs, programs, strict=True)):
-            use = stage_use(sizes, number, in_flight=self.shape.stage)
-            found = stage_measured(*pair, limits, use)
-            if found is None:
-                return None
-            each.append(found.total_bytes(tokens))
-        return max(each)
+        use = stage_use(MeshSizes(tensor=self.shape.tensor), 0, in_flight=1)
+        found = stage_measured(self.spec, programs, limits, use)
+        return None if found is None else found.total_bytes(tokens)
 
     def with_remat(self, remat: Remat) -> "FurtherReplica":
-        """Returns the same stages, with another part of each layer recomputed."""
-        specs = tuple(spec.with_remat(remat) for spec in self.specs)
-        return dataclasses.replace(self, specs=specs)
+        """Returns the same replica, with another part of each layer recomputed."""
+        return dataclasses.replace(self, spec=self.spec.with_remat(remat))
 
 
-def check_has_layers(spec: DecoderSpec, stage: int) -> None:
-    """Checks that a replica can have so many stages.
-
-    Raises:
-        ConfigError: The model has fewer layers.
-    """
-    if stage > (most := spec.config.num_layers):
-        raise ConfigError(
-            f"replicas: stage={stage} of a replica needs a layer for each stage, and "
-            f"the model has {counted(most, 'layer')}. Use at most stage={most}."
-        )
-
-
-def stage_use(
-    sizes: MeshSizes, number: int, *, in_flight: int, is_pinned: bool = False
-) -> StageUse:
+def stage_use(sizes: MeshSizes, number: int, *, in_flight: int) -> StageUse:
     """Returns how the devices of a stage are used.
 
     A device keeps the microbatches that its forward passes are ahead, and the one that
@@ -120,20 +88,16 @@ def stage_use(
         sizes: Sizes of the mesh.
         number: Number of the stage.
         in_flight: Microbatches that each device of the first stage has in flight.
-        is_pinned: Whether the slots are divided among the replicas.
     """
-    num_replicas = sizes.data if is_pinned else 1
     ahead = ticks_ahead(sizes.stage, in_flight)
     num_before = ahead[number - 1] if number else ahead[0]
     num_waiting = num_before - ahead[number] + 2 + RUN_AHEAD
     return StageUse(
         num_shards=sizes.fsdp,
-        num_replicas=num_replicas,
-        num_parts=sizes.data * sizes.fsdp // num_replicas,
+        num_parts=sizes.num_lanes,
         num_kept=ahead[number] + 1,
         num_waiting=num_waiting if sizes.stage > 1 else 0,
         num_tensor=sizes.tensor,
-        lanes=sizes.lanes_per_device,
     )
 
 
@@ -146,7 +110,6 @@ class MeshStages:
         specs: The stages, from the embedding to the head.
         sizes: Sizes of the mesh.
         in_flight: Microbatches that each device of the first stage has in flight.
-        is_pinned: Whether the slots are divided among the replicas.
         further: Replicas beside the stages, on devices of their own.
     """
 
@@ -154,7 +117,6 @@ class MeshStages:
     specs: tuple[DecoderSpec, ...]
     sizes: MeshSizes
     in_flight: int
-    is_pinned: bool
     further: tuple[FurtherReplica, ...] = ()
 
     @staticmethod
@@ -162,7 +124,6 @@ class MeshStages:
         config: RunConfig,
         spec: DecoderSpec,
         *,
-        is_pinned: bool = False,
         speed: DeviceSpeed | None = None,
     ) -> "MeshStages":
         """Divides the decoder of a run into the stages of its mesh.
@@ -170,7 +131,6 @@ class MeshStages:
         Args:
             config: The run; its mesh is not `auto`.
             spec: The whole decoder.
-            is_pinned: Whether the slots are divided among the replicas.
             speed: Rates of each device; None: those of the present device.
 
         Raises:
@@ -183,9 +143,7 @@ class MeshStages:
         spec = dataclasses.replace(spec, options=options)
         if speed is None:
             speed = find_speed(device_kind())
-        further = [
-            FurtherReplica.of(spec, one, speed) for one in config.replica_shapes[1:]
-        ]
+        further = [FurtherReplica.of(spec, one) for one in config.replica_shapes[1:]]
         # A pipeline of one stage has no use for more.
         in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
         return MeshStages(
@@ -193,7 +151,6 @@ class MeshStages:
             specs=stage_specs(spec, sizes.stage, speed),
             sizes=sizes,
             in_flight=in_flight or (REPLICA_TICKS if further else sizes.stage),
-            is_pinned=is_pinned,
             further=tuple(further),
         )
 
@@ -216,23 +173,9 @@ class MeshStages:
         sizes = dataclasses.replace(self.sizes, tensor=tensor)
         return dataclasses.replace(self, sizes=sizes, further=())
 
-    def of_replica(self, shape: ReplicaShape) -> "MeshStages":
-        """Returns the first replica on the devices of another one.
-
-        Args:
-            shape: Without stages, or one of `further`.
-        """
-        own = self.like(shape.tensor)
-        if shape.stage == 1:
-            return own
-        specs = next(one.specs for one in self.further if one.shape == shape)
-        sizes = dataclasses.replace(own.sizes, stage=shape.stage)
-        return dataclasses.replace(own, specs=specs, sizes=sizes)
-
     def use(self, number: int) -> StageUse:
         """Returns how the devices of a stage are used; see `stage_use`."""
-        in_flight, is_pinned = self.in_flight, self.is_pinned
-        return stage_use(self.sizes, number, in_flight=in_flight, is_pinned=is_pinned)
+        return stage_use(self.sizes, number, in_flight=self.in_flight)
 
     def describe(self, number: int) -> str:
         """Describes the devices of a stage, for errors; empty on a single device."""
@@ -261,8 +204,6 @@ def _layers_per_program(config: RunConfig, spec: DecoderSpec) -> int | None:
     why = None
     if sizes.stage > 1:
         why = f"the stages of mesh {sizes} are programs of their own"
-    elif any(one.stage > 1 for one in config.replica_shapes):
-        why = "the stages of a replica are programs of their own"
     elif spec.config.tie_embeddings and spec.slots and spec.slots.num_token_rows:
         why = (
             "slots train rows of an embedding that is also the head, which is another "

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +10,6 @@ from jaxtyping import Array, Float, Int
 from jaxlora.data.objectives import NEXT_TOKEN
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.halves import Pair, run_halves
 from jaxlora.models.layer import DecoderLayer, Remat, run_whole_layers
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import head_dim, run_sharded_layers
@@ -20,7 +18,6 @@ from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
 from jaxlora.modules.attention import (
     AttentionImplementation,
-    PackedRows,
     packed_rows,
 )
 from jaxlora.modules.base_param import BaseParam
@@ -62,8 +59,6 @@ class DecoderOptions:
             axis `tensor` of that size. Hidden states between the halves of its layers
             have a part of the rows then.
         kv_parts: Number of these devices that have different key-value heads.
-        lanes: Microbatches whose rows a device has, and runs side by side; see
-            `jaxlora.models.halves`. With more than one, `tensor` must be, too.
         objectives: Objectives of the jobs that it can train.
         layers_per_program: Number of layers that each program runs; None: all of them.
             See `jaxlora.models.sections`.
@@ -79,7 +74,6 @@ class DecoderOptions:
     fsdp: int = 1
     tensor: int = 1
     kv_parts: int = 1
-    lanes: int = 1
     objectives: tuple[str, ...] = (NEXT_TOKEN.name,)
     layers_per_program: int | None = None
 
@@ -174,7 +168,6 @@ class Decoder(nnx.Module):
                     dtype=dtype,
                     attention=options.attention,
                     tensor=options.tensor,
-                    by_copies=options.lanes > 1,
                 )
                 for i in layers
             }
@@ -223,7 +216,7 @@ class Decoder(nnx.Module):
             h = layerwise.look_up(table, ids)
         if is_own is not None:
             h = jnp.where(is_own[:, None], h, 0)
-            h = scatter_rows(h, tensor, by_copies=self.options.lanes > 1)
+            h = scatter_rows(h, tensor)
         if self.token_rows is not None:
             own = token_ids, block_adapter
             if tensor > 1:  # a block is divided into as many as there are devices
@@ -264,21 +257,6 @@ class Decoder(nnx.Module):
                 layers, self.config, remat, fsdp, base_format, h, rows, routing
             )
         return run_whole_layers(layers, remat, h, rows, routing)
-
-    def run_halves(
-        self, hs: Pair, rows: Sequence[PackedRows], routings: Sequence[Routing]
-    ) -> tuple[Pair, Pair]:
-        """`run_layers` over two microbatches, side by side.
-
-        Args:
-            hs: Hidden states of each before the first layer of this stage.
-            rows: Attention inputs of each.
-            routings: Slot of each row, and the keys of dropout masks, of each.
-        """
-        assert self.options.fsdp == 1, "weights are not gathered for two"
-        routings = [self._with_shared_inputs(routing) for routing in routings]
-        layers = {i: self.layers[str(i)] for i in self._numbers}
-        return run_halves(layers, self.options.remat, hs, rows, routings)
 
     def _with_shared_inputs(self, routing: Routing) -> Routing:
         linears: dict[Place, MultiLoraLinear] = {

@@ -19,7 +19,7 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.attention import compiler_options, packed_rows
+from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import SoftLabels, target_nll
 from jaxlora.modules.routing import Routing
 from jaxlora.modules.whole_head import whole_nll
@@ -222,7 +222,7 @@ def losses(
         keys: Has the baselines of the slots, if an objective of the run has one.
     """
     normed, tensor = decoder.final_norm(h), decoder.options.tensor
-    hidden = gather_rows(normed, tensor, by_copies=decoder.options.lanes > 1)
+    hidden = gather_rows(normed, tensor)
     nll = label_nll(decoder, batch, hidden, before)
     loss_inputs = _loss_inputs(decoder, batch, keys, normed)
     loss_T = functools.reduce(
@@ -279,47 +279,12 @@ def run_stage(
         Hidden states for the next stage; losses on the last stage.
     """
     decoder = spec.bind(base, adapters, settings=settings)
-    if spec.options.lanes > 1:
-        return _run_halves(spec, decoder, batch, keys, h)
     if spec.has_embedding:
         assert h is None
         h = embed(decoder, batch)
     assert h is not None
     h, before = run_layers(decoder, batch, keys, h)
     return losses(decoder, batch, h, before, keys) if spec.has_head else h
-
-
-def _run_halves(
-    spec: DecoderSpec,
-    decoder: Decoder,
-    batch: PackedBatch,
-    keys: SlotKeys | None,
-    h: Float[Array, "T D"] | None,
-) -> Float[Array, "T D"] | JobLosses:
-    """`run_stage` over two microbatches, whose rows follow each other."""
-    assert spec.options.lanes == 2
-    halves = [jax.tree.map(lambda x, i=i: jnp.split(x, 2)[i], batch) for i in range(2)]
-    if h is None:
-        first, second = (embed(decoder, half) for half in halves)
-    else:
-        first, second = jnp.split(h, 2)
-    config, lengths = decoder.config, decoder.options.lengths
-    rows = [packed_rows(config, x.positions, x.segment_ids, lengths) for x in halves]
-    routings = [_routing(decoder, half, keys) for half in halves]
-    hs, before = decoder.run_halves((first, second), rows, routings)
-    if not spec.has_head:
-        return jnp.concatenate(hs)
-    one, other = (
-        losses(decoder, *inputs, keys)
-        for inputs in zip(halves, hs, before, strict=True)
-    )
-    assert one.nll is not None and other.nll is not None
-    return JobLosses(
-        loss=one.loss + other.loss,
-        metrics={key: value + other.metrics[key] for key, value in one.metrics.items()},
-        is_finite=one.is_finite & other.is_finite,
-        nll=jnp.concatenate([one.nll, other.nll]),
-    )
 
 
 def job_losses(

@@ -24,10 +24,6 @@ from jaxlora.sharding.tensor import gather_rows, scatter_rows
 # the weakest on.
 Remat = Literal["none", "elementwise", "mlp", "layer"]
 
-# Queries, keys and values; and the rows that the last linear of the MLP takes.
-Heads = tuple[Float[Array, "T H E"], Float[Array, "T HK E"], Float[Array, "T HK E"]]
-Gated = Float[Array, "T F"] | LinearInput
-
 keep_results = jax.checkpoint_policies.save_only_these_names(
     LINEAR_RESULTS, ATTENTION_RESULTS
 )
@@ -49,9 +45,8 @@ class DecoderLayer(nnx.Module):
         dtype,
         attention: AttentionImplementation = "xla",
         tensor: int = 1,
-        by_copies: bool = False,
     ):
-        self.tensor, self.by_copies = tensor, by_copies
+        self.tensor = tensor
         norm = functools.partial(layer_norm, config, dtype=dtype)
         output_norm = functools.partial(optional_layer_norm, config, dtype=dtype)
         self.attention_norm = norm("attention_norm")
@@ -67,25 +62,9 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
-        h, heads = self.start_attention(h, rows, routing)
-        return self.end_attention(h, heads, rows, routing)
-
-    def start_attention(
-        self, h: Float[Array, "U D"], rows: PackedRows, routing: Routing
-    ) -> tuple[Float[Array, "U D"], Heads]:
-        """Computes the queries, keys and values of the first half.
-
-        Returns:
-            h, which the rest of the half takes, and these.
-        """
         linears = self.self_attn.input_linears
         h, x = self._normed(self.attention_norm, h, linears, routing)
-        return h, self.self_attn.project(x, rows.ropes, routing)
-
-    def end_attention(
-        self, h: Float[Array, "U D"], heads: Heads, rows: PackedRows, routing: Routing
-    ) -> Float[Array, "U D"]:
-        """Computes the rest of the first half."""
+        heads = self.self_attn.project(x, rows.ropes, routing)
         y = self.self_attn.attend(*heads, rows, routing)
         return self.add_attention(h, self._sum(y))
 
@@ -99,24 +78,8 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the second half of the layer, the MLP."""
-        h, gated = self.start_mlp(h, routing)
-        return self.end_mlp(h, gated, routing)
-
-    def start_mlp(
-        self, h: Float[Array, "U D"], routing: Routing
-    ) -> tuple[Float[Array, "U D"], Gated]:
-        """Computes the gated rows of the second half.
-
-        Returns:
-            h, which the rest of the half takes, and these.
-        """
         h, x = self._normed(self.mlp_norm, h, self.mlp.input_linears, routing)
-        return h, self.mlp.gated(x, routing)
-
-    def end_mlp(
-        self, h: Float[Array, "U D"], gated: Gated, routing: Routing
-    ) -> Float[Array, "U D"]:
-        """Computes the rest of the second half."""
+        gated = self.mlp.gated(x, routing)
         y = self._sum(self.mlp.down_proj(gated, routing))
         return h + (self.mlp_output_norm or _identity)(y)
 
@@ -131,16 +94,14 @@ class DecoderLayer(nnx.Module):
         if self.tensor == 1:
             return normed_input(norm, h, linears, routing)
         h, x = norm.of_residual(h, linears[0].implementation, linears[0].weight)
-        x = gather_rows(x, self.tensor, by_copies=self.by_copies)
-        return h, LinearInput.of(x)
+        return h, LinearInput.of(gather_rows(x, self.tensor))
 
     def _sum(self, y: Float[Array, "T D"]) -> Float[Array, "U D"]:
         """Adds the outputs of all devices that share the layer, in the own rows."""
         if self.tensor == 1:
             return y
         # A policy that saves the results of linears sums nothing again.
-        y = scatter_rows(y, self.tensor, by_copies=self.by_copies)
-        return checkpoint_name(y, LINEAR_RESULTS)
+        return checkpoint_name(scatter_rows(y, self.tensor), LINEAR_RESULTS)
 
     def __call__(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
@@ -219,7 +180,7 @@ def rematerialized(
     Args:
         run: The function.
         layer: The layer.
-        h: Hidden states, or several.
+        h: Hidden states.
         policy: Says what is saved; None: nothing is.
     """
     graph, state = nnx.split(layer)

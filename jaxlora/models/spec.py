@@ -25,7 +25,7 @@ from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 from jaxlora.modules.vera import VeraTables
-from jaxlora.sharding.layerwise import compiler_options, symmetric_buffers
+from jaxlora.sharding.layerwise import compiler_options
 
 # Trained tensors that are no part of a linear.
 _OUTSIDE_LINEARS = SCORE_PATH, *ROW_PATHS.values(), *WHOLE_PATHS.values()
@@ -212,13 +212,11 @@ class DecoderSpec:
         """
         return table_axes(self.config, self.options.tensor, self.stacks)
 
-    def divided(
-        self, *, fsdp: int = 1, tensor: int = 1, lanes: int = 1
-    ) -> "DecoderSpec":
+    def divided(self, *, fsdp: int = 1, tensor: int = 1) -> "DecoderSpec":
         """Returns this decoder divided among the devices of these axes."""
         kv_parts = min(tensor, self.config.num_kv_heads)
         options = dataclasses.replace(
-            self.options, fsdp=fsdp, tensor=tensor, kv_parts=kv_parts, lanes=lanes
+            self.options, fsdp=fsdp, tensor=tensor, kv_parts=kv_parts
         )
         return dataclasses.replace(self, options=options)
 
@@ -236,9 +234,7 @@ class DecoderSpec:
         )
 
     def gather_options(self) -> dict[str, int]:
-        """Compiler options for programs that gather with copies; empty if none does."""
-        if self.options.lanes > 1:
-            return symmetric_buffers()
+        """Compiler options for programs that gather weights; empty if none does."""
         if self.options.fsdp == 1:
             return {}
         own = self.part(self.options.tensor)

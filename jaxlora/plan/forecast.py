@@ -20,7 +20,6 @@ from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.foretell import foretell
-from jaxlora.plan.moves import foretell_moves
 from jaxlora.plan.sweep_groups import PlannedGroups, plan_groups
 from jaxlora.run.folder import (
     SWEEP_LEDGER,
@@ -33,13 +32,15 @@ from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.auto_replicas.moving import ReplicaChoice
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.resumed import Resumed
 from jaxlora.train.plan.run_plan import RunPlan
-from jaxlora.train.saved.describe_run import check_not_cut, check_saved_states
+from jaxlora.train.saved.describe_run import (
+    check_not_cut,
+    check_saved_states,
+    jobs_not_held,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +78,6 @@ class RunForecast:
             sizes.
         groups: The plan of a sweep on all GPUs of the machine; None: the run has no
             sweep, or the rates of the device are not known.
-        moves: What is compared and decided each time that jobs end, in a line each;
-            empty unless the run has `replicas: auto`.
     """
 
     plan: RunPlan
@@ -91,7 +90,6 @@ class RunForecast:
     fill: float
     whole: Plan | None = None
     groups: PlannedGroups | None = None
-    moves: tuple[str, ...] = ()
 
     @property
     def config(self) -> RunConfig:
@@ -142,8 +140,7 @@ def plan_run(
     share = GATHERING_SHARE if config.may_gather else SHARE
     with planned_for(machine.planned(share)):
         run = prepare_run(config, None, datetime.datetime.now().isoformat())
-        choice = ReplicaChoice.of(config, config, run.plan, run.machine)
-        return _forecast(run.plan, run.jobs, steps, machine, choice)
+        return _forecast(run.plan, run.jobs, steps, machine)
 
 
 def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
@@ -166,13 +163,13 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
         begun.config,
         None,
         begun.started,
-        resumed=Resumed.of(config, begun),
+        ended=jobs_not_held(begun),
+        chosen=begun.chosen,
         on_read=check_saved,
         report_to=lambda: check_installed(config.report_to),
         output_dir=check_output_dir,
     )
-    choice = ReplicaChoice.of(config, begun.config, run.plan, run.machine)
-    return _forecast(run.plan, run.jobs, steps, None, choice)
+    return _forecast(run.plan, run.jobs, steps, None)
 
 
 def _forecast(
@@ -180,7 +177,6 @@ def _forecast(
     jobs: Sequence[PreparedJob],
     steps: int | None,
     machine: GpuMachine | None,
-    choice: ReplicaChoice | None,
 ) -> RunForecast:
     """Plans the microbatches of a run, and predicts what it needs.
 
@@ -195,7 +191,6 @@ def _forecast(
     schedule = foretold.schedule
     samples = tuple(s for m in schedule.microbatches for s in m)
     num_tokens = sum(s.num_tokens for s in samples)
-    moves = [] if choice is None else foretell_moves(choice, plan, jobs, foretold)
     forecast = RunForecast(
         plan=plan,
         machine=machine,
@@ -206,16 +201,14 @@ def _forecast(
         num_microbatches=sum(map(bool, schedule.microbatches)),
         fill=num_tokens / max(1, foretold.num_rows),
         groups=_groups(plan, jobs),
-        moves=tuple(moves),
     )
     return forecast if plan.lanes.replicas else _simulated(forecast, schedule)
 
 
 def _simulated(forecast: RunForecast, schedule: Schedule) -> RunForecast:
     """Adds what the microbatches reach in a simulation."""
-    # Slots have become jobs, which may run on one replica after the other.
-    lanes = dataclasses.replace(forecast.plan.lanes, slots_per_replica=None)
-    whole = evaluate(schedule, forecast.samples, lanes, forecast.plan.cost)
+    plan = forecast.plan
+    whole = evaluate(schedule, forecast.samples, plan.lanes, plan.cost)
     return dataclasses.replace(forecast, whole=whole)
 
 

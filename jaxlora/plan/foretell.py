@@ -21,30 +21,21 @@ class Foretold:
     Attributes:
         schedule: The microbatches.
         num_rows: Rows of those that are not empty, padding included.
-        left: The positions of the other jobs each time that jobs end.
     """
 
     schedule: Schedule
     num_rows: int
-    left: tuple[tuple[JobPosition, ...], ...]
 
 
-def foretell(
-    plan: RunPlan,
-    jobs: Sequence[PreparedJob],
-    positions: Sequence[JobPosition] | None = None,
-) -> Foretold:
+def foretell(plan: RunPlan, jobs: Sequence[PreparedJob]) -> Foretold:
     """Returns the microbatches of a run.
 
     Args:
         plan: The plan of the run.
         jobs: Its jobs.
-        positions: Where the jobs that have not ended are; None: at their start.
     """
-    positions = first_positions(jobs) if positions is None else positions
     with StreamPlan(plan.rules, lambda job, step: jobs[job].lengths(step)) as stream:
-        found = _Course(plan, jobs, stream, positions)
-        course = list(found.ticks())
+        course = list(_Course(plan, jobs, stream).ticks())
     ticks = [tick for tick, _ in course]
     while not any(ticks[-1]):
         ticks.pop()
@@ -54,7 +45,6 @@ def foretell(
     return Foretold(
         schedule=Schedule(microbatches=microbatches, limits=plan.config.limits),
         num_rows=sum(_num_rows(plan, tick, rows) for tick, rows in course),
-        left=tuple(found.left),
     )
 
 
@@ -65,22 +55,12 @@ def _num_rows(plan: RunPlan, tick: Tick, rows: int) -> int:
 
 
 class _Course:
-    """The course of a run: which job has which slot, and when.
+    """The course of a run: which job has which slot, and when."""
 
-    Attributes:
-        left: See `Foretold`.
-    """
-
-    def __init__(
-        self,
-        plan: RunPlan,
-        jobs: Sequence[PreparedJob],
-        stream: StreamPlan,
-        positions: Sequence[JobPosition],
-    ):
+    def __init__(self, plan: RunPlan, jobs: Sequence[PreparedJob], stream: StreamPlan):
         self._plan, self._jobs, self._stream = plan, jobs, stream
-        self._left = {p.job: p for p in positions}  # that have not ended
-        self.left: list[tuple[JobPosition, ...]] = []
+        # Those that have not ended.
+        self._left = {p.job: p for p in first_positions(jobs)}
         self._in_slot: dict[int, int] = {}  # job by slot
         self._steps: Counter[int] = Counter()  # optimizer steps done, by slot
         self._done: Counter[tuple[int, int]] = Counter()  # samples, by slot and batch
@@ -124,20 +104,13 @@ class _Course:
         for slot in slots:
             del self._left[self._in_slot.pop(slot)], self._steps[slot]
             self._stream.drop(slot)
-        self.left.append(tuple(map(self._now, self._left.values())))
         self._fill_slots()
-
-    def _now(self, position: JobPosition) -> JobPosition:
-        slot = position.slot
-        step = position.step if slot is None else self._steps[slot]
-        return dataclasses.replace(position, step=step)
 
     def _fill_slots(self) -> None:
         positions: list[JobPosition] = assign_slots(
             list(self._left.values()),
             self._plan.num_slots,
             preempts=self._plan.config.preempt,
-            lanes=self._plan.lanes,
         )
         for position in positions:
             slot = position.slot

@@ -80,6 +80,8 @@ def _notes(replicas: PlannedReplicas) -> Iterator[str]:
             "Replicas with tensor parallelism have not been measured: their time is "
             "that of one GPU, divided, with the exchanges of each layer."
         )
+    if any(kind.stage > 1 for kind in replicas.planned.deployment.kinds):
+        yield "A list of replicas in a run file has none with pipeline stages."
 
 
 def print_replicas(replicas: PlannedReplicas, console: Console) -> None:

@@ -39,8 +39,6 @@ def print_plan(
     show(console, _needs_table(planned, price_per_hour))
     for note in _notes(planned):
         show(console, note, soft_wrap=True)
-    for line in planned.moves:
-        show(console, line, soft_wrap=True)
     show(console, "")
     show(console, _jobs_table(planned))
     if planned.groups is not None:
@@ -107,8 +105,6 @@ def _needs_table(planned: RunForecast, price_per_hour: float | None) -> Table:
     how = f"remat {config.remat}"
     if size := planned.plan.spec.options.layers_per_program:
         how += f", {size} layers per program"
-    if planned.sizes.lanes_per_device > 1:
-        how += ", two side by side on each device"
     table.add_row(
         "microbatches",
         f"{planned.num_microbatches:,} of {_sizes(config)} tokens, {how}",

@@ -66,11 +66,11 @@ def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
 
 
 def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
-    """Returns what the settings that are `auto` became when the run began.
+    """Returns what the settings that are `auto` became when they were chosen.
 
     These are `microbatch_tokens`, `remat` and `replicas`, or the mesh that
     `replicas: auto` has chosen, and the number and rank of the slots if jobs have
-    joined since. Replicas may have changed since the run began.
+    joined since.
 
     Raises:
         CheckpointError: `block_tokens` differs from what the run began with.
@@ -125,6 +125,7 @@ class BegunRun:
             the date, so a resumed run uses that of its start.
         notes: Lines for the log about the settings and the jobs.
         ended: Jobs that its replicas need not hold; see `RunRecord`.
+        chosen: Settings that are `auto` and stay as they were chosen.
     """
 
     config: RunConfig
@@ -132,15 +133,18 @@ class BegunRun:
     started: str
     notes: tuple[Note, ...]
     ended: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
 
 
-def as_begun(config: RunConfig) -> BegunRun:
+def as_begun(config: RunConfig, *, replan: bool = False) -> BegunRun:
     """Returns a run as `--resume` continues it, or unchanged if it has not begun.
 
     All processes of a run get what the first one reads.
 
     Args:
         config: The run.
+        replan: Whether what is `auto` stays so, to be chosen anew; only the number of
+            slots is that with which the run began.
 
     Raises:
         CheckpointError: The run's record is damaged or contradicts the settings.
@@ -153,14 +157,17 @@ def as_begun(config: RunConfig) -> BegunRun:
             return None, {}, [], [], now
         added = _added_jobs(config, record)
         begun = _begun_settings(config, record)
+        if replan:
+            begun = {k: v for k, v in begun.items() if k == "max_concurrent_jobs"}
         return record.started, begun, added, record.ended, now
 
     started, begun, added, ended, now = processes.from_first(read)
     joined = [LoraJob.model_validate(job) for job in added]
+    chosen = [name for name in begun if getattr(config, name) == "auto"]
     notes = [
-        Note(f"{name}: auto: {value}, as when the run began")
-        for name, value in begun.items()
-        if getattr(config, name) == "auto" and value
+        Note(f"{name}: auto: {begun[name]}, as when the run began")
+        for name in chosen
+        if begun[name]
     ]
     if (mesh := begun.get("mesh")) is not None:
         notes.append(Note(f"replicas: auto: mesh {mesh}, as in the run so far"))
@@ -173,6 +180,7 @@ def as_begun(config: RunConfig) -> BegunRun:
         started=started or now,
         notes=tuple(notes),
         ended=tuple(ended),
+        chosen=tuple(chosen),
     )
 
 

@@ -25,7 +25,6 @@ from jaxlora.run.saved_fields import (
     LinearName,
     OneLine,
 )
-from jaxlora.run.saved_replan import SavedReplan
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -71,7 +70,6 @@ class SavedRun:
         sweep: Decisions of the run's sweep; None if it has none.
         suggested: The place on each axis of configurations that were suggested.
         places: Where the data of each job that are streamed go on.
-        replan: The comparison of replicas that is due; None: the replicas stay.
     """
 
     __pydantic_config__ = STRICT
@@ -87,7 +85,6 @@ class SavedRun:
     sweep: SavedSweep | None = None
     suggested: dict[JobName, dict[str, float]] = dataclasses.field(default_factory=dict)
     places: dict[JobName, StreamPlace] = dataclasses.field(default_factory=dict)
-    replan: SavedReplan | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,11 +108,6 @@ class SavedCheckpoint:
             if sorted(getattr(self.run, kind)) != names:
                 raise ValueError(f"{kind} has other jobs than identity.")
         self.run.requests.check_names(names)
-        replan = self.run.replan
-        if replan is not None and not {*replan.jobs, *(replan.held or ())} <= set(
-            names
-        ):
-            raise ValueError("replan has other jobs than identity.")
         self._check_progress()
         for name, tensors in self.tensors.items():
             tensors.check(name, self.run.adapters[name])
@@ -160,7 +152,7 @@ class RunRecord:
         chat_templates: The chat templates that data of the jobs name, by the setting
             `chat_template`: a file may change later. Empty in earlier versions.
         ended: Jobs that had ended when the replicas were chosen, which need not hold
-            them; none in earlier versions.
+            them.
     """
 
     __pydantic_config__ = STRICT
@@ -217,7 +209,7 @@ def _is_replica(value: Any) -> bool:
     names = {"microbatch_tokens", "tensor", "count"}
     return (
         isinstance(value, dict)
-        and value.keys() - {"stage"} == names
+        and value.keys() == names
         and all(type(n) is int and n > 0 for n in value.values())
     )
 

@@ -49,7 +49,7 @@ class SavedStream:
     tick: _Count
     positions: list[Position]
     before: list[SavedTick]
-    hints: tuple[list[Hint], list[Hint]]
+    hints: tuple[Hint, Hint]
     shapes_from: _Count
     leaving: dict[_Count, _Count]
     at_border: list[_Count]
@@ -64,7 +64,7 @@ class SavedStream:
         repeated: Sequence[tuple[Tick, int, Collection[int]]],
         state: StreamState,
         planned: Sequence[Tick],
-        hints: Sequence[Hint],
+        hint: Hint,
         shapes_from: int,
         leaving: Mapping[int, int],
         at_border: Sequence[int],
@@ -77,7 +77,7 @@ class SavedStream:
                 whose job has left.
             state: State of the stream before the planned ticks.
             planned: The planned ticks.
-            hints: What planning them has found.
+            hint: What planning them has found.
             shapes_from: See the attribute.
             leaving: See the attribute.
             at_border: See the attribute.
@@ -91,7 +91,7 @@ class SavedStream:
             tick=state.tick,
             positions=list(state.positions),
             before=[_saved(tick) for tick in state.before],
-            hints=(list(state.hints), list(hints)),
+            hints=(state.hint, hint),
             shapes_from=shapes_from,
             leaving=dict(leaving),
             at_border=list(at_border),
@@ -115,7 +115,7 @@ class SavedStream:
             tick=self.tick,
             positions=tuple(self.positions),
             before=tuple(_tick(saved) for saved in self.before),
-            hints=tuple(self.hints[0]),
+            hint=self.hints[0],
         )
 
 

@@ -10,7 +10,6 @@ from jaxlora.distributed import agreement
 from jaxlora.errors import ConfigError
 from jaxlora.train.cloning import fix_start, refusal, settings_of_copy
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.requests import Requests
 
 # Reasons of requests that give none.
@@ -26,7 +25,6 @@ class LiveJobs:
         jobs: The jobs, in the order in which they were given or have joined.
         added: Names of those that joined while the run trained.
         requests: Requests to stop and to pause jobs.
-        joining: Is held while a job joins, and while the run moves to other replicas.
     """
 
     def __init__(
@@ -34,7 +32,6 @@ class LiveJobs:
         jobs: list[JobState],
         added: Sequence[str],
         open_job: Callable[[LoraJob], JobState],
-        check_fits: Callable[[PreparedJob], None],
     ):
         """Makes the object.
 
@@ -42,12 +39,10 @@ class LiveJobs:
             jobs: Jobs that the run has so far.
             added: Names of those that have joined it in an earlier process.
             open_job: Reads a job's data and checks that it fits the run.
-            check_fits: Checks it alone, as the run may have moved since.
         """
         self.jobs, self.added, self.requests = jobs, list(added), Requests()
         self._names = [job.name for job in jobs]  # also of jobs that are being opened
-        self._open_job, self._check_fits = open_job, check_fits
-        self.joining = threading.RLock()
+        self._open_job = open_job
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._waiting: deque[JobState] = deque()
@@ -59,10 +54,9 @@ class LiveJobs:
         self.reserve(settings)
         try:
             job = self.open(settings)
-            with self.joining:
-                if reason := self.refusal(job):
-                    raise ConfigError(reason)
-                self.join(job)
+            if reason := self.refusal(job):
+                raise ConfigError(reason)
+            self.join(job)
         except BaseException:
             self.release(settings.name)
             raise
@@ -144,10 +138,6 @@ class LiveJobs:
 
     def refusal(self, job: JobState) -> str:
         """Returns why an opened job cannot join any more; empty if it can."""
-        try:
-            self._check_fits(job.prepared)
-        except ConfigError as error:
-            return str(error)
         return refusal(job, self.jobs)
 
     def join(self, job: JobState) -> None:

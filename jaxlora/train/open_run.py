@@ -18,7 +18,6 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
-from jaxlora.memory.capacity import ReadMemory
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.models.forward import Base
 from jaxlora.run.folder import BegunRun, as_begun, check_writable
@@ -27,22 +26,20 @@ from jaxlora.run.lock import check_not_in_use
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.execute.answers import AnswerMeter
-from jaxlora.train.execute.base_move import move_base
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.auto_replicas.moving import ReplicaChoice
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import DataReader, PreparedJob
 from jaxlora.train.plan.quantized_base import with_derived
-from jaxlora.train.plan.resumed import Resumed
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.saved.describe_run import (
     check_saved_states,
     check_settings_resume,
+    jobs_not_held,
     run_identity,
 )
 from jaxlora.train.start_job import start_job
@@ -56,10 +53,10 @@ class OpenedRun:
         plan: The plan of the run, with the jobs that joined it earlier.
         model: The frozen base.
         layout: The decoder on its devices.
-        further_bases: The frozen base on each stage of the further replicas.
+        further_bases: The frozen base on each further replica.
         slots: The slots, which are empty.
         num_compiled: Programs that this process had compiled for the layout before.
-        choice: Chooses its replicas again when jobs join or leave; None: they stay.
+        chooses_replicas: Whether the user left its replicas to `auto`.
         jobs: The jobs.
         reader: Reads the data of jobs.
         started: Time at which the run began, in ISO format.
@@ -72,10 +69,10 @@ class OpenedRun:
     plan: RunPlan
     model: FrozenModel
     layout: Layout
-    further_bases: Sequence[Sequence[Base]]
+    further_bases: Sequence[Base]
     slots: StagedSlots
     num_compiled: int
-    choice: ReplicaChoice | None
+    chooses_replicas: bool
     jobs: list[JobState]
     reader: DataReader
     started: str
@@ -97,7 +94,7 @@ class OpenedRun:
             **live: The fields that do not follow from what was decided about the run.
         """
         config, mesh = self.plan.config, None
-        if self.choice is not None and not config.replica_shapes:
+        if self.chooses_replicas and not config.replica_shapes:
             mesh = str(config.mesh_sizes)
         return RunRecord(
             started=self.started,
@@ -122,71 +119,37 @@ class OpenedRun:
         """Compiles the passes of all stages; the other programs beside them."""
         return self.start_programs(plan).compiled_passes()
 
-    def fitted(self, memory: ReadMemory | None = None) -> "OpenedRun":
+    def fitted(self) -> "OpenedRun":
         """Returns the run with a plan that fits when compiled, and logs what changed.
 
         It waits for all programs.
 
-        Args:
-            memory: See `capacity.fit`.
-
         Raises:
             ConfigError: The device's memory cannot hold the run.
         """
-        plan = self.plan.fit(self.compile, memory)
+        plan = self.plan.fit(self.compile)
         programs = self.start_programs(plan)
         log_notes([*plan.notes, *plan.replica_notes(programs.compiled_further())])
         programs.finish()
         layout = self.layout.with_remat(plan.spec.options.remat)
         return dataclasses.replace(self, plan=plan, layout=layout)
 
-    def drafted(self, plan: RunPlan) -> "OpenedRun":
-        """Returns the run on other replicas, whose programs are compiled.
 
-        Its slots are shapes, and its base is still where it was: see `placed`. Any
-        thread may call this while the run trains.
-
-        Args:
-            plan: The plan of the run on these replicas.
-
-        Raises:
-            ConfigError: The devices' memory cannot hold it.
-        """
-        assert self.choice is not None
-        memory, layout = self.choice.machine.memory, Layout.of(plan.stages)
-        num_compiled = layout.num_compilations()
-        draft = dataclasses.replace(
-            self,
-            plan=plan,
-            layout=layout,
-            slots=layout.slot_shapes(),
-            num_compiled=num_compiled,
-        )
-        return draft.fitted(lambda _: memory)
-
-    def placed(self) -> "OpenedRun":
-        """Moves the base of a draft to its devices, and makes its slots.
-
-        The slots of the run that it replaces are deleted, and nothing may run.
-        """
-        self.decoder.move(self.layout)
-        bases = move_base(self.model.params, self.further_bases, self.layout)
-        slots = self.layout.empty_slots()
-        return dataclasses.replace(self, further_bases=bases, slots=slots)
-
-
-def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
+def open_run(
+    config: RunConfig, model: FrozenModel | None, *, replan: bool = False
+) -> OpenedRun:
     """Loads the base model and every job's data; the programs are compiled meanwhile.
 
     Args:
         config: The run.
         model: The base model, if it is loaded already.
+        replan: See `Trainer`.
 
     Raises:
         JaxloraError: A setting, the model or a job's data cannot be used.
     """
     given = [job.name for job in config.jobs]
-    asked, begun = config, _as_begun(config)
+    asked, begun = config, _as_begun(config, replan=replan)
     config, folder = begun.config, pathlib.Path(begun.config.output_dir)
 
     def check_saved(model: PlannedModel, jobs: Sequence[PreparedJob]) -> None:
@@ -197,7 +160,8 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         config,
         model,
         begun.started,
-        resumed=Resumed.of(asked, begun),
+        ended=processes.from_first(lambda: jobs_not_held(begun, replan=replan)),
+        chosen=begun.chosen,
         held_bytes=0 if model is None else device_bytes(model.params),
         on_read=check_saved,
         on_accepted=base.start_early,
@@ -215,9 +179,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         RunPrograms.start(layout, slots, limits, evaluates=evaluates)
         if model is None:
             _import_ahead(plan.config)
-    own = _as_planned(plan, base.result())
-    # Moved weights are replaced, and those of the caller stay as they are.
-    model = dataclasses.replace(own, params=dict(own.params))
+    model = _as_planned(plan, base.result())
     jobs = [start_job(job, model) for job in prepared.jobs]
     agreement.check_inputs(model.fingerprint, prepared.jobs)
     decoder = SlotDecoder(layout, model.params)
@@ -229,7 +191,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         further_bases=layout.further_bases(model.params),
         slots=slots,
         num_compiled=num_compiled,
-        choice=ReplicaChoice.of(asked, config, plan, prepared.machine),
+        chooses_replicas=asked.replicas == "auto",
         jobs=jobs,
         reader=prepared.reader,
         started=begun.started,
@@ -240,7 +202,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     )
 
 
-def _as_begun(config: RunConfig) -> BegunRun:
+def _as_begun(config: RunConfig, *, replan: bool) -> BegunRun:
     """Returns the run as it continues in its folder; reads settings only.
 
     Raises:
@@ -251,7 +213,7 @@ def _as_begun(config: RunConfig) -> BegunRun:
     _check_generates_here(config)
     folder = pathlib.Path(config.output_dir)
     processes.from_first(lambda: check_not_in_use(folder))
-    begun = as_begun(config)
+    begun = as_begun(config, replan=replan)
     log_notes([*config.notes, *begun.notes])
     processes.from_first(lambda: check_settings_resume(begun.config))
     return begun

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.config import LoraJob, RunConfig
@@ -26,7 +26,6 @@ from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.open_run import OpenedRun
-from jaxlora.train.replanning import Replanning
 from jaxlora.train.report.run_callbacks import open_callbacks
 from jaxlora.train.report.summary import TrainingTime
 from jaxlora.train.saved.continue_job import copy_best_export
@@ -59,7 +58,6 @@ class Session:
         store: RunStore,
         found: ReadCheckpoint | None,
         lock: RunLock,
-        on_move: Callable[[OpenedRun], None],
     ):
         """Makes the object; no file is changed yet.
 
@@ -71,11 +69,9 @@ class Session:
             store: Files of the run; `train` closes them.
             found: The checkpoint that it resumes from; None: it starts from the start.
             lock: Lock of the run's folder, which is held.
-            on_move: Takes the run when it has moved to other replicas.
         """
         self._run, self._live, self._store, self._lock = run, live, store, lock
         self._referenced: set[str] = set()  # jobs whose references were written
-        self._on_move = on_move
         self._early_exit, self._suggestions = early_exit, suggestions
         self._folder = pathlib.Path(run.plan.config.output_dir)
         self.round = 0 if found is None else found.number
@@ -84,8 +80,6 @@ class Session:
         self._listeners, self._looked = Listeners([]), 0.0
         self._checked = 0.0  # when the folder was looked at last
         self.time = TrainingTime()
-        saved = None if found is None else found.run.replan
-        self._replanning = Replanning(run, live, saved, lambda: suggestions.is_open)
 
     @property
     def _config(self) -> RunConfig:
@@ -105,7 +99,6 @@ class Session:
         # Signals take effect between microbatches, and interrupt no checkpoint.
         with StopRequest() as stop, contextlib.ExitStack() as opened:
             opened.callback(store.close)  # waits for the last checkpoint
-            opened.callback(self._replanning.close)
             self._open_inbox(opened)
             own = open_callbacks(self._config, self._folder, store.latest(), opened)
             for callback in callbacks:
@@ -113,31 +106,20 @@ class Session:
             self._listeners = Listeners([*own, self._inbox], callbacks)
             self._send_start(is_resumed)
             self._take_requests()
-            while True:
-                stops, states = self._train_here(stop)
-                self._send_written(waits=True)
-                if states is None:
-                    break
-                self._move(states)
+            stops = self._train(stop)
+            self._send_written(waits=True)
             stops = stops and not all(job.progress.is_over for job in self._live.jobs)
             end = events.RunEndEvent(round=self.round, is_interrupted=stops)
             self._send(end)
             self._listeners.raise_failure()
             return end.is_interrupted
 
-    def _train_here(self, stop: StopRequest) -> tuple[bool, JobStates | None]:
-        """Trains on the present replicas to the end, or until it is better to move.
-
-        Returns:
-            Whether a signal or a failure has ended it; and the states of the jobs, as
-            they are in the last checkpoint, if the run is to move.
-        """
+    def _train(self, stop: StopRequest) -> bool:
+        """Trains to the end; returns whether a signal or a failure has ended it."""
         run, store = self._run, self._store
         further = FurtherPrograms(run.layout, run.slots, run.plan.further_limits)
         with further, self._open_stream(further) as stream:
             while not (stops := self._must_end(stop.requested)):
-                if self._replanning.look() is not None:
-                    break
                 if not stream.start():
                     more = self._suggest()
                     if self._take_requests(waits=True) or more:
@@ -151,36 +133,15 @@ class Session:
                     self._at_border(stream, border, stop)
                 self._take_requests()
             self.round = stream.round
-            moves = not stops and self._replanning.look() is not None
-            if (is_saved := store.latest() == self.round) and not moves:
-                return stops, None
-            read_slot = stream.snapshot()
-            if not is_saved:
-                self._save(stream, read_slot)
-            assert read_slot is not None, "steps are in flight"
-            states = JobStates.of(self._live.jobs, read_slot)
-            return stops, states if moves else None
-
-    def _move(self, states: JobStates) -> None:
-        """Goes on with other replicas; the checkpoint of this border is on the disk.
-
-        A run that is resumed before the record has them moves before its first step.
-        """
-        with self._live.joining:  # jobs that join now would join other replicas
-            while self._live.num_waiting:
-                self._take_added()
-            self._run = run = self._replanning.move(states)
-            self._on_move(run)
-        self._saved_stream = None
-        self._record()
+            if store.latest() != self.round:
+                self._save(stream, stream.snapshot())
+            return stops
 
     def _at_border(self, stream: Stream, border: Border, stop: StopRequest) -> None:
         """Does what is due between two microbatches."""
         self._send_written()
         if self._suggest():
             self._record()
-        if moves := self._replanning.look() is not None:
-            stream.stop()
         if border.ends_window or processes.count() == 1:
             # Several processes act alike only where they look at the same border.
             if self._must_end(stop.requested):
@@ -190,9 +151,7 @@ class Session:
         found = border.snapshot
         is_due = self._num_due(stream.round) > self._num_saved
         is_due |= border.ends_round and self._early_exit.wants_checkpoint()
-        # Before a move, what is in flight is finished first: a run that resumes from a
-        # checkpoint here would run it on the other replicas.
-        if found is None and border.ends_round and is_due and not moves:
+        if found is None and border.ends_round and is_due:
             found = stream.snapshot()
         if found is not None:
             stream.end_round()
@@ -370,7 +329,6 @@ class Session:
             stream.saved(),
             self._early_exit.saved(),
             self._suggestions.saved(),
-            self._replanning.saved(),
         )
         for job in jobs:  # copies of jobs, and jobs of other runs, have them already
             if job.has_begun and job.references and job.name not in self._referenced:

@@ -27,7 +27,6 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     given = prepared.settings, prepared.modules
 
     def kernels() -> dict[str, Any]:
-        """Looks the weights up when they are needed: the base may move meanwhile."""
         return {
             name: kernel_of(params, f"{path}.kernel", base_format)
             for name, path in paths.items()

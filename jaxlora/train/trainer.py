@@ -28,7 +28,7 @@ from jaxlora.train.early_exit import EarlyExit, SweepControl
 from jaxlora.train.ending import explained
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
-from jaxlora.train.open_run import OpenedRun, open_run
+from jaxlora.train.open_run import open_run
 from jaxlora.train.plan.prepared_job import PreparedJob, prepare_job
 from jaxlora.train.plan.resolve import check_comparable
 from jaxlora.train.plan.run_plan import RunPlan
@@ -40,11 +40,7 @@ from jaxlora.train.report.summary import (
     write_report,
 )
 from jaxlora.train.saved.continue_job import continue_job
-from jaxlora.train.saved.describe_run import (
-    check_held,
-    check_not_cut,
-    check_resumes,
-)
+from jaxlora.train.saved.describe_run import check_not_cut, check_resumes
 from jaxlora.train.saved.job_states import restore_jobs
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.references import go_on_with_reference, read_references
@@ -73,6 +69,8 @@ class Trainer:
         config: RunConfig,
         model: FrozenModel | None = None,
         control: SweepControl | None = None,
+        *,
+        replan: bool = False,
     ):
         """Loads the base model and every job's data; trains nothing yet.
 
@@ -83,6 +81,8 @@ class Trainer:
             config: The run.
             model: The base model, if it is loaded already.
             control: Decides about the jobs; None: the rules of the run's sweep do.
+            replan: If the run has begun, choose what is `auto` anew for the jobs that
+                have not ended; otherwise, what was chosen when it began stays.
 
         Raises:
             JaxloraError: A setting, the model or a job's data cannot be used, a GPU is
@@ -91,15 +91,13 @@ class Trainer:
         _check_one_group(config)
         check_device()
         keep_compiled_programs()
-        self._opened = opened = open_run(config, model)
+        self._opened = opened = open_run(config, model, replan=replan)
         self.plan, self.model = opened.plan, opened.model
         self.layout, self.slots = opened.layout, opened.slots
         self.jobs, self.reader = opened.jobs, opened.reader
         self.output_dir = pathlib.Path(config.output_dir)
         self._num_compiled = opened.num_compiled
-        self._live = LiveJobs(
-            self.jobs, opened.joined, self._open_job, self._check_fits
-        )
+        self._live = LiveJobs(self.jobs, opened.joined, self._open_job)
         own = EarlyExit(config, self._live.is_asked_to_pause)
         self._early_exit: SweepControl = own if control is None else control
         self._suggestions = Suggestions(config)
@@ -155,11 +153,12 @@ class Trainer:
         try:
             check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
         except ConfigError as error:
-            if self._opened.choice is None:
+            if not self._opened.chooses_replicas:
                 raise
             raise ConfigError(
                 f"{error} Or end the run (Ctrl-C), add the job to its run file and "
-                "resume it: replicas: auto then chooses replicas that hold it."
+                "resume it with --replan (Trainer(config, replan=True)): replicas: "
+                "auto then chooses replicas that hold it."
             ) from None
 
     def clone_job(self, name: str, new_name: str | None = None, **changes: Any) -> None:
@@ -269,19 +268,10 @@ class Trainer:
                     store,
                     found,
                     lock,
-                    self._has_moved,
                 )
                 opened.pop_all()  # from here on, the session closes the files
                 interrupted = session.train(callbacks, self, is_resumed=resume)
             return self._report(session, interrupted)
-
-    def _has_moved(self, run: OpenedRun) -> None:
-        """Takes the run on the replicas to which it has moved."""
-        # A result counts the programs that were compiled since the run began.
-        compiled = self.layout.num_compilations() - self._num_compiled
-        self._num_compiled = run.num_compiled - compiled
-        self._opened, self.plan = run, run.plan
-        self.layout, self.slots = run.layout, run.slots
 
     def _check_resumes(self, drop_state: bool) -> None:
         identity = self._opened.identity(self.jobs)
@@ -308,7 +298,6 @@ class Trainer:
             logger.info("resumed after round %d", found.number)
         self._live.requests.restore(store.saved_requests(found))
         self._continue(self.jobs)
-        check_held(self.output_dir, self.plan, self.jobs)
         return found
 
     def _drop_suggested(self, store: RunStore, found: ReadCheckpoint | None) -> None:

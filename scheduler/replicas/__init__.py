@@ -9,7 +9,6 @@ from jaxlora.scheduler.replicas.deploy import (
 )
 from jaxlora.scheduler.replicas.dispatcher import Dispatch, dispatch
 from jaxlora.scheduler.replicas.problem import Deployment, ReplicaKind
-from jaxlora.scheduler.replicas.replanning import Replan, changed_replicas, replan
 from jaxlora.scheduler.replicas.simulate import Part, SimulatedSteps, simulate_steps
 
 __all__ = [
@@ -17,16 +16,13 @@ __all__ = [
     "Dispatch",
     "Part",
     "PlannedDeployment",
-    "Replan",
     "ReplicaKind",
     "SimulatedSteps",
     "StepBound",
     "best_uniform",
-    "changed_replicas",
     "dispatch",
     "one_after_another",
     "plan_deployment",
-    "replan",
     "simulate_steps",
     "step_bound",
     "useful_kinds",

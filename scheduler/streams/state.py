@@ -54,13 +54,13 @@ class StreamState:
         positions: Positions of the jobs that are not planned to their end, in ascending
             order of their slots.
         before: The last ticks, which still share the pipeline with the next one.
-        hints: What the last stretch of each replica has found.
+        hint: What the last stretch has found.
     """
 
     tick: int = 0
     positions: tuple[Position, ...] = ()
     before: tuple[Tick, ...] = ()
-    hints: tuple[Hint, ...] = ()
+    hint: Hint = dataclasses.field(default_factory=Hint)
 
     def with_job(self, position: Position) -> "StreamState":
         """Returns the state with one more job.
@@ -163,7 +163,7 @@ def advance(
         tick=state.tick + len(ticks),
         positions=tuple(positions[owner] for owner in sorted(positions)),
         before=(*state.before, *ticks)[-num_before:],
-        hints=state.hints,
+        hint=state.hint,
     )
 
 
@@ -188,10 +188,6 @@ def _check_microbatch(
         i == 0 or owner != owners[i - 1] for i, owner in enumerate(owners)
     ):
         raise RuntimeError(f"tick {number} mixes the samples of its jobs.")
-    if lanes.pinned and {lanes.replica(owner) for owner in owners} - {
-        lane // lanes.fsdp
-    }:
-        raise RuntimeError(f"tick {number} runs a job on the wrong replica.")
 
 
 def _moved(

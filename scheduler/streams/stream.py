@@ -62,52 +62,20 @@ def next_stretch(state: StreamState, lengths: Lengths, rules: Rules) -> Stretch:
         return Stretch(ticks=(), after=state)
     shapes_from, num_shapes = rules.shapes_from, len(rules.cost.buckets)
     rules = rules.at(state.tick)
-    if rules.lanes.pinned:
-        ticks, hints = _plan_replicas(state, lengths, rules)
-    else:
-        hint = state.hints[0] if state.hints else Hint()
-        ticks, hint = _plan_lanes(state, lengths, rules, hint)
-        hints = (hint,)
+    ticks, hint = _plan_lanes(state, lengths, rules, state.hint)
     if len(rules.cost.buckets) < num_shapes and rules.packer == "joint":
         ticks = ticks[: shapes_from - state.tick]  # the next stretch has all shapes
     after = advance(state, ticks, lengths, rules)
-    return Stretch(ticks=ticks, after=dataclasses.replace(after, hints=hints))
+    return Stretch(ticks=ticks, after=dataclasses.replace(after, hint=hint))
 
 
 # ---- packers -------------------------------------------------------------------------
 
 
-def _plan_replicas(
-    state: StreamState, lengths: Lengths, rules: Rules
-) -> tuple[tuple[Tick, ...], tuple[Hint, ...]]:
-    """Plans each replica on its own, as far as all of those with work are planned."""
-    lanes = rules.lanes
-    one = dataclasses.replace(rules, lanes=lanes.one_replica())
-    hints = list(state.hints or [Hint()] * lanes.data)
-    planned: dict[int, tuple[Tick, ...]] = {}
-    for replica in range(lanes.data):
-        mine = range(replica * lanes.fsdp, (replica + 1) * lanes.fsdp)
-        own = dataclasses.replace(
-            state,
-            positions=tuple(
-                p for p in state.positions if lanes.replica(p.owner) == replica
-            ),
-            before=tuple(tuple(tick[lane] for lane in mine) for tick in state.before),
-        )
-        if own.positions:
-            found = _plan_lanes(own, lengths, one, hints[replica])
-            planned[replica], hints[replica] = found
-    num = min(map(len, planned.values()))
-    idle: tuple[Tick, ...] = (((),) * lanes.fsdp,) * num
-    by_replica = [planned.get(r, idle)[:num] for r in range(lanes.data)]
-    ticks = tuple(sum(parts, ()) for parts in zip(*by_replica, strict=True))
-    return ticks, tuple(hints)
-
-
 def _plan_lanes(
     state: StreamState, lengths: Lengths, rules: Rules, hint: Hint
 ) -> tuple[tuple[Tick, ...], Hint]:
-    """Plans lanes that share all jobs; at least one tick."""
+    """Plans at least one tick."""
     if rules.packer != "joint":
         return _plan_batches(state, lengths, rules), hint
     before = [tuple(map(_of_nobody, tick)) for tick in state.before]

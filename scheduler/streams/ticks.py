@@ -46,10 +46,10 @@ def pack_ticks(
 
     With one lane, this is the packer's own schedule. With more lanes, `joint` fills one
     tick after the other, and the microbatches of the other packers are arranged in
-    ticks. If jobs are pinned to replicas, each replica is packed on its own.
+    ticks.
 
     Args:
-        samples: The samples. If jobs are pinned, they name their job by its slot.
+        samples: The samples.
         limits: Limits of a microbatch.
         packer: Name of the packer.
         lanes: The lanes.
@@ -62,8 +62,6 @@ def pack_ticks(
         ValueError: A sample is longer than the capacity, or the cost model and the
             pipeline differ in the number of stages.
     """
-    if lanes.pinned:
-        return _pack_replicas(samples, limits, packer, lanes, cost)
     n, pipeline = lanes.num_lanes, lanes.pipeline
     if n == 1:
         return get_packer(packer)(samples, limits, pipeline, cost)
@@ -115,30 +113,6 @@ def pack_lanes(
         schedules.append(Schedule(microbatches=tuple(microbatches), limits=limits))
     time = lambda s: simulate(s, cost, pipeline, num_lanes=n).makespan
     return min(schedules, key=time)
-
-
-def _pack_replicas(
-    samples: Sequence[Sample],
-    limits: Limits,
-    packer: PackerName,
-    lanes: Lanes,
-    cost: CostModel,
-) -> Schedule:
-    """Packs the jobs of each replica on their own; ticks then run side by side."""
-    one = lanes.one_replica()
-    of_replica: list[list[Sample]] = [[] for _ in range(lanes.data)]
-    for sample in samples:
-        of_replica[lanes.replica(sample.owner)].append(sample)
-    packed = [pack_ticks(s, limits, packer, one, cost).microbatches for s in of_replica]
-    num = max(map(len, packed))
-    padded = [p + ((),) * (num - len(p)) for p in packed]
-    microbatches = [
-        microbatch
-        for first in range(0, num, lanes.fsdp)
-        for p in padded
-        for microbatch in p[first : first + lanes.fsdp]
-    ]
-    return Schedule(microbatches=tuple(microbatches), limits=limits)
 
 
 def arrange(

@@ -171,7 +171,7 @@ def plan_run(
     *,
     mean_segment_tokens: int,
 ) -> RunPlan:
-    """Plans a run as the trainer does, but all replicas share all jobs.
+    """Plans a run as the trainer does, with room for samples of another mean length.
 
     Args:
         config: The run; nothing of it is `auto` but kernels and attention.
@@ -188,10 +188,7 @@ def plan_run(
         plan.spec.options, mean_segment_tokens=mean_segment_tokens
     )
     spec = dataclasses.replace(plan.spec, options=options)
-    lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
-    return dataclasses.replace(
-        plan, stages=MeshStages.of(plan.config, spec), lanes=lanes
-    )
+    return dataclasses.replace(plan, stages=MeshStages.of(plan.config, spec))
 
 
 class Training:

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import re
 
 import jax.numpy as jnp
 import pytest
@@ -112,7 +111,6 @@ def test_a_replica_of_one_gpu_takes_the_time_of_its_microbatches(model, kinds):
         specs=(model.spec,),
         sizes=MeshSizes(),
         in_flight=1,
-        is_pinned=False,
     )
     tokens = min(CAPACITY, kind.longest)
     cost = shape_seconds(stages, tokens, model.rates).stages[0]
@@ -231,13 +229,13 @@ def test_refusals(run_file, options, message, capsys):
 @pytest.fixture
 def timed(monkeypatch):
     """All ways to run that are compared, with their predicted times."""
-    seen, predict = [], ReplicaLists.timed
+    seen, predict = [], ReplicaLists._timed
 
     def watched(self, config, room):
         seen.append(predict(self, config, room))
         return seen[-1]
 
-    monkeypatch.setattr(ReplicaLists, "timed", watched)
+    monkeypatch.setattr(ReplicaLists, "_timed", watched)
     return seen
 
 
@@ -305,31 +303,3 @@ def test_auto_refuses_what_fits_on_no_device(tmp_path, monkeypatch, capsys):
     path = write_run(tmp_path, {"one": (16, 1000)}, replicas="auto")
     assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 1
     assert "needs" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("memory_by_formula")
-def test_moves_are_foretold(tmp_path, capsys):
-    """Each time that a job ends and others go on, from the replicas that run then."""
-    path = write_run(tmp_path, {"one": (16, 1000), "two": (300, 500), "six": (400,)})
-    run = yaml.safe_load(path.read_text())
-    for job, steps, size in zip(run["jobs"], (80, 6, 12), (2, 16, 16), strict=True):
-        job |= {"steps": steps, "batch_size": size}
-
-    def lines(**settings) -> list[str]:
-        path.write_text(yaml.safe_dump(run | settings))
-        assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
-        printed = capsys.readouterr().out.splitlines()
-        return [one for one in printed if one.startswith("replicas: auto: when")]
-
-    first, second = lines(replicas="auto")
-    said = re.fullmatch(
-        r"replicas: auto: when two has left, after \d+ steps of one: moving from (.+) "
-        r"to (.+), which is predicted to save ([\d.]+) s of the rest of the run; "
-        r"moving takes ([\d.]+) s",
-        first,
-    )
-    assert said is not None, first
-    now, then, gain, cost = said.groups()
-    assert now != then and float(gain) > float(cost) > 0
-    assert re.search(rf"of one: (not )?(moving from )?{re.escape(then)} ", second)
-    assert not lines(mesh="data=2")

@@ -8,7 +8,6 @@ import jax
 
 from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.adapters.optimizers.state import Tables
-from jaxlora.adapters.reference_table import TableShapes
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.models.slot_settings import SlotSettings
@@ -42,7 +41,7 @@ class PassTable(Protocol):
         ...
 
     @property
-    def of_reference(self) -> tuple[Tables | TableShapes, SlotSettings]:
+    def of_reference(self) -> tuple[Tables, SlotSettings]:
         """Weights and settings with which the slots give their references."""
         ...
 

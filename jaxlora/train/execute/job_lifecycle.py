@@ -171,7 +171,6 @@ class JobLifecycle:
             self._positions(),
             self._run.plan.num_slots,
             preempts=self._run.plan.config.preempt,
-            lanes=self._run.plan.lanes,
         )
         num_left += self._pause_for_priority(positions, here)
         num_left += self._start_jobs(positions)

@@ -4,15 +4,13 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxlora.adapters.optimizer import AdapterState
-from jaxlora.adapters.reference_table import ReferenceTable, TableShapes
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
@@ -26,7 +24,6 @@ from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.tensor_parallel import EMBEDDING, check_divides
-from jaxlora.programs.program import Program
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps, compiled_steps
@@ -57,38 +54,18 @@ class Stage:
             for path, x in self.spec.base_shapes().items()
         }
 
-    def empty_shapes(self) -> AdapterState:
-        """Shapes of the state of empty slots, as it lies on the devices."""
-        return self._shapes(self.steps.empty, self.steps.state_specs)
-
-    def reference_shapes(self) -> TableShapes:
-        """Shapes of the weights of references, as they lie on the devices."""
-        return self._shapes(self.steps.empty_reference, self.steps.state_specs.params)
-
-    def _shapes(self, program: Program, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            program.prepare().out_info,
-            self.placement.all_committed(specs),
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicaStages:
+class PlacedReplica:
     """A replica beside the first one; see `FurtherReplica`.
 
     Attributes:
-        stages: The stages of the decoder on the replica's devices.
+        stage: The decoder on the replica's devices.
         capacity: Tokens of its microbatches.
     """
 
-    stages: tuple[Stage, ...]
+    stage: Stage
     capacity: int
-
-    @property
-    def specs(self) -> tuple[DecoderSpec, ...]:
-        """The decoder's layers of each stage."""
-        return tuple(stage.spec for stage in self.stages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +80,7 @@ class Layout:
 
     stages: tuple[Stage, ...]
     in_flight: int
-    further: tuple[ReplicaStages, ...] = ()
+    further: tuple[PlacedReplica, ...] = ()
 
     @staticmethod
     def of(
@@ -130,12 +107,7 @@ class Layout:
             placements = [dataclasses.replace(ONE_DEVICE, device=_device_of(base))]
         else:
             placements = [
-                StageSharding(
-                    mesh=mesh,
-                    is_pinned=stages.is_pinned,
-                    lanes_per_device=sizes.lanes_per_device,
-                )
-                for mesh in stage_meshes(sizes, devices)
+                StageSharding(mesh=mesh) for mesh in stage_meshes(sizes, devices)
             ]
         pairs = zip(stages.specs, placements, strict=True)
         return Layout(
@@ -144,7 +116,7 @@ class Layout:
                 for spec, placement in pairs
             ),
             in_flight=stages.in_flight,
-            further=_further_stages(stages, placements[0], devices),
+            further=_further_replicas(stages, placements[0], devices),
         )
 
     def with_remat(self, remat: Remat) -> "Layout":
@@ -157,7 +129,7 @@ class Layout:
             self,
             stages=tuple(map(changed, self.stages)),
             further=tuple(
-                dataclasses.replace(one, stages=tuple(map(changed, one.stages)))
+                dataclasses.replace(one, stage=changed(one.stage))
                 for one in self.further
             ),
         )
@@ -169,32 +141,17 @@ class Layout:
 
     def empty_slots(self) -> StagedSlots:
         """Makes the slots of all stages, without adapters."""
-        each = [stage.steps for stage in self.stages]
-        return self._slots([(one.make_empty, one.make_references()) for one in each])
-
-    def slot_shapes(self) -> StagedSlots:
-        """Makes slots that have shapes in the place of tables, to compile programs."""
-        return self._slots(
-            [
-                (one.empty_shapes, one.steps.make_references(one.reference_shapes))
-                for one in self.stages
-            ]
-        )
-
-    def _slots(
-        self, made: Sequence[tuple[Callable[[], AdapterState], ReferenceTable | None]]
-    ) -> StagedSlots:
         tables = [
             SlotTable(
                 stage.spec,
                 stage.steps.write_slot,
                 stage.placement,
                 read_slot=stage.steps.read_slot,
-                empty=empty,
+                empty=stage.steps.make_empty,
                 evaluation_weights=stage.steps.evaluation_weights,
-                reference=reference,
+                reference=stage.steps.make_references(),
             )
-            for stage, (empty, reference) in zip(self.stages, made, strict=True)
+            for stage in self.stages
         ]
         return StagedSlots([stage.spec for stage in self.stages], tables)
 
@@ -217,31 +174,29 @@ class Layout:
             for stage in self.stages
         ]
 
-    def further_bases(self, params: Base) -> list[list[Base]]:
-        """Copies the frozen weights to the devices of each stage of further replicas.
+    def further_bases(self, params: Base) -> list[Base]:
+        """Copies the frozen weights to the devices of each further replica.
 
         A weight that is divided is first joined on the devices that have it, one weight
         after the other. Otherwise, it would be copied by the host.
         """
-        bases: list[list[Base]] = [[{} for _ in one.stages] for one in self.further]
+        bases: list[Base] = [{} for _ in self.further]
         every = [
-            (base, stage.placement, stage.spec.base_specs())
-            for one, own in zip(self.further, bases, strict=True)
-            for stage, base in zip(one.stages, own, strict=True)
+            (base, one.stage.placement, one.stage.spec.base_specs())
+            for one, base in zip(self.further, bases, strict=True)
         ]
         for path, x in params.items() if every else ():
             whole, copies = one_copy(x), []
             for base, placement, specs in every:
-                if path in specs:
-                    base[path] = jax.device_put(whole, placement.sharding(specs[path]))
-                    copies.append(base[path])
+                base[path] = jax.device_put(whole, placement.sharding(specs[path]))
+                copies.append(base[path])
             if whole is not x:
                 jax.block_until_ready(copies)
         return bases
 
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""
-        each = itertools.chain(self.stages, *(one.stages for one in self.further))
+        each = *self.stages, *(one.stage for one in self.further)
         return sum(stage.steps.num_compilations() for stage in each)
 
 
@@ -255,11 +210,11 @@ def _device_of(base: Base | None) -> Any:
     return device
 
 
-def _further_stages(
+def _further_replicas(
     stages: MeshStages,
     first: StageSharding,
     devices: Sequence[jax.Device] | None,
-) -> tuple[ReplicaStages, ...]:
+) -> tuple[PlacedReplica, ...]:
     """Places replicas on the devices that the first one does not use.
 
     Raises:
@@ -276,7 +231,7 @@ def _further_stages(
         )
     every = jax.local_devices() if devices is None else devices
     left = [device for device in every if device not in used]
-    wanted = sum(one.shape.num_devices for one in stages.further)
+    wanted = sum(one.shape.tensor for one in stages.further)
     if len(left) < wanted:
         raise ConfigError(
             f"replicas: {wanted} devices are needed beside those of the first one, "
@@ -284,15 +239,14 @@ def _further_stages(
         )
     placed, devices_left = [], iter(left)
     for one in stages.further:
-        own, tensor = [], one.shape.tensor
-        for spec in one.specs:
-            placement = _stage_on(list(itertools.islice(devices_left, tensor)))
-            own.append(Stage(spec=spec.divided(tensor=tensor), placement=placement))
-        placed.append(ReplicaStages(stages=tuple(own), capacity=one.shape.tokens))
+        tensor = one.shape.tensor
+        placement = _placement_on(list(itertools.islice(devices_left, tensor)))
+        stage = Stage(spec=one.spec.divided(tensor=tensor), placement=placement)
+        placed.append(PlacedReplica(stage=stage, capacity=one.shape.tokens))
     return tuple(placed)
 
 
-def _stage_on(devices: Sequence[jax.Device]) -> StageSharding:
+def _placement_on(devices: Sequence[jax.Device]) -> StageSharding:
     if len(devices) == 1:
         return StageSharding(device=SingleDeviceSharding(devices[0]))
     (mesh,) = stage_meshes(MeshSizes(tensor=len(devices)), devices)
@@ -311,9 +265,7 @@ def one_copy(x: jax.Array) -> jax.Array:
 
 
 def _divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:
-    return spec.divided(
-        fsdp=sizes.fsdp, tensor=sizes.tensor, lanes=sizes.lanes_per_device
-    )
+    return spec.divided(fsdp=sizes.fsdp, tensor=sizes.tensor)
 
 
 def base_placement(stages: MeshStages) -> Place:

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxlora.adapters.optimizer import AdapterState
-from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
 from jaxlora.data.objectives import has_reference
 from jaxlora.data.pack import PackedBatch
 from jaxlora.memory.footprint import StagePrograms
@@ -102,13 +102,13 @@ class PassPrograms:
         base, params, pending = spec.base_specs(), state.params, state.pending
         h = () if spec.has_embedding else (p.hidden,)
         # Settings, batch, and keys.
-        inputs = p.by_linear_and_slot, p.rows, p.by_slot, *at, *h
+        inputs = REPLICATED, p.rows, REPLICATED, *at, *h
         training = training_options(spec)
         self.accumulate = make(
             "training step",
             passes.accumulate,
             (base, params, pending, *inputs),
-            (pending, p.partial, p.hidden),
+            (pending, p.rows, p.hidden),
             varies=(4,),
             donate_argnums=2,
             compiler_options=training,
@@ -233,5 +233,5 @@ class PassPrograms:
 
 def _evaluated(p: StageSharding) -> JobLosses:
     """Partition specs of the losses of an evaluation, which has those of rows."""
-    sums, rows = cast(Any, (p.partial, p.rows))
-    return JobLosses(loss=sums, metrics=sums, is_finite=sums, nll=rows)
+    rows = cast(Any, p.rows)
+    return JobLosses(loss=rows, metrics=rows, is_finite=rows, nll=rows)

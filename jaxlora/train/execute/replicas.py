@@ -10,8 +10,7 @@ samples it runs next, and for no other.
 
 One thread queues everything, in an order that the ticks determine. No program runs on
 two replicas. Each divides its tables among its own devices, so gradients and weights
-of a stage are whole when they are sent, from device to device without the host; the
-first replica, which has one stage, cuts and joins them.
+are whole when they are sent, from device to device without the host.
 """
 
 import dataclasses
@@ -58,7 +57,7 @@ class FurtherReplicas:
     def __init__(
         self,
         layout: Layout,
-        bases: Sequence[Sequence[Base]],
+        bases: Sequence[Base],
         table: SlotTable,
         limits: Limits,
         lanes: Sequence[Lane],
@@ -67,7 +66,7 @@ class FurtherReplicas:
 
         Args:
             layout: The first replica, and the others.
-            bases: Weights of the frozen base on each stage of the others.
+            bases: Weights of the frozen base on each of the others.
             table: Slots of the first replica.
             limits: Limits of a microbatch of the first replica.
             lanes: The lanes of a tick after that of the first replica; empty if there
@@ -77,8 +76,8 @@ class FurtherReplicas:
         self._limits, self._lanes = limits, tuple(lanes)
         self._objectives = self._home.spec.options.objectives
         self._replicas = {
-            number: Replica(number, *pair, self._home, table)
-            for number, pair in enumerate(
+            number: Replica(number, one.stage, base, self._home.placement, table)
+            for number, (one, base) in enumerate(
                 zip(layout.further, bases, strict=True), start=1
             )
         }

@@ -1,7 +1,6 @@
 """All programs of a run, which are compiled side by side before its first step."""
 
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -10,15 +9,15 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.exchange import exchange_rounds
+from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.slot_state import row_shapes
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.background import in_background
 from jaxlora.distributed import processes
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import baseline_shape
-from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.programs.program import (
     Prepared,
     announce,
@@ -27,7 +26,7 @@ from jaxlora.programs.program import (
     shapes_of,
 )
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.layout import Layout, ReplicaStages, Stage
+from jaxlora.train.execute.layout import Layout, PlacedReplica, Stage
 from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
 from jaxlora.train.execute.pass_programs import PreparedPasses
 
@@ -40,13 +39,13 @@ class RunPrograms:
 
     Attributes:
         passes: Forward and backward passes of each stage.
-        further: Those of the stages of each further replica.
+        further: Those of each further replica.
         others: Optimizer steps, evaluations and what else the run calls.
     """
 
     passes: tuple[PreparedPasses, ...]
     others: tuple[Prepared, ...]
-    further: tuple[tuple[PreparedPasses, ...], ...] = ()
+    further: tuple[PreparedPasses, ...] = ()
 
     @staticmethod
     def start(
@@ -77,7 +76,7 @@ class RunPrograms:
             row, found = _sums_of_replicas(layout.stages[0], table)
             others += found
             for number, one in enumerate(layout.further, start=2):
-                own, found = _replica(one, layout.stages[0], table, row, limits, number)
+                own, *found = _replica(one, table, row, limits, number)
                 further.append(own)
                 others += found
         found = RunPrograms(
@@ -89,7 +88,7 @@ class RunPrograms:
     @property
     def each(self) -> list[Prepared]:
         """The programs, one by one."""
-        passes = itertools.chain(self.passes, *self.further)
+        passes = *self.passes, *self.further
         found = *(p for one in passes for p in one.each), *self.others
         return [*dict.fromkeys(found)]  # the reference runs the evaluation
 
@@ -98,10 +97,10 @@ class RunPrograms:
         with counting(self.each):
             return tuple(one.compiled() for one in self.passes)
 
-    def compiled_further(self) -> tuple[tuple[StagePrograms, ...], ...]:
-        """Waits for the passes of all stages of the further replicas."""
+    def compiled_further(self) -> tuple[StagePrograms, ...]:
+        """Waits for the passes of the further replicas."""
         with counting(self.each):
-            return tuple(tuple(own.compiled() for own in one) for one in self.further)
+            return tuple(one.compiled() for one in self.further)
 
     def finish(self) -> None:
         """Waits for all programs, and logs how long they took."""
@@ -198,7 +197,7 @@ def _sums_of_replicas(stage: Stage, table: SlotTable) -> tuple[Any, list[Prepare
     steps, placement = stage.steps, stage.placement
     slot, pending = jax.ShapeDtypeStruct((), "int32"), table.state.pending
     row = steps.read_slot.prepare(table.state.params, slot)
-    flat, where = row.out_info, placement.sharding(placement.by_slot)
+    flat, where = row.out_info, placement.sharding(REPLICATED)
     part = (
         jax.ShapeDtypeStruct(flat.shape, flat.dtype, sharding=where),
         jax.ShapeDtypeStruct((), "bool", sharding=where),
@@ -207,68 +206,24 @@ def _sums_of_replicas(stage: Stage, table: SlotTable) -> tuple[Any, list[Prepare
 
 
 def _replica(
-    one: ReplicaStages,
-    first: Stage,
-    table: SlotTable,
-    row: Any,
-    limits: Limits,
-    number: int,
-) -> tuple[tuple[PreparedPasses, ...], list[Prepared]]:
-    """Starts to compile the programs of a further replica: its passes, and others.
+    one: PlacedReplica, table: SlotTable, row: Any, limits: Limits, number: int
+) -> tuple[PreparedPasses, Prepared, Prepared, Prepared]:
+    """Starts to compile the programs of a further replica.
 
     Args:
         one: The replica.
-        first: The first replica.
-        table: Its slots.
+        table: Slots of the first replica.
         row: Shape of the weights of a slot, as one array.
         limits: Limits of a microbatch of the first replica.
         number: Number of the replica, from 1 on.
-    """
-    own, num_stages = (
-        dataclasses.replace(limits, capacity=one.capacity),
-        len(one.stages),
-    )
-    passes, others, rows, parts = [], [], [row], []
-    if num_stages > 1:
-        cut = first.steps.rows_of(one.specs).cut.prepare(row)
-        others, rows = [cut], cut.out_info
-    for count, (stage, own_row) in enumerate(zip(one.stages, rows, strict=True), 1):
-        name = f", replica {number}"
-        name += f", stage {count} of {num_stages}" if num_stages > 1 else ""
-        settings = table.settings_part(stage.spec)
-        found, *more, part = _replica_stage(stage, settings, own_row, own, name)
-        passes.append(found)
-        others += [*more, part]
-        parts.append(part.out_info)
-    if num_stages > 1:
-        where = first.placement.sharding(first.placement.by_slot)
-        here = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-        join = first.steps.rows_of(one.specs).join
-        others.append(join.prepare(jax.tree.map(here, tuple(parts))))
-    return tuple(passes), others
-
-
-def _replica_stage(
-    stage: Stage,
-    settings: SlotSettings,
-    row: Any,
-    limits: Limits,
-    name: str,
-) -> tuple[PreparedPasses, Prepared, Prepared, Prepared]:
-    """Starts to compile the programs of a stage of a further replica.
-
-    Args:
-        stage: The stage.
-        settings: Settings of its slots.
-        row: Shape of its weights of a slot, as one array.
-        limits: Limits of its microbatches.
-        name: What the log adds to a program's name.
 
     Returns:
         Its passes, and what makes slots, takes weights and reads gradients.
     """
+    stage, name = one.stage, f", replica {number}"
+    limits = dataclasses.replace(limits, capacity=one.capacity)
     steps, placement = stage.steps, stage.placement
-    where = placement.sharding(placement.by_slot)
+    where = placement.sharding(REPLICATED)
 
     def placed(tree: Any, places: Any = None) -> Any:
         return jax.tree.map(
@@ -279,7 +234,7 @@ def _replica_stage(
 
     empty, slot = steps.empty.prepare(), jax.ShapeDtypeStruct((), "int32")
     state = placed(empty.out_info, placement.shardings(steps.state_specs))
-    settings = placed(settings)
+    settings = placed(table.settings_on_host())
     args = stage.base_shapes(), state, settings, limits, name
     weights = state.params, state.pending, slot, placed(row)
     return (
@@ -304,7 +259,7 @@ def _evaluation(
     sums = jax.ShapeDtypeStruct(
         loss.shape,
         loss.dtype,
-        sharding=stage.placement.sharding(stage.placement.partial),
+        sharding=stage.placement.sharding(stage.placement.rows),
     )
     what = f"baseline{name}"
     return [*found, steps.add_baseline.prepare(baseline, sums, is_new, what=what)]
@@ -316,17 +271,17 @@ def _updates(
     """Starts to compile what follows the passes of a global batch, and comes first."""
     steps, placement, state = stage.steps, stage.placement, table.state
     assert stage.spec.slots is not None
-    num_slots, found = stage.spec.slots.num_slots, []
+    found = []
     measured: Sequence[Any] = ()
     if num_stages > 1:
         norms = steps.measure.prepare(state.pending, what=f"gradient norms{name}")
-        where = placement.sharding(placement.by_slot)
+        where = placement.sharding(REPLICATED)
         one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             norms.out_info,
         )
         found, measured = [norms], (one,) * num_stages
-    for slot in exchange_rounds([0], num_slots, placement):
+    for slot in exchanged_slots([0], placement):
         what = f"sum over devices{name}"
         found.append(steps.exchange.prepare(state.pending, slot, what=what))
     inputs = optimizer_inputs({}, {}, stage.spec.slots)

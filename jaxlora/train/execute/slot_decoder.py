@@ -24,10 +24,6 @@ class SlotDecoder:
         self._layout, self._base = layout, base
         self._bases: list[Base] | None = None
 
-    def move(self, layout: Layout) -> None:
-        """Forgets the old devices; the weights are on those of another layout."""
-        self._layout, self._bases = layout, None
-
     def loaded(self, tables: Sequence[SlotTable]) -> GeneratingDecoder:
         """Returns a decoder of the present weights, which a step would invalidate.
 

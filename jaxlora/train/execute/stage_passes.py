@@ -39,9 +39,6 @@ class StagePasses:
             placement: The devices of the stage.
         """
         assert spec.slots is not None
-        self._num_slots = spec.slots.num_slots // placement.num_replicas
-        slots = dataclasses.replace(spec.slots, num_slots=self._num_slots)
-        spec = dataclasses.replace(spec, slots=slots)
         self._placement, self._whole = placement, spec.config
         self._spec = spec.part(spec.options.tensor)
         # The backward functions of traced forward passes, by rows of hidden states.
@@ -170,12 +167,6 @@ class StagePasses:
         return jnp.where(is_new, 0.0, baseline) + loss
 
     def _runner(self, base, settings, batch, keys):
-        if self._placement.num_replicas > 1:
-            first = jax.lax.axis_index("data") * self._num_slots
-            block = batch.block_adapter
-            own = jnp.where(block >= 0, block - first, -1)
-            batch = dataclasses.replace(batch, block_adapter=own)
-
         options = self._spec.options
         own = functools.partial(own_heads, config=self._whole, tensor=options.tensor)
         base = own(base, base_format=options.base_format)

@@ -55,7 +55,7 @@ class StagedExecutor:
         slots: StagedSlots,
         limits: Limits,
         wait_for: Callable[[int], None] = lambda rows: None,
-        bases: Sequence[Sequence[Base]] = (),
+        bases: Sequence[Base] = (),
         lanes: Sequence[Lane] = (),
     ):
         """Makes the executor; nothing is queued yet.
@@ -67,7 +67,7 @@ class StagedExecutor:
             limits: Limits of a microbatch.
             wait_for: Waits for the passes of microbatches of so many rows, which may
                 be compiled beside training.
-            bases: The frozen base on each stage of the further replicas; see
+            bases: The frozen base on each of the further replicas; see
                 `FurtherReplicas`.
             lanes: The lanes of further replicas.
         """
@@ -329,30 +329,14 @@ class StagedExecutor:
         self, batches: Mapping[int, JobBatch], groups: Mapping[int, range]
     ) -> list[Microbatch]:
         """Packs samples that may run in any order, on all devices at the same time."""
-        placement = self._layout.stages[0].placement
-        replicas = placement.num_replicas
-        each = self._num_slots // replicas  # slots of a replica, if jobs are pinned
-        queues = []
-        for replica in range(replicas):
-            mine = range(replica * each, (replica + 1) * each)
-            samples = [
-                s
-                for slot in mine
-                if slot in groups
-                for s in batches[slot].to_schedule()
-                if s.index in groups[slot]
-            ]
-            packed = greedy.pack(samples, self._limits).microbatches if samples else ()
-            queues += [
-                list(packed[lane :: placement.lanes_per_replica])
-                for lane in range(placement.lanes_per_replica)
-            ]
-        num_ticks = max(map(len, queues))
-        return [
-            queue[tick] if tick < len(queue) else ()
-            for tick in range(num_ticks)
-            for queue in queues
+        samples = [
+            s
+            for slot in sorted(groups)
+            for s in batches[slot].to_schedule()
+            if s.index in groups[slot]
         ]
+        packed = greedy.pack(samples, self._limits).microbatches if samples else ()
+        return [*packed, *[()] * (-len(packed) % self._layout.num_lanes)]
 
     def _evaluate(
         self,

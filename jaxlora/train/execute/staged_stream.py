@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxlora.adapters.exchange import exchange_rounds
+from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResult
 from jaxlora.adapters.parked_slot import ReadSlot
+from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
@@ -244,7 +245,7 @@ class StagedStream:
     def _exchange(self, slots: Collection[int]) -> None:
         """Queues the sums of the slots' gradients over the devices of every stage."""
         for stage, table in zip(self._layout.stages, self._tables, strict=True):
-            for slot in exchange_rounds(slots, self._shape.num_slots, stage.placement):
+            for slot in exchanged_slots(slots, stage.placement):
                 pending = stage.steps.exchange(table.state.pending, slot)
                 table.state = dataclasses.replace(table.state, pending=pending)
 
@@ -260,7 +261,7 @@ class StagedStream:
             stage.steps.measure(table.state.pending)
             for stage, table in zip(stages, self._tables, strict=True)
         ]
-        places = [s.placement.sharding(s.placement.by_slot) for s in stages]
+        places = [s.placement.sharding(REPLICATED) for s in stages]
         return [jax.device_put(tuple(measured), place) for place in places]
 
     def _step(self, stage: int, steps: _Steps) -> None:

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec
 
 from jaxlora.adapters.division import TableDivision
 from jaxlora.adapters.exchange import (
-    StageRuns,
     add_part,
     exchange,
     read_part,
@@ -22,7 +21,7 @@ from jaxlora.adapters.optimizer import (
 )
 from jaxlora.adapters.optimizers.state import evaluation_weights
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, evaluates_other_weights
-from jaxlora.adapters.reference_table import MakeTables, ReferenceTable
+from jaxlora.adapters.reference_table import ReferenceTable
 from jaxlora.adapters.slot_state import (
     empty_state,
     read_slot_rows,
@@ -31,7 +30,7 @@ from jaxlora.adapters.slot_state import (
     write_slot,
     zero_tables,
 )
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
 from jaxlora.models.spec import DecoderSpec, SlotShape
 from jaxlora.programs.program import Program
 from jaxlora.train.execute.pass_programs import MakeProgram, PassPrograms
@@ -105,7 +104,7 @@ class CompiledSteps:
 
     def _make_passes(self) -> None:
         spec, p = self._spec, self._placement
-        slots = p.by_slot
+        slots = REPLICATED
         self.passes: PassPrograms | SectionChain
         if spec.options.layers_per_program is None:
             own = PassPrograms(spec, p, self.state_specs, self._program)
@@ -122,7 +121,7 @@ class CompiledSteps:
         self.add_baseline = self._program(
             "baseline",
             StagePasses(spec, p).add_baseline,
-            (slots, p.partial, slots),
+            (slots, p.rows, slots),
             slots,
             compiler_options=_SHORT,
         )
@@ -135,7 +134,7 @@ class CompiledSteps:
         return tuple(OPTIMIZERS[name].fingerprint for name in names)
 
     def _make_updates(self) -> None:
-        p, slots = self._placement, self._placement.by_slot
+        p, slots = self._placement, REPLICATED
         division, pending = self._division, self.state_specs.pending
         self.exchange = self._program(
             "sum over devices",
@@ -164,7 +163,7 @@ class CompiledSteps:
                 linears=self._spec.linears_of_stacks,
                 division=division,
             ),
-            (self.state_specs, slots, slots, p.by_linear_and_slot),
+            (self.state_specs, slots, slots, slots),
             (self.state_specs, slots),
             varies=(2,),
             donate_argnums=0,
@@ -216,13 +215,13 @@ class CompiledSteps:
             self.evaluation_weights = self._program(
                 "weights to evaluate",
                 functools.partial(evaluation_weights, optimizers=slots.optimizers),
-                (state.params, state.optimizer_state, p.by_slot),
+                (state.params, state.optimizer_state, REPLICATED),
                 state.params,
                 compiler_options=_SHORT,
             )
 
     def _make_replicas(self) -> None:
-        p, slots = self._placement, self._placement.by_slot
+        p, slots = self._placement, REPLICATED
         params, pending = self.state_specs.params, self.state_specs.pending
         divided = self._division.weights
         self.read_part = self._program(
@@ -249,20 +248,12 @@ class CompiledSteps:
             compiler_options=_SHORT,
         )
 
-    def rows_of(self, stages: tuple[DecoderSpec, ...]) -> "StageRows":
-        """Returns the functions for what replicas with these stages send and take."""
-        return _stage_rows(self._spec, self._placement, stages)
-
-    def make_references(self, empty: MakeTables | None = None) -> ReferenceTable | None:
-        """Makes references that are all the base; None: no adapter can be one.
-
-        Args:
-            empty: Makes their weights or shapes; None: zeros on the devices.
-        """
+    def make_references(self) -> ReferenceTable | None:
+        """Makes references that are all the base; None: no adapter can be one."""
         assert self._spec.slots is not None
         if not self._spec.slots.has_references:
             return None
-        empty = empty or self.empty_reference.prepare().compiled()
+        empty = self.empty_reference.prepare().compiled()
         return ReferenceTable(self._spec, empty, self.write_reference, self._placement)
 
     def make_empty(self) -> AdapterState:
@@ -278,35 +269,6 @@ class CompiledSteps:
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         return sum(one.num_compilations() for one in self.programs.values())
-
-
-class StageRows:
-    """Cuts a slot's array into those of stages, and joins them, on the first replica.
-
-    Attributes:
-        cut: Cuts weights that the stages of a replica are to take.
-        join: Joins the gradients of its stages.
-    """
-
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        placement: StageSharding,
-        stages: tuple[DecoderSpec, ...],
-    ):
-        runs, slots = StageRuns.of(spec, stages), placement.by_slot
-        each = (slots,) * len(stages)
-
-        def program(what: str, run: Any, takes: Any, gives: Any) -> Program:
-            jitted = placement.jit(run, takes, gives, compiler_options=_SHORT)
-            return Program(jitted, what, ("training", what, runs, placement, _SHORT))
-
-        self.cut = program("weights by stage", runs.cut, (slots,), each)
-        pairs = tuple((one, one) for one in each)
-        self.join = program("gradients of stages", runs.join, (pairs,), (slots, slots))
-
-
-_stage_rows = functools.lru_cache(maxsize=32)(StageRows)
 
 
 @functools.lru_cache(maxsize=32)

@@ -19,7 +19,6 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.admission import Candidate, admit, preempt
 from jaxlora.scheduler.lanes import ONE_LANE
-from jaxlora.scheduler.pinning import choose_slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,20 +58,17 @@ def assign_slots(
     num_slots: int,
     *,
     preempts: bool,
-    lanes: Lanes = ONE_LANE,
 ) -> list[JobPosition]:
     """Chooses the jobs that have the slots.
 
     Waiting jobs start by priority, then by order of arrival. They take the lowest free
-    slots. If jobs are pinned to replicas, they take slots of the replicas with the
-    least work left. A running job keeps its slot.
+    slots. A running job keeps its slot.
 
     Args:
         positions: Positions of the jobs that may run, in order of arrival.
         num_slots: Number of jobs that may run at the same time.
         preempts: Whether a waiting job may also take the slot of a running job of
             strictly lower priority.
-        lanes: The lanes of the run.
 
     Returns:
         The positions with their slots; a job that waits or is to pause has none.
@@ -89,15 +85,9 @@ def assign_slots(
         started = tuple(admit(waiting, num_slots - len(running)))
     kept = [p for p in positions if p.slot is not None and p.job not in paused]
     slots = {p.job: p.slot for p in kept}
-    if lanes.pinned:
-        by_job = {p.job: p for p in positions}
-        new = {c.job: by_job[c.job].tokens_left for c in started}
-        left = {p.slot: p.tokens_left for p in kept if p.slot is not None}
-        slots |= choose_slots(new, left, lanes)
-    else:
-        taken = set(slots.values())
-        free = [slot for slot in range(num_slots) if slot not in taken]
-        slots |= {c.job: slot for c, slot in zip(started, free, strict=False)}
+    taken = set(slots.values())
+    free = [slot for slot in range(num_slots) if slot not in taken]
+    slots |= {c.job: slot for c, slot in zip(started, free, strict=False)}
     return [dataclasses.replace(p, slot=slots.get(p.job)) for p in positions]
 
 

@@ -14,27 +14,21 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
 from jaxlora.scheduler.lanes import Replica
-from jaxlora.scheduler.pinning import Load, Pinning, decide_pinning
 
 _WHOLE = 10_000  # the unit of work: parts of the longest microbatch
 
 
-def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinning:
-    """Returns the lanes of a run, and whether its jobs are pinned to replicas.
+def run_lanes(config: RunConfig) -> Lanes:
+    """Returns the lanes of a run.
 
     Args:
-        config: The run, with a mesh and a capacity.
-        loads: The work of each job.
-        num_slots: Number of jobs that may run at the same time.
+        config: The run, with a mesh.
     """
     sizes = config.mesh_sizes
     # A pipeline of one stage has no use for more microbatches in flight.
     in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
     pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
-    # Those that a device runs side by side share slots, as those along `fsdp` do.
-    own = sizes.fsdp * sizes.lanes_per_device
-    lanes = Lanes(data=sizes.data, fsdp=own, pipeline=pipeline)
-    return decide_pinning(loads, lanes, config.limits.capacity, num_slots)
+    return Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
 
 
 def replica_lanes(
@@ -55,7 +49,7 @@ def replica_lanes(
         Replica(
             capacity=one.tokens,
             work=round(_WHOLE * seconds[one] / whole),
-            num_devices=one.num_devices,
+            num_devices=one.tensor,
         )
         for one in shapes
     ]

@@ -5,7 +5,7 @@ The trainer and `jaxlora plan` enter here, so that they refuse the same runs.
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from jaxlora.adapters.optimizers.table import find_optimizer
 from jaxlora.common.note import log_notes
@@ -14,11 +14,12 @@ from jaxlora.data.rendering.fields import check_template
 from jaxlora.data.templates.known import find_template
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.errors import ConfigError
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
 from jaxlora.problems import Path, Problems
 from jaxlora.train.execute.samples import sample_prompts
-from jaxlora.train.plan.auto_mesh.machine import Machine, this_machine
+from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.check_objective import check_objective
 from jaxlora.train.plan.chosen_modules import ChosenModules, choose_modules
 from jaxlora.train.plan.found_inputs import missing_inputs
@@ -28,7 +29,7 @@ from jaxlora.train.plan.prepared_job import (
     data_reader,
     prepare_jobs,
 )
-from jaxlora.train.plan.resumed import NEW_RUN, Resumed
+from jaxlora.train.plan.resolve import resolve
 from jaxlora.train.plan.run_plan import RunPlan
 
 
@@ -149,13 +150,11 @@ class PreparedRun:
 
     Attributes:
         plan: The plan of the run.
-        machine: The machine that it is planned for.
         jobs: Its jobs, whose data are read.
         reader: Reads the data of further jobs.
     """
 
     plan: RunPlan
-    machine: Machine
     jobs: list[PreparedJob]
     reader: DataReader
 
@@ -165,7 +164,8 @@ def prepare_run(
     model: FrozenModel | None,
     started: str,
     *,
-    resumed: Resumed = NEW_RUN,
+    ended: Collection[str] = (),
+    chosen: Collection[str] = (),
     held_bytes: int = 0,
     on_read: Callable[[PlannedModel, Sequence[PreparedJob]], None] = lambda *_: None,
     on_accepted: Callable[[], None] = lambda: None,
@@ -177,7 +177,8 @@ def prepare_run(
         config: The run.
         model: The base model, if it is loaded already.
         started: Time at which the run began, in ISO format.
-        resumed: Where it goes on, if it has begun.
+        ended: Jobs that have ended and need not be held; see `resolve`.
+        chosen: Settings that stay as they were chosen; see `BegunRun`.
         held_bytes: Memory that the run holds already on the first device.
         on_read: Is called when the data are read, and may refuse the run.
         on_accepted: See `resolve`.
@@ -193,7 +194,16 @@ def prepare_run(
     jobs = prepare_jobs(config.jobs, inputs.modules, inputs.model.config, reader)
     log_notes(note for job in jobs for note in job.notes)
     on_read(inputs.model, jobs)
-    machine = this_machine(held_bytes)
-    plan = resumed.plan(config, inputs.model, jobs, machine, on_accepted)
+    args = config, inputs.model, jobs, this_machine(held_bytes), on_accepted, ended
+    try:
+        plan = resolve(*args)
+    except ConfigError as error:
+        if chosen:
+            names = " and ".join(chosen)
+            error.args = (
+                f"{error} Or have {names} chosen anew, which the run keeps as when it "
+                "began: resume it with --replan (Trainer(config, replan=True)).",
+            )
+        raise
     log_notes(plan.notes)
-    return PreparedRun(plan=plan, machine=machine, jobs=jobs, reader=reader)
+    return PreparedRun(plan=plan, jobs=jobs, reader=reader)

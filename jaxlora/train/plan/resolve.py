@@ -67,7 +67,6 @@ def resolve(
     check_comparable(config.sweep, jobs)
     jobs = [job.foreseen for job in jobs if job.name not in ended]
     chooses_remat, notes = config.remat == "auto", []
-    chooses_replicas = config.replicas == "auto"
     if config.has_open_replicas:
         config, note = _with_replicas(config, model, jobs, machine)
         notes.append(note)
@@ -89,8 +88,6 @@ def resolve(
     # Stages may have settled it by an estimate.
     bounds = plan.bounds.with_remats() if chooses_remat else plan.bounds
     notes += plan.notes
-    if chooses_replicas:
-        notes += _staged_replicas(plan, jobs, machine)
     return dataclasses.replace(
         plan, bounds=bounds, ended=tuple(ended), notes=tuple(notes)
     )
@@ -155,24 +152,6 @@ def _with_replicas(
     return RoomFinder(spec, bounds, machine).sized(alone, replicas)
 
 
-def _staged_replicas(
-    plan: RunPlan, jobs: Sequence[PreparedJob], machine: Machine
-) -> list[Note]:
-    """Names replicas with stages that would be faster, if any."""
-    # It solves programs, for which it imports a solver.
-    from jaxlora.train.plan.auto_replicas.deployment import staged_replicas
-
-    found = staged_replicas(plan, jobs, machine)
-    if found is None:
-        return []
-    text = (
-        f"replicas: auto: {found} than replicas without stages, by estimate. auto "
-        "takes none with pipeline stages; `jaxlora plan --replicas auto` shows them, "
-        "and a list may have them beside replicas without stages"
-    )
-    return [Note(text)]
-
-
 def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> None:
     sizes, replicas = config.mesh_sizes, config.replica_shapes
     wanted, where = config.num_devices, "replicas" if replicas else "mesh"
@@ -202,7 +181,6 @@ def _check_adapters(
     """Refuses rows and copies that the mesh cannot divide, or that two stages need."""
     sizes, replicas = config.mesh_sizes, config.replica_shapes
     tensor = max([sizes.tensor, *(one.tensor for one in replicas)])
-    stage = max([sizes.stage, *(one.stage for one in replicas)])
     for job in [one for prepared in jobs for one in loaded_by(prepared)]:
         has_rows = any(job.token_ids.values())
         if job.whole_modules and tensor > 1:
@@ -213,14 +191,11 @@ def _check_adapters(
                 f"{job.whose} has modules_to_save, which meshes with the axis tensor "
                 f"do not support. Set {cure}."
             )
-        if stage > 1 and has_rows and model.config.tie_embeddings:
-            cure = "replicas without stage"
-            if not replicas:
-                cure = f"a mesh of one stage, not {sizes}"
+        if sizes.stage > 1 and has_rows and model.config.tie_embeddings:
             raise ConfigError(
                 f"{job.whose} has trainable_token_indices, and the head of this base "
                 "is tied to its embedding, which is on another pipeline stage. "
-                f"Set {cure}."
+                f"Set a mesh of one stage, not {sizes}."
             )
 
 

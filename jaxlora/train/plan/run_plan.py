@@ -24,7 +24,6 @@ from jaxlora.memory.need import MemoryNeed
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import CostModel, Lanes, Limits, Schedule
-from jaxlora.scheduler.pinning import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.streams.state import Rules
 from jaxlora.train.execute.layout import base_placement
@@ -93,8 +92,7 @@ class RunPlan:
     Attributes:
         config: The run; none of `mesh`, `microbatch_tokens` and `remat` is `auto`.
         model: The base model.
-        stages: The decoder with its slots, in the stages of the mesh. There may be more
-            slots than asked for, so that they divide among replicas.
+        stages: The decoder with its slots, in the stages of the mesh.
         lanes: The lanes for which microbatches are packed.
         bounds: Bounds of the capacity, and what an automatic `remat` may become when
             the step is compiled.
@@ -198,9 +196,7 @@ class RunPlan:
         return dataclasses.replace(plan, shapes=shapes)
 
     def fit(
-        self,
-        compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]],
-        memory: capacity.ReadMemory | None = None,
+        self, compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]]
     ) -> "RunPlan":
         """Returns the plan with a capacity and a `remat` that fit when compiled.
 
@@ -209,7 +205,6 @@ class RunPlan:
         Args:
             compile_stages: Compiles the passes of all stages of a plan, while base and
                 slots are on the devices.
-            memory: See `capacity.fit`.
 
         Raises:
             ConfigError: The run does not fit, and its capacity cannot be lowered.
@@ -218,16 +213,15 @@ class RunPlan:
         def compile_config(config: RunConfig) -> Sequence[StagePrograms]:
             return compile_stages(self.with_config(config))
 
-        args = self.config, self.stages, self.bounds, compile_config, memory
-        found = capacity.fit(*args)
+        found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
         plan = self.with_config(found.config)
         return dataclasses.replace(plan, need=found.need, notes=found.notes)
 
-    def replica_notes(self, programs: Sequence[Sequence[StagePrograms]]) -> list[Note]:
+    def replica_notes(self, programs: Sequence[StagePrograms]) -> list[Note]:
         """Says how much memory each further replica needs.
 
         Args:
-            programs: The compiled passes of its stages.
+            programs: The compiled passes of each.
 
         Raises:
             ConfigError: A replica needs more than there is.
@@ -292,10 +286,7 @@ def laid_out(
     bounds: Bounds,
     rates: Rates,
 ) -> RunPlan:
-    """Decides whether replicas share jobs, and divides the decoder into stages.
-
-    If each job runs on one replica, all replicas get as many slots. Replicas of
-    different sizes share all jobs.
+    """Divides the decoder into stages, and makes the lanes.
 
     Args:
         config: The run; none of its settings is `auto`.
@@ -318,25 +309,16 @@ def laid_out(
             rates=rates,
             notes=(*_program_notes(stages), *_tensor_notes(stages, jobs)),
         )
-    loads = [
-        Load(num_batches=job.num_steps, batch_tokens=job.batch_tokens) for job in jobs
-    ]
-    pinning = run_lanes(config, loads, spec.slots.num_slots)
-    lanes = pinning.lanes
-    if lanes.slots_per_replica is not None:
-        num_slots = lanes.data * lanes.slots_per_replica
-        slots = dataclasses.replace(spec.slots, num_slots=num_slots)
-        spec = dataclasses.replace(spec, slots=slots)
-    stages = MeshStages.of(config, spec, is_pinned=lanes.pinned)
+    stages = MeshStages.of(config, spec)
     return RunPlan(
         config=config,
         model=model,
         stages=stages,
-        lanes=lanes,
+        lanes=run_lanes(config),
         bounds=bounds,
         rates=rates,
         notes=(
-            *_mesh_notes(stages, pinning),
+            *_mesh_notes(stages),
             *_program_notes(stages),
             *_tensor_notes(stages, jobs),
         ),
@@ -368,15 +350,13 @@ def _program_notes(stages: MeshStages) -> list[Note]:
     return [Note(f"layers_per_program: {size} of {num} layers; alike ones share it")]
 
 
-def _mesh_notes(stages: MeshStages, pinning: Pinning) -> list[Note]:
-    sizes, notes = stages.sizes, []
+def _mesh_notes(stages: MeshStages) -> list[Note]:
+    sizes = stages.sizes
     if sizes.num_devices == 1:
         return []
-    if sizes.data > 1:
-        notes.append(Note(f"replicas: {pinning.reason}"))
     described = f"{sizes.num_devices} devices"
     if sizes.stage > 1:
         ranges = [spec.layer_numbers for spec in stages.specs]
         layers = ", ".join(f"{r.start} to {r.stop - 1}" for r in ranges)
         described = f"stages with the layers {layers}"
-    return [*notes, Note(f"mesh {sizes}: {described}")]
+    return [Note(f"mesh {sizes}: {described}")]

@@ -249,7 +249,7 @@ class StreamPlan:
             ],
             state=advance(self._now, self._since, self._lengths, self._rules),
             planned=tuple(self._planned),
-            hints=self._after.hints,
+            hint=self._after.hint,
             shapes_from=self._rules.shapes_from,
             leaving=self._leaving,
             at_border=at_border,
@@ -300,7 +300,7 @@ class StreamPlan:
             self._ends[s.owner] = max(self._ends[s.owner], s.batch + 1)
         self._ends |= {p.owner: p.num_batches for p in state.positions}
         self._now, self._planned = state, deque(planned)
-        self._after = dataclasses.replace(after, hints=tuple(saved.hints[1]))
+        self._after = dataclasses.replace(after, hint=saved.hints[1])
         return True
 
     def _described(self, jobs: str) -> str:

@@ -12,11 +12,10 @@ from jaxlora.config.replicas_config import listed
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
-from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
+from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, BegunRun, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_adapter import SavedAdapter
-from jaxlora.run.saved_replan import SavedReplan
 from jaxlora.run.saved_run import SavedRequests, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.run.saved_sweep import SavedSweep
@@ -26,7 +25,11 @@ from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.saved.checkpoint import unfinished_checkpoints
 from jaxlora.train.saved.continue_job import check_continues
-from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
+from jaxlora.train.saved.read_checkpoint import (
+    ended_jobs,
+    newest_checkpoint,
+    read_newest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +104,6 @@ def saved_run(
     stream: SavedStream,
     sweep: SavedSweep | None,
     suggested: Mapping[str, dict[str, float]],
-    replan: SavedReplan | None,
 ) -> SavedRun:
     """Returns what a checkpoint keeps besides the tensors of the jobs.
 
@@ -113,7 +115,6 @@ def saved_run(
         stream: The microbatches that follow.
         sweep: Decisions of the sweep; None if there is none.
         suggested: The place on each axis of configurations that were suggested.
-        replan: The comparison of replicas that is due.
     """
     return SavedRun(
         identity=identity,
@@ -126,7 +127,6 @@ def saved_run(
         stream=stream,
         sweep=sweep,
         suggested=dict(suggested),
-        replan=replan,
         places={job.name: job.place for job in jobs if job.place is not None},
     )
 
@@ -249,25 +249,28 @@ def check_resumes(
         check_same_run(identity, record.identity, folder / RUN_FILE, RUN_FILE)
 
 
-def check_held(folder: pathlib.Path, plan: RunPlan, jobs: Sequence[JobState]) -> None:
-    """Refuses to train jobs again that the replicas of a trainer do not hold any more.
+def jobs_not_held(begun: BegunRun, *, replan: bool = False) -> tuple[str, ...]:
+    """Returns the jobs of a run that have ended, and that its replicas need not hold.
+
+    They are those that had ended when the replicas were chosen. If they are chosen
+    anew, all that have ended are, unless a search may suggest others like them.
 
     Args:
-        folder: Folder of the run.
-        plan: The plan of the trainer.
-        jobs: The jobs as they are to go on.
+        begun: The run, if it has begun.
+        replan: Whether replicas are chosen anew.
 
     Raises:
-        CheckpointError: The trainer has moved to other replicas when such a job had
-            ended, and is to go on from a state before.
+        CheckpointError: The newest checkpoint is damaged.
     """
-    found = [j.name for j in jobs if j.name in plan.ended and not j.progress.is_over]
-    if found:
-        raise CheckpointError(
-            f"this trainer has moved to replicas that do not hold {', '.join(found)}, "
-            f"as that had ended, and is to go on in {folder} from a state before. Make "
-            "a new Trainer, which chooses replicas that hold all jobs."
-        )
+    if not begun.has_begun:
+        return ()
+    over = ended_jobs(pathlib.Path(begun.config.output_dir) / CHECKPOINTS)
+    sweep = begun.config.sweep
+    may_follow = sweep is not None and sweep.search is not None
+    # If all have ended, there is nothing to choose replicas for.
+    if replan and not may_follow and len(over) < len(begun.config.jobs):
+        return tuple(over)
+    return tuple(name for name in begun.ended if name in over)
 
 
 def check_not_cut(

@@ -66,40 +66,11 @@ def restore_jobs(
         job.follow(found.run.places.get(name))
         if name not in found.tensors:
             continue
-        _seat(job, found.parked(name), slots, num_slots)
-
-
-def reseat_jobs(
-    jobs: Sequence[JobState],
-    states: Mapping[str, ParkedSlot],
-    slots: StagedSlots,
-    num_slots: int,
-) -> None:
-    """Puts running jobs into the slots of other replicas, as if they were resumed.
-
-    Args:
-        jobs: All jobs of the run.
-        states: States of those that have begun and not ended, by name.
-        slots: The slots, all empty.
-        num_slots: Number of slots.
-    """
-    for job in jobs:
-        if job.has_slot:
-            slot = job.slot
-            job.leave_slot()  # lets go of samples that were read ahead
-            job.update(slot=slot)
-            _seat(job, states[job.name], slots, num_slots)
-
-
-def _seat(
-    job: JobState, parked: ParkedSlot, slots: StagedSlots, num_slots: int
-) -> None:
-    """Puts a state into the slot of its job, or parks it if there is no such slot."""
-    slot = job.progress.slot
-    if slot is not None and slot < num_slots:
-        slots.restore(slot, parked, job.like)
-        return
-    job.parked = parked
-    if slot is not None:
-        reason = f"this run has no slot {slot}"
-        job.update(status="paused", reason=reason, slot=None)
+        parked, slot = found.parked(name), job.progress.slot
+        if slot is not None and slot < num_slots:
+            slots.restore(slot, parked, job.like)
+            continue
+        job.parked = parked
+        if slot is not None:
+            reason = f"this run has no slot {slot}"
+            job.update(status="paused", reason=reason, slot=None)

@@ -23,7 +23,7 @@ from jaxlora.run.saved_run import (
     read_sealed,
 )
 
-FORMAT = 6
+FORMAT = 7
 # A checkpoint is the folder checkpoints/<rounds>/run/ with these files.
 ITEM, META_FILE, TENSORS_FILE = "run", "meta.json", "tensors.safetensors"
 # Orbax's own files also begin with an underscore.
@@ -69,6 +69,14 @@ class ReadCheckpoint:
 def newest_checkpoint(folder: pathlib.Path) -> int | None:
     """Rounds done at the newest complete checkpoint in a folder, if there is one."""
     return max(checkpoint_numbers(folder), default=None)
+
+
+def ended_jobs(folder: pathlib.Path) -> list[str]:
+    """Returns the jobs that have ended by the newest checkpoint, if there is one."""
+    if newest_checkpoint(folder) is None:
+        return []
+    progress = read_newest(folder).run.progress
+    return [name for name, one in progress.items() if one.is_over]
 
 
 def checkpoint_numbers(folder: pathlib.Path) -> list[int]:

@@ -69,17 +69,12 @@ def default_meshes(num_devices: int) -> list[str]:
 def make_case(args: argparse.Namespace, mesh: str, num_devices: int) -> Case:
     """Returns the case of a mesh.
 
-    One device gets a share of the samples, so that it takes as long as the others. With
-    two microbatches side by side, each has half of the tokens.
+    One device gets a share of the samples, so that it takes as long as the others.
     """
     sizes = MeshSizes.parse(mesh)
     share = 1 if sizes.num_devices > 1 else num_devices
     given = shared_fields(Case, args)
     given |= {"mesh": mesh, "num_microbatches": max(1, args.ticks // share)}
-    given["overlap_halves"] = args.overlap_halves and sizes.tensor > 1
-    if given["overlap_halves"]:
-        given["microbatch_tokens"] //= 2
-        given["num_microbatches"] *= 2
     return Case(**given)
 
 
@@ -141,11 +136,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
     )
     out.add_argument("--implementation", choices=["auto", *BACKENDS], default="auto")
     out.add_argument("--remat", choices=["none", "mlp", "layer"], default="none")
-    out.add_argument(
-        "--overlap-halves",
-        action="store_true",
-        help="meshes with tensor run two halves of each microbatch side by side",
-    )
     out.add_argument("--repeats", type=int, default=10, help="of passes and steps")
     out.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
 

@@ -37,7 +37,6 @@ class Case(Workload):
         batch_samples: Samples in a global batch of each job.
         implementation: LoRA kernels, or `auto` for the first that can run the model.
         remat: What the backward pass recomputes.
-        overlap_halves: Whether devices run two microbatches side by side.
     """
 
     mesh: str
@@ -47,7 +46,6 @@ class Case(Workload):
     batch_samples: int = 32
     implementation: str = "auto"
     remat: str = "none"
-    overlap_halves: bool = False
 
     def __post_init__(self):
         most = len(self.data_sets)
@@ -57,11 +55,6 @@ class Case(Workload):
                 "adapter has one of the data sets. Give more data sets, or the same "
                 "one several times."
             )
-
-    @property
-    def device_tokens(self) -> int:
-        """Tokens of all microbatches that a device runs at the same time."""
-        return (1 + self.overlap_halves) * self.microbatch_tokens
 
     @property
     def sizes(self) -> MeshSizes:
@@ -76,7 +69,6 @@ class Case(Workload):
             mesh=self.mesh,
             implementation=self.implementation,
             remat=self.remat,
-            overlap_halves=self.overlap_halves,
         )
 
     def plan(self) -> RunPlan:

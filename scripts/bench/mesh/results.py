@@ -37,8 +37,8 @@ def columns_of(case: Case, kind: str) -> dict[str, Any]:
         "kind": kind,
         "model": case.model,
         "layers": config_json(case.model, case.layers)["num_hidden_layers"],
-        "capacity": case.device_tokens,
-        "mesh": f"{case.mesh}, halves" if case.overlap_halves else case.mesh,
+        "capacity": case.microbatch_tokens,
+        "mesh": case.mesh,
         "gpus": case.sizes.num_devices,
     }
 

@@ -57,7 +57,6 @@ from jaxlora.scheduler.replicas import (
     dispatch,
     lobra,
     plan_deployment,
-    replan,
     simulate_steps,
 )
 
@@ -274,20 +273,9 @@ def plan_rows(quick: bool) -> Iterator[dict[str, Any]]:
             over += [one.seconds / one.bound for one in sent]
             alike = best_uniform(plain_kinds(), num_gpus, steps[:STEPS], LONGEST)
             saved.append(1 - planned.seconds / alike.seconds)
-            fewer = [step[: num_samples // 2] for step in steps[:STEPS]]
-            _, again = _timed(
-                lambda p=planned, s=fewer, n=num_gpus: replan(
-                    p.deployment,
-                    plain_kinds(),
-                    n,
-                    s,
-                    num_steps=1000,
-                    moving_seconds=lambda old, new: 180.0,
-                )
-            )
-            times.append((seconds, taken / len(new), again))
+            times.append((seconds, taken / len(new)))
         gaps = [planned.gap for planned in plans]
-        plan_s, dispatch_s, replan_s = np.mean(times, axis=0)
+        plan_s, dispatch_s = np.mean(times, axis=0)
         yield {
             "table": "bounds",
             "gpus": num_gpus,
@@ -298,7 +286,6 @@ def plan_rows(quick: bool) -> Iterator[dict[str, Any]]:
             "saved_over_alike": _percent(float(np.mean(saved))),
             "planning_s": round(plan_s, 2),
             "dispatch_s": round(dispatch_s, 3),
-            "replanning_s": round(replan_s, 2),
         }
 
 

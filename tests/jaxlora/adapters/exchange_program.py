@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs, Pending
-from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
 from jaxlora.memory.footprint import StageUse, num_bytes, optimizer_bytes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
@@ -42,7 +42,7 @@ def find_devices(platform: str, number: int) -> list[Any]:
 def temporary_bytes(spec: DecoderSpec, placement: StageSharding) -> dict[str, int]:
     """Returns the temporary bytes of each program of an optimizer step."""
     assert spec.slots is not None
-    size, parts = spec.slots.num_slots, placement.num_parts
+    size, parts = spec.slots.num_slots, placement.num_lanes
 
     def tables(where, *axes: int) -> dict[str, jax.ShapeDtypeStruct]:
         sharding = placement.sharding(where)
@@ -54,12 +54,12 @@ def temporary_bytes(spec: DecoderSpec, placement: StageSharding) -> dict[str, in
     def row(dtype=jnp.float32) -> Any:
         return jax.ShapeDtypeStruct((size,), dtype)
 
-    partial = placement.sharding(placement.partial)
+    partial = placement.sharding(placement.rows)
     pending = Pending(
-        gradients=tables(placement.partial, parts),
+        gradients=tables(placement.rows, parts),
         is_finite=jax.ShapeDtypeStruct((parts, size), jnp.bool_, sharding=partial),
     )
-    slots = tables(placement.by_slot)
+    slots = tables(REPLICATED)
     state = AdapterState(
         params=slots, optimizer_state={"mu": slots, "nu": slots}, pending=pending
     )
@@ -72,7 +72,7 @@ def temporary_bytes(spec: DecoderSpec, placement: StageSharding) -> dict[str, in
         optimizer=row(jnp.int32),
     )
     rank = jax.ShapeDtypeStruct((len(spec.adapted), size), jnp.int32)
-    steps, slot = CompiledSteps(spec, placement), np.zeros(1, np.int32)
+    steps, slot = CompiledSteps(spec, placement), np.int32(0)
     lowered = {
         "exchange": steps.exchange.lower(pending, slot),
         "measure": steps.measure.lower(pending),
@@ -95,9 +95,7 @@ def main() -> None:
     if platform != "cpu":  # where the estimate is for the devices that are here
         jax.default_backend = lambda: platform
     found["slots"] = num_bytes(spec.adapter_shapes())
-    use = StageUse(
-        num_shards=1, num_replicas=1, num_parts=number, num_kept=1, num_waiting=0
-    )
+    use = StageUse(num_shards=1, num_parts=number, num_kept=1, num_waiting=0)
     found["estimate"] = optimizer_bytes(spec, use)
     out.write_text(json.dumps(found))
 

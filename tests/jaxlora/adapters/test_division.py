@@ -16,7 +16,7 @@ from jaxlora.adapters.optimizer import (
 )
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.adapters.slot_state import state_specs, zero_state
-from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -77,7 +77,7 @@ def test_a_step(optimizers):
         for n, g in numbers["gradients"].items()
     }
     pending = Pending(gradients=parts, is_finite=np.ones((1, 2), bool))
-    slots = placement.by_slot
+    slots = REPLICATED
     step = functools.partial(optimizer_step, division=division)
     run = placement.jit(step, (specs, slots), (specs, slots))
     state = dataclasses.replace(state, pending=pending)

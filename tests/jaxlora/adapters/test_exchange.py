@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlora.adapters.exchange import exchange, exchange_rounds
+from jaxlora.adapters.exchange import exchange, exchanged_slots
 from jaxlora.adapters.optimizer import Pending
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
 from jaxlora.sharding.mesh import STAGE_AXES
 from tests.deviceless import ROOT, compile_deviceless
 
@@ -20,15 +20,15 @@ SHAPES = {"a": (2, 7, 3), "b": (1, 3, 5), "c": (1,)}  # of a slot; 58 numbers
 PROGRAM = "tests.jaxlora.adapters.exchange_program"
 
 
-def on(data: int, fsdp: int, *, is_pinned: bool = False) -> StageSharding:
+def on(data: int, fsdp: int) -> StageSharding:
     devices = np.array(jax.devices()[: data * fsdp]).reshape(data, fsdp, 1)
     mesh = jax.sharding.Mesh(devices, STAGE_AXES)
-    return StageSharding(mesh=mesh, is_pinned=is_pinned)
+    return StageSharding(mesh=mesh)
 
 
 def random_pending(placement: StageSharding, num_slots: int, shapes=SHAPES) -> Pending:
     """Numbers of all magnitudes, so that sums in another order have other bits."""
-    rng, parts = np.random.default_rng(0), placement.num_parts
+    rng, parts = np.random.default_rng(0), placement.num_lanes
 
     def numbers(shape):
         size = parts, num_slots, *shape
@@ -41,19 +41,17 @@ def random_pending(placement: StageSharding, num_slots: int, shapes=SHAPES) -> P
     )
 
 
-def exchanged(
-    placement: StageSharding, pending: Pending, slots, num_slots: int
-) -> Pending:
+def exchanged(placement: StageSharding, pending: Pending, slots) -> Pending:
     """Returns the gradients on the devices after an exchange, by one program."""
-    partial = placement.sharding(placement.partial)
+    rows = placement.rows
     run = placement.jit(
         functools.partial(exchange, axes=placement.summed_axes),
-        (placement.partial, placement.by_slot),
-        placement.partial,
+        (rows, REPLICATED),
+        rows,
         donate_argnums=0,
     )
-    pending = jax.device_put(pending, partial)
-    for slot in exchange_rounds(slots, num_slots, placement):
+    pending = jax.device_put(pending, placement.sharding(rows))
+    for slot in exchanged_slots(slots, placement):
         pending = run(pending, slot)
     assert run._cache_size() <= 1
     return jax.tree.map(np.asarray, pending)
@@ -61,16 +59,16 @@ def exchanged(
 
 @pytest.mark.needs_devices(8)
 @pytest.mark.parametrize(
-    ("data", "fsdp", "is_pinned"),
-    [(1, 2, False), (3, 1, False), (2, 3, False), (1, 8, False), (2, 2, True)],
-    ids=["fsdp2", "data3", "data2_fsdp3", "fsdp8", "pinned"],
+    ("data", "fsdp"),
+    [(1, 2), (3, 1), (2, 3), (1, 8)],
+    ids=["fsdp2", "data3", "data2_fsdp3", "fsdp8"],
 )
-def test_the_slots_that_step_get_sums_in_the_order_of_devices(data, fsdp, is_pinned):
-    placement = on(data, fsdp, is_pinned=is_pinned)
+def test_the_slots_that_step_get_sums_in_the_order_of_devices(data, fsdp):
+    placement = on(data, fsdp)
     before = random_pending(placement, 4)
     before.is_finite[-1, 3] = False
     slots = (0, 1, 3)
-    after = exchanged(placement, before, slots, 4)
+    after = exchanged(placement, before, slots)
     for name, parts in before.gradients.items():
         total = functools.reduce(np.add, list(parts))
         for mine, own in zip(after.gradients[name], parts, strict=True):
@@ -86,7 +84,7 @@ def test_what_is_not_finite_stays_in_its_slot():
     before = random_pending(placement, 3)
     for value in before.gradients.values():
         value[1, 1] = np.nan
-    after = exchanged(placement, before, (0, 1), 3)
+    after = exchanged(placement, before, (0, 1))
     for name, value in after.gradients.items():
         assert np.isfinite(value[:, 0]).all() and np.isnan(value[:, 1]).all(), name
 
@@ -96,27 +94,17 @@ def test_a_stage_without_adapted_linears():
     placement = on(1, 4)
     before = random_pending(placement, 2, {})
     before.is_finite[2, 1] = False
-    after = exchanged(placement, before, (0, 1), 2)
+    after = exchanged(placement, before, (0, 1))
     assert after.is_finite.tolist() == [[True, False]] * 4
 
 
 def test_one_device_exchanges_nothing():
-    assert not list(exchange_rounds({4, 1, 2}, 8, ONE_DEVICE))
+    assert not exchanged_slots({4, 1, 2}, ONE_DEVICE)
 
 
-@pytest.mark.needs_devices(8)
-@pytest.mark.parametrize(
-    ("data", "fsdp", "is_pinned", "rounds"),
-    [
-        (4, 1, True, []),
-        (2, 1, False, [[1], [2], [4]]),
-        (2, 2, True, [[1, 0], [2, -1]]),
-        (4, 2, True, [[1, 0, 0, -1]]),
-    ],
-)
-def test_each_call_takes_a_slot_of_every_replica(data, fsdp, is_pinned, rounds):
-    found = exchange_rounds({4, 1, 2}, 8, on(data, fsdp, is_pinned=is_pinned))
-    assert [list(one) for one in found] == rounds
+@pytest.mark.needs_devices(2)
+def test_each_call_takes_a_slot_of_those_that_step():
+    assert exchanged_slots({4, 1, 2}, on(2, 1)) == [1, 2, 4]
 
 
 # ---- memory --------------------------------------------------------------------------

@@ -98,6 +98,21 @@ def test_train_ends_with_a_table(folder, capsys):
     assert "rank" in capsys.readouterr().err
 
 
+def test_replan_is_for_a_run_of_one_process_that_goes_on(folder, tmp_path, capsys):
+    assert main(["train", str(folder / "run.yaml"), "--replan"]) == 1
+    assert "--replan chooses anew for a run that goes on. Give --resume" in (
+        capsys.readouterr().err
+    )
+    run = yaml.safe_load((folder / "run.yaml").read_text())
+    run |= {"sweep": {"groups": 2}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    for option in ("--replan", "--drop-state"):
+        given = ["train", str(tmp_path / "run.yaml"), "--resume", option]
+        assert main(given) == 1
+        error = f"{option} changes a run of one process, and sweep.groups is 2."
+        assert error in capsys.readouterr().err
+
+
 def test_logging_is_as_before(capsys):
     """A command may run in a process that logs on its own."""
     logger = logging.getLogger("jaxlora")

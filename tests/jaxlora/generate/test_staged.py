@@ -46,10 +46,10 @@ def made(model, make_adapter):
         for name in SLOTS
     ]
 
-    def generate(mesh: str, *, is_pinned: bool = False):
+    def generate(mesh: str):
         job = LoraJob(name="a", data={"path": "nowhere.jsonl"})
         config = RunConfig(model=str(model.folder), jobs=[job], mesh=mesh)
-        stages = MeshStages.of(config, spec, is_pinned=is_pinned)
+        stages = MeshStages.of(config, spec)
         layout = Layout.of(stages, model.params)
         slots = layout.empty_slots()
         for slot, adapter in zip(SLOTS.values(), adapters, strict=True):
@@ -73,17 +73,17 @@ def alone(made):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "is_pinned"),
+    "mesh",
     [
-        ("data=2", True),
-        pytest.param("fsdp=2", False, marks=pytest.mark.grid),
-        ("stage=2,fsdp=2", False),
-        ("tensor=2", False),
-        pytest.param("data=2,stage=2,fsdp=2", True, marks=pytest.mark.grid),
+        "data=2",
+        pytest.param("fsdp=2", marks=pytest.mark.grid),
+        "stage=2,fsdp=2",
+        "tensor=2",
+        pytest.param("data=2,stage=2,fsdp=2", marks=pytest.mark.grid),
     ],
 )
-def test_a_mesh_generates_what_one_device_generates(made, alone, mesh, is_pinned):
-    found = made(mesh, is_pinned=is_pinned)
+def test_a_mesh_generates_what_one_device_generates(made, alone, mesh):
+    found = made(mesh)
     assert len({out.token_ids for out in alone}) == len(alone)
     for ours, theirs in zip(found, alone, strict=True):
         assert ours.token_ids == theirs.token_ids

@@ -5,13 +5,10 @@ It is a program of its own, because XLA must be set up before JAX starts; see
 
 usage: python -m tests.jaxlora.memory.h200_stages OUT REMAT MESH...
 
-A mesh may end in `,halves`: its devices run two microbatches side by side.
-
 OUT gets, for each mesh, the bytes that each stage is estimated to need, and those that
 the compiler reports, as JSON.
 """
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -19,6 +16,7 @@ import sys
 import jax
 
 from jaxlora.adapters.optimizer import AdapterState
+from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import stage_specs
 from jaxlora.memory.footprint import StagePrograms
@@ -81,7 +79,7 @@ def compile_stage(stage: Stage) -> StagePrograms:
         lambda s: jax.ShapeDtypeStruct(
             s.shape,
             s.dtype,
-            sharding=placement.sharding(placement.by_linear_and_slot),
+            sharding=placement.sharding(REPLICATED),
         ),
         settings_shapes(spec),
     )
@@ -89,21 +87,14 @@ def compile_stage(stage: Stage) -> StagePrograms:
     return stage.steps.passes.prepare(*args).compiled()
 
 
-def sizes_of(words: str) -> MeshSizes:
-    sizes = MeshSizes.parse(words.removesuffix(",halves"))
-    lanes = 2 if words.endswith(",halves") else 1
-    return dataclasses.replace(sizes, lanes_per_device=lanes)
-
-
 def compare(words: str, remat: str, devices) -> list[dict[str, int]]:
-    sizes = sizes_of(words)
+    sizes = MeshSizes.parse(words)
     spec = spec_of(remat, LAYERS_PER_STAGE * sizes.stage)
     stages = MeshStages(
         spec=spec,
         specs=stage_specs(spec, sizes.stage, find_speed(KIND)),
         sizes=sizes,
         in_flight=sizes.stage,
-        is_pinned=False,
     )
     layout = Layout.of(stages, devices=devices)
     programs = [compile_stage(stage) for stage in layout.stages]
@@ -127,7 +118,7 @@ def main() -> None:
     device.device_kind = lambda: KIND
     layer.unsupported_device = lambda: None
     layerwise.has_symmetric_buffers = lambda: True
-    needed = max(sizes_of(mesh).num_devices for mesh in meshes)
+    needed = max(MeshSizes.parse(mesh).num_devices for mesh in meshes)
     devices = h200.devices(needed)
     found = {mesh: compare(mesh, remat, devices) for mesh in meshes}
     pathlib.Path(out).write_text(json.dumps(found))

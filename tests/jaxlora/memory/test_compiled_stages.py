@@ -7,15 +7,8 @@ import pytest
 from tests.deviceless import compile_deviceless
 
 MESHES = {
-    "none": (
-        "stage=2",
-        "data=2,stage=2",
-        "stage=2,fsdp=2",
-        "stage=4",
-        "tensor=2",
-        "tensor=2,halves",
-    ),
-    "mlp": ("stage=2", "tensor=2,halves"),
+    "none": ("stage=2", "data=2,stage=2", "stage=2,fsdp=2", "stage=4", "tensor=2"),
+    "mlp": ("stage=2",),
     "layer": ("stage=2",),
 }
 

@@ -12,7 +12,6 @@ import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.errors import ConfigError
 from jaxlora.memory import device_memory as device_module
 from jaxlora.memory import estimate as memory_estimate
@@ -77,8 +76,7 @@ def config(**settings) -> RunConfig:
 
 
 def stages_of(spec: DecoderSpec, mesh: str, **settings) -> MeshStages:
-    is_pinned = settings.pop("is_pinned", False)
-    return MeshStages.of(config(mesh=mesh, **settings), spec, is_pinned=is_pinned)
+    return MeshStages.of(config(mesh=mesh, **settings), spec)
 
 
 def estimate(mesh: str, **settings) -> MeshFootprint:
@@ -213,13 +211,12 @@ def test_shards_are_gathered_two_layers_at_a_time():
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_replicas_may_divide_the_slots():
-    [shared] = estimate("data=4").stages
-    [pinned] = estimate("data=4", is_pinned=True).stages
+def test_each_replica_has_all_slots():
+    [replica] = estimate("data=4").stages
     [single] = estimate("fsdp=1").stages
-    assert shared.base_bytes == pinned.base_bytes == single.base_bytes
-    assert shared.adapter_bytes == 4 * pinned.adapter_bytes == single.adapter_bytes
-    assert pinned.fixed_bytes == single.fixed_bytes
+    assert replica.base_bytes == single.base_bytes
+    assert replica.adapter_bytes == single.adapter_bytes
+    assert replica.fixed_bytes == single.fixed_bytes
 
 
 @pytest.mark.usefixtures("memory_by_formula")
@@ -265,9 +262,8 @@ def test_the_sum_of_gradients_takes_no_more_on_more_devices(data, monkeypatch):
     use = lambda mesh: stages_of(SPEC, mesh).use(0)
     assert optimizer_bytes(SPEC, use(f"data={data}")) == slots // 2
     assert optimizer_bytes(SPEC, use("fsdp=1")) == 0
-    further = FurtherReplica.of(SPEC, ReplicaShape(tokens=256), UNKNOWN_DEVICE)
-    (spec,) = further.specs  # it takes no steps
-    assert optimizer_bytes(spec, use("fsdp=1")) == 0
+    further = FurtherReplica.of(SPEC, ReplicaShape(tokens=256))
+    assert optimizer_bytes(further.spec, use("fsdp=1")) == 0  # it takes no steps
 
 
 def test_llama_70b_fits_four_devices():

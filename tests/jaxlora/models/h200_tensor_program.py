@@ -3,7 +3,7 @@
 It is a program of its own, because XLA must be set up before JAX starts; see
 `test_tensor_exchanges`.
 
-usage: python -m tests.jaxlora.models.h200_tensor_program LAYERS TENSOR LANES OUT
+usage: python -m tests.jaxlora.models.h200_tensor_program LAYERS TENSOR OUT
 
 OUT gets the text of the compiled program.
 """
@@ -20,19 +20,17 @@ from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.models.forward import training_options
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
-from jaxlora.sharding import layerwise
 from tests import h200
 from tests.jaxlora.models import h200_program as whole
 
 
 def main() -> None:
     """Compiles the program and writes its text."""
-    num_layers, tensor, lanes = map(int, sys.argv[1:4])
+    num_layers, tensor = map(int, sys.argv[1:3])
     device.num_sms = lambda: 132
     device.device_kind = lambda: "NVIDIA H200"
     layer.unsupported_device = lambda: None
-    layerwise.has_symmetric_buffers = lambda: True
-    spec = whole.decoder_spec(num_layers, fsdp=1).divided(tensor=tensor, lanes=lanes)
+    spec = whole.decoder_spec(num_layers, fsdp=1).divided(tensor=tensor)
     devices = np.array(h200.devices(tensor)).reshape(1, 1, tensor)
     placement = StageSharding(mesh=Mesh(devices, ("data", "fsdp", "tensor")))
     params = placement.tables(spec.adapter_shapes(), spec.table_axes())
@@ -48,7 +46,7 @@ def main() -> None:
     jitted = jax.jit(run, compiler_options=training_options(spec))
     arguments = whole.arguments(spec, placement.mesh, specs, num_devices=1)
     compiled = jitted.lower(*arguments).compile()
-    pathlib.Path(sys.argv[4]).write_text(compiled.as_text())
+    pathlib.Path(sys.argv[3]).write_text(compiled.as_text())
 
 
 if __name__ == "__main__":

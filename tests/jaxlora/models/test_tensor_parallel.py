@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlora.adapters.exchange import exchange_rounds
+from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.config import model_config
@@ -155,13 +155,14 @@ def arguments(spec: DecoderSpec, placement: StageSharding, steps: CompiledSteps)
     return base, params, state.pending, settings(spec), batch(), KEYS
 
 
-def step_of(spec: DecoderSpec, mesh: str | None):
+def step_of(spec: DecoderSpec, mesh: str | None, change=lambda params: params):
     """Returns losses, gradients and their norm on a mesh; None: on one device."""
     placement = ONE_DEVICE if mesh is None else placement_of(mesh)
     spec = spec.divided(tensor=placement.num_tensor)
     steps = CompiledSteps(spec, placement)
-    pending, out, _ = steps.accumulate(*arguments(spec, placement, steps))
-    for slot in exchange_rounds(range(SLOTS), SLOTS, placement):
+    base, params, *others = arguments(spec, placement, steps)
+    pending, out, _ = steps.accumulate(base, change(params), *others)
+    for slot in exchanged_slots(range(SLOTS), placement):
         pending = steps.exchange(pending, slot)
     norms = np.asarray(steps.measure(pending).squares)
     gradients = jax.tree.map(np.asarray, pending.gradients)
@@ -225,6 +226,31 @@ def test_losses_gradients_and_norms(mesh, name):
     for path, gradient in gradients_one.items():
         assert gradient.any(), path
         assert relative_error(gradients[path], gradient) < ROUNDING, path
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("remat", ["elementwise", "mlp", "layer"])
+def test_layers_that_are_recomputed_give_the_same(remat):
+    loss, gradients, norms = step_of(make_spec(remat=remat), "tensor=2")
+    loss_one, gradients_one, norms_one = wanted("biases")
+    assert relative_error(loss, loss_one) < ROUNDING
+    assert relative_error(norms, norms_one) < ROUNDING
+    for path, gradient in gradients_one.items():
+        assert relative_error(gradients[path], gradient) < ROUNDING, path
+
+
+def test_what_is_not_finite_stays_in_its_slot():
+    def diverged(params):
+        name = next(n for n in params if n.endswith("lora_a"))
+        return params | {name: params[name].at[1].set(np.nan)}
+
+    loss, gradients, _ = step_of(make_spec(**SPECS["dora"]), "tensor=2", diverged)
+    loss_one, gradients_one, _ = wanted("dora")
+    assert np.isfinite(loss).tolist() == [True, False, True]
+    others = [0, 2]
+    assert relative_error(loss[others], loss_one[others]) < ROUNDING
+    for path, gradient in gradients_one.items():
+        assert relative_error(gradients[path][others], gradient[others]) < ROUNDING
 
 
 @pytest.mark.grid

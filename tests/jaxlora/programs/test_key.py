@@ -47,7 +47,6 @@ def changed_specs(spec: DecoderSpec) -> dict[str, DecoderSpec]:
         "fsdp": 2,
         "tensor": 2,
         "kv_parts": 2,
-        "lanes": 2,
         "objectives": ("dpo",),
         "layers_per_program": 1,
     }
@@ -77,9 +76,9 @@ def test_every_field_of_the_decoder_changes_the_key(spec):
 def placements() -> dict[str, StageSharding]:
     devices = np.array(jax.devices())
 
-    def on(chosen: np.ndarray, *sizes: int, is_pinned: bool = False) -> StageSharding:
+    def on(chosen: np.ndarray, *sizes: int) -> StageSharding:
         mesh = Mesh(chosen.reshape(sizes), ("data", "fsdp", "tensor"))
-        return StageSharding(mesh=mesh, is_pinned=is_pinned)
+        return StageSharding(mesh=mesh)
 
     return {
         "none": ONE_DEVICE,
@@ -91,7 +90,6 @@ def placements() -> dict[str, StageSharding]:
         "swapped": on(devices[1::-1], 1, 2, 1),
         "others": on(devices[2:4], 1, 2, 1),
         "larger": on(devices[:4], 2, 2, 1),
-        "pinned": on(devices[:4], 2, 2, 1, is_pinned=True),
     }
 
 

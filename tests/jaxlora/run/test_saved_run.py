@@ -126,10 +126,10 @@ def test_the_only_checkpoint_is_damaged(run):
         (b'{"a": "\xff"}', "is damaged: 'utf-8' codec"),
         (b"[" * 100_000, "is damaged: maximum recursion"),
         (b'{"format": ' + b"9" * 5000 + b"}", "is damaged: Exceeds the limit"),
-        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 6"),
+        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 7"),
         (b"{}", "has format None"),
-        (b'{"format": 6}', "its checksum does not match its contents"),
-        (b'{"format": 6, "a": NaN, "checksum": ""}', "Out of range float values"),
+        (b'{"format": 7}', "its checksum does not match its contents"),
+        (b'{"format": 7, "a": NaN, "checksum": ""}', "Out of range float values"),
     ],
 )
 def test_metadata_that_is_none(run, text, message):
@@ -173,15 +173,6 @@ LINEAR = made_run.LINEARS[0]
         (lambda m: rename_job(m, "/etc"), "must be a plain folder name"),
         (lambda m: m["run"]["progress"].pop("now"), "progress has other jobs"),
         (set_in("run", "requests", "stopping", "b", "why"), "requests has other jobs"),
-        (set_in("run", "replan", "jobs", ["b"]), "steps has other jobs than replan.jo"),
-        (set_in("run", "replan", {"deployment": "a", "jobs": ["b"]}), "replan has oth"),
-        (set_in("run", "replan", "slots", {"later": 1}), "slots has jobs that replan"),
-        (set_in("run", "replan", "due", -1), "greater than or equal to 0"),
-        (set_in("run", "replan", "held", ["later"]), "jobs has jobs that replan.held"),
-        (
-            set_in("run", "replan", "held", ["now", "b"]),
-            "replan has other jobs than id",
-        ),
         (set_in("run", "base_model", "a\nb"), "base_model: wanted one line"),
         (set_in("run", "base_model", ""), "base_model: wanted one line"),
         (set_in("run", "linear_names", ["../x"]), "'../x' is no name of a linear"),
@@ -294,18 +285,3 @@ def test_a_made_up_run_file(run, change, message):
     with pytest.raises(CheckpointError, match=f"{path}: .*{message}") as error:
         read_run_record(run)
     assert "Traceback" not in "".join(traceback.format_exception_only(error.value))
-
-
-def test_files_without_the_jobs_that_replicas_hold(run):
-    """As earlier versions wrote them: replicas hold all jobs."""
-    meta = run / "checkpoints" / "6" / "run" / "meta.json"
-    for path, place in ((run / "run.json", ()), (meta, ("run", "replan"))):
-        values = json.loads(path.read_text())
-        del values["checksum"]
-        fields = values
-        for name in place:
-            fields = fields[name]
-        del fields["held" if place else "ended"]
-        path.write_text(json.dumps(sealed(values)))
-    assert read_run_record(run).ended == []
-    assert read_newest(run / "checkpoints").run.replan.held is None

@@ -14,10 +14,10 @@ from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_adapter import SavedAdapter
-from jaxlora.run.saved_replan import SavedReplan
 from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.streams.state import StreamState
+from jaxlora.scheduler.windows.planner import Hint
 from jaxlora.train.saved.checkpoint import Checkpoints
 
 K, N, RANK = 6, 5, 2
@@ -49,7 +49,7 @@ def adapter_shape(name: str) -> SavedAdapter:
 
 
 # Of a run without samples, which tests can save where they need no microbatches.
-NO_STREAM = SavedStream.of("", [], StreamState(), [], [], 0, {}, [])
+NO_STREAM = SavedStream.of("", [], StreamState(), [], Hint(), 0, {}, [])
 
 
 def saved_run(jobs=JOBS) -> SavedRun:
@@ -61,14 +61,6 @@ def saved_run(jobs=JOBS) -> SavedRun:
         linear_names=list(LINEARS),
         requests=SavedRequests(),
         stream=NO_STREAM,
-        replan=SavedReplan(
-            deployment="64 tokens, none",
-            jobs=["now"],
-            steps={"now": 4},
-            slots={"now": 1},
-            why="done left",
-            due=12,
-        ),
     )
 
 

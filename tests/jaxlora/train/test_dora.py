@@ -171,7 +171,7 @@ def test_memory_counts_the_magnitudes():
         slots=SlotShape(num_slots=2, rank=4, settings=("use_dora",)),
         adapted=("layers.0.self_attn.q_proj",),
     )
-    use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
+    use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
     found = stage_resident(spec, use)
     assert found.adapter_bytes == 4 * 4 * 2 * (32 * 4 + 4 * 32 + 32)
     assert scratch_bytes(spec) == 2 * 4 * 2 * 4 * 32

@@ -15,10 +15,8 @@ from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.auto_replicas import choose
-from jaxlora.train.plan.auto_replicas.moving import ReplicaChoice
-from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob, longest_group
+from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.resolve import resolve
 from jaxlora.train.plan.run_plan import RunPlan
 from tests.llama import LLAMA_1B
@@ -86,10 +84,10 @@ def prepared(
     )
 
 
-def begun(
-    jobs: Sequence[PreparedJob], here: Machine = HERE
-) -> tuple[ReplicaChoice, RunPlan]:
-    """A run with `replicas: auto` that runs on two replicas of two devices."""
+def plan_of(
+    jobs: Sequence[PreparedJob], here: Machine = HERE, ended: Collection[str] = ()
+) -> RunPlan:
+    """The plan of a run with `replicas: auto`, of which some jobs have ended."""
     config = RunConfig(
         model="none",
         jobs=[job.settings for job in jobs],
@@ -97,35 +95,7 @@ def begun(
         remat="layer",
         max_concurrent_jobs=4,
     )
-    tokens = -(-max(map(longest_group, jobs)) // 1024) * 1024
-    mesh = {"mesh": "data=2,tensor=2", "microbatch_tokens": tokens}
-    if any(job.settings.modules_to_save for job in jobs):
-        mesh["mesh"] = "data=4"
-    plan = resolve(
-        config.replace(replicas=None, **mesh),
-        MODEL,
-        jobs,
-        dataclasses.replace(here, memory=None),
-    )
-    found = ReplicaChoice.of(config, config, plan, here)
-    assert found is not None
-    return found, plan
-
-
-def positions(jobs: Sequence[PreparedJob], names: Collection[str]):
-    """Where the jobs of these names are, after some steps; all have slots."""
-    return [
-        JobPosition(
-            job=number,
-            priority=0,
-            slot=sorted(names).index(job.name),
-            step=3,
-            num_steps=job.num_steps,
-            batch_tokens=job.batch_tokens,
-        )
-        for number, job in enumerate(jobs)
-        if job.name in names
-    ]
+    return resolve(config, MODEL, jobs, here, ended=ended)
 
 
 def lengths(rng: np.random.Generator, most: int) -> list[int]:
@@ -141,7 +111,7 @@ DEMANDING = [
 
 @pytest.mark.parametrize("seed", range(len(DEMANDING)))
 def test_the_choice_is_that_of_a_run_without_them(seed):
-    """Replicas, slots, kernels and the assignment of jobs to replicas."""
+    """Replicas, slots and kernels."""
     rng = np.random.default_rng(seed)
     others = [
         prepared(
@@ -154,43 +124,30 @@ def test_the_choice_is_that_of_a_run_without_them(seed):
     ended = [prepared("ended", lengths(rng, most), lengths(rng, most), **settings)]
     number = int(rng.integers(3))
     jobs = [*others[:number], *ended, *others[number:]]
-    names = [job.name for job in others]
     # Whole copies of the head need more.
     memory = DeviceMemory(num_bytes=(5 * 2**27, 3 * 2**30)[seed], source="a test")
     here = dataclasses.replace(HERE, memory=memory)
-    choice, plan = begun(jobs, here)
-    move = choice.weigh(plan, jobs, positions(jobs, names), ["ended"])
-    alone, plan_alone = begun(others, here)
-    never = alone.weigh(plan_alone, others, positions(others, names))
-    assert move.then == never.then
-    draft, wanted = choice.plan(move, jobs), alone.plan(never, others)
-    assert draft.ended == ("ended",) and [j.name for j in draft.config.jobs] == [
-        job.name for job in jobs
-    ]
+    found, wanted = plan_of(jobs, here, ["ended"]), plan_of(others, here)
+    assert found.ended == ("ended",)
+    assert [j.name for j in found.config.jobs] == [job.name for job in jobs]
     for name in ("spec", "lanes", "bounds", "shapes", "rules"):
-        assert getattr(draft, name) == getattr(wanted, name), name
-    assert draft.config.replace(jobs=wanted.config.jobs) == wanted.config
+        assert getattr(found, name) == getattr(wanted, name), name
+    assert found.config.replace(jobs=wanted.config.jobs) == wanted.config
     # With them, it is another one.
-    kept = choice.plan(choice.weigh(plan, jobs, positions(jobs, names)), jobs)
-    assert kept.spec != wanted.spec
+    assert plan_of(jobs, here).spec != wanted.spec
 
 
 def test_a_choice_that_could_not_hold_the_job_that_has_left():
     rng = np.random.default_rng(0)
     others = [prepared(f"job{i}", lengths(rng, 900)) for i in range(2)]
     jobs = [prepared("long", [*lengths(rng, 900), 7900]), *others]
-    names = [job.name for job in others]
-    choice, plan = begun(jobs)
-    there = positions(jobs, names)
-    assert tokens(choice, plan, jobs, there) >= 7900
-    assert tokens(choice, plan, jobs, there, ["long"]) < 7900
+    assert tokens(plan_of(jobs)) >= 7900
+    assert tokens(plan_of(jobs, ended=["long"])) < 7900
     # A sample that is held out is held as well.
     jobs[1] = prepared("job0", lengths(rng, 900), [2500])
-    assert 2500 <= tokens(choice, plan, jobs, there, ["long"]) < 7900
+    assert 2500 <= tokens(plan_of(jobs, ended=["long"])) < 7900
 
 
-def tokens(choice, plan, jobs, there, ended=()) -> int:
+def tokens(plan: RunPlan) -> int:
     """Tokens of the largest microbatches that are chosen."""
-    chosen = choice.weigh(plan, jobs, there, ended).config
-    shapes = chosen.replica_shapes
-    return shapes[0].tokens if shapes else chosen.limits.capacity
+    return plan.config.limits.capacity

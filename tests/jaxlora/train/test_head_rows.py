@@ -107,7 +107,7 @@ def _check_slots(trainer, late):
     """Their size is that of the largest job, and is counted."""
     spec = trainer.layout.stages[0].spec
     assert (spec.slots.num_token_rows, spec.slots.num_head_rows) == (6, 4)
-    use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
+    use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
     shapes = spec.adapter_shapes()
     assert shapes["head_rows.rows"].shape == (3, 1, 4, 32)
     num_values = sum(np.prod(shape.shape) for shape in shapes.values())

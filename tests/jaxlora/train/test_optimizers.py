@@ -286,7 +286,7 @@ def test_memory_counts_the_state_tensors_of_the_run(optimizers, state_bytes):
         slots=SlotShape(num_slots=2, rank=4, optimizers=optimizers),
         adapted=("layers.0.self_attn.q_proj",),
     )
-    use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
+    use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
     found = stage_resident(spec, use)
     weights = 4 * 2 * (32 * 4 + 4 * 32)
     assert found.adapter_bytes == 2 * (weights + state_bytes)

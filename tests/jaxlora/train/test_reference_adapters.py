@@ -228,10 +228,6 @@ def test_slots_hold_references_and_their_memory_is_counted(model, references, pa
     assert params is not table.state.params
     more = adapter_bytes(in_step) - adapter_bytes(kept)
     assert more == num_bytes(params) + num_bytes(settings.vera)
-    # Programs for other replicas are compiled beside training, and take no memory.
-    (shapes,) = Layout.of(in_step.stages).slot_shapes().tables
-    params, _ = shapes.of_reference
-    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize(

@@ -291,13 +291,12 @@ def test_jobs_come_and_go(runs, unlike_jobs, settings, monkeypatch):
     assert other.progress[first.name].status == "stopped early"
 
 
-def kinds_of_jobs(jobs, folder: pathlib.Path, rows: dict) -> list[LoraJob]:
+def kinds_of_jobs(jobs, folder: pathlib.Path) -> list[LoraJob]:
     """Jobs with a baseline over a batch, other optimizers, and tensors beside A and B.
 
     Args:
         jobs: Three jobs.
         folder: Folder for data of one of them.
-        rows: Further settings of the second one.
     """
     pairs = folder / "pairs.jsonl"
     with pairs.open("w") as file:
@@ -308,7 +307,11 @@ def kinds_of_jobs(jobs, folder: pathlib.Path, rows: dict) -> list[LoraJob]:
     kto = {"data": {"path": str(pairs), "kind": "unpaired"}, "objective": "kto"}
     kinds = (
         kto | {"eval_fraction": 0.0, "eval_every": None, "use_vera": True},
-        {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"} | rows,
+        {
+            "optimizer": "schedule_free_adamw",
+            "lr_schedule": "constant",
+            "trainable_token_indices": [100, 101],
+        },
         {"optimizer": "sgd", "use_dora": True, "modules_to_save": ["lm_head"]},
     )
     return [
@@ -326,7 +329,7 @@ def kinds_of_jobs(jobs, folder: pathlib.Path, rows: dict) -> list[LoraJob]:
 
 @pytest.mark.grid
 def test_kinds_of_jobs(runs, unlike_jobs, tmp_path):
-    jobs = kinds_of_jobs(unlike_jobs, tmp_path, {"trainable_token_indices": [100, 101]})
+    jobs = kinds_of_jobs(unlike_jobs, tmp_path)
     one, other = (runs.train(jobs, **settings) for settings in (ONE, UNLIKE))
     assert_same_on_meshes(one, other)
 
@@ -448,8 +451,10 @@ def test_killed(runs, unlike_jobs, settings):
         ({"replicas": "auto", "packer": "greedy"}, "only joint fills replicas"),
         ({"replicas": []}, "replicas is empty. List them"),
         (
-            {"replicas": [{"microbatch_tokens": 64, "stage": 2}, mesh(1, 32)]},
-            "has stage=2, and it takes the optimizer steps of all replicas",
+            {"replicas": [{"stage": 2}, mesh(1, 32)]},
+            "replicas[0].stage: 'stage' is a setting of a mesh, and each replica of a "
+            "list has all layers. Set tensor in the place of it, or leave replicas out "
+            "and set mesh: stage=2.",
         ),
         (
             {"replicas": [mesh(3, 64)]},
@@ -503,7 +508,7 @@ def test_sizes_are_those_that_fit(runs, unlike_jobs, monkeypatch):
         this_machine(), memory=DeviceMemory(num_bytes=2**30, source="a test")
     )
     monkeypatch.setattr(prepare_run, "this_machine", lambda *_: here)
-    fitting = lambda self, config, tensor, available, stage=1: room[tensor]
+    fitting = lambda self, config, tensor, available: room[tensor]
     monkeypatch.setattr(RoomFinder, "_fitting", fitting)
     replicas = [{"tensor": 1}, {"tensor": 2, "count": 1}, mesh(4, 96)]
     planned = plan_run(runs.config(unlike_jobs, replicas=replicas))

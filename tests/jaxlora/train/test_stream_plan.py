@@ -224,12 +224,12 @@ def test_ticks_that_do_not_fit_the_data_are_refused():
             plan.restore(wrong, one.steps, one.in_slot, "jobs")
 
 
-@pytest.mark.parametrize("kind", ["one device", "stages", "pinned"])
+@pytest.mark.parametrize("kind", ["one device", "stages"])
 def test_what_planning_has_found_is_saved(kind):
     """It says which targets later stretches try, also where they are the same yet."""
     course = Course(Mix(0, num_jobs=7), KINDS[kind], lag=8)
     course.fill_slots()
     course.tick()
     found = course.plan.saved("jobs", []).hints
-    assert any(hint.target is not None for hints in found for hint in hints)
+    assert any(hint.target is not None for hint in found)
     assert course.resumed().plan.saved("jobs", []).hints == found

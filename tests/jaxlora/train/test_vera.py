@@ -89,7 +89,7 @@ def test_memory_counts_the_matrices_once():
         slots=SlotShape(num_slots=2, rank=4, settings=("use_vera",), has_lora=False),
         adapted=("layers.0.self_attn.k_proj", "layers.0.self_attn.q_proj"),
     )
-    use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
+    use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
     found = stage_resident(spec, use)
     sizes = [spec.linear(path) for path in spec.adapted]
     trained = 4 * 2 * sum(4 + linear.out_features for linear in sizes)

@@ -213,7 +213,7 @@ def test_memory_counts_the_copies():
     )
     slots = dataclasses.replace(spec.slots, whole_modules=BOTH)
     whole = dataclasses.replace(spec, slots=slots)
-    use = StageUse(num_shards=1, num_replicas=1, num_parts=1, num_kept=1, num_waiting=0)
+    use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
     one = 288 * 32 * 4
     found, plain = stage_resident(whole, use), stage_resident(spec, use)
     assert found.adapter_bytes - plain.adapter_bytes == 4 * 2 * 3 * one

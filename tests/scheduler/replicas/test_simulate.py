@@ -12,7 +12,6 @@ from jaxlora.scheduler.replicas import (
     dispatch,
     one_after_another,
     plan_deployment,
-    replan,
     simulate_steps,
 )
 from tests.scheduler.replicas.mixes import paper_kinds, random_kinds, random_steps
@@ -94,36 +93,6 @@ def test_one_job_after_the_other_takes_the_sum_of_their_steps():
     assert one_after_another(kinds, 16, rarely, plan_deployment) == pytest.approx(
         sum(each) / 2
     )
-
-
-def moved(current, batches, num_steps, moving=1e5):
-    kinds = paper_kinds()
-    cost = lambda old, new: moving
-    return replan(current, kinds, 16, batches, num_steps=num_steps, moving_seconds=cost)
-
-
-def test_replicas_change_only_where_it_pays():
-    long, short = random_steps(0, 256, 10), [np.full(256, 500)] * 10
-    current = plan_deployment(paper_kinds(), 16, long).deployment
-    few, many = (moved(current, short, n) for n in (1, 10_000))
-    assert not few.moves and few.deployment is current
-    assert many.moves and many.deployment.counts == (16,)
-    each = few.current.seconds - few.planned.seconds
-    assert few.gain_seconds == pytest.approx(each - 1e5)
-    assert many.gain_seconds == pytest.approx(10_000 * each - 1e5)
-
-
-def test_replicas_change_if_a_new_job_does_not_fit():
-    current = Deployment(kinds=paper_kinds()[:1], counts=(16,))
-    found = moved(current, random_steps(0, 256, 10), 1, moving=1e9)
-    assert found.moves and found.deployment.longest >= 16384
-
-
-def test_the_same_replicas_are_not_moved():
-    batches = random_steps(0, 256, 10)
-    current = plan_deployment(paper_kinds(), 16, batches).deployment
-    found = moved(current, batches, 10_000)
-    assert not found.moves and found.moving_seconds == 0
 
 
 def test_idle_replicas_are_counted_by_their_gpus():

@@ -22,8 +22,7 @@ from jaxlora.scheduler import (
     simulate,
     violations,
 )
-from jaxlora.scheduler.check import replica_violations, require_legal
-from jaxlora.scheduler.lanes import ticks_of
+from jaxlora.scheduler.check import require_legal
 from jaxlora.scheduler.streams.lane_fill import fill_ticks, queue_of
 from jaxlora.scheduler.streams.ticks import arrange
 from jaxlora.train.plan.job_slots import fixed_shape_cost
@@ -65,16 +64,8 @@ lanes_of_any_shape = st.builds(
 
 
 @settings(max_examples=20, deadline=None)
-@given(mixes(), lanes_of_any_shape, st.sampled_from(PACKERS[:2]), st.booleans())
-def test_ticks_are_legal(samples, lanes, packer, pinned):
-    if pinned:  # the jobs of `mixes` have the numbers 0, 3, ..., 15
-        per_replica = -(-16 // lanes.data)
-        lanes = Lanes(
-            data=lanes.data,
-            fsdp=lanes.fsdp,
-            pipeline=lanes.pipeline,
-            slots_per_replica=per_replica,
-        )
+@given(mixes(), lanes_of_any_shape, st.sampled_from(PACKERS[:2]))
+def test_ticks_are_legal(samples, lanes, packer):
     packed = pack(samples, lanes, packer=packer)
     require_legal(packed, samples, lanes)
     assert pack(samples, lanes, packer=packer) == packed
@@ -141,17 +132,6 @@ def test_a_batch_of_five_microbatches_takes_two_ticks_of_four_lanes():
     assert num_ticks(two, stages(1, fsdp=4)) == 8
 
 
-def test_pinned_jobs_do_not_wait_for_each_other():
-    """Each replica runs its own jobs, as if the others were not there."""
-    samples = [s for job in range(4) for k in range(3) for s in batch(job, k, 3, 300)]
-    lanes = stages(1, data=2, fsdp=2, slots_per_replica=2)
-    ticks = ticks_of(pack(samples, lanes).microbatches, 4)
-    for replica in range(2):
-        own = [s for s in samples if s.owner // 2 == replica]
-        alone = ticks_of(pack(own, stages(1, fsdp=2)).microbatches, 2)
-        assert [t[2 * replica :][:2] for t in ticks] == alone
-
-
 def test_lanes_get_about_the_same_number_of_tokens():
     samples = jobs(["mix"] * 6, num_samples=64, batch_size=8)
     lanes = stages(1, fsdp=4)
@@ -162,13 +142,12 @@ def test_lanes_get_about_the_same_number_of_tokens():
 
 
 def test_no_samples_make_no_ticks():
-    for lanes in (stages(1), stages(2, fsdp=2), stages(1, data=2, slots_per_replica=1)):
+    for lanes in (stages(1), stages(2, fsdp=2), stages(1, data=2)):
         assert pack([], lanes).microbatches == ()
 
 
 def test_finds_violations_of_ticks():
     first, second = batch(0, 0, 2, 100), batch(0, 1, 1, 100)
-    other = batch(1, 0, 1, 100)
 
     def wrong(*microbatches, samples, distance=1):
         schedule = Schedule(microbatches=microbatches, limits=LIMITS)
@@ -186,22 +165,10 @@ def test_finds_violations_of_ticks():
     assert wrong(one, (), (), (), two, (), samples=everything) == ["tick 1 is empty."]
     with pytest.raises(ValueError, match="3, is not a multiple of num_lanes"):
         wrong(one, two, (), samples=everything)
-    pinned = Lanes(data=2, slots_per_replica=1)
-    swapped = Schedule(microbatches=(tuple(other), one), limits=LIMITS)
-    assert replica_violations(swapped, pinned) == [
-        "microbatch 0 of replica 0 holds job 1 of replica 1.",
-        "microbatch 1 of replica 1 holds job 0 of replica 0.",
-    ]
 
 
-def test_the_replica_of_a_slot():
-    lanes = Lanes(data=2, slots_per_replica=3)
-    assert [lanes.replica(slot) for slot in range(6)] == [0, 0, 0, 1, 1, 1]
-    with pytest.raises(ValueError, match="slot 6 does not exist"):
-        lanes.replica(6)
-    with pytest.raises(ValueError, match="share all jobs"):
-        Lanes(data=2).replica(0)
-    for fields in ({"data": 0}, {"fsdp": 0}, {"slots_per_replica": 0}):
+def test_lanes_are_positive():
+    for fields in ({"data": 0}, {"fsdp": 0}):
         with pytest.raises(ValueError, match="must be positive"):
             Lanes(**fields)
 

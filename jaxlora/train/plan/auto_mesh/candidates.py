@@ -11,7 +11,6 @@ from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
 from jaxlora.memory.options import estimated_room, largest_fitting
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Limits, Sample, Schedule
-from jaxlora.scheduler.pinning import Load
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.auto_mesh.predict import window_seconds
 from jaxlora.train.plan.job_slots import (
@@ -184,21 +183,9 @@ class Candidates:
         self, config: RunConfig, spec: DecoderSpec, bounds: Bounds, tokens: int
     ) -> Candidate:
         config = config.replace(microbatch_tokens=tokens)
-        loads = [
-            Load(num_batches=p.num_steps - p.step, batch_tokens=p.batch_tokens)
-            for p in self._demand.positions
-        ]
-        num_slots = self._num_slots(config)
-        pinning = run_lanes(config, loads, num_slots)
-        stages = MeshStages.of(
-            config, spec, is_pinned=pinning.lanes.pinned, speed=self._machine.speed
-        )
-        return Candidate(
-            config=config, stages=stages, lanes=pinning.lanes, bounds=bounds
-        )
-
-    def _num_slots(self, config: RunConfig) -> int:
-        return config.max_concurrent_jobs or len(self._demand.positions)
+        stages = MeshStages.of(config, spec, speed=self._machine.speed)
+        lanes = run_lanes(config)
+        return Candidate(config=config, stages=stages, lanes=lanes, bounds=bounds)
 
     def seconds_per_token(self, candidate: Candidate) -> float:
         """Predicts the time per token in the first window of the run."""
@@ -214,18 +201,17 @@ class Candidates:
         key = lanes, config.limits
         if key not in self._packed:
             # The joint packer takes little time, and is deterministic.
-            samples = self._samples(config, lanes)
+            samples = self._samples(config)
             schedule = pack_whole(samples, config.limits, "joint", lanes)
             self._packed[key] = schedule
         return self._packed[key]
 
-    def _samples(self, config: RunConfig, lanes: Lanes) -> Sequence[Sample]:
+    def _samples(self, config: RunConfig) -> Sequence[Sample]:
         """Returns the samples of the first window, or of its first steps."""
         positions = assign_slots(
             self._demand.positions,
-            self._num_slots(config),
+            config.max_concurrent_jobs or len(self._demand.positions),
             preempts=config.preempt,
-            lanes=lanes,
         )
         a_step = len(next_samples(positions, 1, self._demand.lengths))
         num_steps = min(config.window_steps, max(1, _MOST_SAMPLES // a_step))

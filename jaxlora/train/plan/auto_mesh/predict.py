@@ -135,16 +135,14 @@ def _num_steps(schedule: Schedule, num_lanes: int) -> int:
 def replica_seconds(stages: MeshStages, shape: ReplicaShape, rates: Rates) -> float:
     """Predicts the time of a full microbatch of a replica, without attention's squares.
 
-    With stages, it is that of the slowest one, while the others run other microbatches.
-
     Args:
         stages: The first replica, whose microbatches are the largest.
         shape: A replica.
         rates: What the time follows from.
     """
-    own, tokens = stages.of_replica(shape), float(shape.tokens)
-    costs = shape_seconds(own, shape.tokens, rates).stages
-    return max((cost.forward + cost.backward)(tokens, 0.0) for cost in costs)
+    own, tokens = stages.like(shape.tensor), float(shape.tokens)
+    (cost,) = shape_seconds(own, shape.tokens, rates).stages
+    return (cost.forward + cost.backward)(tokens, 0.0)
 
 
 def _lane_seconds(
@@ -232,11 +230,7 @@ def shape_seconds(
         most = _overlapped(full * seconds, gather)
         each = (most - _overlapped(half * seconds, gather)) / (capacity / 2)
         base = most - capacity * each
-        # Side by side, they are predicted to take as long as one after the other.
-        lanes = stages.sizes.lanes_per_device
-        return AffineCost(
-            base=lanes * base, per_token=lanes * (each + reduction), per_square=0.0
-        )
+        return AffineCost(base=base, per_token=each + reduction, per_square=0.0)
 
     costs = []
     for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
@@ -360,12 +354,12 @@ def step_seconds(stages: MeshStages, rates: Rates) -> float:
     All slots whose batches are complete behind a microbatch step together, and the time
     does not depend on their number.
     """
-    tensor, replicas = stages.sizes.tensor, stages.use(0).num_replicas
+    tensor = stages.sizes.tensor
     slots = max(num_bytes(spec.part_shapes(tensor)[1]) for spec in stages.specs)
     profile = rates.profile
     if profile is None or not profile.adapter_bytes:
-        return _traffic_seconds(slots / replicas, _STEP_BYTES, rates)
-    return profile.step_seconds * slots / replicas / profile.adapter_bytes
+        return _traffic_seconds(slots, _STEP_BYTES, rates)
+    return profile.step_seconds * slots / profile.adapter_bytes
 
 
 @functools.lru_cache(maxsize=64)

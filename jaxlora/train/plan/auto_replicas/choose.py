@@ -49,7 +49,7 @@ _GAIN = 1.02  # a list is taken only if it is this much faster than a mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Timed:
+class _Timed:
     """A way to run, and its predicted time.
 
     Attributes:
@@ -62,18 +62,6 @@ class Timed:
     config: RunConfig
     seconds: float
     bound: float
-
-    @property
-    def has_list(self) -> bool:
-        """Whether it is a list of replicas, and not a mesh."""
-        return self.config.replicas is not None
-
-    def describe(self, *, with_remat: bool) -> str:
-        """Names the replicas or the mesh."""
-        config, text = self.config, describe_list(self.config.replica_shapes)
-        if not self.has_list:
-            text = f"mesh {config.mesh} with {config.limits.capacity:,} tokens"
-        return f"{text}, remat {config.remat}" if with_remat else text
 
 
 class ReplicaLists:
@@ -117,21 +105,14 @@ class ReplicaLists:
             mesh = config.replace(mesh=f"data={self._num}")
             why = "one device" if self._num == 1 else "nothing left to do"
             return mesh, Note(f"replicas: auto: mesh {mesh.mesh}, as there is {why}")
-        best, other = self.best(config)
+        best, other = self._best(config)
         reason = self._reason(best, other)
-        if best.has_list:
+        if best.config.replicas is not None:
             return best.config, reason
         return config.replace(mesh=best.config.mesh), reason
 
-    def best(self, config: RunConfig) -> tuple[Timed, Timed | None]:
-        """Returns the list or the mesh to take, and the best of the other way.
-
-        Args:
-            config: The run, without replicas.
-
-        Raises:
-            DoesNotFitError: No replica has the memory for the longest sample.
-        """
+    def _best(self, config: RunConfig) -> tuple[_Timed, _Timed | None]:
+        """Returns the list or the mesh to take, and the best of the other way."""
         rooms = self._fits.rooms(config, self._degrees(config))
         meshes = [(room, one) for room in rooms for one in self._meshes(room)]
         lists = [(room, one) for room in rooms for one in self._alike(room)]
@@ -145,8 +126,8 @@ class ReplicaLists:
             return best, on_mesh
         return on_mesh, best
 
-    def _fastest(self, found: Iterable[tuple[Room, RunConfig]]) -> Timed:
-        timed = (self.timed(config, room) for room, config in found)
+    def _fastest(self, found: Iterable[tuple[Room, RunConfig]]) -> _Timed:
+        timed = (self._timed(config, room) for room, config in found)
         return min(timed, key=lambda one: one.seconds)
 
     @property
@@ -250,12 +231,12 @@ class ReplicaLists:
         args = config, self._model, spec, self._jobs, self._bounds, rates
         return laid_out(*args)
 
-    def timed(self, config: RunConfig, room: Room | None = None) -> Timed:
+    def _timed(self, config: RunConfig, room: Room) -> _Timed:
         """Predicts the time of a list of replicas, or of a mesh.
 
         Args:
             config: The run.
-            room: What fits with its `remat`; None: the bound is not needed, and is 0.
+            room: What fits with its `remat`.
         """
         plan = self._laid_out(config)
         spec, rates = plan.spec, plan.rates
@@ -263,15 +244,13 @@ class ReplicaLists:
         took = window_seconds(plan.stages, plan.lanes, schedule, rates, is_part=True)
         samples = [s for m in schedule.microbatches for s in m]
         tokens = sum(s.num_tokens for s in samples)
-        if room is None:
-            return Timed(config=config, seconds=took / tokens, bound=0.0)
         # The larger a full microbatch is, the less time each of its tokens takes.
         # Devices that share it lose some more.
         tensor, most = next(iter(room.most.items()))
         full = ReplicaShape(tokens=most, tensor=tensor)
         least = tokens / most * tensor * replica_seconds(plan.stages, full, rates)
         least += square_seconds(spec, rates) * sum(s.num_tokens**2 for s in samples)
-        return Timed(
+        return _Timed(
             config=config, seconds=took / tokens, bound=least / self._num / tokens
         )
 
@@ -282,7 +261,6 @@ class ReplicaLists:
             self._positions,
             plan.num_slots,
             preempts=plan.config.preempt,
-            lanes=plan.lanes,
         ):
             if position.slot is not None:
                 state = state.with_job(
@@ -304,7 +282,7 @@ class ReplicaLists:
             limits=plan.config.limits,
         )
 
-    def _reason(self, best: Timed, other: Timed | None) -> Note:
+    def _reason(self, best: _Timed, other: _Timed | None) -> Note:
         text = (
             f"replicas: auto: {self._describe(best)}: predicted "
             f"{best.seconds / best.bound - 1:.1%} over the least time of replicas of "
@@ -315,8 +293,11 @@ class ReplicaLists:
             text += f", and {saved:.1%} less than {self._describe(other)}"
         return Note(text)
 
-    def _describe(self, one: Timed) -> str:
-        return one.describe(with_remat=bool(self._bounds.remats))
+    def _describe(self, one: _Timed) -> str:
+        config, text = one.config, describe_list(one.config.replica_shapes)
+        if config.replicas is None:
+            text = f"mesh {config.mesh} with {config.limits.capacity:,} tokens"
+        return f"{text}, remat {config.remat}" if self._bounds.remats else text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

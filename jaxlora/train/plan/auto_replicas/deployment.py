@@ -27,7 +27,6 @@ from jaxlora.train.plan.run_plan import RunPlan
 
 _STEPS = 100  # that the deployment is chosen for, as in LobRA
 _SIMULATED = 20
-_GAIN = 0.02  # of other shapes, from which on they are named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,34 +127,6 @@ def deployed_degrees(
         return []
     found = demand.planned(kinds).deployment
     return sorted((kind.tensor for kind in found.replicas), reverse=True)
-
-
-def staged_replicas(
-    plan: RunPlan, jobs: Sequence[PreparedJob], machine: Machine
-) -> str | None:
-    """Says which replicas with pipeline stages would be faster than those without.
-
-    Args:
-        plan: The plan of the run, with its `remat`.
-        jobs: The jobs.
-        machine: The devices.
-
-    Returns:
-        The deployment and what it would save; None: replicas without stages are as
-        fast, or the rates of the device are not known.
-    """
-    if not plan.rates.are_known or machine.num_devices == 1:
-        return None
-    demand = _Demand.of(plan, jobs, machine, plan.spec.options.remat)
-    whole = [kind for kind in demand.kinds if kind.stage == 1]
-    if not any(kind.longest >= demand.longest for kind in whole):
-        return None  # by a rougher estimate than that of the run
-    own = demand.planned(whole)
-    best = demand.planned(demand.kinds)
-    saved = 1 - best.seconds / own.seconds
-    if saved < _GAIN or all(kind.stage == 1 for kind in best.deployment.kinds):
-        return None
-    return f"{best.deployment} would take {saved:.0%} less time"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

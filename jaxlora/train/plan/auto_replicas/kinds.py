@@ -90,7 +90,6 @@ class ReplicaModel:
             specs=stage_specs(self.spec, stage, self.rates.links.speed),
             sizes=MeshSizes(stage=stage, tensor=tensor),
             in_flight=stage,
-            is_pinned=False,
         )
 
     # ---- memory ----------------------------------------------------------------------

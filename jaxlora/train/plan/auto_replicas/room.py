@@ -18,7 +18,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import UNCHECKED_TOKENS
 from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.mesh import MeshStages, check_has_layers, estimated_footprint
+from jaxlora.memory.mesh import MeshStages, estimated_footprint
 from jaxlora.memory.need import DoesNotFitError
 from jaxlora.memory.options import estimated_room, largest_fitting
 from jaxlora.memory.refusal import refusal
@@ -97,79 +97,35 @@ class RoomFinder:
             The run with the replicas, and what they are.
 
         Raises:
-            ConfigError: A replica has more stages than the model has layers, or all
-                have stages.
+            ConfigError: A replica does not have the memory for any microbatch.
             DoesNotFitError: No replica has the memory for the longest sample.
         """
-        for one in replicas:
-            check_has_layers(self._spec, one.stage)
-        degrees = sorted({one.tensor for one in replicas if one.stage == 1})
-        if not degrees:
-            raise ConfigError(
-                "replicas: each has pipeline stages, and the one that takes the "
-                "optimizer steps of all needs all layers on the same devices. Add a "
-                "replica without stage, or leave replicas out and set mesh: stage=N."
-            )
-        rooms = self.rooms(config, degrees)
+        rooms = self.rooms(config, sorted({one.tensor for one in replicas}))
         room = max(rooms, key=lambda room: len(room.most))  # the weakest of them
         shapes: list[ReplicaShape] = []
-        for one in sorted(replicas, key=lambda one: one.stage):
+        for one in replicas:
             tokens: int | str | None = one.microbatch_tokens
             if tokens == "auto":
-                tokens = self._most(room, one, shapes)
+                tokens = room.most.get(one.tensor)
             if tokens is None:
-                sizes = MeshSizes(stage=one.stage, tensor=one.tensor)
                 raise ConfigError(
-                    f"replicas: a replica with {sizes} does not have the memory for "
-                    "any microbatch. Give it more devices."
+                    f"replicas: a replica with tensor={one.tensor} does not have the "
+                    "memory for any microbatch. Give it more devices."
                 )
             assert isinstance(tokens, int)
-            shape = ReplicaShape(tokens=tokens, tensor=one.tensor, stage=one.stage)
-            shapes += [shape] * one.count
+            shapes += [ReplicaShape(tokens=tokens, tensor=one.tensor)] * one.count
         shapes = in_order(shapes)
         text = f"replicas: {describe_list(shapes)}, as many as fit"
         return with_list(room.config, shapes), Note(text)
 
-    def _most(
-        self, room: Room, one: ReplicaConfig, shapes: Sequence[ReplicaShape]
-    ) -> int | None:
-        """Returns the largest microbatches that fit on a replica; None: none do.
-
-        Those with stages are no larger than those of the first replica, which has none.
-
-        Args:
-            room: What fits.
-            one: The replica.
-            shapes: If it has stages, those without are among these.
-        """
-        if one.stage == 1:
-            return room.most.get(one.tensor)
-        available = self._machine.memory_of(self._machine.num_devices)
-        largest = max(shape.tokens for shape in shapes)
-        if available is None:
-            return largest
-        found = self._fitting(room.config, one.tensor, available, one.stage)
-        return None if found is None else min(found, largest)
-
     def _stages(self, config: RunConfig, shape: ReplicaShape) -> MeshStages:
-        """Returns the first one of several replicas of a shape.
-
-        With stages, that is a mesh, whose stages have optimizers.
-        """
+        """Returns the first one of several replicas of a shape."""
         spec = self._spec.with_remat(config.weakest_remat)
-        if shape.stage > 1:
-            mesh = str(MeshSizes(stage=shape.stage, tensor=shape.tensor))
-            given = config.replace(mesh=mesh, microbatch_tokens=shape.tokens)
-        else:
-            given = with_list(config, [shape] * 2)
+        given = with_list(config, [shape] * 2)
         return MeshStages.of(given, spec, speed=self._machine.speed)
 
     def _fitting(
-        self,
-        config: RunConfig,
-        tensor: int,
-        available: DeviceMemory,
-        stage: int = 1,
+        self, config: RunConfig, tensor: int, available: DeviceMemory
     ) -> int | None:
         """Returns the largest microbatches of the first replica, which has the most.
 
@@ -177,8 +133,7 @@ class RoomFinder:
         not hold the longest sample, which may run on another replica.
         """
         bounds = dataclasses.replace(self._bounds, smallest=self._bounds.unit)
-        most = self._bounds.largest
-        shape = ReplicaShape(tokens=most, tensor=tensor, stage=stage)
+        shape = ReplicaShape(tokens=self._bounds.largest, tensor=tensor)
         stages = self._stages(config, shape)
         estimate = functools.partial(estimated_footprint, stages, config.block_tokens)
         room = estimated_room(available, _SEVERAL)

@@ -277,7 +277,7 @@ def test_weights_are_gathered_inside_a_host():
     two = dataclasses.replace(machine(4, 15), num_processes=2, num_hosts=2)
     settings = dict(num_jobs=4, remat="layer", tokens=2048)
     slow = choose(LLAMA_8B, two, network_gbits=10, **settings)
-    assert slow.sizes == MeshSizes(data=2, fsdp=2)
+    assert (slow.sizes.data, slow.sizes.num_devices) == (2, 4)  # a replica on each
     # A network as fast as NVLink changes nothing.
     fast = choose(LLAMA_8B, two, network_gbits=1e6, **settings)
     one = dataclasses.replace(two, num_hosts=1)

@@ -90,20 +90,6 @@ def test_fsdp(tmp_path, in_this_process, capsys):
     assert "| fsdp=1 | the rest | it took more than 1 s |" in printed
 
 
-@pytest.mark.grid
-@pytest.mark.needs_devices(2)
-def test_halves(tmp_path, in_this_process):
-    options = TINY.replace("fsdp=2", "tensor=2").replace(
-        "--longest", "--overlap-halves --longest"
-    )
-    subjects.run("mesh", [*options.split(), str(tmp_path)])
-    results = Results(tmp_path)
-    (step,) = of_kind(results, "step")
-    assert (step["mesh"], step["capacity"]) == ("tensor=2, halves", 128)
-    (window,) = of_kind(results, "window")
-    assert window["ticks"] > 1 and window["tokens"] >= 4 * 128
-
-
 def test_parts_begin_before_the_limit_only():
     results = Results(None)
     measure(dataclasses.replace(CASE, mesh="fsdp=1"), results, seconds=-1)
