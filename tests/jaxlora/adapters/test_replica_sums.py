@@ -96,9 +96,7 @@ def on_two(seed: int) -> tuple[Pending, dict[str, np.ndarray]]:
     sums = terms[0] | {n: terms[0][n] + terms[1][n] for n in ("a", "c")}
     own = {n: np.stack([one[n] for one in terms]) for n in ("a", "c")}
     gradients = own | {"b": terms[0]["b"][None]}
-    where = Pending(
-        gradients=TENSOR.gradients(gradients, AXES), is_finite=TENSOR.partial
-    )
+    where = Pending(gradients=TENSOR.gradients(gradients, AXES), is_finite=TENSOR.rows)
     found = Pending(gradients=gradients, is_finite=np.ones((1, SLOTS), bool))
     return jax.device_put(found, TENSOR.shardings(where)), sums
 
@@ -121,7 +119,7 @@ def test_devices_of_a_replica_send_whole_gradients_and_add_their_parts(wide):
     """One mesh sends and another one adds the sum of all terms, each of them once."""
     (mine, own), (other, sent), slot = on_two(1), on_two(2), np.int32(1)
     whole = PartitionSpec()
-    specs = Pending(gradients=TENSOR.gradients(SHAPES, AXES), is_finite=TENSOR.partial)
+    specs = Pending(gradients=TENSOR.gradients(SHAPES, AXES), is_finite=TENSOR.rows)
     read = functools.partial(
         exchange.read_part, whole_axes=TENSOR.whole_axes, divided=AXES
     )
@@ -143,7 +141,7 @@ def test_devices_of_a_replica_take_their_parts_of_the_weights(wide):
     weights, own, slot = tables(5), tables(6), np.int32(2)
     gradients, _ = on_two(7)
     params = TENSOR.tables(SHAPES, AXES)
-    specs = Pending(gradients=TENSOR.gradients(SHAPES, AXES), is_finite=TENSOR.partial)
+    specs = Pending(gradients=TENSOR.gradients(SHAPES, AXES), is_finite=TENSOR.rows)
     row, whole = jax.jit(read_slot_rows)(weights, slot), PartitionSpec()
     write = functools.partial(exchange.write_weights, divided=AXES)
     write = on_devices(write, params, specs, whole, whole, gives=(params, specs))
