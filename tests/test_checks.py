@@ -11,8 +11,8 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Array, Float
 
 from jaxlora.adapters.optimizer import measure
+from jaxlora.plan.mesh.candidates import Demand
 from jaxlora.scheduler import Limits
-from jaxlora.train.plan.auto_mesh.candidates import Demand
 from tests.checks import CALLS_PER_TEST, begin_test, checked
 
 

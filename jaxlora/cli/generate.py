@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> None:
     _check_output(arguments)
     use_device(arguments)
     from jaxlora.generate.api import generation_settings
-    from jaxlora.memory.gpu_share import take_free_gpus
+    from jaxlora.plan.memory.gpu_share import take_free_gpus
     from jaxlora.train.compilation_cache import keep_compiled_programs
 
     values = {name: getattr(arguments, name) for name in _SETTINGS}

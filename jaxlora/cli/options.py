@@ -49,7 +49,7 @@ def read_run(
 ) -> tuple["RunFile", dict[str, str], "RunConfig"]:
     """Returns the run file, the options that replace its settings, and the run."""
     from jaxlora.config.run_file import RunFile
-    from jaxlora.train.plan.found_inputs import missing_inputs
+    from jaxlora.plan.job.found_inputs import missing_inputs
 
     options = {name: getattr(arguments, name, None) or None for name in OPTIONS}
     given = {name: value for name, value in options.items() if value is not None}

@@ -19,7 +19,7 @@ from jaxlora.errors import ConfigError
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
     from jaxlora.costs.gpus import GpuMachine
-    from jaxlora.plan import RunForecast
+    from jaxlora.forecast.forecast import RunForecast
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
     from jaxlora.cli.outputs import check_output
     from jaxlora.costs.gpus import parse_machine
     from jaxlora.device_check import use_cpu
-    from jaxlora.plan.report import draw_plan, picture_kind, print_plan
+    from jaxlora.forecast.report import draw_plan, picture_kind, print_plan
 
     use_device(arguments)
     machine = None
@@ -91,7 +91,11 @@ def _plan_replicas(
     config: "RunConfig", machine: "GpuMachine | None", arguments: argparse.Namespace
 ) -> None:
     """Prints and draws replicas of different shapes for a run."""
-    from jaxlora.plan.replicas import draw_replicas, plan_run_replicas, print_replicas
+    from jaxlora.forecast.replicas import (
+        draw_replicas,
+        plan_run_replicas,
+        print_replicas,
+    )
 
     for option in ("steps", "price_per_hour"):
         if getattr(arguments, option):
@@ -114,10 +118,10 @@ def _plan(
     config: "RunConfig", machine: "GpuMachine | None", steps: int | None
 ) -> "RunForecast | None":
     """Plans a run; if it does not fit into other GPUs, says so and returns None."""
-    from jaxlora.memory.gpu_share import take_free_gpus
-    from jaxlora.memory.need import DoesNotFitError
-    from jaxlora.plan import plan_run
-    from jaxlora.plan.report import print_misfit
+    from jaxlora.forecast.forecast import plan_run
+    from jaxlora.forecast.report import print_misfit
+    from jaxlora.plan.memory.gpu_share import take_free_gpus
+    from jaxlora.plan.memory.need import DoesNotFitError
 
     if machine is None:
         take_free_gpus(gathers=config.may_gather)  # the memory that training has

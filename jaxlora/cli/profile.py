@@ -56,8 +56,8 @@ def _run(arguments: argparse.Namespace) -> None:
     from jaxlora.cli.outputs import check_output
     from jaxlora.costs.device_profile import write_profile
     from jaxlora.device_check import check_device
-    from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.pallas_kernels.device import device_kind
+    from jaxlora.plan.memory.gpu_share import take_free_gpus
     from jaxlora.profile.measure import Settings, measure
     from jaxlora.profile.table import print_profile
     from jaxlora.train.compilation_cache import keep_compiled_programs

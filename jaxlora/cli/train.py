@@ -61,7 +61,7 @@ def train(arguments: argparse.Namespace) -> int:
     """Trains the run of a run file; returns the exit status."""
     from jaxlora.distributed.start import find_membership, joined, local_device_ids
     from jaxlora.errors import ConfigError
-    from jaxlora.memory.gpu_share import take_free_gpus
+    from jaxlora.plan.memory.gpu_share import take_free_gpus
 
     use_device(arguments)
     member = find_membership(

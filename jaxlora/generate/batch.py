@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,12 @@ from jaxlora.generate.programs import (
     Weights,
     programs_of,
 )
+from jaxlora.generate.prompt import FinishReason
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.forward import Base
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import announce, counting, finish
-
-FinishReason = Literal["eos_token", "stop_sequence", "length"]
 
 _END_IDS_MULTIPLE = 8
 

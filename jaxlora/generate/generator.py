@@ -16,16 +16,13 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.files.peft_tables import BaseTables
 from jaxlora.adapters.files.tokenizer_copy import ChatTemplate
 from jaxlora.common.background import in_background
-from jaxlora.common.counted import counted
 from jaxlora.common.job_name import BASE
 from jaxlora.config.data_config import check_template_kwargs
 from jaxlora.config.generation_settings import GenerationSettings
-from jaxlora.data.records.messages import Message
-from jaxlora.data.templates.chat import ModelChat
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.data.tokenizer_files import model_eos_ids
 from jaxlora.device_check import check_device
-from jaxlora.errors import ConfigError, DataError
+from jaxlora.errors import ConfigError
 from jaxlora.generate.adapter_names import Adapters, named_adapters
 from jaxlora.generate.adapter_slots import NO_ADAPTER, load_decoder
 from jaxlora.generate.adapter_tokenizers import own_tokenizers
@@ -39,8 +36,8 @@ from jaxlora.generate.prompt import (
     Prompts,
     as_prompt,
     as_prompts,
+    prompt_ids,
 )
-from jaxlora.generate.write import prompt_text
 from jaxlora.hf.load import FrozenModel, OpenedModel, open_model
 from jaxlora.hf.names import linear_shapes
 
@@ -129,65 +126,6 @@ class TextDecoder:
             num_until_stop=text.num_until_stop,
         )
         return request, text
-
-
-def prompt_ids(
-    prompt: Prompt,
-    tokenizer: Tokenizer,
-    max_positions: int,
-) -> list[int]:
-    """Returns the tokens of a prompt.
-
-    Args:
-        prompt: The prompt.
-        tokenizer: The model's tokenizer.
-        max_positions: Longest sequence that the model was made for, in tokens.
-
-    Raises:
-        ConfigError: The prompt is empty or too long, or has tools and is no chat.
-        DataError: The chat template refuses the messages, or prints no tools.
-        ModelError: The prompt is a chat, and the tokenizer has no chat template.
-    """
-    shown = f"the prompt {prompt_text(prompt)[:40]!r}"
-    if isinstance(prompt.text, str):
-        if prompt.tools:
-            raise ConfigError(f"{shown} has tools and is no chat: set chat.")
-        # The ids that the tokenizer puts after a text would end it.
-        ids = tokenizer.encode(prompt.text, add_special_tokens=False)
-        ids = [*tokenizer.prefix_ids, *ids[tokenizer.num_given(ids) :]]
-    else:
-        messages = [dict(message) for message in prompt.text]
-        text = _render(messages, prompt.tools, tokenizer.chat, shown)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    if not ids:
-        raise ConfigError(
-            "a prompt is empty, and the tokenizer puts no token before a text. Give a "
-            "text of at least one token."
-        )
-    if len(ids) >= max_positions:
-        raise ConfigError(
-            f"{shown} has {counted(len(ids), 'token')}, and the model has positions "
-            f"for {max_positions} (max_position_embeddings) with the answer. Shorten "
-            "the prompt."
-        )
-    return ids
-
-
-def _render(
-    messages: list[Message], tools: Sequence[Any] | None, chat: ModelChat, shown: str
-) -> str:
-    """Returns the text of a chat up to the answer."""
-    chat.check_kwargs()
-    if tools and "tools" not in chat.variables:
-        raise DataError(
-            f"{shown} has tools, which the chat template does not print. Leave them "
-            "out, or use a template that prints them."
-        )
-    extras = {"tools": list(tools)} if tools else {}
-    try:
-        return chat.render(messages, add_generation_prompt=True, **extras)
-    except DataError as error:
-        raise DataError(f"{shown}: {error}") from error
 
 
 def _generation(prompt: Prompt, text: AnswerText, answer: Answer) -> Generation:

@@ -3,13 +3,18 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from jaxlora.common.counted import counted
+from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.data.records.messages import read_messages
 from jaxlora.data.records.values import check_text
+from jaxlora.data.templates.chat import ModelChat
+from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import ConfigError, DataError, JaxloraError
-from jaxlora.generate.batch import FinishReason
+from jaxlora.families.model_config import ModelConfig
 
+FinishReason = Literal["eos_token", "stop_sequence", "length"]
 Message = Mapping[str, Any]  # {role, content}, as chat templates take them
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -155,6 +160,91 @@ def read_chat(messages: Sequence[Any], *, is_columnar: bool = False) -> list[Mes
     unweighted = [{**m, "weight": 0} if isinstance(m, Mapping) else m for m in messages]
     record = {"messages": unweighted}
     return [*read_messages(record, "messages", is_columnar=is_columnar).messages]
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """Returns the text of a prompt, or the last message of a chat."""
+    return prompt.text if isinstance(prompt.text, str) else prompt.text[-1]["content"]
+
+
+def prompt_ids(
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    max_positions: int,
+) -> list[int]:
+    """Returns the tokens of a prompt.
+
+    Args:
+        prompt: The prompt.
+        tokenizer: The model's tokenizer.
+        max_positions: Longest sequence that the model was made for, in tokens.
+
+    Raises:
+        ConfigError: The prompt is empty or too long, or has tools and is no chat.
+        DataError: The chat template refuses the messages, or prints no tools.
+        ModelError: The prompt is a chat, and the tokenizer has no chat template.
+    """
+    shown = f"the prompt {prompt_text(prompt)[:40]!r}"
+    if isinstance(prompt.text, str):
+        if prompt.tools:
+            raise ConfigError(f"{shown} has tools and is no chat: set chat.")
+        # The ids that the tokenizer puts after a text would end it.
+        ids = tokenizer.encode(prompt.text, add_special_tokens=False)
+        ids = [*tokenizer.prefix_ids, *ids[tokenizer.num_given(ids) :]]
+    else:
+        messages = [dict(message) for message in prompt.text]
+        text = _render(messages, prompt.tools, tokenizer.chat, shown)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise ConfigError(
+            "a prompt is empty, and the tokenizer puts no token before a text. Give a "
+            "text of at least one token."
+        )
+    if len(ids) >= max_positions:
+        raise ConfigError(
+            f"{shown} has {counted(len(ids), 'token')}, and the model has positions "
+            f"for {max_positions} (max_position_embeddings) with the answer. Shorten "
+            "the prompt."
+        )
+    return ids
+
+
+def _render(
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Any] | None,
+    chat: ModelChat,
+    shown: str,
+) -> str:
+    """Returns the text of a chat up to the answer."""
+    chat.check_kwargs()
+    if tools and "tools" not in chat.variables:
+        raise DataError(
+            f"{shown} has tools, which the chat template does not print. Leave them "
+            "out, or use a template that prints them."
+        )
+    extras = {"tools": list(tools)} if tools else {}
+    try:
+        return chat.render(messages, add_generation_prompt=True, **extras)
+    except DataError as error:
+        raise DataError(f"{shown}: {error}") from error
+
+
+def sample_prompts(
+    config: SamplesConfig, model: ModelConfig, tokenizer: Tokenizer
+) -> list[Prompt]:
+    """Returns the prompts of a run's samples.
+
+    Raises:
+        ConfigError: A prompt is empty or too long.
+        JaxloraError: The prompts are chats, and the chat template is missing or refuses
+            them.
+    """
+    prompts = [Prompt(text) for text in config.prompts]
+    if config.chat:
+        prompts = [prompt.as_chat(config.system) for prompt in prompts]
+    for prompt in prompts:
+        prompt_ids(prompt, tokenizer, model.max_positions)
+    return prompts
 
 
 @contextlib.contextmanager

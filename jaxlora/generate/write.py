@@ -6,18 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxlora.common.atomic import write_text
-from jaxlora.generate.prompt import Generation, Prompt
+from jaxlora.generate.prompt import Generation, prompt_text
 
 
 def describe(generation: Generation) -> str:
     """Returns the adapter, the prompt and the text, over several lines."""
     asked = prompt_text(generation.prompt)
     return f"[{generation.prompt.adapter}] {asked}\n{generation.text}\n"
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """Returns the text of a prompt, or the last message of a chat."""
-    return prompt.text if isinstance(prompt.text, str) else prompt.text[-1]["content"]
 
 
 def write_generations(

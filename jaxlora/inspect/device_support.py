@@ -13,15 +13,15 @@ from rich.table import Table
 from jaxlora.common.console import literal, show
 from jaxlora.device_check import check_device
 from jaxlora.hf.config import model_config
-from jaxlora.memory.device_memory import device_memory
-from jaxlora.memory.gpu_share import choose_share, query_gpus
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import BACKENDS, FORMATS, LinearShape
-from jaxlora.train.plan.kernel_choice import (
+from jaxlora.plan.job.kernel_choice import (
     group_reasons,
     is_blackwell,
     present_capability,
 )
+from jaxlora.plan.memory.device_memory import device_memory
+from jaxlora.plan.memory.gpu_share import choose_share, query_gpus
 
 # The linears and the heads of Llama-3.1-8B.
 _LINEAR = LinearShape(

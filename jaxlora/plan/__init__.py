@@ -1,5 +1,0 @@
-"""`jaxlora plan`: predicts a run without training it."""
-
-from jaxlora.plan.forecast import RunForecast, plan_run, plan_run_groups
-
-__all__ = ["RunForecast", "plan_run", "plan_run_groups"]

@@ -16,9 +16,9 @@ from jaxlora.data.objective import Objective
 from jaxlora.data.order import StreamPlace
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.run.events import JobInfo
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.train.plan.prepared_job import PreparedJob
 
 
 class JobState:

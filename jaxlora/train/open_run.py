@@ -18,8 +18,13 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
-from jaxlora.memory.footprint import StagePrograms
 from jaxlora.models.forward import Base
+from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.prepare_run import prepare_run
+from jaxlora.plan.job.prepared_job import DataReader, PreparedJob
+from jaxlora.plan.job.quantized_base import with_derived
+from jaxlora.plan.memory.footprint import StagePrograms
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.folder import BegunRun, as_begun, check_writable
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
@@ -31,11 +36,7 @@ from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepare_run import prepare_run
-from jaxlora.train.plan.prepared_job import DataReader, PreparedJob
-from jaxlora.train.plan.quantized_base import with_derived
-from jaxlora.train.plan.run_plan import RunPlan
+from jaxlora.train.saved.continue_job import continued_step
 from jaxlora.train.saved.describe_run import (
     check_saved_states,
     check_settings_resume,
@@ -160,6 +161,7 @@ def open_run(
         config,
         model,
         begun.started,
+        done_steps=continued_step,
         ended=processes.from_first(lambda: jobs_not_held(begun, replan=replan)),
         chosen=begun.chosen,
         held_bytes=0 if model is None else device_bytes(model.params),

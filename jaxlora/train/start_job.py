@@ -14,8 +14,8 @@ from jaxlora.adapters.fresh import (
 from jaxlora.hf.load import FrozenModel, unquantized_reader
 from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.prepared_job import PreparedJob
 
 
 def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:

@@ -14,8 +14,12 @@ from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import FrozenModel
-from jaxlora.memory.device_memory import measured_peak
-from jaxlora.memory.footprint import StagePrograms
+from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
+from jaxlora.plan.job.slot_spec import check_fits
+from jaxlora.plan.memory.device_memory import measured_peak
+from jaxlora.plan.memory.footprint import StagePrograms
+from jaxlora.plan.resolve import check_comparable
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.callback import Callback
 from jaxlora.run.folder import ADAPTERS, check_folder
 from jaxlora.run.job_progress import JobProgress
@@ -29,10 +33,6 @@ from jaxlora.train.ending import explained
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 from jaxlora.train.open_run import open_run
-from jaxlora.train.plan.prepared_job import PreparedJob, prepare_job
-from jaxlora.train.plan.resolve import check_comparable
-from jaxlora.train.plan.run_plan import RunPlan
-from jaxlora.train.plan.slot_spec import check_fits
 from jaxlora.train.report.summary import (
     RunResult,
     job_result,

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 from jaxlora.device_check import check_device_in_child
-from jaxlora.memory.gpu_share import take_free_gpus
+from jaxlora.plan.memory.gpu_share import take_free_gpus
 
 
 @dataclasses.dataclass(frozen=True)

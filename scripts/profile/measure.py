@@ -24,19 +24,19 @@ from jaxlora.costs.device_profile import (
     versions,
 )
 from jaxlora.hf.files import tokenizer_folder
-from jaxlora.memory.footprint import num_bytes
-from jaxlora.memory.mesh import measured_footprint
 from jaxlora.models.layer import Remat
+from jaxlora.plan.job.planned_model import planned_model
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.memory.footprint import num_bytes
+from jaxlora.plan.mesh.machine import Machine, this_machine
+from jaxlora.plan.run_plan import RunPlan
+from jaxlora.plan.stages import measured_footprint
 from jaxlora.profile.pass_times import PassTimes, Probe, make_probe, measure_passes
 from jaxlora.profile.tokens import SIGMA, equal_shares, fill, job_batch
 from jaxlora.profile.training import Training, make_job, plan_run, time_steps
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
 from jaxlora.train.execute.run_programs import RunPrograms
-from jaxlora.train.plan.auto_mesh.machine import Machine, this_machine
-from jaxlora.train.plan.planned_model import planned_model
-from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.run_plan import RunPlan
 
 _MEDIAN_SHARE = 1 / 3  # median of the lengths that are drawn, of the longest
 _LINK_BYTES = (2**20, 2**24, 2**26)

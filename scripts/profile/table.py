@@ -6,7 +6,7 @@ from rich.table import Table
 
 from jaxlora.common.console import show
 from jaxlora.costs.device_profile import Profile
-from jaxlora.memory.device_memory import format_bytes
+from jaxlora.plan.memory.device_memory import format_bytes
 
 
 def print_profile(profile: Profile, console: Console) -> None:

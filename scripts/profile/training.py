@@ -23,19 +23,19 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.load import Place
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.base_format import BaseFormat, kernel_of
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.job.quantized_base import run_format
+from jaxlora.plan.mesh.machine import Machine
+from jaxlora.plan.resolve import resolve
+from jaxlora.plan.run_plan import RunPlan
+from jaxlora.plan.stages import MeshStages
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.auto_mesh.machine import Machine
-from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.quantized_base import run_format
-from jaxlora.train.plan.resolve import resolve
-from jaxlora.train.plan.run_plan import RunPlan
 
 SCORES = 2.0  # standard deviation of the attention scores
 

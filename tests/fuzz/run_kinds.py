@@ -11,10 +11,10 @@ from unittest import mock
 
 from jaxlora import FrozenModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.inspect import inspect_path
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.train import trainer
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.stream import Border, Stream
-from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.report.plot import plot_losses
 from jaxlora.train.saved.export import export_checkpoint
 from tests.fuzz.data_kinds import PAIRS, make_records

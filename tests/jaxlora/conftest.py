@@ -21,7 +21,7 @@ def compiled_when_called(monkeypatch):
     """Programs are not compiled ahead: for trainers that are looked at, not trained."""
     empty = RunPrograms(passes=(), others=())
     monkeypatch.setattr(RunPrograms, "start", lambda *_, **__: empty)
-    monkeypatch.setattr("jaxlora.memory.mesh.measured_footprint", lambda *_: None)
+    monkeypatch.setattr("jaxlora.plan.stages.measured_footprint", lambda *_: None)
 
 
 @pytest.fixture

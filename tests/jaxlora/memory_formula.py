@@ -1,7 +1,7 @@
 """Memory of a training step by a formula, for tests of what is chosen by it.
 
 The product traces layers of each decoder that it considers, which takes seconds; the
-tests of `jaxlora.memory` hold these estimates.
+tests of `jaxlora.plan.memory` hold these estimates.
 """
 
 import contextlib
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxlora.memory import mesh
-from jaxlora.memory.estimate import StepBytes
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.train.plan.auto_replicas import kinds
+from jaxlora.plan import stages as mesh_stages
+from jaxlora.plan.memory.estimate import StepBytes
+from jaxlora.plan.replicas import kinds
 
 
 def part_bytes(spec: DecoderSpec, tensor: int, *_) -> StepBytes:
@@ -35,6 +35,6 @@ def part_bytes(spec: DecoderSpec, tensor: int, *_) -> StepBytes:
 def estimated_by_formula() -> Iterator[None]:
     """Estimates memory by the formula, where meshes and replicas are chosen."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (mesh, kinds):
+        for module in (mesh_stages, kinds):
             patch.setattr(module, "part_bytes", part_bytes)
         yield

@@ -18,9 +18,9 @@ from jaxlora.device_check import (
     visible_gpu,
 )
 from jaxlora.errors import DeviceError
+from jaxlora.forecast.forecast import plan_run
 from jaxlora.hf.load import load_model
 from jaxlora.inspect.device_support import inspect_device
-from jaxlora.plan import plan_run
 from tests import tiny
 
 BOTH_SET = (

@@ -14,9 +14,9 @@ from rich.console import Console
 from jaxlora.cli.main import main
 from jaxlora.inspect import device_support as inspect_device_module
 from jaxlora.inspect.device_support import inspect_device
-from jaxlora.memory.gpu_share import GpuUse
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import BACKENDS
+from jaxlora.plan.memory.gpu_share import GpuUse
 
 
 @pytest.fixture(autouse=True)

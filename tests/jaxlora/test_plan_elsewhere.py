@@ -15,10 +15,10 @@ from jaxlora.bench.shapes import config_json
 from jaxlora.cli.main import main
 from jaxlora.costs.gpus import GPUS, parse_machine
 from jaxlora.errors import ConfigError, JaxloraError
-from jaxlora.memory.need import DoesNotFitError
+from jaxlora.forecast.forecast import RunForecast, plan_run
+from jaxlora.forecast.report import print_plan
 from jaxlora.pallas_kernels.device import planned_device
-from jaxlora.plan import RunForecast, plan_run
-from jaxlora.plan.report import print_plan
+from jaxlora.plan.memory.need import DoesNotFitError
 from tests import tiny
 
 GIB = 2**30

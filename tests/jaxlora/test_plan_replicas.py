@@ -14,17 +14,17 @@ from jaxlora.cli.main import main
 from jaxlora.costs.device_profile import PassCost, estimate
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.hf.config import model_config
-from jaxlora.memory.mesh import MeshStages, estimated_footprint
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.mesh.predict import shape_seconds, table_seconds
+from jaxlora.plan.replicas.choose import ReplicaLists
+from jaxlora.plan.replicas.kinds import ReplicaModel
+from jaxlora.plan.replicas.room import RoomFinder, describe_list
+from jaxlora.plan.stages import MeshStages, estimated_footprint
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.auto_mesh.predict import shape_seconds, table_seconds
-from jaxlora.train.plan.auto_replicas.choose import ReplicaLists
-from jaxlora.train.plan.auto_replicas.kinds import ReplicaModel
-from jaxlora.train.plan.auto_replicas.room import RoomFinder, describe_list
 from tests import tiny
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.memory_formula import estimated_by_formula

@@ -10,14 +10,15 @@ from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.errors import ConfigError
+from jaxlora.forecast.forecast import plan_run_groups
+from jaxlora.forecast.sweep_groups import draw_groups, plan_groups, print_groups
+from jaxlora.forecast.sweep_process import group_plans
 from jaxlora.pallas_kernels.device import planned_for
-from jaxlora.plan import plan_run_groups
-from jaxlora.plan.sweep_groups import draw_groups, plan_groups, print_groups
-from jaxlora.plan.sweep_process import group_plans
+from jaxlora.plan.job.prepare_run import prepare_run
+from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.mesh.predict import SLOT_SECONDS
 from jaxlora.sweeps.engine.group_plan import GroupPlans
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.auto_mesh.predict import SLOT_SECONDS
-from jaxlora.train.plan.prepare_run import prepare_run
+from jaxlora.train.saved.continue_job import continued_step
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("memory_by_formula")
@@ -56,7 +57,9 @@ def run(tmp_path_factory):
 
 def planned(config: RunConfig, gpus: str):
     with planned_for(parse_machine(gpus).planned(0.75)):
-        run = prepare_run(config, None, "2026-01-01T00:00:00")
+        run = prepare_run(
+            config, None, "2026-01-01T00:00:00", done_steps=continued_step
+        )
         return run.plan, run.jobs, plan_groups(run.plan, run.jobs, this_machine())
 
 
@@ -123,7 +126,7 @@ def test_a_configuration_alone_takes_the_time_of_its_microbatches(run):
     """As the trainer's own prediction for one microbatch a step."""
     plan, (job,), groups = planned(run(rank=[16]), "h100")
     assert len(job.lengths(0)) * TOKENS == plan.config.microbatch_tokens
-    from jaxlora.plan.foretell import foretell
+    from jaxlora.forecast.foretell import foretell
 
     with planned_for(parse_machine("h100").planned(0.75)):
         seconds = plan.seconds(foretell(plan, [job]).schedule)

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from jaxlora.errors import ConfigError
-from jaxlora.memory.gpu_share import query_gpus
+from jaxlora.plan.memory.gpu_share import query_gpus
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

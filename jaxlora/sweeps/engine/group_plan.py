@@ -16,7 +16,7 @@ from jaxlora.errors import ConfigError, ProcessError
 from jaxlora.run.saved_fields import Size
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
-COMMAND = (sys.executable, "-m", "jaxlora.plan.sweep_process")
+COMMAND = (sys.executable, "-m", "jaxlora.forecast.sweep_process")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

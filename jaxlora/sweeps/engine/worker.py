@@ -111,7 +111,7 @@ def follow(link: Link, driver: _Driver) -> int:
 def train(begin: m.Begin, link: Link, driver: _Driver) -> int:
     """Trains what the driver gives, until nothing is left or it ends."""
     from jaxlora.config import RunConfig
-    from jaxlora.memory.gpu_share import take_free_gpus
+    from jaxlora.plan.memory.gpu_share import take_free_gpus
 
     config = RunConfig.model_validate(begin.run)
     take_free_gpus(gathers=config.may_gather)

@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.data.pack import JobBatch
-from jaxlora.memory.inputs import baseline_shape
 from jaxlora.models.forward import JobLosses
+from jaxlora.plan.memory.inputs import baseline_shape
 from jaxlora.sharding.global_arrays import put
 from jaxlora.train.execute.layout import Stage
 

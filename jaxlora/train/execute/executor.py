@@ -14,8 +14,8 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.data.pack import JobBatch
+from jaxlora.plan.stream_plan import StreamTick
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.stream_plan import StreamTick
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxlora.data.pack import JobBatch
+from jaxlora.plan.stream_plan import StreamTick
 from jaxlora.scheduler import Sample
 from jaxlora.scheduler.lanes import Tick
 from jaxlora.train.execute.executor import TickSource
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.stream_plan import StreamTick
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

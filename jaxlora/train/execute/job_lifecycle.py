@@ -4,6 +4,8 @@ import logging
 from collections.abc import Collection, Sequence
 
 from jaxlora.common.counted import counted
+from jaxlora.plan.job.job_slots import JobPosition, assign_slots
+from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run.events import (
     JobEndEvent,
     JobEvent,
@@ -19,8 +21,6 @@ from jaxlora.train.execute.executor import StepOutcome
 from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.execute.side_work import SideWork
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.job_slots import JobPosition, assign_slots
-from jaxlora.train.plan.stream_plan import StreamPlan
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,5 @@
 """The layout of a run's decoder and its slots on the devices of a mesh."""
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -8,22 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.load import Place
-from jaxlora.memory.mesh import MeshStages
-from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.tensor_parallel import EMBEDDING, check_divides
+from jaxlora.plan.stages import MeshStages, divided
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps, compiled_steps
@@ -112,7 +105,7 @@ class Layout:
         pairs = zip(stages.specs, placements, strict=True)
         return Layout(
             stages=tuple(
-                Stage(spec=_divided(spec, sizes), placement=placement)
+                Stage(spec=divided(spec, sizes), placement=placement)
                 for spec, placement in pairs
             ),
             in_flight=stages.in_flight,
@@ -262,52 +255,3 @@ def one_copy(x: jax.Array) -> jax.Array:
         assert isinstance(x.sharding, NamedSharding)
         x = jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))
     return x if len(x.sharding.device_set) == 1 else x.addressable_data(0)
-
-
-def _divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:
-    return spec.divided(fsdp=sizes.fsdp, tensor=sizes.tensor)
-
-
-def base_placement(stages: MeshStages) -> Place:
-    """Returns where each array goes while a checkpoint is read.
-
-    A tied embedding goes to the first stage; `Layout.bases` copies it to the last.
-
-    Args:
-        stages: The stages of the run.
-    """
-    meshes = stage_meshes(stages.sizes)
-    division = _divided(stages.spec, stages.sizes).division
-
-    def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Raises ValueError if the array cannot be divided among the devices."""
-        mesh = meshes[_stage_number(path, stages.borders)]
-        return NamedSharding(mesh, division.spec(path, shape))
-
-    return place
-
-
-def _stage_number(path: str, borders: Sequence[int]) -> int:
-    """Returns the stage that a frozen weight is read to."""
-    if path == EMBEDDING:
-        return 0
-    match path.split(".", 2):
-        case "layers", number, _:
-            return bisect.bisect_right(borders, int(number)) - 1
-    return len(borders) - 2
-
-
-def check_division(
-    config: ModelConfig,
-    dtype: np.dtype,
-    sizes: MeshSizes,
-    base_format: BaseFormat | None = None,
-) -> None:
-    """Checks that the weights of a model can be divided among the devices of a stage.
-
-    Raises:
-        ValueError: They cannot.
-    """
-    check_divides(config, sizes.tensor, base_format)
-    options = DecoderOptions(dtype=dtype, max_segment_tokens=1)
-    _divided(DecoderSpec(config=config, options=options), sizes).base_specs()

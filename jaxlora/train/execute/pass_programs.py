@@ -11,8 +11,6 @@ from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
 from jaxlora.data.objectives import has_reference
 from jaxlora.data.pack import PackedBatch
-from jaxlora.memory.footprint import StagePrograms
-from jaxlora.memory.inputs import baseline_shape, batch_shapes, key_shapes
 from jaxlora.models.forward import (
     JobLosses,
     SlotKeys,
@@ -21,6 +19,8 @@ from jaxlora.models.forward import (
 )
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.plan.memory.footprint import StagePrograms
+from jaxlora.plan.memory.inputs import baseline_shape, batch_shapes, key_shapes
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.section_passes import SectionPasses

@@ -16,8 +16,8 @@ from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.background import in_background
 from jaxlora.distributed import processes
-from jaxlora.memory.footprint import StagePrograms
-from jaxlora.memory.inputs import baseline_shape
+from jaxlora.plan.memory.footprint import StagePrograms
+from jaxlora.plan.memory.inputs import baseline_shape
 from jaxlora.programs.program import (
     Prepared,
     announce,

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.events import Event
 from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.execute.answers import Measure
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.samples import MakeSamples
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.requests import Requests
 
 

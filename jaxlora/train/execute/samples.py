@@ -7,10 +7,8 @@ from typing import Any
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.generate.generator import TextDecoder, end_ids, prompt_ids
-from jaxlora.generate.prompt import Generation, Prompt
-from jaxlora.generate.write import prompt_text
+from jaxlora.generate.generator import TextDecoder, end_ids
+from jaxlora.generate.prompt import Generation, prompt_text, sample_prompts
 from jaxlora.hf.load import FrozenModel
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 
@@ -19,24 +17,6 @@ from jaxlora.train.execute.slot_decoder import SlotDecoder
 MakeSamples = Callable[[Mapping[str, int]], dict[str, list[dict[str, Any]]]]
 
 _BATCH_SIZE = 16
-
-
-def sample_prompts(
-    config: SamplesConfig, model: ModelConfig, tokenizer: Tokenizer
-) -> list[Prompt]:
-    """Returns the prompts of a run's samples.
-
-    Raises:
-        ConfigError: A prompt is empty or too long.
-        JaxloraError: The prompts are chats, and the chat template is missing or refuses
-            them.
-    """
-    prompts = [Prompt(text) for text in config.prompts]
-    if config.chat:
-        prompts = [prompt.as_chat(config.system) for prompt in prompts]
-    for prompt in prompts:
-        prompt_ids(prompt, tokenizer, model.max_positions)
-    return prompts
 
 
 class Sampler:

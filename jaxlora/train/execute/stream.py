@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlora.adapters.parked_slot import ReadSlot
+from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run.events import WindowEvent
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule
@@ -18,7 +19,6 @@ from jaxlora.train.execute.executor import Outcomes, TickWork
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.stream_plan import StreamPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,7 +16,7 @@ from jaxlora.common.comparison import NOT_KNOWN, Comparison
 from jaxlora.common.console import literal, show, stdout
 from jaxlora.config import RunConfig
 from jaxlora.config.clone import CloneOf
-from jaxlora.memory.device_memory import format_bytes
+from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.printable import one_line
 from jaxlora.run.events import WindowEvent
 from jaxlora.run.folder import PICTURE, SUMMARY_FILE

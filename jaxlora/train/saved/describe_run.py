@@ -12,6 +12,9 @@ from jaxlora.config.replicas_config import listed
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
+from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, BegunRun, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
@@ -20,9 +23,6 @@ from jaxlora.run.saved_run import SavedRequests, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.saved.checkpoint import unfinished_checkpoints
 from jaxlora.train.saved.continue_job import check_continues
 from jaxlora.train.saved.read_checkpoint import (

@@ -9,15 +9,15 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.bench.workload import Workload
 from jaxlora.config import RunConfig
+from jaxlora.plan.job.job_slots import pack_whole
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.profile.tokens import job_batch
 from jaxlora.profile.training import make_job, model_of_shapes, plan_run
 from jaxlora.scheduler import Lanes, Sample, Schedule
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.job_slots import pack_whole
-from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.run_plan import RunPlan
 
 # The sources of the jobs' lengths, in the order of the jobs; see
 # `bench.scheduler.lengths`.

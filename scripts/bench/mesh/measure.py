@@ -27,6 +27,7 @@ from jaxlora.costs.work import head_work, layer_work
 from jaxlora.data.pack import PackedBatch
 from jaxlora.errors import JaxloraError
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.plan.stream_plan import FixedTicks
 from jaxlora.profile.device_trace import busy_ms, is_exchange, trace
 from jaxlora.profile.pass_times import Probe, make_probe, measure_passes
 from jaxlora.profile.tokens import TARGET_SHARE, equal_shares, fill
@@ -39,7 +40,6 @@ from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.executor import Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
-from jaxlora.train.plan.stream_plan import FixedTicks
 
 
 class MeshTraining(Training):

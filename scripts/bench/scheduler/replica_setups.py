@@ -13,16 +13,16 @@ from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.costs.links import make_links
 from jaxlora.hf.config import model_config
-from jaxlora.memory.device_memory import device_memory
-from jaxlora.memory.gpu_share import SHARE
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan.memory.device_memory import device_memory
+from jaxlora.plan.memory.gpu_share import SHARE
+from jaxlora.plan.mesh.predict import Rates
+from jaxlora.plan.replicas.kinds import ReplicaModel
 from jaxlora.scheduler import AffineCost
 from jaxlora.scheduler.replicas import ReplicaKind
-from jaxlora.train.plan.auto_mesh.predict import Rates
-from jaxlora.train.plan.auto_replicas.kinds import ReplicaModel
 
 LONGEST, STEPS = 16384, 100
 # Median, width and batch size of the samples of each job. All twelve together have

@@ -28,15 +28,15 @@ from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
 from jaxlora.data.pack import PackedBatch
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.pallas_kernels import compile_program
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.run_plan import RunPlan
+from jaxlora.plan.stages import MeshStages
 from jaxlora.profile import step_parts, training
 from jaxlora.profile.tokens import Microbatch
 from jaxlora.profile.training import Training
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.run_plan import RunPlan
 
 
 class BaseAlone(Training):

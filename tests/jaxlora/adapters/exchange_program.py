@@ -21,10 +21,10 @@ import numpy as np
 
 from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs, Pending
 from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
-from jaxlora.memory.footprint import StageUse, num_bytes, optimizer_bytes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
+from jaxlora.plan.memory.footprint import StageUse, num_bytes, optimizer_bytes
 from jaxlora.sharding.mesh import STAGE_AXES
 from jaxlora.train.execute.step import CompiledSteps
 from tests import h200

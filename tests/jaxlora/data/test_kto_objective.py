@@ -19,9 +19,9 @@ from jaxlora.data.tokens.choose import check_enough
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError, DataError
+from jaxlora.plan.job.check_objective import check_objective
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.check_objective import check_objective
-from jaxlora.train.plan.prepared_job import PreparedJob
 
 ROWS = 64  # of all cases, so that they share a program
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "preferences.json"

@@ -16,8 +16,8 @@ from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError, DataError, JaxloraError, ModelError
-from jaxlora.generate.generator import end_ids, prompt_ids
-from jaxlora.generate.prompt import as_prompts
+from jaxlora.generate.generator import end_ids
+from jaxlora.generate.prompt import as_prompts, prompt_ids
 from jaxlora.hf.load import OpenedModel
 from jaxlora.modules.trained_tensors import MAGNITUDE, VERA_B, VERA_D
 from jaxlora.programs.program import Program

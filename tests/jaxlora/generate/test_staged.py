@@ -9,10 +9,10 @@ from jaxlora.generate.generator import TextDecoder
 from jaxlora.generate.prompt import Prompt
 from jaxlora.generate.staged import StagedDecoder
 from jaxlora.hf.names import linear_path
-from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.plan.stages import MeshStages
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from tests import tiny

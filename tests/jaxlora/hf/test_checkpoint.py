@@ -13,7 +13,7 @@ from jaxlora.config import RunConfig
 from jaxlora.errors import AdapterError, ModelError
 from jaxlora.hf.checkpoint import open_checkpoint, planned_checkpoint
 from jaxlora.hf.convert import convert
-from jaxlora.train.plan.planned_model import planned_model
+from jaxlora.plan.job.planned_model import planned_model
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
 

@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.data.pack import PackedBatch
 from jaxlora.families.model_config import ModelConfig, Rope
-from jaxlora.memory.inputs import key_shapes, settings_shapes
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.spec import DecoderSpec
@@ -27,6 +26,7 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
+from jaxlora.plan.memory.inputs import key_shapes, settings_shapes
 from jaxlora.sharding import layerwise
 from tests import h200
 

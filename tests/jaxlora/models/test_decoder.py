@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.hf.config import model_config
-from jaxlora.memory.inputs import batch_shapes, key_shapes, settings_shapes
 from jaxlora.models import layer
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.plan.memory.inputs import batch_shapes, key_shapes, settings_shapes
 from jaxlora.scheduler import Limits
 from tests import tiny
 

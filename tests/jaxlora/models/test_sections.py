@@ -9,12 +9,12 @@ import pytest
 
 from jaxlora.adapters.stage_sharding import ONE_DEVICE
 from jaxlora.hf.config import model_config
-from jaxlora.memory.inputs import settings_shapes
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.residuals import pull_back
 from jaxlora.models.sections import chosen_layers, sections
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.plan.memory.inputs import settings_shapes
 from jaxlora.programs import key
 from jaxlora.programs.kept import KeptPrograms
 from jaxlora.programs.program import keep_programs, wait_until_kept

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxlora.train.plan.auto_mesh.predict import exchanged_bytes
+from jaxlora.plan.mesh.predict import exchanged_bytes
 from tests.deviceless import compile_deviceless
 from tests.jaxlora.models.h200_program import TOKENS, decoder_spec
 from tests.scheduled_hlo import entry_ops

@@ -25,10 +25,10 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.vera import VeraTables
+from jaxlora.plan.mesh.predict import EXCHANGED_AGAIN, EXCHANGES
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps
-from jaxlora.train.plan.auto_mesh.predict import EXCHANGED_AGAIN, EXCHANGES
 from tests import tiny
 from tests.jaxlora.models.test_remat import primitives
 from tests.oracle import relative_error

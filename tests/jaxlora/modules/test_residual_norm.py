@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxlora.memory.planned import TRACED_ON
 from jaxlora.modules import norm
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
+from jaxlora.plan.memory.planned import TRACED_ON
 from tests.drawn import Draws
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import mosaic_kernels

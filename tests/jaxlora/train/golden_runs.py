@@ -9,12 +9,12 @@ from jaxlora import import_peft
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.config import RunConfig
 from jaxlora.hf.names import linear_shapes
+from jaxlora.plan.job.job_slots import pack_whole
+from jaxlora.plan.stream_plan import FixedTicks
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.job_slots import pack_whole
-from jaxlora.train.plan.stream_plan import FixedTicks
 from tests.jaxlora.train.planned_run import plan_jobs
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"

@@ -9,9 +9,9 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.data.pack import JobBatch
+from jaxlora.plan.stream_plan import StreamTick
 from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickSource, TickWork
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.stream_plan import StreamTick
 
 
 @dataclasses.dataclass

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from jaxlora import FrozenModel, RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.plan.job.chosen_modules import choose_modules
+from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.prepared_job import PreparedJob, prepare_jobs
+from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.resolve import resolve
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.chosen_modules import choose_modules
-from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob, prepare_jobs
-from jaxlora.train.plan.resolve import resolve
-from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.start_job import start_job
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from jaxlora import LoraJob
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.prepared_job import PreparedJob
 
 
 def job(**settings) -> JobState:

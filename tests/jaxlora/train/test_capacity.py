@@ -12,17 +12,17 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.common.note import log_notes
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.memory import device_memory as device_module
-from jaxlora.memory import mesh
-from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.capacity import fit, resolve_auto
-from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.footprint import Footprint, StagePrograms
-from jaxlora.memory.mesh import MeshStages
+from jaxlora.forecast.forecast import plan_run
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.plan import plan_run
+from jaxlora.plan import stages as mesh_stages
+from jaxlora.plan.memory import device_memory as device_module
+from jaxlora.plan.memory.bounds import Bounds
+from jaxlora.plan.memory.capacity import fit, resolve_auto
+from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.plan.memory.footprint import Footprint, StagePrograms
+from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import as_begun, write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.saved_run import RunRecord
@@ -90,7 +90,7 @@ def needed(trainer: Trainer) -> int:
     """Bytes of the run, as reported for the compiled step at the trainer's capacity."""
     limits = trainer.config.limits
     programs = trainer.compile(trainer.plan)
-    found = mesh.measured_footprint(trainer.plan.stages, programs, limits)
+    found = mesh_stages.measured_footprint(trainer.plan.stages, programs, limits)
     assert found is not None
     return found.total_bytes(limits.capacity)
 
@@ -148,8 +148,8 @@ def test_auto_takes_the_most_that_fits(config, spec, have, monkeypatch, off_by, 
     truth = footprint_of(base_bytes=2**20, adapter_bytes=2**10, bytes_per_token=2048.0)
     guess = dataclasses.replace(truth, bytes_per_token=2048.0 * off_by)
     for name, found in (("resident", truth), ("estimated", guess), ("measured", truth)):
-        one = mesh.MeshFootprint(stages=(found,))
-        monkeypatch.setattr(mesh, f"{name}_footprint", lambda *_, one=one: one)
+        one = mesh_stages.MeshFootprint(stages=(found,))
+        monkeypatch.setattr(mesh_stages, f"{name}_footprint", lambda *_, one=one: one)
     have(kib * 1024)
     compiled = []
 
@@ -172,7 +172,7 @@ def test_a_run_that_does_not_fit_says_what_would(config, model, have, settings):
     have(2**40)
     asked = config(**settings)
     trainer = Trainer(asked, model)
-    [resident] = mesh.resident_footprint(trainer.plan.stages).stages
+    [resident] = mesh_stages.resident_footprint(trainer.plan.stages).stages
     base, adapters = resident.base_bytes, resident.adapter_bytes
     have(base + adapters - 1)
     with pytest.raises(
@@ -232,7 +232,7 @@ def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
     trainer.train(callbacks=[AtWindow(lambda t: t.stop_job("job0"))])
     tokens = trainer.config.microbatch_tokens
     assert run_identity(trainer.plan, "", []).settings["microbatch_tokens"] == tokens
-    resident = mesh.resident_footprint(trainer.plan.stages).total_bytes(0)
+    resident = mesh_stages.resident_footprint(trainer.plan.stages).total_bytes(0)
     have(needed(trainer))  # a smaller device, which an estimate would not trust
     again = Trainer(first, model)
     assert again.config.microbatch_tokens == tokens
@@ -284,7 +284,7 @@ def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
 ):
     """The estimate takes none; the compiler says that only `layer` fits."""
     have(2**40)
-    measure = mesh.measured_footprint
+    measure = mesh_stages.measured_footprint
 
     def too_large(stages, programs, limits):
         found = measure(stages, programs, limits)
@@ -296,7 +296,7 @@ def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
         return dataclasses.replace(found, stages=(stage,))
 
     remats: list[str] = []
-    monkeypatch.setattr(mesh, "measured_footprint", too_large)
+    monkeypatch.setattr(mesh_stages, "measured_footprint", too_large)
     trainer = Trainer(config(remat="auto"), model)
     assert trainer.config.remat == "none"
     bounds = dataclasses.replace(trainer.plan.bounds, remats=("none", "layer"))
@@ -331,7 +331,7 @@ def test_remat_needs_less(config, spec, two_layers):
 
     def needed(remat):
         stages = MeshStages.of(config(), spec).with_remat(remat)
-        [found] = mesh.estimated_footprint(stages, 16, None).stages
+        [found] = mesh_stages.estimated_footprint(stages, 16, None).stages
         return found.bytes_per_token
 
     assert needed("layer") < needed("mlp") < needed("none")
@@ -351,7 +351,7 @@ def test_bounds_choose_whole_units():
 def test_the_estimate_stands_if_the_compiler_does_not_report(
     config, spec, have, monkeypatch
 ):
-    monkeypatch.setattr(mesh, "measured_footprint", lambda *_: None)
+    monkeypatch.setattr(mesh_stages, "measured_footprint", lambda *_: None)
     have(2**30)
     bounds = Bounds(smallest=64, largest=1024, unit=32)
     chosen = settle(config(), spec, bounds, lambda config: PROGRAMS)

@@ -5,8 +5,8 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.errors import AdapterError
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.saved.continue_job import copy_best_export
 from tests.jaxlora.train import made_run
 

@@ -19,8 +19,8 @@ from jaxlora.data.tokens.token_cache import TokenCache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError, DataError
 from jaxlora.hf.names import linear_shapes
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.prepared_job import PreparedJob
 from tests import tiny
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.golden_runs import (

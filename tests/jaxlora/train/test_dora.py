@@ -14,15 +14,15 @@ from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
-from jaxlora.memory.estimate import step_bytes
-from jaxlora.memory.footprint import StageUse, stage_resident
-from jaxlora.memory.linear_scratch import scratch_bytes
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import MAGNITUDE, TRAINED_BIAS, VERA_B
 from jaxlora.pallas_kernels import Nf4Weight
-from jaxlora.train.plan.slot_spec import check_fits
+from jaxlora.plan.job.slot_spec import check_fits
+from jaxlora.plan.memory.estimate import step_bytes
+from jaxlora.plan.memory.footprint import StageUse, stage_resident
+from jaxlora.plan.memory.linear_scratch import scratch_bytes
 from tests import tiny
 from tests.golden_base import biased
 from tests.jaxlora.train.at_window import InterruptAt

@@ -12,13 +12,13 @@ from jaxlora.adapters.targets import ModuleLora
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
-from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.train.plan.auto_mesh.machine import Machine
-from jaxlora.train.plan.auto_replicas import choose
-from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.resolve import resolve
-from jaxlora.train.plan.run_plan import RunPlan
+from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.plan.mesh.machine import Machine
+from jaxlora.plan.replicas import choose
+from jaxlora.plan.resolve import resolve
+from jaxlora.plan.run_plan import RunPlan
 from tests.llama import LLAMA_1B
 
 pytestmark = pytest.mark.usefixtures("memory_by_formula", "few_ways")

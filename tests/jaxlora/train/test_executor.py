@@ -13,15 +13,15 @@ from jaxlora.adapters.targets import ModuleLora
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.hf.config import model_config
+from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.resolve import resolve
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.resolve import resolve
 from jaxlora.train.requests import Requests
 from tests import tiny
 from tests.jaxlora.train.late_executor import LateExecutor

@@ -12,8 +12,8 @@ from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.hf.names import linear_shapes
-from jaxlora.memory.footprint import StageUse, stage_resident
-from jaxlora.train.plan.chosen_modules import choose_modules
+from jaxlora.plan.job.chosen_modules import choose_modules
+from jaxlora.plan.memory.footprint import StageUse, stage_resident
 from tests import tiny
 from tests.jaxlora.train.mesh_runs import write_untied
 from tests.jaxlora.train.outcome import assert_generates_alike

@@ -14,7 +14,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_shapes
 from jaxlora.modules.trained_tensors import tensors_with
-from jaxlora.train.plan.chosen_modules import choose_modules
+from jaxlora.plan.job.chosen_modules import choose_modules
 from tests import tiny
 
 # Every linear that a test adapts has a bias, and the head has rows of its own.

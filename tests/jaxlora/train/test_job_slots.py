@@ -1,6 +1,6 @@
 """Which jobs get the slots."""
 
-from jaxlora.train.plan.job_slots import JobPosition, assign_slots
+from jaxlora.plan.job.job_slots import JobPosition, assign_slots
 
 
 def position(job, *, slot=None, num_steps=5, batch_tokens=100.0, priority=0):

@@ -18,14 +18,14 @@ from jaxlora.modules.length_classes import shortest_class
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.pallas_kernels.triton.target import forced_capability
-from jaxlora.scheduler import Sample
-from jaxlora.train.plan.kernel_choice import (
+from jaxlora.plan.job.kernel_choice import (
     Choice,
     KernelChoices,
     choose_attention,
     choose_kernels,
     describe_device,
 )
+from jaxlora.scheduler import Sample
 from tests import tiny
 from tests.jaxlora.train.planned_run import plan_and_jobs
 

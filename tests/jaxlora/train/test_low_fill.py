@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jaxlora import LoraJob, RunConfig
-from jaxlora.memory.bounds import Bounds
-from jaxlora.plan import plan_run
+from jaxlora.forecast.forecast import plan_run
+from jaxlora.plan.memory.bounds import Bounds
 from tests import tiny
 
 

@@ -21,10 +21,10 @@ from jaxlora.adapters.slot_state import zero_state
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
-from jaxlora.memory.footprint import StageUse, stage_resident
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.plan.memory.footprint import StageUse, stage_resident
 from jaxlora.train.saved.export import export_checkpoint
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests import tiny

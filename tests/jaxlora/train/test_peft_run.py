@@ -15,14 +15,14 @@ from jaxlora.config import RunConfig
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.hf.names import linear_path, linear_shapes
+from jaxlora.plan.job.chosen_modules import choose_modules
+from jaxlora.plan.job.job_slots import pack_whole
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.stream_plan import FixedTicks
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.chosen_modules import choose_modules
-from jaxlora.train.plan.job_slots import pack_whole
-from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.stream_plan import FixedTicks
 from tests.golden_base import tied
 from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error

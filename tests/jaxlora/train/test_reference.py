@@ -11,10 +11,10 @@ from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.data.order import JobOrder
 from jaxlora.errors import ConfigError
+from jaxlora.plan.job import prepared_job
+from jaxlora.plan.job.check_objective import check_objective
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan import prepared_job
-from jaxlora.train.plan.check_objective import check_objective
-from jaxlora.train.plan.prepared_job import PreparedJob
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import Outcome, outcome
 from tests.jaxlora.train.reference_folders import write_reference

@@ -20,10 +20,10 @@ from jaxlora import (
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.errors import AdapterError, CheckpointError, ConfigError
 from jaxlora.hf.load import load_model
-from jaxlora.memory.footprint import num_bytes, stage_resident
+from jaxlora.plan.job.check_objective import check_objective
+from jaxlora.plan.memory.footprint import num_bytes, stage_resident
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.plan.check_objective import check_objective
-from jaxlora.train.plan.run_plan import RunPlan
 from tests.jaxlora.models.test_logits import NO_ADAPTER, pack
 from tests.jaxlora.train import test_reference
 from tests.jaxlora.train.at_window import InterruptAt

@@ -9,7 +9,10 @@ import pytest
 from jaxlora import LoraJob, Trainer
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.memory.device_memory import DeviceMemory
+from jaxlora.plan.job import prepare_run
+from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.replicas.room import RoomFinder
 from jaxlora.run.folder import (
     CHECKPOINTS,
     as_begun,
@@ -18,9 +21,6 @@ from jaxlora.run.folder import (
 )
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.saved_run import RunRecord
-from jaxlora.train.plan import prepare_run
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.auto_replicas.room import RoomFinder
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests import tiny
 from tests.jaxlora.memory_formula import estimated_by_formula

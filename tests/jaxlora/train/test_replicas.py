@@ -14,18 +14,18 @@ from jax._src.array import ArrayImpl
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.mesh import FurtherReplica
-from jaxlora.plan import plan_run
+from jaxlora.forecast.forecast import plan_run
+from jaxlora.plan.job import prepare_run
+from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.replicas import choose
+from jaxlora.plan.replicas.choose import ReplicaLists
+from jaxlora.plan.replicas.room import RoomFinder, describe_list
+from jaxlora.plan.stages import FurtherReplica
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.replica import Replica
 from jaxlora.train.execute.replicas import FurtherReplicas
-from jaxlora.train.plan import prepare_run
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.auto_replicas import choose
-from jaxlora.train.plan.auto_replicas.choose import ReplicaLists
-from jaxlora.train.plan.auto_replicas.room import RoomFinder, describe_list
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train.at_window import InterruptAt, at_windows
 from tests.jaxlora.train.conftest import LINEARS

@@ -13,11 +13,11 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.hf.names import linear_shapes
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train import open_run
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.open_run import OpenedRun
-from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.describe_run import check_not_cut
 from jaxlora.train.saved.read_checkpoint import read_newest

@@ -22,7 +22,7 @@ SHAPES = {"microbatch_shapes": [256], "shape_compile_seconds": FROM_TICK / 10}
 @pytest.fixture(autouse=True)
 def slow_ticks(monkeypatch):
     """A GPU of known speed begins with other shapes at the same tick."""
-    monkeypatch.setattr("jaxlora.train.plan.run_plan._LEAST_SECONDS", 0.1)
+    monkeypatch.setattr("jaxlora.plan.run_plan._LEAST_SECONDS", 0.1)
 
 
 @pytest.fixture

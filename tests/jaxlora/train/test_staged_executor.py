@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxlora import Callback, RunConfig, Trainer
+from jaxlora.plan.job.job_slots import pack_whole
+from jaxlora.plan.stream_plan import FixedTicks
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
-from jaxlora.train.plan.job_slots import pack_whole
-from jaxlora.train.plan.stream_plan import FixedTicks
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.planned_run import plan_and_jobs
 

@@ -9,9 +9,9 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.memory import device_memory as device_module
-from jaxlora.memory import options
-from jaxlora.memory.device_memory import DeviceMemory
+from jaxlora.plan.memory import device_memory as device_module
+from jaxlora.plan.memory import options
+from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.train import open_run, start_job
 from jaxlora.train.report.summary import JobResult
 from tests.jaxlora.train.at_window import AtWindow

@@ -6,17 +6,17 @@ import threading
 import pytest
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.plan.job.job_slots import (
+    JobPosition,
+    assign_slots,
+    next_samples,
+)
 from jaxlora.run.log import read_events
 from jaxlora.scheduler.streams.plan_ahead import PlanAhead
 from jaxlora.scheduler.windows import planner
 from jaxlora.scheduler.windows.planner import DEFAULT_EFFORT
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.staged_stream import StagedStream
-from jaxlora.train.plan.job_slots import (
-    JobPosition,
-    assign_slots,
-    next_samples,
-)
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training

@@ -7,8 +7,8 @@ import random
 import pydantic
 import pytest
 
+from jaxlora.plan.stream_plan import StreamPlan, StreamTick
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.train.plan.stream_plan import StreamPlan, StreamTick
 from tests.scheduler.streams.test_stream import KINDS, Mix
 
 NUM_SLOTS = 4

@@ -14,10 +14,10 @@ from jaxlora.adapters.files import peft_export
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.plan.job import chosen_modules
+from jaxlora.plan.job.prepared_job import prepare_job
 from jaxlora.run.log import read_events
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan import chosen_modules
-from jaxlora.train.plan.prepared_job import prepare_job
 from tests import tiny
 from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
 from tests.jaxlora.train.outcome import Outcome

@@ -18,12 +18,12 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_shapes
-from jaxlora.memory.estimate import step_bytes
-from jaxlora.memory.footprint import StageUse, fixed_bytes, stage_resident
 from jaxlora.models.sharded import EMBEDDING
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.plan.job.chosen_modules import choose_modules
+from jaxlora.plan.memory.estimate import step_bytes
+from jaxlora.plan.memory.footprint import StageUse, fixed_bytes, stage_resident
 from jaxlora.train.execute.step import CompiledSteps
-from jaxlora.train.plan.chosen_modules import choose_modules
 from tests import tiny
 from tests.jaxlora.train.outcome import assert_generates_alike
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlora.bench.scheduler.lengths import jobs
+from jaxlora.plan.job.job_slots import fixed_shape_cost
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -25,7 +26,6 @@ from jaxlora.scheduler import (
 from jaxlora.scheduler.check import require_legal
 from jaxlora.scheduler.streams.lane_fill import fill_ticks, queue_of
 from jaxlora.scheduler.streams.ticks import arrange
-from jaxlora.train.plan.job_slots import fixed_shape_cost
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
 PACKERS = ("joint", "greedy", "lorafusion")

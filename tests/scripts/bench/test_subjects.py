@@ -12,7 +12,7 @@ import pytest
 from jaxlora.bench import subjects
 from jaxlora.bench.subjects import SUBJECTS
 from jaxlora.cli.main import main
-from jaxlora.memory import gpu_share
+from jaxlora.plan.memory import gpu_share
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
 

@@ -9,13 +9,13 @@ from rich.console import Console
 from jaxlora.cli.main import main
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.costs.device_profile import parse, read_text
-from jaxlora.plan import plan_run
-from jaxlora.plan.report import print_plan
+from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast.report import print_plan
+from jaxlora.plan.mesh.predict import SLOT_SECONDS
 from jaxlora.profile.measure import Settings, fit_link
 from jaxlora.profile.pass_times import padding_share
 from jaxlora.scheduler import AffineCost, padded_tokens
 from jaxlora.scheduler.calibrate import TimePoint
-from jaxlora.train.plan.auto_mesh.predict import SLOT_SECONDS
 from tests import tiny
 
 

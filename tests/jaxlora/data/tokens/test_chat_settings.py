@@ -9,8 +9,8 @@ from jaxlora.data.templates.known import CHATML, KNOWN, LLAMA3
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError, DataError
-from jaxlora.generate.generator import Generator, prompt_ids
-from jaxlora.generate.prompt import Prompt
+from jaxlora.generate.generator import Generator
+from jaxlora.generate.prompt import Prompt, prompt_ids
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.conftest import NOW
 from tests.jaxlora.data.tokens.test_tokenize import show

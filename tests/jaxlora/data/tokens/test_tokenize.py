@@ -12,8 +12,7 @@ from jaxlora.data.tokens import encode_records, tokenize
 from jaxlora.data.tokens.boundary import BoundaryEncoder
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError
-from jaxlora.generate.generator import prompt_ids
-from jaxlora.generate.prompt import Prompt
+from jaxlora.generate.prompt import Prompt, prompt_ids
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.chat_templates import TALK
 

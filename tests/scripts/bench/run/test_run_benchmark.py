@@ -15,9 +15,9 @@ from jaxlora.bench.run.inputs import (
 from jaxlora.config.run_file import RunFile
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.load import load_model
+from jaxlora.plan.job.prepare_run import check_inputs
+from jaxlora.plan.job.prepared_job import data_reader, prepare_jobs
 from jaxlora.run.log import METRICS_FILE
-from jaxlora.train.plan.prepare_run import check_inputs
-from jaxlora.train.plan.prepared_job import data_reader, prepare_jobs
 
 INPUTS = Inputs(model="tiny", jobs=2, tokens=6000, median_tokens=200, batch_size=2)
 

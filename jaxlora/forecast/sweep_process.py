@@ -1,0 +1,113 @@
+"""The process that plans the groups of a sweep: settings come in, groups go out.
+
+`jaxlora.sweeps.engine.group_plan` starts it, with the settings of a run as JSON.
+"""
+
+import datetime
+import json
+import logging
+import math
+import os
+import sys
+
+from jaxlora.config import RunConfig
+from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.plan.memory.gpu_share import take_free_gpus
+from jaxlora.plan.memory.need import DoesNotFitError
+from jaxlora.plan.mesh.predict import SLOT_SECONDS
+from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
+from jaxlora.train.saved.continue_job import continued_step
+
+NOT_KNOWN = (
+    "sweep.groups is auto, and the rates of this device are not known, so groups "
+    "cannot be planned. `jaxlora profile MODEL` measures them; or give a number of "
+    "groups, or a list."
+)
+
+
+def group_plans(config: RunConfig) -> GroupPlans:
+    """Plans a sweep on the devices of this machine.
+
+    Raises:
+        ConfigError: The rates of the device are not known.
+        JaxloraError: The run cannot be trained.
+    """
+    from jaxlora.forecast.sweep_groups import PlannedGroups, plan_groups
+    from jaxlora.plan.job.prepare_run import PreparedRun, prepare_run
+    from jaxlora.plan.mesh.machine import this_machine
+
+    assert config.sweep is not None
+
+    now = datetime.datetime.now().isoformat()
+
+    def prepared(num_slots: int) -> PreparedRun:
+        """The run with as many slots as fit; the groups have slots of their own."""
+        one = config.sweep.replace(groups=1)
+        fewer = config.replace(sweep=one, max_concurrent_jobs=num_slots)
+        try:
+            return prepare_run(
+                fewer,
+                None,
+                now,
+                done_steps=continued_step,
+            )
+        except DoesNotFitError:
+            if num_slots > 1:
+                return prepared(num_slots // 2)
+            if config.mesh == "auto":
+                raise
+            return prepare_run(
+                fewer.replace(mesh="auto"),
+                None,
+                now,
+                done_steps=continued_step,
+            )
+
+    run = prepared(len(config.jobs))
+    found: PlannedGroups | None = plan_groups(run.plan, run.jobs, this_machine())
+    if found is None:
+        raise ConfigError(NOT_KNOWN)
+    block, plan = config.block_tokens, found.planned.plan
+    groups = []
+    for group in plan.groups:
+        tokens = found.capacities[group.degree]
+        if config.microbatch_tokens == "auto":  # larger ones would only be padded
+            most = max(group.round_tokens, found.longest)
+            tokens = min(tokens, block * math.ceil(most / block))
+        runs = sorted(group.runs, key=lambda one: (one.start, one.slot))
+        groups.append(
+            GroupPlan(
+                mesh=found.meshes[group.degree],
+                num_slots=group.num_slots,
+                slot_rank=group.slot_rank,
+                microbatch_tokens=tokens,
+                names=tuple(one.configuration.name for one in runs),
+            )
+        )
+    most = max(len(one.names) for one in groups)
+    return GroupPlans(
+        groups=tuple(groups),
+        ranks={c.name: c.rank for c in plan.sweep.configurations},
+        seconds=plan.makespan + 2 * most * SLOT_SECONDS,  # into slots, and out of them
+    )
+
+
+def main() -> None:
+    """Reads a run from the standard input, and writes its groups to the output."""
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to the log
+    config = RunConfig.model_validate_json(sys.stdin.read())
+    take_free_gpus(gathers=config.may_gather)
+    try:
+        answer = group_plans(config).values()
+    except JaxloraError as error:
+        answer = {"error": str(error)}
+    with out:
+        out.write(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The modules that a job adapts, by its targets or the adapter that it starts from."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+
+from jaxlora.adapters.adapter import Adapter, lora_scaling
+from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.adapters.fresh import fresh_score
+from jaxlora.adapters.targets import (
+    ModuleLora,
+    check_biases,
+    check_ranks,
+    resolve_targets,
+)
+from jaxlora.config import LoraJob
+from jaxlora.config.rules import NOT_OF_VERA
+from jaxlora.data.objectives import find_objective
+from jaxlora.errors import ConfigError
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.names import linear_shapes
+from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.plan.job.reference import read_reference, refers_to_start
+
+logger = logging.getLogger(__name__)
+
+# Settings that say what a folder says, unless they are left out.
+_TARGET_FIELDS = (
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+)
+_RANK_FIELDS = "rank", "rank_pattern"
+_SCALING_FIELDS = "lora_alpha", "alpha_pattern", "use_rslora"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ChosenModules:
+    """The modules that a job adapts.
+
+    Attributes:
+        modules: Rank and scaling of each linear that it adapts, by module name.
+        start: Adapter of `init_from`; None: the job starts from fresh weights.
+        reference: Adapter with which the objective compares; None: it is the base, or
+            there is no reference.
+    """
+
+    modules: Mapping[str, ModuleLora]
+    start: Adapter | None
+    reference: Adapter | None = None
+
+
+def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
+    """Chooses the modules that a job adapts, by its targets or those of `init_from`.
+
+    Raises:
+        JaxloraError: They do not fit the model.
+    """
+    shapes = linear_shapes(model)
+    _check_tokens(job, model)
+    _check_whole(job, model)
+    if job.init_from is None:
+        modules = resolve_targets(job, tuple(shapes))
+        check_ranks(job, modules, shapes)
+        check_biases(job, modules, model)
+        if job.keeps_start:
+            modules = {name: module.doubled(job) for name, module in modules.items()}
+        reference = read_reference(job, model)
+        return ChosenModules(modules=modules, start=None, reference=reference)
+    has_score = find_objective(job.objective).has_score
+    size = model.hidden_size if has_score else None
+    start = import_peft(job.init_from, shapes, score_size=size)
+    start.check_base(model)
+    start = dataclasses.replace(start, dropout=job.dropout)
+    _check_start(job, start, model)
+    if has_score and start.score is None:
+        start = dataclasses.replace(start, score=fresh_score(job, model.hidden_size))
+    _check_stated_settings(job, start, tuple(shapes))
+    modules = {
+        name: ModuleLora(
+            rank=weights.rank,
+            lora_alpha=weights.lora_alpha,
+            scaling=start.scaling(weights),
+        )
+        for name, weights in start.modules.items()
+    }
+    reference = start if refers_to_start(job) else read_reference(job, model)
+    return ChosenModules(modules=modules, start=start, reference=reference)
+
+
+def _check_tokens(job: LoraJob, model: ModelConfig) -> None:
+    of_embedding, of_head = job.token_ids["embed_tokens"], job.token_ids["lm_head"]
+    if wrong := [t for t in (*of_embedding, *of_head) if t >= model.vocab_size]:
+        raise ConfigError(
+            f"job {job.name!r}: trainable_token_indices has {wrong[0]}, and the base "
+            f"model has {model.vocab_size} tokens. Resize its embedding first, as "
+            "transformers' resize_token_embeddings does, and save it."
+        )
+    if of_head and model.tie_embeddings:
+        raise ConfigError(
+            f"job {job.name!r}: trainable_token_indices has tokens of lm_head, and the "
+            "head of this base is tied to its embedding, whose rows it follows. Give "
+            "a list of tokens."
+        )
+    if of_embedding and not of_head and not model.tie_embeddings:
+        logger.info(
+            "job %r trains the rows of its trainable_token_indices in the embedding; "
+            "the head of this base is not tied to it and stays frozen. To train rows "
+            "of both, give {embed_tokens: [...], lm_head: [...]}.",
+            job.name,
+        )
+
+
+def _check_whole(job: LoraJob, model: ModelConfig) -> None:
+    whole = job.modules_to_save
+    if "lm_head" in whole and find_objective(job.objective).has_score:
+        raise ConfigError(
+            f"job {job.name!r}: modules_to_save has lm_head, which objective "
+            f"{job.objective} does not use. Leave it out."
+        )
+    if not (whole and model.tie_embeddings) or job.init_from is not None:
+        return
+    if job.trainable_token_indices:
+        raise ConfigError(
+            f"job {job.name!r}: the head of this base is tied to its embedding, so "
+            "trainable_token_indices train rows of both, and modules_to_save copies "
+            f"{whole[0]} alone. Keep one of the two settings."
+        )
+    logger.info(
+        "job %r: the head of this base is tied to its embedding, and modules_to_save "
+        "copies each by itself, as in PEFT: %s trained, and the merged model has a "
+        "head of its own.",
+        job.name,
+        f"only {whole[0]} is" if len(whole) == 1 else "both are",
+    )
+
+
+def _check_start(job: LoraJob, start: Adapter, model: ModelConfig) -> None:
+    """Checks that there is a job that can start from an adapter.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    of_rows, whole = start.token_indices, start.modules_to_save
+    reason = None
+    if "lm_head" in whole and find_objective(job.objective).has_score:
+        reason = f"has a copy of lm_head, which objective {job.objective} does not use"
+    if of_rows and whole and model.tie_embeddings:
+        reason = (
+            f"has rows of tokens beside a copy of {whole[0]}, and the head of this "
+            "base is tied to its embedding"
+        )
+    if reason is not None:
+        raise ConfigError(
+            f"job {job.name!r} cannot start from {job.init_from}, which {reason}. "
+            "Merge it into its base (jaxlora merge), and train on the merged model "
+            "without init_from."
+        )
+
+
+def _check_stated_settings(
+    job: LoraJob, start: Adapter, linear_names: Sequence[str]
+) -> None:
+    """Checks that a job's settings do not contradict the adapter it starts from.
+
+    Ranks, scalings and targets are those of the folder unless they are stated. What a
+    job trains besides A and B has to be stated.
+
+    Raises:
+        ConfigError: They do. The text names all the settings to change, after which the
+            job starts from the folder.
+    """
+    found = {**_other_tensors(job, start), **_other_modules(job, start, linear_names)}
+    if found:
+        raise ConfigError(
+            f"job {job.name!r} starts from {job.init_from}, and its settings differ "
+            f"from that adapter, which {next(iter(found.values()))}. To start from it, "
+            f"{'; '.join(found)}."
+        )
+
+
+def _other_tensors(job: LoraJob, start: Adapter) -> dict[str, str]:
+    """Returns the kinds of tensors that a job and its start do not share, by cure."""
+    found = {}
+    for setting, own in (
+        *((name, start.is_set(name)) for name in tensor_settings()),
+        ("trainable_token_indices", start.token_indices),
+        ("modules_to_save", start.modules_to_save),
+    ):
+        if getattr(job, setting) != own:
+            value = json.dumps(own)
+            cure = f"set {setting}: {value}" if own else f"leave out {setting}"
+            found[cure] = f"has {setting}={value}"
+    if start.vera is not None:
+        for setting, default in NOT_OF_VERA.items():
+            if getattr(job, setting) != default:
+                found[f"leave out {setting}"] = f"is of VeRA, which has no {setting}"
+    key, asked = start.vera and start.vera.key, job.projection_prng_key
+    if "projection_prng_key" in job.model_fields_set and asked != (key or 0):
+        found["leave out projection_prng_key"] = f"has projection_prng_key={key}"
+    return found
+
+
+def _other_modules(
+    job: LoraJob, start: Adapter, linear_names: Sequence[str]
+) -> dict[str, str]:
+    """Returns the stated targets, ranks and scalings that are not those, by cure."""
+    stated, found = job.model_fields_set, {}
+    asked = resolve_targets(job, linear_names)
+
+    def add(fields: Sequence[str], difference: str) -> None:
+        cure = f"leave out {', '.join(f for f in fields if f in stated)}"
+        found.setdefault(cure, difference)
+
+    if not stated.isdisjoint(_TARGET_FIELDS):
+        for name in sorted(asked.keys() ^ start.modules.keys()):
+            verb = "adapts" if name in start.modules else "does not adapt"
+            add(_TARGET_FIELDS, f"{verb} {name}")
+    # Where they would be after the targets are left out.
+    all_linears = dict.fromkeys(_TARGET_FIELDS, ()) | {"target_modules": "all-linear"}
+    asked = resolve_targets(job.replace(**all_linears), linear_names)
+    for name, weights in start.modules.items():
+        if not stated.isdisjoint(_RANK_FIELDS) and asked[name].rank != weights.rank:
+            add(_RANK_FIELDS, f"has rank {weights.rank} on {name}")
+        if start.vera is not None or stated.isdisjoint(_SCALING_FIELDS):
+            continue
+        alpha, scaling = asked[name].lora_alpha, start.scaling(weights)
+        if lora_scaling(alpha, weights.rank, job.use_rslora) != scaling:
+            add(_SCALING_FIELDS, f"has scaling {scaling:g} on {name}")
+    return found

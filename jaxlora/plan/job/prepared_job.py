@@ -1,0 +1,447 @@
+"""A job of a run before the base model has weights: its modules and its samples.
+
+`jaxlora plan` and the trainer both begin here, so they refuse the same jobs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.optimizers.table import find_optimizer
+from jaxlora.adapters.targets import (
+    ModuleLora,
+)
+from jaxlora.common.counted import counted
+from jaxlora.common.note import Note
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.starts import LOFTQ
+from jaxlora.data.kto_objective import recombined
+from jaxlora.data.objective import Objective
+from jaxlora.data.objectives import find_objective, smallest_batch
+from jaxlora.data.order import JobOrder
+from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.choose import check_enough
+from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.stream import SampleStream
+from jaxlora.data.tokens.token_cache import user_token_cache
+from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.data.tokens.tokenized_data import TokenizedData
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.plan.job.check_objective import check_objective
+from jaxlora.plan.job.chosen_modules import ChosenModules, choose_modules
+from jaxlora.problems import Problems
+
+# A forward pass over so many tokens takes minutes with a model of 8B on an H100.
+_MANY_TOKENS = 2**22
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedJob:
+    """The modules that a job adapts, and its samples.
+
+    Attributes:
+        settings: Settings of the job.
+        modules: Rank and scaling of each linear that it adapts, by module name.
+        start: Adapter of `init_from`; None: the job starts from fresh weights.
+        reference: Adapter with which the objective compares; None: it is the base, or
+            there is no reference.
+        train_data: Training samples; of a stream, those of the first window, without
+            their tokens.
+        eval_data: Held-out samples, if any.
+        stream: The training samples, if they are read while training.
+        first_step: Optimizer steps that it has done in another run.
+        notes: Lines for the log about its samples and modules.
+    """
+
+    settings: LoraJob
+    modules: Mapping[str, ModuleLora]
+    start: Adapter | None
+    reference: Adapter | None = None
+    train_data: TokenizedData
+    eval_data: TokenizedData | None
+    stream: SampleStream | None = None
+    first_step: int = 0
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.settings.name
+
+    def __post_init__(self):
+        for data in filter(None, (self.train_data, self.eval_data)):
+            assert data.group_size == self.objective.group_size, "read for another"
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Rank of each linear that the job adapts, by module name."""
+        return {name: module.rank for name, module in self.modules.items()}
+
+    @functools.cached_property
+    def order(self) -> JobOrder:
+        """Order of the samples, which defines the global batches."""
+        settings = self.settings
+        return JobOrder(
+            num_samples=len(self.train_data.group_lengths),
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            epochs=settings.epochs,
+            steps=settings.steps,
+            smallest_batch=smallest_batch(settings.objective, settings.objective_args),
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps in all."""
+        return self.order.num_steps
+
+    @property
+    def batch_tokens(self) -> float:
+        """Mean number of tokens of a global batch."""
+        return self.train_data.mean_batch_tokens(self.settings.batch_size)
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, Any]:
+        """Hashes of the inputs that the settings only name."""
+        held_out, start, stream = self.eval_data, self.start, self.stream
+        found: dict[str, Any] = {
+            "data_fingerprint": (stream or self.train_data).fingerprint,
+            "eval_data_fingerprint": None if held_out is None else held_out.fingerprint,
+            "init_from_fingerprint": None if start is None else start.fingerprint(),
+        }
+        if stream is not None:
+            found["data_shards"] = stream.shards
+        if self.reference is not None and self.reference is not start:
+            found["reference_fingerprint"] = self.reference.product_fingerprint()
+        return found
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """The settings and fingerprints by which a resumed job is compared; kept."""
+        return self.settings.model_dump(mode="json") | self.fingerprints
+
+    @property
+    def objective(self) -> Objective:
+        """The job's objective, which defines its loss."""
+        return find_objective(self.settings.objective)
+
+    @functools.cached_property
+    def objective_settings(self) -> dict[str, float | str]:
+        """Values of the settings of the job's objective."""
+        return self.objective.settings_of(self.settings.objective_args)
+
+    @property
+    def baseline(self) -> Objective | None:
+        """Defines the baselines of the job's global batches; None: it has none."""
+        is_needed = self.objective.needs_baseline(self.objective_settings)
+        return self.objective.baseline if is_needed else None
+
+    @functools.cached_property
+    def neighbors(self) -> Mapping[str, Int[np.ndarray, " N"]]:
+        """The sample whose completion is recombined with each sample's prompt."""
+        out = {"train": self.order.neighbors()}
+        if self.eval_data is not None:
+            out["eval"] = np.roll(np.arange(len(self.eval_data.samples)), 1)
+        return out
+
+    def describe_reference(self) -> str:
+        """Names what the objective compares with."""
+        match self.objective_settings.get("reference"):
+            case "base":
+                return "the base"
+            case "start":
+                return "the adapter that it starts from"
+            case folder:
+                return f"the adapter in {folder}"
+
+    @functools.cached_property
+    def starts_as_reference(self) -> bool:
+        """Whether the job's first weights are those with which it compares."""
+        start, reference = self.start, self.reference
+        match self.objective_settings.get("reference"):
+            case None:
+                return False
+            case "base":  # all fresh adapters but LoftQ's change nothing
+                return start is None and self.settings.init_lora_weights != LOFTQ
+        if start is None or reference is None:
+            return False
+        return start.product_fingerprint() == reference.product_fingerprint()
+
+    @functools.cached_property
+    def runs_reference(self) -> bool:
+        """Whether the reference runs in each step, and its results are not kept.
+
+        It does where its results could not be computed before, or only with a long
+        delay and for nothing: no sample is used twice. The job alone decides, so that
+        the choice is the same when it is resumed beside others.
+        """
+        how = self.objective_settings.get("reference_logps")
+        if not self.chooses_reference:
+            return how is not None and how != "kept"
+        is_used_once = self.num_steps <= self.order.batches_per_epoch
+        return is_used_once and self.has_many_tokens
+
+    @property
+    def chooses_reference(self) -> bool:
+        """Whether `runs_reference` is chosen by cost."""
+        is_auto = self.objective_settings.get("reference_logps") == "auto"
+        return is_auto and not self.settings.data.is_stream
+
+    @property
+    def needs_reference_table(self) -> bool:
+        """Whether an adapter may be the reference in its steps.
+
+        If `runs_reference` is chosen by cost, a job that was resumed with other
+        settings goes on as it began.
+        """
+        may_run = self.chooses_reference and self.has_many_tokens
+        return self.reference is not None and (self.runs_reference or may_run)
+
+    @property
+    def has_many_tokens(self) -> bool:
+        """Whether a forward pass over all samples would take long."""
+        return self.train_data.num_tokens > _MANY_TOKENS
+
+    def recombined_in(self, batch: Sequence[TokenizedSample]) -> list[TokenizedSample]:
+        """Returns each prompt of a global batch with the completion before it."""
+        most = self.settings.max_length
+        return [recombined(one, batch[i - 1], most) for i, one in enumerate(batch)]
+
+    def recombined(self, which: str, number: int) -> TokenizedSample:
+        """Returns the prompt of a sample with its neighbor's completion.
+
+        Args:
+            which: `train` or `eval`.
+            number: Number of the sample.
+        """
+        data = self.train_data if which == "train" else self.eval_data
+        assert data is not None
+        other = data.samples[int(self.neighbors[which][number])]
+        return recombined(data.samples[number], other, self.settings.max_length)
+
+    def _groups(self, step: int) -> tuple[TokenizedData, Int[np.ndarray, " B"]]:
+        """Returns samples, and the groups of them that are a step's global batch."""
+        if self.stream is not None:
+            return self.stream.lengths(step)
+        return self.train_data, self.order.batch(step)
+
+    def sample_numbers(self, step: int) -> Int[np.ndarray, " B"]:
+        """Returns the indices of the samples of an optimizer step's global batch.
+
+        Of a stream, they are indices in the window.
+        """
+        data, groups = self._groups(step)
+        size = data.group_size
+        return (size * groups[:, None] + np.arange(size)).ravel()
+
+    def take_samples(self, step: int) -> list[TokenizedSample]:
+        """Returns the samples of an optimizer step's global batch, to train on them."""
+        data = self.train_data if self.stream is None else self.stream.take(step)[0]
+        return [data.samples[i] for i in self.sample_numbers(step).tolist()]
+
+    def lengths_in_group(self, step: int, index: int) -> list[int]:
+        """Returns the tokens of each sample of a group of a global batch."""
+        data, _ = self._groups(step)
+        size = data.group_size
+        numbers = self.sample_numbers(step)[index * size : (index + 1) * size]
+        return data.lengths[numbers].tolist()
+
+    def is_set(self, setting: str) -> bool:
+        """Whether the adapter has the trained tensors that a setting adds."""
+        if self.start is not None:
+            return self.start.is_set(setting)
+        return getattr(self.settings, setting)
+
+    @property
+    def token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Tokens whose rows of `embed_tokens` and of `lm_head` the job trains."""
+        if self.start is None:
+            return self.settings.token_ids
+        return self.start.token_ids
+
+    def trained_rows(self, vocab_size: int) -> dict[str, tuple[int, ...] | range]:
+        """Returns the tokens of `token_ids`, and all tokens of whole modules."""
+        whole = dict.fromkeys(self.settings.modules_to_save, range(vocab_size))
+        return self.token_ids | whole
+
+    def lengths(self, step: int) -> list[int]:
+        """Returns the tokens of each group of an optimizer step's global batch."""
+        data, groups = self._groups(step)
+        return data.group_lengths[groups].tolist()
+
+    @property
+    def foreseen(self) -> "PreparedJob":
+        """The job as if all samples of its stream were like those of the first window.
+
+        Nothing is read for it, so estimates are made with it.
+        """
+        return dataclasses.replace(self, stream=None)
+
+    def first_steps(self, num_steps: int) -> "PreparedJob":
+        """Returns the job with at most so many optimizer steps."""
+        settings = self.settings.replace(steps=min(num_steps, self.num_steps))
+        return dataclasses.replace(self, settings=settings)
+
+
+def data_reader(config: RunConfig, tokenizer: Tokenizer) -> DataReader:
+    """Returns the reader that all jobs of a run share."""
+    return DataReader(tokenizer, user_token_cache() if config.token_cache else None)
+
+
+def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> PreparedJob:
+    """Selects the modules that a job adapts, and reads its samples.
+
+    Raises:
+        JaxloraError: The optimizer, the objective, the targets, the adapter to start
+            from or the data cannot be used.
+    """
+    find_optimizer(job)
+    check_objective(job)
+    return _read_job(job, choose_modules(job, model), model, reader)
+
+
+def _read_job(
+    job: LoraJob, chosen: ChosenModules, model: ModelConfig, reader: DataReader
+) -> PreparedJob:
+    stream, held_out = None, None
+    if job.data.is_stream:
+        stream = reader.stream(job)
+    train = reader.read(job, "train") if stream is None else stream.first
+    if job.eval_data is not None or job.eval_fraction > 0:
+        held_out = reader.read(job, "eval")
+    for data in filter(None, (train, held_out)):
+        check_enough(data, job)
+    read = {"training data": train, "held-out data": held_out}
+    prepared = PreparedJob(
+        settings=job,
+        modules=chosen.modules,
+        start=chosen.start,
+        reference=chosen.reference,
+        train_data=train,
+        eval_data=held_out,
+        stream=stream,
+        notes=(
+            *([] if stream is None else [Note(stream.summary(), job=job.name)]),
+            *(
+                Note(f"{use} {line}", job=job.name)
+                for use, data in read.items()
+                if data is not None
+                for line in data.summaries()
+            ),
+            *_notes_on_shared(job, train, held_out),
+            *_notes_on_positions(job.name, _lengths(train, held_out), model),
+            _note_on_modules(job, chosen.modules),
+        ),
+    )
+    if prepared.runs_reference:
+        note = _note_on_reference(prepared)
+        prepared = dataclasses.replace(prepared, notes=(*prepared.notes, note))
+    return prepared
+
+
+def prepare_jobs(
+    jobs: Sequence[LoraJob],
+    chosen: Sequence[ChosenModules],
+    model: ModelConfig,
+    reader: DataReader,
+) -> list[PreparedJob]:
+    """Reads the samples of a run's jobs.
+
+    Args:
+        jobs: The jobs.
+        chosen: The modules of each job.
+        model: Architecture of the base model.
+        reader: Reads the data with the tokenizer of the base model.
+
+    Raises:
+        JaxloraError: A job cannot be used. If several cannot, the message lists them.
+    """
+    problems, prepared = Problems(), []
+    for number, (job, modules) in enumerate(zip(jobs, chosen, strict=True)):
+        with problems.at("jobs", number):
+            prepared.append(_read_job(job, modules, model, reader))
+    problems.raise_all()
+    return prepared
+
+
+def _notes_on_shared(
+    job: LoraJob, train: TokenizedData, held_out: TokenizedData | None
+) -> Iterator[Note]:
+    """Warns of held-out records that are trained on; a stream is not searched."""
+    if held_out is None or job.data.is_stream:
+        return
+    if shared := held_out.describe_shared(train):
+        yield Note(
+            f"{shared} On these, the held-out loss says nothing about new records. "
+            "Remove duplicates.",
+            is_warning=True,
+            job=job.name,
+        )
+
+
+def _notes_on_positions(
+    name: str, lengths: np.ndarray, model: ModelConfig
+) -> Iterator[Note]:
+    """Warns, once, of samples that are longer than the model's position limit."""
+    limit = model.max_positions
+    num_beyond = np.count_nonzero(lengths > limit)
+    if num_beyond:
+        are = "is" if num_beyond == 1 else "are"
+        yield Note(
+            f"{num_beyond} of {len(lengths)} samples {are} longer than the "
+            f"{limit} positions that the model supports (max_position_embeddings); the "
+            f"longest has {lengths.max()} tokens. Set max_length to {limit}, or expect "
+            "worse results on them.",
+            is_warning=True,
+            job=name,
+        )
+
+
+def _note_on_reference(job: PreparedJob) -> Note:
+    why = "as reference_logps says"
+    if job.settings.data.is_stream:
+        why = "as the data are streamed"
+    elif job.objective_settings["reference_logps"] == "auto":
+        why = (
+            f"as no sample is used twice, and {job.train_data.num_tokens:,} tokens "
+            "would delay the first step. To compute them once, such as for several "
+            "jobs with the same data, set reference_logps: kept"
+        )
+    return Note(
+        f"the log-probabilities by {job.describe_reference()} are computed in each "
+        f"step, by a forward pass more, {why}.",
+        job=job.name,
+    )
+
+
+def _note_on_modules(job: LoraJob, modules: Mapping[str, ModuleLora]) -> Note:
+    share = 2 if job.keeps_start else 1  # the other half is the first weights, fixed
+    each = sorted({module.rank // share for module in modules.values()})
+    ranks = "/".join(map(str, each)) + (" (twice that in a slot)" if share > 1 else "")
+    kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules)
+    text = f"rank {ranks} on {counted(len(modules), 'module')}: {', '.join(kinds)}"
+    if job.modules_to_save:
+        text += f"; whole copies of {' and '.join(job.modules_to_save)}"
+    return Note(text, job=job.name)
+
+
+def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray:
+    return np.concatenate([d.lengths for d in (train, held_out) if d is not None])
+
+
+def longest_sample(prepared: PreparedJob) -> int:
+    """Returns the number of tokens of a job's longest sample, held out or not."""
+    data = filter(None, (prepared.train_data, prepared.eval_data))
+    return max(one.longest_sample for one in data)
+
+
+def longest_group(prepared: PreparedJob) -> int:
+    """Returns the number of tokens of a job's longest group of samples."""
+    data = filter(None, (prepared.train_data, prepared.eval_data))
+    return max(one.longest_group for one in data)

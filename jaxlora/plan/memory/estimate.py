@@ -1,0 +1,367 @@
+"""Estimates the memory of a run before its training step is compiled."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jax_core
+
+from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.layer import Remat
+from jaxlora.models.residuals import reshapes
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.stacks import to_paths
+from jaxlora.models.whole_tables import WHOLE_PATHS
+from jaxlora.modules.attention import packed_attention
+from jaxlora.modules.scoring import layer_scoring
+from jaxlora.pallas_kernels import get_backend
+from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
+from jaxlora.plan.memory import planned
+from jaxlora.plan.memory.footprint import (
+    GAPS,
+    Footprint,
+    StageUse,
+    fixed_bytes,
+    gathered_bytes,
+    num_bytes,
+    stage_resident,
+    whole_table_bytes,
+)
+from jaxlora.plan.memory.inputs import batch_shapes, key_shapes, settings_shapes
+from jaxlora.plan.memory.linear_scratch import scratch_bytes
+from jaxlora.programs.program import kept_value
+from jaxlora.scheduler import Limits
+from jaxlora.sharding.rules import TENSOR
+
+_TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
+_MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
+_GRADIENT_COPIES = 2.5
+# With these, a layer's input is kept for the gradient of its norm alone, which the
+# first layer does not compute.
+_INPUT_FOR_GRADIENT: tuple[Remat, ...] = ("none", "mlp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepBytes:
+    """Bytes per token that the training step of a decoder needs at one capacity.
+
+    Attributes:
+        kept_by_layer: Kept by each layer for its backward pass.
+        kept_at_ends: Kept outside the layers, most of it for the loss.
+        recomputed: What one layer keeps beyond `kept_by_layer` while it runs again in
+            its backward pass.
+        transient: Needed inside a layer for a while, and not by the loss.
+        alone: The same in a backward pass that is a program of its own. What it gets
+            from the forward pass is not its own, and is not free before its end.
+    """
+
+    kept_by_layer: float
+    kept_at_ends: float
+    recomputed: float
+    transient: float
+    alone: float
+
+
+def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footprint:
+    """Estimates the footprint of one stage on each of its devices.
+
+    Args:
+        spec: The stage, or the whole decoder.
+        found: Bytes per token of the training step of the whole decoder, or of the part
+            of it that each device runs.
+        use: How the devices are used.
+    """
+    # Between the halves of layers, devices that share them have parts of the rows.
+    hidden = _hidden_bytes(spec) / use.num_tensor
+    part, is_alone = spec.part(use.num_tensor), _runs_backward_alone(spec)
+    kept = len(spec.layer_numbers) * found.kept_by_layer + _mask_bytes(part)
+    if spec.has_head:
+        kept += found.kept_at_ends
+    has_input = spec.options.remat in _INPUT_FOR_GRADIENT
+    waiting, weights = use.num_waiting * hidden, 0
+    if spec.options.layers_per_program is not None:
+        kept += has_input * hidden
+        waiting += 2 * hidden  # between two programs, and its gradient
+        weights = _layer_weights(spec, use)
+    elif not spec.has_head and spec.has_embedding:
+        kept -= has_input * hidden
+    gaps = GAPS * use.num_kept * kept if is_alone else 0.0
+    transient = found.alone if is_alone else found.transient
+    return dataclasses.replace(
+        stage_resident(spec, use),
+        gathered_bytes=gathered_bytes(spec, use),
+        fixed_bytes=fixed_bytes(spec, use) + weights,
+        bytes_per_token=use.num_kept * kept + gaps + waiting,
+        # No layer is recomputed while the loss is.
+        transient_bytes_per_token=found.recomputed + transient,
+        scratch_bytes=scratch_bytes(part) + _gradient_copies(spec, use) + weights,
+    )
+
+
+def part_bytes(
+    spec: DecoderSpec, tensor: int, block_tokens: int, num_tokens: int | None
+) -> StepBytes:
+    """Returns `step_bytes` of the part of a decoder that each of the devices runs."""
+    part = spec.divided(tensor=tensor).part(tensor)
+    return step_bytes(part, block_tokens, num_tokens)
+
+
+def step_bytes(
+    spec: DecoderSpec, block_tokens: int, num_tokens: int | None
+) -> StepBytes:
+    """Estimates the bytes per token of a training step from what its trace keeps.
+
+    The arrays that the backward pass keeps are counted for the first two layers, traced
+    with one or two numbers of tokens. Transient memory inside a layer is added by a
+    formula. For attention it is measured by compiling attention's gradient alone,
+    because its scratch memory may be larger than all other arrays in a layer. It is
+    compiled for `num_tokens`, because cuDNN's scratch per token may almost double from
+    one capacity to the next: its sequences are divisors of the capacity.
+
+    Args:
+        spec: The whole decoder, or the part of it that a device runs.
+        block_tokens: Tokens of a block.
+        num_tokens: Tokens of a microbatch; None: without attention's transient memory,
+            which is a lower bound for every capacity.
+    """
+    given = spec, block_tokens, num_tokens, planned_device()
+    values = kept_value(
+        "the estimate of memory",
+        ("step_bytes", *given),
+        lambda: dataclasses.asdict(_estimate(spec, block_tokens, num_tokens)),
+    )
+    return StepBytes(**values)
+
+
+def _estimate(
+    spec: DecoderSpec, block_tokens: int, num_tokens: int | None
+) -> StepBytes:
+    is_planned = planned_device() is not None
+    if is_planned:
+        with planned_for(planned.TRACED_ON):
+            found = _step_bytes(planned.traceable(spec, block_tokens), block_tokens)
+    else:
+        found = _step_bytes(spec, block_tokens)
+    if num_tokens is None:
+        return found
+    attention = planned.attention_bytes(spec, num_tokens) if is_planned else None
+    if attention is None:
+        attention = _attention_bytes(spec.with_remat("none"), num_tokens)
+    # The MLP's arrays are free again when attention's gradient begins.
+    freed = _MLP_KEEPS * _mlp_bytes(spec)
+    kept = max(0.0, freed - found.recomputed)
+    return dataclasses.replace(
+        found,
+        transient=max(found.transient, attention - freed),
+        alone=max(found.alone, attention - freed + kept),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
+    """Estimates a training step's bytes per token without those of attention."""
+    # The memory of a band of keys grows up to the length of a sample.
+    tokens = block_tokens * max(1, _TRACED_TOKENS // block_tokens)
+    while tokens < 2 * spec.options.max_segment_tokens:
+        tokens *= 2
+
+    remat, mlp, hidden = spec.options.remat, _mlp_bytes(spec), _hidden_bytes(spec)
+    one = _kept(_first_layers(spec, 1, remat=remat), tokens, block_tokens)
+    two = one.per_token
+    if spec.config.num_layers > 1:
+        whole = _first_layers(spec, 2, remat=remat)
+        if _first_are_alike(spec):
+            both = _kept_bytes(whole, tokens, block_tokens)
+            two = (both - 2 * one.fixed) / tokens
+        else:
+            two = _kept(whole, tokens, block_tokens).per_token
+    recomputed = 0.0
+    if remat != "none":
+        weakest = _first_layers(spec, 1, remat="none")
+        recomputed = _kept(weakest, tokens, block_tokens).per_token - one.per_token
+    # The gradients of the MLP's arrays, as none of these is free for them.
+    alone = _MLP_KEEPS * mlp + hidden - recomputed
+    if remat == "none":
+        transient = own = mlp + 3 * hidden
+    else:
+        # The most is needed at the gradient of the MLP's product. Then the gradient of
+        # the hidden states has the place of what was kept for the loss.
+        transient, own = mlp, mlp + hidden
+    return StepBytes(
+        kept_by_layer=two - one.per_token,
+        kept_at_ends=2 * one.per_token - two,
+        recomputed=recomputed,
+        transient=transient,
+        alone=max(own, alone),
+    )
+
+
+def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
+    config = dataclasses.replace(
+        spec.config,
+        num_layers=num_layers,
+        layer_windows=spec.config.layer_windows[:num_layers],
+    )
+    options = dataclasses.replace(spec.options, remat=remat)
+    adapted = spec.stage(0, num_layers).adapted
+    return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
+
+
+def _first_are_alike(spec: DecoderSpec) -> bool:
+    """Whether the first two layers keep as many bytes that no token adds to.
+
+    These are slices of the slot tables. The embedding and the loss keep none, unless
+    slots train whole copies.
+    """
+    if spec.trains_whole_shapes():
+        return False
+
+    def linears(number: int) -> set[tuple[str, str | None]]:
+        paths = spec.stage(number, number + 1).adapted
+        return {(p.split(".", 2)[2], spec.options.weight_format(p)) for p in paths}
+
+    return linears(0) == linears(1)
+
+
+class _Kept(NamedTuple):
+    """Bytes that a decoder keeps for its backward pass.
+
+    Attributes:
+        per_token: Bytes for each token.
+        fixed: Bytes that do not depend on the tokens.
+    """
+
+    per_token: float
+    fixed: int
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> _Kept:
+    """Counts the kept bytes, from traces with two numbers of tokens."""
+    small = _kept_bytes(spec, num_tokens, block_tokens)
+    large = _kept_bytes(spec, 2 * num_tokens, block_tokens)
+    return _Kept(
+        per_token=(large - small) / num_tokens,
+        fixed=2 * small - large,
+    )
+
+
+def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
+    """Bytes that the forward pass keeps for the backward pass, weights included."""
+    limits = Limits(capacity=num_tokens, block_tokens=block_tokens)
+
+    def backward(base, params, settings, batch, keys):
+        def total(params):
+            tables = to_paths(spec.stacks, params, axis=1)
+            return job_losses(spec, base, tables, settings, batch, keys).loss.sum()
+
+        return jax.vjp(total, params)[1]
+
+    with shapes_only():
+        axes = [(TENSOR, spec.options.tensor)]
+        traced = jax.make_jaxpr(backward, axis_env=axes)(
+            spec.base_shapes(),
+            spec.adapter_shapes(),
+            settings_shapes(spec),
+            batch_shapes(limits, objectives=spec.options.objectives),
+            key_shapes(spec),
+        ).jaxpr
+    given = set(traced.invars)
+    kept = {v for v in traced.outvars if isinstance(v, jax_core.Var)} - given
+    sources = dict(reshapes(traced))
+    same = kept & sources.keys()
+    reshaped = {v for v in same if any(sources[v] is other for other in kept)}
+    return num_bytes([v.aval for v in kept - reshaped])
+
+
+def _hidden_bytes(spec: DecoderSpec) -> int:
+    """Bytes per token of hidden states."""
+    return spec.config.hidden_size * jnp.dtype(spec.options.dtype).itemsize
+
+
+def _runs_backward_alone(spec: DecoderSpec) -> bool:
+    """Whether the backward pass of the layers is a program of its own, or several."""
+    return not spec.has_head or spec.options.layers_per_program is not None
+
+
+def _gradient_copies(spec: DecoderSpec, use: StageUse) -> int:
+    """Bytes of the gradients of all layers of a backward pass of its own.
+
+    There are those of each layer, those stacked, and weights in the layers' dtype. A
+    program with both passes puts them where activations were.
+    """
+    if not _runs_backward_alone(spec):
+        return 0
+    size = len(spec.layer_numbers)
+    # Gradients of whole copies are neither stacked nor cast.
+    slots = num_bytes(_layer_tables(spec, use))
+    part = (spec.options.layers_per_program or size) / size
+    own = 0 if spec.has_head else whole_table_bytes(spec)
+    return math.ceil(_GRADIENT_COPIES * part * slots) + own
+
+
+def _layer_weights(spec: DecoderSpec, use: StageUse) -> int:
+    """Bytes of the adapters in the layers' dtype, which sections keep."""
+    layers = _layer_tables(spec, use).values()
+    num = sum(math.prod(shape.shape) for shape in layers)
+    return num * spec.options.dtype.itemsize
+
+
+def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of the slot tables of a device, without whole copies of modules."""
+    tables = spec.part_shapes(use.num_tensor)[1]
+    return {n: s for n, s in tables.items() if n not in WHOLE_PATHS.values()}
+
+
+def _mlp_bytes(spec: DecoderSpec) -> int:
+    """Bytes per token of the features inside an MLP."""
+    return spec.config.intermediate_size * jnp.dtype(spec.options.dtype).itemsize
+
+
+@functools.lru_cache(maxsize=64)
+def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
+    """Bytes per token of attention's backward pass, as reported by the compiler.
+
+    The result is 0 if the compiler does not report it. Only the compiler knows the
+    scratch memory of cuDNN.
+    """
+    config, options = spec.config, spec.options
+
+    def heads(number: int) -> Any:
+        shape = num_tokens, number, config.head_dim
+        return jax.ShapeDtypeStruct(shape, options.dtype)
+
+    q, k = heads(config.num_heads), heads(config.num_kv_heads)
+    segment_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    run = jax.jit(
+        lambda backward, dout: backward(dout),
+        compiler_options=training_options(spec),
+    )
+    most = 0
+    for scoring in {layer_scoring(config, i) for i in range(config.num_layers)}:
+
+        def forward(q, k, v, segment_ids, scoring=scoring):
+            attention = functools.partial(
+                packed_attention,
+                segment_ids=segment_ids,
+                lengths=options.lengths,
+                scoring=scoring,
+                implementation=options.attention,
+            )
+            return jax.vjp(attention, q, k, v)[1]
+
+        backward = jax.eval_shape(forward, q, k, k, segment_ids)
+        found = run.lower(backward, q).compile().memory_analysis()
+        most = max(most, found.temp_size_in_bytes if found else 0)
+    return most / num_tokens
+
+
+def _mask_bytes(spec: DecoderSpec) -> int:
+    """Bytes per token of the dropout masks that XLA makes once and keeps, if any."""
+    backend = get_backend(spec.options.implementation)
+    if spec.slots is None or not spec.slots.use_dropout or not backend.stores_masks:
+        return 0
+    return sum(spec.linear(path).in_features for path in spec.adapted)

@@ -1,0 +1,128 @@
+"""Compiles the passes of meshes for H200s, without a GPU, and reads their memory.
+
+It is a program of its own, because XLA must be set up before JAX starts; see
+`test_compiled_stages`.
+
+usage: python -m tests.jaxlora.plan.memory.h200_stages OUT REMAT MESH...
+
+OUT gets, for each mesh, the bytes that each stage is estimated to need, and those that
+the compiler reports, as JSON.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+
+from jaxlora.adapters.optimizer import AdapterState
+from jaxlora.adapters.stage_sharding import REPLICATED
+from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.stages import stage_specs
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.pallas_kernels.mosaic import hopper as device
+from jaxlora.pallas_kernels.mosaic import layer
+from jaxlora.plan.memory.footprint import StagePrograms
+from jaxlora.plan.memory.inputs import settings_shapes
+from jaxlora.plan.stages import (
+    MeshStages,
+    estimated_footprint,
+    measured_footprint,
+)
+from jaxlora.scheduler import Limits
+from jaxlora.sharding import layerwise
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.execute.layout import Layout, Stage
+from tests import h200
+from tests.llama import LLAMA_8B, decoder, with_layers
+
+KIND, LAYERS_PER_STAGE = "NVIDIA H200", 2
+LIMITS = Limits(capacity=8192, block_tokens=64)
+
+
+def spec_of(remat: str, num_layers: int) -> DecoderSpec:
+    return decoder(
+        with_layers(LLAMA_8B, num_layers),
+        slots=SlotShape(num_slots=4, rank=16, use_dropout=True),
+        implementation="mosaic",
+        attention="cudnn",
+        max_segment_tokens=4096,
+        mean_segment_tokens=800,
+        remat=remat,
+    )
+
+
+def state_shapes(stage: Stage) -> AdapterState:
+    """Shapes of the slots of a stage, on its devices."""
+    steps, placement = stage.steps, stage.placement
+    return jax.tree.map(
+        lambda like, spec: jax.ShapeDtypeStruct(
+            like.shape, like.dtype, sharding=placement.sharding(spec)
+        ),
+        jax.eval_shape(steps.empty.jitted),
+        steps.state_specs,
+    )
+
+
+def compile_stage(stage: Stage) -> StagePrograms:
+    placement, spec = stage.placement, stage.spec
+    base = {
+        path: jax.ShapeDtypeStruct(
+            shape.shape,
+            shape.dtype,
+            sharding=placement.sharding(spec.base_specs()[path]),
+        )
+        for path, shape in spec.base_shapes().items()
+    }
+    settings = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(
+            s.shape,
+            s.dtype,
+            sharding=placement.sharding(REPLICATED),
+        ),
+        settings_shapes(spec),
+    )
+    args = base, state_shapes(stage), settings, LIMITS
+    return stage.steps.passes.prepare(*args).compiled()
+
+
+def compare(words: str, remat: str, devices) -> list[dict[str, int]]:
+    sizes = MeshSizes.parse(words)
+    spec = spec_of(remat, LAYERS_PER_STAGE * sizes.stage)
+    stages = MeshStages(
+        spec=spec,
+        specs=stage_specs(spec, sizes.stage, find_speed(KIND)),
+        sizes=sizes,
+        in_flight=sizes.stage,
+    )
+    layout = Layout.of(stages, devices=devices)
+    programs = [compile_stage(stage) for stage in layout.stages]
+    found = measured_footprint(stages, programs, LIMITS)
+    assert found is not None
+    with jax.default_device(devices[0]):  # for which attention is compiled
+        guess = estimated_footprint(stages, LIMITS.block_tokens, LIMITS.capacity)
+    return [
+        {
+            "estimated": own.total_bytes(LIMITS.capacity),
+            "compiled": real.total_bytes(LIMITS.capacity),
+        }
+        for own, real in zip(guess.stages, found.stages, strict=True)
+    ]
+
+
+def main() -> None:
+    """Compiles the meshes, and writes what they need."""
+    out, remat, *meshes = sys.argv[1:]
+    device.num_sms = lambda: 132
+    device.device_kind = lambda: KIND
+    layer.unsupported_device = lambda: None
+    layerwise.has_symmetric_buffers = lambda: True
+    needed = max(MeshSizes.parse(mesh).num_devices for mesh in meshes)
+    devices = h200.devices(needed)
+    found = {mesh: compare(mesh, remat, devices) for mesh in meshes}
+    pathlib.Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

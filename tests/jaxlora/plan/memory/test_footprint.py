@@ -1,0 +1,137 @@
+"""The estimated memory of a training step, compared with what the compiler reports."""
+
+import dataclasses
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxlora.adapters.slots import SlotTable
+from jaxlora.config import RunConfig
+from jaxlora.hf.config import model_config
+from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.layer import Remat
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.plan.memory.footprint import Footprint
+from jaxlora.plan.stages import MeshStages, estimated_footprint, measured_footprint
+from jaxlora.scheduler import Limits
+from jaxlora.train.execute.step import CompiledSteps
+from tests.jaxlora.train import fused
+from tests.tiny import CONFIG
+
+FOOTPRINT = Footprint(
+    base_bytes=1000,
+    adapter_bytes=400,
+    fixed_bytes=600,
+    bytes_per_token=10.0,
+    transient_bytes_per_token=2.0,
+)
+
+
+def decoder(config_json: dict, adapted=("_proj",), **options: Any) -> DecoderSpec:
+    """All linears adapted, or those whose names end so; two slots."""
+    config = model_config(config_json)
+    paths = map(linear_path, linear_names(config))
+    return DecoderSpec(
+        config=config,
+        options=DecoderOptions(**options),
+        slots=SlotShape(num_slots=2, rank=8),
+        adapted=tuple(path for path in sorted(paths) if path.endswith(adapted)),
+    )
+
+
+def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, float]:
+    """Bytes of a training step, as estimated and as the compiler reports."""
+    limits = Limits(capacity=num_tokens, block_tokens=64)
+    base = {k: jnp.zeros(s.shape, s.dtype) for k, s in spec.base_shapes().items()}
+    steps = CompiledSteps(spec)
+    table = SlotTable(spec, steps.write_slot)
+    args = base, table.state, table.settings, limits
+    programs = steps.passes.prepare(*args).compiled()
+    job = {"name": "a", "data": {"path": "a.jsonl"}}
+    size = spec.options.layers_per_program or "auto"
+    run = RunConfig(model="m", jobs=(job,), layers_per_program=size)
+    stages = MeshStages.of(run, spec)
+    measured = measured_footprint(stages, [programs], limits)
+    assert measured is not None
+    estimated = estimated_footprint(stages, 64, num_tokens)
+    ([one], [other]) = estimated.stages, measured.stages
+    return one.step_bytes(num_tokens), other.step_bytes(num_tokens)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
+@pytest.mark.parametrize("layers_per_program", [None, 1])
+def test_a_step_on_a_cpu(layers_per_program):
+    shape = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 32}
+    spec = decoder(
+        CONFIG | shape,
+        adapted=("v_proj", "down_proj"),
+        dtype=jnp.dtype("float32"),
+        remat="mlp",
+        layers_per_program=layers_per_program,
+        max_segment_tokens=256,
+        mean_segment_tokens=100,
+    )
+    estimated, measured = estimated_and_measured(spec, 1024)
+    assert 0.7 * measured < estimated < 1.4 * measured
+
+
+@fused.only_where_it_runs
+@pytest.mark.parametrize("remat", get_args(Remat))
+@pytest.mark.parametrize(
+    ("num_tokens", "longest"), [(8192, 1024), (8192, 4096), (9216, 2048)]
+)
+def test_a_step_on_a_gpu(remat, num_tokens, longest):
+    """Includes shapes where cuDNN needs more scratch than the rest of a layer.
+
+    It takes sequences of 2,304 tokens where a microbatch has 9,216.
+    """
+    shape = {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+    }
+    spec = decoder(
+        CONFIG | shape,
+        dtype=jnp.dtype("bfloat16"),
+        implementation="mosaic",
+        attention="cudnn",
+        remat=remat,
+        max_segment_tokens=longest,
+        mean_segment_tokens=400,
+    )
+    estimated, measured = estimated_and_measured(spec, num_tokens)
+    assert 0.98 * measured < estimated < 1.25 * measured
+
+
+def test_the_worst_moment_counts():
+    """The bytes of the head and those inside a layer are not needed at once."""
+    assert FOOTPRINT.total_bytes(100) == 1000 + 400 + 1000 + 600
+    assert FOOTPRINT.total_bytes(1000) == 1000 + 400 + 10000 + 2000
+    assert FOOTPRINT.total_bytes(0) == 1000 + 400 + 600
+
+
+@pytest.mark.parametrize("transient", [0.0, 2.0])
+@pytest.mark.parametrize("num_bytes", [2001, 3400, 5555, 99999])
+def test_the_most_that_fits(transient, num_bytes):
+    footprint = dataclasses.replace(FOOTPRINT, transient_bytes_per_token=transient)
+    tokens = footprint.fitting_tokens(num_bytes)
+    assert (
+        footprint.total_bytes(tokens) <= num_bytes < footprint.total_bytes(tokens + 1)
+    )
+
+
+def test_a_checkpoint_must_fit():
+    large = dataclasses.replace(
+        FOOTPRINT, adapter_bytes=4000, gradient_bytes=1000, fixed_bytes=0
+    )
+    assert large.total_bytes(0) == large.total_bytes(200) == 1000 + 4000 + 3000
+    assert large.fitting_tokens(8000) == 250
+    assert large.fitting_tokens(7999) == 0

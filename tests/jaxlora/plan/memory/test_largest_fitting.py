@@ -1,0 +1,49 @@
+"""The largest capacity that fits, where memory does not grow evenly with it."""
+
+import pytest
+
+from jaxlora.plan.memory import options
+from jaxlora.plan.memory.bounds import Bounds
+from jaxlora.plan.memory.footprint import Footprint
+from jaxlora.plan.memory.options import largest_fitting
+from jaxlora.plan.stages import MeshFootprint
+
+BOUNDS = Bounds(smallest=256, largest=2048, unit=128)
+CAPACITIES = range(256, 2049, 128)
+
+
+def estimate(num_tokens: int | None) -> MeshFootprint:
+    """Needs 10 bytes a token, and twice as many with an odd number of units."""
+    is_odd = num_tokens is not None and num_tokens % 256
+    stage = Footprint(
+        base_bytes=1000,
+        adapter_bytes=0,
+        fixed_bytes=0,
+        bytes_per_token=10.0,
+        transient_bytes_per_token=10.0 if is_odd else 0.0,
+    )
+    return MeshFootprint(stages=(stage,))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_largest_that_fits(monkeypatch, num_threads):
+    monkeypatch.setattr(options, "_num_threads", lambda: num_threads)
+    for num_bytes in range(1000, 50_000, 700):
+        fitting = [t for t in CAPACITIES if estimate(t).total_bytes(t) <= num_bytes]
+        expected = max(fitting, default=None)
+        assert largest_fitting(BOUNDS, estimate, num_bytes) == expected
+
+
+def test_only_what_may_fit_is_estimated():
+    tried = []
+
+    def noted(num_tokens: int | None) -> MeshFootprint:
+        tried.append(num_tokens)
+        return estimate(num_tokens)
+
+    assert largest_fitting(BOUNDS, noted, 1000 + 11519) == 1024
+    assert tried == [None, 1024]
+    assert largest_fitting(BOUNDS, noted, 1000 + 11520) == 1024
+    assert tried[2:] == [None, 1152, 1024]
+    assert largest_fitting(BOUNDS, noted, 1000 + 2559) is None
+    assert tried[5:] == [None]

@@ -1,0 +1,77 @@
+"""Estimates leave the code of kernels out of traces, and count the same arrays."""
+
+import contextlib
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from jaxlora.hf.config import model_config
+from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan.memory import estimate, planned
+from tests import tiny
+
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+# One that reads a reshaped array, and those of the MLP, which share inputs.
+ADAPTED = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_spec(**options) -> DecoderSpec:
+    config = model_config(tiny.CONFIG | WIDE)
+    paths = map(linear_path, linear_names(config))
+    fused = {"implementation": "mosaic", "attention": "cudnn"}
+    return DecoderSpec(
+        config=config,
+        options=DecoderOptions(
+            dtype=jnp.dtype("bfloat16"), max_segment_tokens=64, **(fused | options)
+        ),
+        slots=SlotShape(num_slots=2, rank=16, use_dropout=True),
+        adapted=tuple(p for p in sorted(paths) if p.endswith(ADAPTED)),
+    )
+
+
+def test_the_same_arrays_are_counted(monkeypatch):
+    spec = make_spec()
+    with planned_for(planned.TRACED_ON):
+        with_kernels = contextlib.nullcontext
+        short = estimate._kept_bytes(spec, 256, 64)
+        monkeypatch.setattr(estimate, "shapes_only", with_kernels)
+        assert estimate._kept_bytes(spec, 256, 64) == short
+        assert short > 0
+
+
+@pytest.mark.parametrize(
+    ("remat", "is_fused", "is_tied", "unlike"),
+    [
+        pytest.param("elementwise", True, False, False, marks=pytest.mark.grid),
+        ("mlp", False, True, True),
+        pytest.param("none", False, False, False, marks=pytest.mark.grid),
+        pytest.param("layer", True, True, True, marks=pytest.mark.grid),
+    ],
+)
+def test_two_layers_keep_what_two_traces_show(remat, is_fused, is_tied, unlike):
+    """Also if the second layer has fewer adapters than the first."""
+    plain = {} if is_fused else {"implementation": "xla", "attention": "xla"}
+    spec = make_spec(remat=remat, **plain)
+    config = dataclasses.replace(spec.config, tie_embeddings=is_tied)
+    adapted = [p for p in spec.adapted if "0." in p or not unlike or "v_proj" in p]
+    spec = dataclasses.replace(spec, config=config, adapted=tuple(adapted))
+    with planned_for(planned.TRACED_ON):
+        found = estimate._step_bytes(spec, 64)
+        one, two = (
+            estimate._kept(estimate._first_layers(spec, n, remat=remat), 4096, 64)
+            for n in (1, 2)
+        )
+    assert found.kept_by_layer == two.per_token - one.per_token > 0
+    assert found.kept_at_ends == 2 * one.per_token - two.per_token
+    assert (two.fixed == 2 * one.fixed) == (not unlike)
