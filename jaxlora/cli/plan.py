@@ -19,7 +19,7 @@ from jaxlora.errors import ConfigError
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
     from jaxlora.costs.gpus import GpuMachine
-    from jaxlora.forecast.forecast import RunForecast
+    from jaxlora.forecast import RunForecast
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +118,7 @@ def _plan(
     config: "RunConfig", machine: "GpuMachine | None", steps: int | None
 ) -> "RunForecast | None":
     """Plans a run; if it does not fit into other GPUs, says so and returns None."""
-    from jaxlora.forecast.forecast import plan_run
+    from jaxlora.forecast import plan_run
     from jaxlora.forecast.report import print_misfit
     from jaxlora.plan.memory.gpu_share import take_free_gpus
     from jaxlora.plan.memory.need import DoesNotFitError

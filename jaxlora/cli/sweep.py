@@ -39,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _print_plan(config: "RunConfig", arguments: argparse.Namespace) -> None:
     """Prints the configurations, and where and when each would train."""
-    from jaxlora.forecast.forecast import plan_run_groups
+    from jaxlora.forecast import plan_run_groups
     from jaxlora.forecast.sweep_groups import NO_TIME, print_groups
     from jaxlora.plan.memory.gpu_share import take_free_gpus
     from jaxlora.sweeps.configurations import print_configurations

@@ -1,0 +1,5 @@
+"""`jaxlora plan`: predicts a run without training it."""
+
+from jaxlora.forecast.forecast import RunForecast, plan_run, plan_run_groups
+
+__all__ = ["RunForecast", "plan_run", "plan_run_groups"]

@@ -13,7 +13,7 @@ from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import describe_list
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.errors import ConfigError
-from jaxlora.forecast.forecast import RunForecast
+from jaxlora.forecast import RunForecast
 from jaxlora.forecast.sweep_groups import NO_TIME, draw_groups, print_groups
 from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.plan.memory.need import DoesNotFitError, MemoryNeed

@@ -8,7 +8,7 @@ import pytest
 
 from jaxlora import load_run
 from jaxlora.cli.main import main
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from tests.jaxlora.memory_formula import estimated_by_formula
 
 

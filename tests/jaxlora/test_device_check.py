@@ -18,7 +18,7 @@ from jaxlora.device_check import (
     visible_gpu,
 )
 from jaxlora.errors import DeviceError
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from jaxlora.hf.load import load_model
 from jaxlora.inspect.device_support import inspect_device
 from tests import tiny

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from jaxlora.scheduler import violations
 from jaxlora.train.execute.feed import Feed
 from tests import tiny

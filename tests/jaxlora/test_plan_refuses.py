@@ -10,7 +10,7 @@ import pytest
 from jaxlora import Callback, LoraJob, RunConfig, Trainer
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.errors import JaxloraError
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from tests import tiny
 
 Change = Callable[[RunConfig, pathlib.Path], RunConfig]

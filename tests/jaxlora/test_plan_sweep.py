@@ -10,7 +10,7 @@ from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.errors import ConfigError
-from jaxlora.forecast.forecast import plan_run_groups
+from jaxlora.forecast import plan_run_groups
 from jaxlora.forecast.sweep_groups import draw_groups, plan_groups, print_groups
 from jaxlora.forecast.sweep_process import group_plans
 from jaxlora.pallas_kernels.device import planned_for

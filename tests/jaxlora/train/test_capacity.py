@@ -12,7 +12,7 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.common.note import log_notes
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxlora import LoraJob, RunConfig
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from jaxlora.plan.memory.bounds import Bounds
 from tests import tiny
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlora import RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.job_lifecycle import JobLifecycle

@@ -8,7 +8,7 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer, load_model
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from tests import tiny
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING

@@ -14,7 +14,7 @@ from jax._src.array import ArrayImpl
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from jaxlora.plan.job import prepare_run
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.mesh.machine import this_machine

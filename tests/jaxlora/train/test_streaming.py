@@ -6,7 +6,7 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from tests import tiny
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.conftest import TWO_SLOTS

@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from jaxlora import Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from jaxlora.run.log import read_events
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from tests.jaxlora.train.at_window import InterruptAt

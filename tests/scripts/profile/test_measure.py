@@ -9,7 +9,7 @@ from rich.console import Console
 from jaxlora.cli.main import main
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.costs.device_profile import parse, read_text
-from jaxlora.forecast.forecast import plan_run
+from jaxlora.forecast import plan_run
 from jaxlora.forecast.report import print_plan
 from jaxlora.plan.mesh.predict import SLOT_SECONDS
 from jaxlora.profile.measure import Settings, fit_link
