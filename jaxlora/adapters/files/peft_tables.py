@@ -239,6 +239,8 @@ def _on_trained_rows(
     if rows is None or rows.is_whole or saved.frozen is not None:
         return saved
     weight = base.read("lm_head").copy()
+    if max(rows.ids) >= len(weight):
+        return saved  # which `Adapter.check_base` refuses
     weight[list(rows.ids)] = rows.rows
     return dataclasses.replace(saved, frozen=weight)
 
