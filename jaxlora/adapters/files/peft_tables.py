@@ -289,7 +289,7 @@ def _with_lora(
     if (a.shape, b.shape) != shapes:
         raise AdapterError(
             f"{folder}: the LoRA of {module} has the shapes {a.shape} and {b.shape}; "
-            f"rank {rank} and the weight that it is of call for {shapes[0]} and "
+            f"rank {rank} and its weight call for {shapes[0]} and "
             f"{shapes[1]}. Use the base whose vocabulary has the size of the adapter's."
         )
     scaling = lora_scaling(lora_alpha, rank, bool(config.get("use_rslora")))

@@ -107,6 +107,11 @@ def test_where_records_are(migrated, dataset, wanted, said):
             "datasets.0.drop_system_message: Change the records",
         ),
         (
+            "chat_template, field_system: s",
+            {"kind": "messages"},
+            "datasets.0.field_system: Set system in data",
+        ),
+        (
             "{field_instruction: q, field_output: a, "
             "format: 'Q: {instruction} {{A:', no_input_format: '{instruction}'}",
             {
