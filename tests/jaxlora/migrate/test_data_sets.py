@@ -155,7 +155,7 @@ def test_where_records_are(migrated, dataset, wanted, said):
                 "{{ instruction }}",
                 "completion": "output",
             },
-            "datasets.0.type.system_prompt: It is that of each record",
+            "datasets.0.type.system_prompt: The system prompt of each record",
         ),
         (
             "{field_system: s t, format: '{instruction}'}",
