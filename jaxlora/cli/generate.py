@@ -134,8 +134,13 @@ def _check(arguments: argparse.Namespace) -> None:
 
         find_template(arguments.chat_template)
     _template_kwargs(arguments)
-    if arguments.system is not None and not (arguments.chat or arguments.interactive):
+    is_chat = arguments.chat or arguments.interactive
+    if arguments.system is not None and not is_chat:
         raise ConfigError("--system is a message of a chat: add --chat.")
+    if arguments.prompts is None and not is_chat:  # a file may hold chats
+        for option in ("chat-template", "chat-template-kwargs"):
+            if getattr(arguments, option.replace("-", "_")) is not None:
+                raise ConfigError(f"--{option} is for chats: add --chat.")
     if arguments.interactive and arguments.output is not None:
         raise ConfigError(
             "--output is for --prompt and --prompts, and has no effect on a chat in "

@@ -136,7 +136,7 @@ class Tokenizer:
         found = self
         if chat_template is not None:
             first, *_ = chat_template.splitlines()
-            source = f"chat_template {first!r:.80}"
+            source = f"chat_template {first[: 80 if '{' in first else None]!r}"
             found = self.with_chat_template(find_template(chat_template), source)
         if kwargs:
             found = copy.copy(found)

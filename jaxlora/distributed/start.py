@@ -102,7 +102,7 @@ def find_membership(
             continue
         if name != "coordinator" and not re.fullmatch(r"-?\d{1,9}", value):
             raise ConfigError(
-                f"{variable} (or {flag}) is {value!r}, which is no number."
+                f"{variable} (or {flag}) is {value!r}, which is not a number."
             )
         given[name] = value if name == "coordinator" else int(value)
     if given["num_processes"] == 1:

@@ -207,6 +207,8 @@ class Generator:
             if name in own or given:
                 one = own.get(name, tokenizer)
                 own[name] = one.with_setting(chat_template, given)
+            if kwargs is None and chat_template is not None and given:
+                _check_recorded(own[name].chat, name)
         tokenizer = tokenizer.with_setting(chat_template, kwargs or {})
         numbered = enumerate(self.adapters, NO_ADAPTER + 1)
         self._text_decoder = TextDecoder(
@@ -292,6 +294,17 @@ def end_ids(model: FrozenModel | OpenedModel, tokenizer: Tokenizer) -> tuple[int
     """Returns the tokens that end a text: the tokenizer's and the model's."""
     own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     return tuple(dict.fromkeys([*own, *model_eos_ids(model.folder)]))
+
+
+def _check_recorded(chat: ModelChat, name: str) -> None:
+    """Checks that another template than an adapter's uses its recorded variables."""
+    try:
+        chat.check_kwargs()
+    except DataError as error:
+        raise DataError(
+            f"{error} The values are those of the training of {name!r}, and "
+            "chat_template_kwargs={} (--chat-template-kwargs '{}') leaves them out."
+        ) from None
 
 
 def _checked_kwargs(kwargs: Any) -> dict[str, Any] | None:

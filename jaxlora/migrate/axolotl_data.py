@@ -46,7 +46,11 @@ _ON_ROLES = (
     "loss_on: completion trains on what the assistant says, last on its last answer, "
     "and all on every token. A message with `weight: 0` is not trained on."
 )
+_THOUGHTS = "Name the thoughts in the records as the chat template does."
 _REASONS = {
+    "field_system": "Set system in data to the name of the field.",
+    "field_thinking": _THOUGHTS,
+    "template_thinking_key": _THOUGHTS,
     "conversation": reasons.OWN_TEMPLATE,
     "roles_to_train": _ON_ROLES,
     "message_field_training": _ON_ROLES,
@@ -268,7 +272,9 @@ def _system_of_own_type(
         text = given.replace("{system}", str(text)) if text else ""
         return None if any(mark in text for mark in ("{{", "{%", "{#")) else text
     if text:
-        migration.left_out[f"{where}.type.system_prompt"] = "It is that of each record."
+        migration.left_out[f"{where}.type.system_prompt"] = (
+            "The system prompt of each record is used."
+        )
     whole = templates.template_of(given, {"system": field})
     return None if whole is None else templates.with_input(whole, "", field)
 

@@ -36,7 +36,7 @@ SPECIAL_TOKENS = (
     "Special tokens are those of the checkpoint: set them in its "
     f"tokenizer_config.json. {_ROWS} Samples are packed, so no padding token is needed."
 )
-OWN_TOKENS = "Texts of tokens are those of the checkpoint: change its tokenizer.json."
+OWN_TOKENS = "The texts of tokens come from the checkpoint: change its tokenizer.json."
 SYSTEM = "Set system in data."
 PUSH = "`jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters."
 RESUME = "`jaxlora train --resume` continues a run."

@@ -80,7 +80,7 @@ class Suggestions:
         for name, place in suggested.items():
             if search is not None and not is_place(place, axes):
                 raise CheckpointError(
-                    f"{name} was suggested at {place}, which is no place among the "
+                    f"{name} was suggested at {place}, which is not a place among the "
                     "parameters of the sweep. Restore these, or choose another "
                     "output_dir."
                 )

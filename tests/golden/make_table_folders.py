@@ -83,6 +83,10 @@ ADAPTERS = {
         },
         "auto",
     ),
+    "tied_rows_and_head": (
+        {"target_modules": [Q, HEAD], "trainable_token_indices": [3]},
+        "auto",
+    ),
 }
 TRAINED = "lora_B", "lora_embedding", "tokens_delta", "modules_to_save"
 

@@ -185,6 +185,8 @@ def table_values(
         if saved is None:
             continue
         if saved.lora is not None:
+            if base is not None and base.is_tied and module == "lm_head":
+                saved = _on_trained_rows(saved, found.get("embed_tokens"), base)
             weight = _with_lora(folder, config, module, saved, base, patterns, size)
             found[module] = _whole(weight)
         elif saved.copy is not None:
@@ -228,6 +230,19 @@ def _needed(
         return not np.array_equal(values.rows, base.read(module))
 
     return {module: found[module] for module in found if is_needed(module)}
+
+
+def _on_trained_rows(
+    saved: SavedTable, rows: TokenRowValues | None, base: BaseTables
+) -> SavedTable:
+    """Returns a tied head with LoRA, which peft puts on the trained rows of tokens."""
+    if rows is None or rows.is_whole or saved.frozen is not None:
+        return saved
+    weight = base.read("lm_head").copy()
+    if max(rows.ids) >= len(weight):
+        return saved  # which `Adapter.check_base` refuses
+    weight[list(rows.ids)] = rows.rows
+    return dataclasses.replace(saved, frozen=weight)
 
 
 def _whole(weight: Table) -> TokenRowValues:
@@ -274,7 +289,7 @@ def _with_lora(
     if (a.shape, b.shape) != shapes:
         raise AdapterError(
             f"{folder}: the LoRA of {module} has the shapes {a.shape} and {b.shape}; "
-            f"rank {rank} and the weight that it is of call for {shapes[0]} and "
+            f"rank {rank} and its weight call for {shapes[0]} and "
             f"{shapes[1]}. Use the base whose vocabulary has the size of the adapter's."
         )
     scaling = lora_scaling(lora_alpha, rank, bool(config.get("use_rslora")))

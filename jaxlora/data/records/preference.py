@@ -20,10 +20,11 @@ _WORDS = {"true": True, "false": False}
 _ANSWERS = ("completion", "messages", "conversations", "output")
 _PAIRS_CURE = (
     "which objective: next_token does not learn from. Set the job's objective to one "
-    "that does, such as simpo"
+    "that does, such as simpo; `jaxlora data show` has --kind preference"
 )
 _LABEL_CURE = (
-    "which objective: next_token does not learn from. Set the job's objective to kto"
+    "which objective: next_token does not learn from. Set the job's objective to kto; "
+    "`jaxlora data show` has --kind unpaired"
 )
 # The speaker of an answer in a text.
 _SPEAKER = (
@@ -120,6 +121,17 @@ def describe_preference(record: Mapping[str, Any]) -> str | None:
                 f"steps to compare), {_ONLY}. Keep one answer in each record."
             )
     return None
+
+
+def find_number_label(record: Mapping[str, Any]) -> str | None:
+    """Returns the field that may be a label of an answer as 1 or 0, or None.
+
+    It may also be a class, so that records with such a field have no kind of their own.
+    """
+    if not any(name in record for name in _ANSWERS):
+        return None
+    labels = (n for n in _LABELS if read_label(record.get(n)) is not None)
+    return next(labels, None)
 
 
 def read_label(value: Any) -> bool | None:

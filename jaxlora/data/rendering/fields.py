@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxlora.data.records.messages import Conversation
 from jaxlora.data.records.notes import Notes
-from jaxlora.data.records.preference import describe_preference
+from jaxlora.data.records.preference import describe_preference, find_number_label
 from jaxlora.data.records.read import Record
 from jaxlora.data.records.values import check_text
 from jaxlora.data.templates.inner_values import find_text
@@ -16,7 +16,7 @@ from jaxlora.data.templates.template_task import Payload, Task
 from jaxlora.errors import DataError
 
 # Fields whose text is the system message in common formats.
-_SYSTEM_FIELDS = ("system", "system_prompt")
+_SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
 # Fields that change the meaning of a record in common formats.
 _SIGNIFICANT_FIELDS = frozenset(
     (
@@ -42,6 +42,8 @@ _CURES = {
     name: f" Set data.system to {name} if it holds system messages of chats."
     for name in _SYSTEM_FIELDS
 }
+
+_LABEL_CURE = " Set the job's objective to kto if it says which answers are good."
 
 # Roles that are as the user expects: `assistant` is trained on, the others are not.
 _KNOWN_ROLES = frozenset(
@@ -134,6 +136,8 @@ def _text_cure(field: str, value: Any) -> str:
         expression = find_text(field, value)
     elif value is None:
         expression = f"{field} or ''"
+    elif isinstance(value, bool):
+        expression = f"{field} | tojson"
     is_binary = isinstance(value, bytes)
     if expression is None or is_binary or not field.isidentifier():
         return "Store it as text."
@@ -208,11 +212,14 @@ class UnusedFields:
             records: The records.
             used: The fields that are used.
         """
-        candidates = _SIGNIFICANT_FIELDS.difference(*(field.names for field in used))
+        names = frozenset[str]().union(*(field.names for field in used))
+        candidates = _SIGNIFICANT_FIELDS - names
         for record in records:
             for name in candidates & record.keys():
                 if record[name] not in (None, "", [], {}):
                     self._name(f"the field {name!r}", _CURES.get(name, ""))
+            if (label := find_number_label(record)) and label not in names:
+                self._name(f"the field {label!r}", _LABEL_CURE)
 
     def check_messages(
         self, conversations: Iterable[Conversation], keys: Sequence[str]

@@ -212,7 +212,7 @@ class _LabelledRenderer:
     def __call__(self, records: Sequence[Record]) -> list[Valued | DataError]:
         read = list(map(self._read, records))
         good = [record for record in read if not isinstance(record, DataError)]
-        rendered = iter(self._render(good))
+        rendered = iter(self._render([self._without_label(r) for r in good]))
         return [
             record if isinstance(record, DataError) else self._valued(record, rendered)
             for record in read
@@ -225,6 +225,9 @@ class _LabelledRenderer:
         if isinstance(text, DataError):
             return text
         return Valued(text, float(bool(read_label(record[self._label]))))
+
+    def _without_label(self, record: Record) -> Record:
+        return {name: value for name, value in record.items() if name != self._label}
 
     def _read(self, record: Record) -> Record | DataError:
         """Returns a record with a label, and with a prompt and a completion."""

@@ -38,8 +38,12 @@ from jaxlora.errors import DataError
 # Keys that change the meaning of a message, if the chat template reads them.
 _SIGNIFICANT_KEYS = (
     "reasoning_content",
-    "thinking",
     "reasoning",
+    "reasoning_text",
+    "thinking",
+    "thinking_content",
+    "thought",
+    "thoughts",
     "images",
     "train",
     "training",
@@ -80,20 +84,18 @@ def plain_renderer(
             f"{reading}. Remove data.chat, or set data.kind to prompt_completion."
         )
     is_wrapped = data.chat or reading.is_chat
-    if data.system is not None and not (is_chat or is_wrapped):
+    for name, what in (
+        ("system", f"system={data.system!r} is"),
+        ("chat_template", "chat_template is"),
+        ("chat_template_kwargs", "chat_template_kwargs are"),
+    ):
+        if getattr(data, name) in (None, {}) or is_chat or is_wrapped:
+            continue
+        is_text = reading.kind == "text"  # a chat has a prompt
+        cure = "Remove" if is_text else "Set data.chat to true, or remove"
         raise DataError(
-            f"system={data.system!r} is for chats, and the records are read as "
-            f"{reading}. Set data.chat to true, or remove data.system."
-        )
-    if data.chat_template is not None and not (is_chat or is_wrapped):
-        raise DataError(
-            f"chat_template is for chats, and the records are read as {reading}. Set "
-            "data.chat to true, or remove data.chat_template."
-        )
-    if data.chat_template_kwargs and not (is_chat or data.chat):
-        raise DataError(
-            "chat_template_kwargs are for chats, and the records are read as "
-            f"{reading}. Set data.chat to true, or remove data.chat_template_kwargs."
+            f"{what} for chats, and the records are read as {reading}. {cure} "
+            f"data.{name}."
         )
     if data.roles and not is_chat:
         raise DataError(

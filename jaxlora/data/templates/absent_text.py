@@ -25,6 +25,8 @@ class AbsentText(str):
     __hash__ = str.__hash__
 
 
+# Jinja's errors name the types of values.
+AbsentText.__name__, AbsentText.__module__ = "str", "builtins"
 ABSENT = AbsentText()
 
 

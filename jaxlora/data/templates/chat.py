@@ -91,8 +91,8 @@ class ModelChat:
         for name in self._kwargs:
             if name not in self.variables:
                 raise DataError(
-                    f"chat_template_kwargs has {name!r}, which the chat template of "
-                    f"{self._source} does not use (it uses "
+                    f"chat_template_kwargs has {name!r}, which "
+                    f"{self._name} does not use (it uses "
                     f"{', '.join(sorted(self.variables))}). Correct or remove it, or "
                     "give the chat_template that uses it."
                 )
@@ -216,6 +216,12 @@ class ModelChat:
         counts = {name: answer[name] for name in ("num_cut", "num_thoughtless")}
         return Chat(answer["text"], spans, weights, **counts)
 
+    @property
+    def _name(self) -> str:
+        """Names the template in errors; the source may be a template itself."""
+        is_template = self._source.startswith(("chat_template ", "the chat template "))
+        return self._source if is_template else f"the chat template of {self._source}"
+
     def _error(self, failure: Failure) -> DataError | ModelError:
         if failure.kind == "syntax":
             return ModelError(
@@ -228,7 +234,7 @@ class ModelChat:
             )
         if failure.kind == "lost":
             return DataError(f"{failure.why}; or remove the record.")
-        what = f"the chat template of {self._source}"
+        what = self._name
         if failure.kind == "unclear":
             return DataError(
                 f"{failure.why}. Set data.loss_on to all, mark what the assistant "

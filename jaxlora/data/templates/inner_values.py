@@ -5,8 +5,10 @@ should learn. This runs in the process of `template_worker`, too.
 """
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
+
+_TEXT_KEYS = (".content", ".text", ".value")
 
 
 def _expressions(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -43,11 +45,12 @@ def find_text(name: str, value: Any) -> str | None:
         name: The expression of the value.
         value: The value.
     """
-    for kind in (str, int | float):
-        for inner, item in _expressions(name, value):
-            if isinstance(item, kind):
-                return inner
-    return None
+    found = list(_expressions(name, value))
+    texts = [inner for inner, item in found if isinstance(item, str)]
+    # The other texts of a message, such as its role, say what kind it is.
+    texts.sort(key=lambda inner: not inner.endswith(_TEXT_KEYS))
+    numbers = [inner for inner, item in found if isinstance(item, int | float)]
+    return next(iter(texts + numbers), None)
 
 
 class NotTextError(Exception):
@@ -108,7 +111,13 @@ def check_printed(value: Any) -> Any:
     Raises:
         NotTextError: Its text is Python's notation.
     """
-    if isinstance(value, Mapping | list | tuple | set | bytes | Iterator):
+    if callable(value):
+        name = getattr(value, "__name__", "x")
+        raise NotTextError(
+            f"a value in {{{{ }}}} is the function {name!r}, not text; call it, or, if "
+            f"it is the field of an object, write {{{{ x[{name!r}] }}}}"
+        )
+    if isinstance(value, Iterable) and not isinstance(value, str):
         _refuse(getattr(value, "name", ""), value)
     return value
 

@@ -32,8 +32,8 @@ _THOUGHT_END = re.compile(
 )
 # Marks are put between these, as templates search for tags and strip line breaks.
 _SEPARATOR = re.compile(r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,60}\]|\n+)")
-# Variables of templates that keep the thoughts of earlier turns, and their values.
-_KEEPING = {"preserve_thinking": "true", "clear_thinking": "false"}
+# Variables of templates that keep thoughts, and their values.
+_KEEPING = {"preserve_thinking": True, "clear_thinking": False, "enable_thinking": True}
 
 _CALL_CURE = (
     "Use a template that prints all calls, or write the call into the content, in the "
@@ -49,16 +49,16 @@ _RESULT_CURE = (
 )
 _TOOL_CURE = "Use a template that prints tools, or remove them from the record"
 _ROLE_CURE = (
-    "Give the text in a message that the template prints (data.roles may rename the "
-    "role, such as {developer: system}), or use a template that prints it (data."
-    "chat_template)"
+    "Give the text in a message that the template prints, or use a template that "
+    "prints it (data.chat_template)"
 )
 _ANSWER_CURE = (
     "set data.chat_template to a template that prints it, such as one of TRL for "
     "training (in trl/chat_templates: qwen3_training.jinja, deepseek_r1_distill_"
-    "training.jinja and others); or do not train on the answer: data.loss_on: last "
-    "leaves out earlier ones, and the weight 0 any"
+    "training.jinja and others); or do not train on the answer, which may have the "
+    "weight 0"
 )
+_EARLIER = " (data.loss_on: last leaves out all but the last)"
 
 
 class LostPartError(Exception):
@@ -307,23 +307,69 @@ def check_parts(
     trained, thoughtless = set(trained), set()
     for part in lost:
         if not part.is_thought or part.message in trained:
-            raise _error(part, template, is_trained=part.message in trained)
+            raise _error(part, template, values, trained)
         thoughtless.add(part.message)
     if rendering is not None and has_turns:
         _check_turns(rendering, marker.parts, trained)
     return len(thoughtless)
 
 
-def _error(part: _Part, template: ChatTemplate, *, is_trained: bool) -> LostPartError:
+def _error(
+    part: _Part, template: ChatTemplate, values: Mapping[str, Any], trained: set[int]
+) -> LostPartError:
     why, cure = f"the chat template does not print {part}", part.cure
+    is_trained = part.message in trained
     if is_trained:
         why += ", which is trained on"
     if is_trained and (part.is_thought or cure == _ROLE_CURE):
         cure = _ANSWER_CURE
-        for key, value in _KEEPING.items():
-            if key in template.names:
-                cure = f"Set data.chat_template_kwargs to {{{key}: {value}}}; or {cure}"
+        if part.message != max(trained):
+            cure += _EARLIER
+    if part.message is not None:
+        for change, changed in _changes(template, values, part.message):
+            if _prints(template, changed, part):
+                cure = f"{change}; or {cure[0].lower()}{cure[1:]}"
     return LostPartError(f"{why}. {cure[0].upper()}{cure[1:]}")
+
+
+def _changes(
+    template: ChatTemplate, values: Mapping[str, Any], i: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields changes by which a template may print all of message `i`.
+
+    Each is in words, with the variables of the template that it gives.
+    """
+    message = values["messages"][i]
+    for key, value in _KEEPING.items():
+        if key in template.names and values.get(key) != value:
+            setting = f"{{{key}: {str(value).lower()}}}"
+            yield f"set data.chat_template_kwargs to {setting}", {**values, key: value}
+    role = message.get("role")
+    wanted = {"developer": "system"}.get(role, "tool")
+    if role == "developer" or role not in (*_PLAIN_ROLES, wanted):
+        renamed = [
+            {**one, "role": wanted} if one.get("role") == role else one
+            for one in values["messages"]
+        ]
+        change = f"set data.roles to {{{role}: {wanted}}}"
+        yield change, {**values, "messages": renamed}
+    keys = [key for key in _THOUGHT_KEYS if key in message]
+    for new in _THOUGHT_KEYS:
+        if len(keys) == 1 and new not in message and template.mentions(new):
+            renamed = [*values["messages"]]
+            renamed[i] = {new if k in keys else k: v for k, v in message.items()}
+            change = f"rename the key {keys[0]!r} of the messages to {new!r}"
+            yield change, {**values, "messages": renamed}
+
+
+def _prints(template: ChatTemplate, values: Mapping[str, Any], part: _Part) -> bool:
+    """Whether a template prints a piece of text with other variables."""
+    marker = _Marker(template)
+    rendering = _render(template, marker.conversation(values), with_turns=False)
+    return rendering is not None and any(
+        (one.message, one.value) == (part.message, part.value) and rendering.has(one)
+        for one in marker.parts
+    )
 
 
 def _lost_parts(

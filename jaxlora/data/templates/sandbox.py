@@ -299,6 +299,8 @@ class _Marks:
 
 
 def _printed(value: Any) -> Any:
+    if isinstance(value, jinja2.Undefined):
+        return value  # which raises, as text, and says its name
     if value is None:
         raise jinja2.TemplateError(
             "a value in {{ }} is null; write {{ field or '' }} if that is right"

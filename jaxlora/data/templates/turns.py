@@ -164,15 +164,21 @@ class RenderedConversation:
                 "the chat template has {% generation %} blocks, but printed none for "
                 "these messages, so there is nothing to learn"
             )
+        last, tail = len(self._messages) - 1, trace.tail_start or len(self.text) + 1
+        found = [
+            # What follows the loop ends the last turn, as Phi-3's <|endoftext|> does.
+            (start, end, last if index is None and start >= tail else index)
+            for start, end, index in trace.generations
+        ]
         is_marked = payload.skip or payload.weighted
-        if is_marked and any(index is None for _, _, index in trace.generations):
+        if is_marked and any(index is None for _, _, index in found):
             raise UnclearTurnError(
-                "a message has a weight, and it cannot be told which "
-                "{% generation %} block of the chat template printed it"
+                "some answers are not trained on or have a weight, and it cannot be "
+                "told which {% generation %} block of the chat template printed them"
             )
         return [
             (start, end, index)
-            for start, end, index in trace.generations
+            for start, end, index in found
             if start < end and index not in payload.skip
         ]
 
@@ -241,16 +247,26 @@ class RenderedConversation:
             raise self._unclear(
                 i,
                 f"its turn begins with {turn[:head]!r}, but the generation prompt is "
-                f"{prompt!r}",
+                f"{prompt!r}{self._other_prompt(i, turn)}",
             )
         return head
 
-    def _generation_prompt(self, i: int) -> str:
+    def _other_prompt(self, i: int, turn: str) -> str:
+        """Says whether the turn begins with the generation prompt for thinking."""
+        key = "enable_thinking"
+        if key not in self._template.names or self._values.get(key) is True:
+            return ""
+        if not turn.startswith(self._generation_prompt(i, **{key: True})):
+            return ""
+        return f" (data.chat_template_kwargs: {{{key}: true}} makes them agree)"
+
+    def _generation_prompt(self, i: int, **changed: Any) -> str:
         """Returns the generation prompt after the messages before message `i`."""
         # Every template accepts a user's message, but few accept an empty list.
         messages = self._messages[:i] or [{"role": "user", "content": "A"}]
-        values = dict(self._values, messages=messages, add_generation_prompt=True)
-        text = self._render(messages, add_generation_prompt=True)
+        changed = dict(changed, add_generation_prompt=True)
+        values = dict(self._values, messages=messages, **changed)
+        text = self._render(messages, **changed)
         trace = None if text is None else self._template.trace(values, text)
         if text is None or trace is None:
             raise self._unclear(i, "the template fails on the messages before it")

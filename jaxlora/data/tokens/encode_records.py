@@ -140,8 +140,8 @@ class RecordEncoder:
         if self._num_cut:
             self._notes.add(
                 "the chat template leaves out the thoughts of "
-                f"{counted(self._num_cut, 'answer')} that the conversation goes on "
-                "after, as it does when the model is served. None of them is trained "
+                f"{counted(self._num_cut, 'answer')} that other messages "
+                "follow, as it does when the model is served. None of them is trained "
                 "on. To keep them, set chat_template to a template that prints them."
             )
         if self._num_thoughtless:

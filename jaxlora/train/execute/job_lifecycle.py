@@ -368,7 +368,7 @@ class JobLifecycle:
         ended = job.progress
         logger.info("%s: %s (%s)", job.name, ended.status, ended.reason)
         if exported == 0:
-            why = "no later evaluation is better" if ended.step else "it did no step"
+            why = "no later evaluation is better" if ended.step else "it took no step"
             logger.warning(
                 "%s: the exported adapter is that of step 0, as it started: %s",
                 job.name,

@@ -91,6 +91,8 @@ def test_an_output_that_is_read_is_refused(folder, tmp_path, monkeypatch, capsys
         (["m", "--job", "a", "--prompt", "a"], "--job a needs --run"),
         (["--run", "r", "--quantize", "nf4", "--prompt", "a"], "--quantize cannot be"),
         (["m", "--system", "a", "--prompt", "a"], "add --chat"),
+        (["m", "--chat-template", "chatml", "--prompt", "a"], "add --chat"),
+        (["m", "--chat-template-kwargs", "{a: 1}", "--prompt", "a"], "add --chat"),
         (
             ["m", "--chat-template", "no", "--prompt", "a"],
             "'no' is neither a name",

@@ -267,6 +267,9 @@ def test_chats_have_the_template_kwargs_of_the_adapters_training(folder, adapter
     assert texts(chat_template_kwargs={}) == ["ab"] * 3
     with pytest.raises(DataError, match="chat_template_kwargs has 'mod', which the ch"):
         texts(chat_template_kwargs={"mod": 1})
+    with pytest.raises(DataError, match=r"of the training of 'one', .*kwargs=\{\} "):
+        texts(chat_template="chatml")
+    assert len(texts(chat_template="chatml", chat_template_kwargs={})) == 3
 
 
 def test_prompts_and_answers_of_other_lengths_reuse_the_programs(model):

@@ -107,6 +107,11 @@ def test_where_records_are(migrated, dataset, wanted, said):
             "datasets.0.drop_system_message: Change the records",
         ),
         (
+            "chat_template, field_system: s",
+            {"kind": "messages"},
+            "datasets.0.field_system: Set system in data",
+        ),
+        (
             "{field_instruction: q, field_output: a, "
             "format: 'Q: {instruction} {{A:', no_input_format: '{instruction}'}",
             {
@@ -150,7 +155,7 @@ def test_where_records_are(migrated, dataset, wanted, said):
                 "{{ instruction }}",
                 "completion": "output",
             },
-            "datasets.0.type.system_prompt: It is that of each record",
+            "datasets.0.type.system_prompt: The system prompt of each record",
         ),
         (
             "{field_system: s t, format: '{instruction}'}",

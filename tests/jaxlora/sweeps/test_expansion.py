@@ -241,7 +241,11 @@ def test_all_mistakes_are_named_at_once(tmp_path):
         ({"rank.x": [1]}, {}, "'rank' has no settings within it"),
         ({"data.limt": [1]}, {}, "Did you mean 'limit'"),
         ({"rank": {"values": [1], "when": {"sed": 1}}}, {}, "Did you mean 'seed'"),
-        ({"rank": {"values": [1], "times": "objective"}}, {}, "objective is no number"),
+        (
+            {"rank": {"values": [1], "times": "objective"}},
+            {},
+            "objective is not a number",
+        ),
         ({"model": ["a", "b"]}, {}, "is a setting of the run"),
     ],
 )
@@ -311,7 +315,7 @@ BIG = 10**400
         ({"data.limit.x": [1]}, "no part of data.limit can be varied"),
         ({"rank": {"values": [1], "times": "data.limit.x"}}, "no part of data.limit"),
         ({"rank": {"values": [1], "when": {"data.limit.x": 1}}}, "no part of"),
-        ({"rank": {"values": [1], "times": "data"}}, "times: data is no number"),
+        ({"rank": {"values": [1], "times": "data"}}, "times: data is not a number"),
         ({"data.": [1]}, "unknown key ''"),
     ],
 )

@@ -98,8 +98,8 @@ def test_early_stopping_counts_a_lower_loss_at_an_equal_metric(
     ("progress", "keep_best", "why"),
     [
         ({"step": 4, "best_step": 0}, True, "no later evaluation is better"),
-        ({"step": 0, "best_step": 0}, True, "it did no step"),
-        ({"step": 0, "best_step": 0}, False, "it did no step"),
+        ({"step": 0, "best_step": 0}, True, "it took no step"),
+        ({"step": 0, "best_step": 0}, False, "it took no step"),
         ({"step": 4, "best_step": 2}, True, None),
         ({"step": 4, "best_step": 0}, False, None),
         ({"step": 0, "status": "failed"}, False, None),

@@ -53,6 +53,8 @@ def test_ambiguous_kind(run):
     [
         ({"text": "x"}, {"chat": True}, "chat=true wraps .* are read as text"),
         (PAIR, {"system": "x"}, "system='x' is for chats, and the rec.* data.chat"),
+        ({"text": "x"}, {"system": "x"}, r"read as text .*\)\. Remove data.system"),
+        ({"text": "x"}, {"chat_template": "chatml"}, r"Remove data\.chat_template\."),
     ],
 )
 def test_contradictory_options(run, record, options, match):
@@ -128,6 +130,8 @@ def test_bad_records_are_named(run, good, bad, match):
         ),
         ("{{ null }}", r"a value in {{ }} is null; write {{ field or '' }}"),
         ("{{ q.__class__ }}", "SecurityError"),
+        ("{{ q.title }}", r"is the function 'title', not text; .* {{ x\['title'\] }}"),
+        ("{{ range(3) }}", "of type range, not text"),
         ("{{ q", "does not parse"),
         ("{{ q * 10**10 }}", r"exceeds a limit: it takes more than 256 MiB of memory"),
     ],
@@ -444,6 +448,10 @@ def test_a_template_may_have_roles_of_share_gpt(run, make_tokenizer):
             "the field 'chat_template_kwargs'",
         ),
         (PAIR | {"weight": 0}, "the field 'weight'"),
+        (PAIR | {"label": 0}, "the field 'label'"),
+        (talk(*TALK) | {"kto_tag": "1"}, "the field 'kto_tag'"),
+        (PAIR | {"system_message": "x"}, "the field 'system_message'"),
+        (talk(TALK[0], dict(TALK[1], thought="x")), "the key 'thought' of messages"),
         (PAIR | {"tools": TOOLS}, "the field 'tools'"),
         ({"text": "xyz", "images": ["a.png"]}, "the field 'images'"),
         (talk(TALK[0], dict(TALK[1], train=False)), "the key 'train' of messages"),
@@ -465,7 +473,8 @@ def test_unused_fields_are_reported_once(run, record, named, caplog):
         (PAIR | {"weight": None, "tools": [], "images": ""}, {}),
         ({"weight": "7 kg", "completion": "x"}, {"prompt": "Weigh: {{ weight }}"}),
         ({"system": "x", "completion": "x"}, {"prompt": "system"}),
-        (talk(*TALK) | {"id": 3, "label": 1}, {}),
+        (talk(*TALK) | {"id": 3, "label": 7}, {}),
+        (PAIR | {"label": "1"}, {"system": "{{ label }}", "chat": True}),
     ],
 )
 def test_used_or_empty_fields_are_not_reported(run, record, options, caplog):

@@ -215,3 +215,11 @@ def test_fields_and_texts_of_any_language_are_told_apart(texts):
 def test_mistakes(texts, record, options, match):
     with pytest.raises(DataError, match=match):
         texts([record], **options)
+
+
+def test_chats_of_open_orca_have_variables_of_the_template(run, make_tokenizer):
+    template = "{{ 'BRIEF ' if brief }}" + chat_templates.CHATML
+    data = {"chat_template_kwargs": {"brief": True}}
+    tokenizer = make_tokenizer(template)
+    (sample,) = run([ORCA], tokenizer, data=data).samples
+    assert tokenizer.decode(sample.token_ids).startswith("BRIEF <|im_start|>system")

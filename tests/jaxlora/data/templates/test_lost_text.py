@@ -55,7 +55,9 @@ TEMPLATES = {
     "m.thinking }}{% endif %}{{ '<' ~ m.role ~ '>' ~ m.content if m.role in ('user', "
     "'assistant') }}{{ '<end>' }}" + ASKED,
     # Thoughts of a key, in the last turn or where the user wants them: Qwen3.6, GLM.
-    "preserving": LOOP + "{{ '<' ~ m.role ~ '>' }}{% if m.role == 'assistant' and "
+    "preserving": "{# No thinking key. #}"
+    + LOOP
+    + "{{ '<' ~ m.role ~ '>' }}{% if m.role == 'assistant' and "
     "(loop.last or preserve_thinking) %}{{ '<think>' ~ (m.reasoning_content or '') ~ "
     "'</think>' }}{% endif %}{{ m.content ~ '<end>' }}" + CALLS + ASKED,
     # Only the last messages fit.
@@ -100,6 +102,8 @@ TALKS = {
     "a key twice": [
         *(USER, ANSWER | {"reasoning_content": "THOUGHT1", "thinking": "THOUGHT1"}),
     ],
+    "another key": [USER, ANSWER | {"thinking": "THOUGHT1"}],
+    "function": [USER, ANSWER, say("function", "RESULT1"), *LATER],
     "tools": [
         *(USER, say("assistant", None, tool_calls=[CALL]), say("tool", "RESULT1")),
         *(ANSWER, *LATER),
@@ -163,10 +167,21 @@ def test_nothing_is_lost_in_silence(name, loss_on):
         (
             "qwen2.5",
             "developer",
-            r"the text 'DEVELOPER1' of message 0 \(developer\)\. Gi",
+            r"'DEVELOPER1' of message 0 \(developer\)\. Set data\.roles to \{deve",
         ),
         ("qwen2.5", "the same text", r"the text 'USER1' of message 0 \(developer\)"),
-        ("deepseek-v3", "two systems", r"'SYSTEM1' .* \(data\.roles may rename the ro"),
+        ("deepseek-v3", "two systems", r"'SYSTEM1' of message 0 \(system\)\. Give th"),
+        (
+            "gpt-oss",
+            "developer later",
+            r"'DEVELOPER1' of .*\(developer\)\. Give the te",
+        ),
+        ("qwen2.5", "function", r"'RESULT1' of .* Set data\.roles to \{function: tool"),
+        (
+            "preserving",
+            "another key",
+            r"Rename the key 'thinking' .* 'reasoning_content",
+        ),
         ("gpt-oss", "both", r"the text 'DEVELOPER1' of message 1 \(developer\)"),
         (
             "r1",
@@ -176,12 +191,12 @@ def test_nothing_is_lost_in_silence(name, loss_on):
         (
             "r1",
             "only the end of a thought",
-            "'THOUGHT1' .* Set data.chat_template to a",
+            "'THOUGHT1' .* Set data.chat_template to a.* weight 0; or remove",
         ),
         (
             "qwen3",
             "thoughts",
-            r"trl/chat_templates: qwen3_training\.jinja, .* data\.lo",
+            r"trl/chat_templates: qwen3_training\.jinja, .* \(data\.lo",
         ),
         (
             "preserving",
@@ -198,6 +213,17 @@ def test_what_is_lost_is_named(name, talk, match):
     )
     with pytest.raises(DataError, match=match):
         raise one
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_settings_that_an_error_names_are_a_cure(name):
+    """A variable of the template is named only where it helps."""
+    chat, talk = model_chat(TEMPLATES["preserving"]), conversation(TALKS[name])
+    (one,) = chat.render_all([talk], "completion")
+    if "preserve_thinking" in str(one):
+        kept = chat.with_kwargs({"preserve_thinking": True})
+        (one,) = kept.render_all([talk], "completion")
+        assert isinstance(one, Chat), one
 
 
 def test_thoughts_of_answers_that_are_not_trained_on_are_counted():

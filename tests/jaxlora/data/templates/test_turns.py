@@ -144,6 +144,18 @@ def test_marks_may_be_in_a_macro_and_end_in_space():
     assert answers(template, TALK) == ["Hello!\n\n", "Fine.\n\n\n"]
 
 
+def test_a_mark_after_the_loop_belongs_to_the_last_answer():
+    """TRL's template for Phi-3 prints the end of the text there."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}{% generation %}{{ eos_token }}{% endgeneration %}"
+    )
+    muted = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
+    assert answers(template, TALK) == ["Hello!", "Fine.\n", "</s>"]
+    assert answers(template, muted) == ["Fine.\n", "</s>"]
+
+
 def test_a_template_that_measures_what_it_prints_keeps_its_text():
     template = (
         "{% for m in messages %}{% set t %}{% generation %}{{ m.content }}"
@@ -215,6 +227,18 @@ def test_a_user_may_have_the_weight_0_too():
 )
 def test_unclear(template, messages, match):
     assert match_of(render(getattr(chat_templates, template), messages), match)
+
+
+def test_thoughts_may_need_another_generation_prompt():
+    """Qwen3.5's template that prints an empty thought if thinking is not wanted."""
+    template = (
+        "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ ('<think></think>' if m.role "
+        "== 'assistant' and '<think>' not in m.content) ~ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{{ '<think>' if enable_thinking else "
+        "'<think></think>' }}{% endif %}"
+    )
+    talk = [user("Hi"), assistant("<think>hm</think>Hello!")]
+    assert match_of(render(template, talk), r"enable_thinking: true\} makes them agree")
 
 
 def test_a_template_without_a_loop_over_the_messages():
