@@ -19,10 +19,11 @@ from jaxlora.common.background import in_background
 from jaxlora.common.job_name import BASE
 from jaxlora.config.data_config import check_template_kwargs
 from jaxlora.config.generation_settings import GenerationSettings
+from jaxlora.data.templates.chat import ModelChat
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.data.tokenizer_files import model_eos_ids
 from jaxlora.device_check import check_device
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, DataError
 from jaxlora.generate.adapter_names import Adapters, named_adapters
 from jaxlora.generate.adapter_slots import NO_ADAPTER, load_decoder
 from jaxlora.generate.adapter_tokenizers import own_tokenizers
