@@ -109,6 +109,12 @@ NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST_INT), Number]
 # Of one axis, or one kind of replicas or groups; more are a slip of the keyboard.
 MOST_DEVICES = 65_536
 Devices = Annotated[int, Field(gt=0, le=MOST_DEVICES), Number]
+# Of a job, of which the device counts in 32 bits.
+MOST_STEPS = 10**9
+Steps = Annotated[int, Field(gt=0, le=MOST_STEPS), Number]
+# Of a microbatch; more are a slip of the keyboard, and take minutes to compile.
+MOST_TOKENS = 2**20
+Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS), Number]
 Indices = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]

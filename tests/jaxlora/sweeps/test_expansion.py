@@ -403,6 +403,13 @@ def test_too_many_are_refused_before_one_is_made(monkeypatch, parameters, sweep,
     assert len(made) < 20
 
 
+def test_lists_of_all_jobs_are_counted_before_one_is_made(monkeypatch):
+    monkeypatch.setattr(expansion._Expander, "_distinct", lambda *_: [])
+    jobs = [{"name": f"j{i}", "rank": MANY} for i in range(300)]
+    with pytest.raises(ConfigError, match=r"jobs.0: there would be 300,000 conf"):
+        run_config({"model": "m", "defaults": DEFAULTS, "jobs": jobs})
+
+
 def test_lists_of_a_job_are_counted_too():
     job = {"name": "a", "rank": MANY, "seed": MANY, "steps": MANY, "shuffle": 3}
     with pytest.raises(ConfigError, match=r"jobs.0: there would be 1,000,000,000") as e:
