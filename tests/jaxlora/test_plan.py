@@ -60,8 +60,8 @@ def test_a_plan_warns_of_samples_beyond_the_models_positions(config, tmp_path, c
     ("changes", "words"),
     [
         (
-            {"epochs": 1e300},
-            r"epochs=1e\+300 of job 'job0' are .* at most 1,000,000,000",
+            {"steps": None, "epochs": 1e300},
+            r"job 'job0' are .* at most 1,000,000,000",
         ),
         ({"steps": 10**9}, "samples, and a plan has at most 2,000,000.*--steps 1000"),
     ],
