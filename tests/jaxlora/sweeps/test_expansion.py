@@ -403,6 +403,24 @@ def test_too_many_are_refused_before_one_is_made(monkeypatch, parameters, sweep,
     assert len(made) < 20
 
 
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (3, "no value of rank in the sweep is that: 1, 2. (given: 3)"),
+        ("x", "no value of rank in the sweep is that"),
+        ([3, 5], "no value of rank in the sweep is that"),
+        ([], "the list is empty. Give the values that the setting must have."),
+    ],
+)
+def test_conditions_that_are_never_met_are_refused(wanted, words):
+    alpha = {"values": [2], "when": {"r": wanted}}
+    with pytest.raises(ConfigError) as found:
+        run({"lora_alpha": alpha, "rank": [1, 2]})
+    place = "run: sweep.parameters.lora_alpha.when.r: "
+    assert str(found.value).startswith(place)
+    assert words in str(found.value).replace("of r in", "of rank in")
+
+
 def test_lists_of_all_jobs_are_counted_before_one_is_made(monkeypatch):
     monkeypatch.setattr(expansion._Expander, "_distinct", lambda *_: [])
     jobs = [{"name": f"j{i}", "rank": MANY} for i in range(300)]
