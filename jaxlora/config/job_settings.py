@@ -164,7 +164,7 @@ def check_axis(key: str, space: Space, kind: type[StrictModel]) -> list[Problem]
         elif where[-1] == "times" and where == (*path, "times"):
             field = field_of(ours, kind)
             if field is not None and not types_of(field.annotation) & {int, float}:
-                text = f"{name} is no number, by which a value could be multiplied."
+                text = f"{name} is not a number, so a value cannot be multiplied by it."
                 found.append(make_problem(where, RULE, text, name))
     if not found and (reason := _axis(key, space, kind).problem()):
         found.append(make_problem(path, RULE, reason))

@@ -248,7 +248,7 @@ def schedule_problem(name: str, given: Mapping[str, Any], peak: float) -> str | 
         if key not in schedule.settings:
             known = ", ".join(schedule.settings) or "none"
             return (
-                f"{key!r} is no setting of the schedule {name}, whose "
+                f"{key!r} is not a setting of the schedule {name}, whose "
                 f"settings are: {known}. Correct it, or leave it out."
             )
         if isinstance(value, str) != (key in _TEXTS):

@@ -246,7 +246,7 @@ def _part_of(kind: type[StrictModel]) -> type[StrictModel]:
 
 
 class _Partial:
-    """Settings some of which are invalid.
+    """Settings, some of which are invalid.
 
     A rule that reads one of these is skipped: reading it raises `_UnknownError`. The
     others have their checked values, so a rule never meets a value of a wrong type.
@@ -298,7 +298,7 @@ class _Partial:
 
 
 def _by_first(paths: Sequence[Path]) -> dict[int | str, list[Path]]:
-    """Returns the rests of paths, by their first parts."""
+    """Returns what follows the first part of each path, by that part."""
     found: dict[int | str, list[Path]] = {}
     for path in paths:
         found.setdefault(path[0] if path else "", []).append(path[1:])

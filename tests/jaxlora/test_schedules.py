@@ -48,7 +48,7 @@ def test_rates_are_those_of_transformers(case):
     [
         (
             {"lr_schedule": "linear", "lr_schedule_args": {"num_cycles": 2}},
-            "'num_cycles' is no setting of the schedule linear, whose",
+            "'num_cycles' is not a setting of the schedule linear, whose",
         ),
         (
             {"lr_schedule": "cosine_with_min_lr"},
