@@ -151,7 +151,7 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
     for name, value in kwargs.items():
         if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
             raise ValueError(
-                f"{name!r:.80} is not the name of a variable. Write one such as "
+                f"{name!r:.80} is not the name of a variable. Write names such as "
                 "enable_thinking."
             )
         if name in _OWN_VARIABLES:

@@ -96,6 +96,7 @@ def expand_run(values: Mapping[str, Any], kind: type[StrictModel]) -> Expansion:
     if sweep is not None and sweep.is_random:
         expander.num_drawn = sweep.count or 0
     is_broken = bool(problems) or (sweep is None and values.get("sweep") is not None)
+    expander.count(jobs)
     for number, job in enumerate(jobs):
         if is_broken and isinstance(job, dict):
             job = {"name": f"c{number + 1}", **job}  # the sweep would have named it
@@ -166,19 +167,22 @@ class _Expander:
         self._kind, self._sweep, self._swept = kind, sweep, swept
         self._namer = Namer()
         self.problems: list[Problem] = []
-        self.num_drawn, self._num = 0, 0.0
+        self.num_drawn, self._is_cut = 0, False
 
     def add(self, number: int, job: Any) -> None:
         """Adds the configurations of a job of the run file, or the job itself."""
-        template = job
-        if isinstance(job, self._kind):
-            template = {name: getattr(job, name) for name in job.model_fields_set}
-        if not isinstance(template, dict):
+        template = self._template(job)
+        if template is None:
             return self._keep(number, job)
         listed = self._listed(number, template)
+        self.notes += (
+            f"{'.'.join(map(str, axis.path))} is a list of {int(axis.num_points)} "
+            "values: one job for each of them"
+            for axis in listed
+        )
         if not (listed or self._swept):
             return self._keep(number, job)
-        listed = self._few(listed)
+        listed = list(map(first_of, listed)) if self._is_cut else listed
         axes = [*listed, *self._swept]
         self.problems += given_twice(axes, self._kind) if listed else ()
         places = {n: axis.path for axis in axes for n in given_by(axis, self._kind)}
@@ -194,29 +198,39 @@ class _Expander:
             self.origins.append(Origin(template=number, varied=varied))
         return None
 
-    def _few(self, listed: list[Axis]) -> list[Axis]:
-        """Counts configurations before they are made; of too many, the first are made.
-
-        Returns:
-            The axes of the lists in a job.
-        """
-        drawn = self._swept and self.num_drawn
-        own = math.prod(axis.num_points for axis in listed)
-        swept = math.prod(axis.num_points for axis in self._swept)
-        self._num += own * (self.num_drawn if drawn else swept)
-        if self._num <= MOST_CONFIGURATIONS:
-            return listed
+    def count(self, jobs: Sequence[Any]) -> None:
+        """Counts all configurations before one is made; of too many, few are made."""
+        drawn = self.num_drawn if self._swept else 0
+        swept = drawn or math.prod(axis.num_points for axis in self._swept)
+        total, largest = 0.0, 0.0
+        path: Path = ()
+        for number, job in enumerate(jobs):
+            template = self._template(job)
+            listed = [] if template is None else self._listed(number, template)
+            if template is None or not (listed or self._swept):
+                continue
+            num = swept * math.prod(axis.num_points for axis in listed)
+            total += num
+            if num > largest:
+                largest, path = num, (self._swept or listed)[0].path[:2]
+        if total <= MOST_CONFIGURATIONS:
+            return
         if not self.problems:
-            path = ("sweep", "count") if drawn else (self._swept or listed)[0].path[:2]
+            path = ("sweep", "count") if drawn else path
             fewer = "Give fewer values, or set `method: random` and count to draw some."
-            cure = "Lower it." if drawn else fewer
             text = (
-                f"there would be {self._num:,.0f} configurations, and a run has at "
-                f"most {MOST_CONFIGURATIONS:,}. {cure}"
+                f"there would be {total:,.0f} configurations, and a run has at most "
+                f"{MOST_CONFIGURATIONS:,}. {'Lower it.' if drawn else fewer}"
             )
             self.problems.append(make_problem(path, RULE, text))
         self._swept, self._sweep = list(map(first_of, self._swept)), Sweep()
-        return list(map(first_of, listed))
+        self._is_cut = True
+
+    def _template(self, job: Any) -> dict[str, Any] | None:
+        """Returns the settings of a job of the run file; None if it has none."""
+        if isinstance(job, self._kind):
+            return {name: getattr(job, name) for name in job.model_fields_set}
+        return job if isinstance(job, dict) else None
 
     def _keep(self, number: int, job: Any) -> None:
         self.jobs.append(job)
@@ -244,10 +258,6 @@ class _Expander:
                 is_integer=False,
             )
             axes.append(axis)
-            self.notes.append(
-                f"jobs.{number}.{key} is a list of {len(value)} values: one job for "
-                "each of them"
-            )
         return axes
 
     def _is_path_list(self, name: str, value: list[Any]) -> bool:

@@ -29,6 +29,7 @@ def axes_of(
             axes.append(_axis(key, space, kind))
         problems += found
     problems += given_twice(axes, kind)
+    problems += _never_met(axes, kind)
     try:
         return _in_order(axes, kind)
     except graphlib.CycleError as error:
@@ -77,6 +78,33 @@ def given_twice(axes: Sequence[Axis], kind: type[StrictModel]) -> list[Problem]:
                 where = ".".join(map(str, other.path))
                 text = f"{where} gives {name!r}, too. Keep one of them."
                 found.append(make_problem(path, RULE, text))
+    return found
+
+
+def _never_met(axes: Sequence[Axis], kind: type[StrictModel]) -> list[Problem]:
+    """Returns a problem for each condition that no value in a list of the sweep meets.
+
+    Such a setting would be left as it is in all configurations.
+    """
+    lists = {
+        axis.name: axis.space.values
+        for axis in axes
+        if axis.space.values is not None and axis.space.times is None
+        if not axis.space.when
+    }
+    found = []
+    for axis in axes:
+        for key, wanted in axis.space.when.items():
+            values = lists.get(our_name(key, kind)[0])
+            text = ""
+            if isinstance(wanted, list | tuple) and not wanted:
+                text = "the list is empty. Give the values that the setting must have."
+            elif values is not None and not any(_is_met(v, wanted) for v in values):
+                shown = ", ".join(map(repr, values[:10]))
+                text = f"no value of {key} in the sweep is that: {shown}."
+            if text:
+                path = *axis.path, "when", key
+                found.append(make_problem(path, RULE, text, wanted))
     return found
 
 
@@ -136,7 +164,7 @@ def check_axis(key: str, space: Space, kind: type[StrictModel]) -> list[Problem]
         elif where[-1] == "times" and where == (*path, "times"):
             field = field_of(ours, kind)
             if field is not None and not types_of(field.annotation) & {int, float}:
-                text = f"{name} is not a number, so nothing can be multiplied by it."
+                text = f"{name} is not a number, so a value cannot be multiplied by it."
                 found.append(make_problem(where, RULE, text, name))
     if not found and (reason := _axis(key, space, kind).problem()):
         found.append(make_problem(path, RULE, reason))

@@ -27,6 +27,7 @@ from jaxlora.config.strict import (
     Number,
     PositiveFloat,
     PositiveInt,
+    Steps,
     StrictModel,
     Texts,
 )
@@ -162,7 +163,7 @@ class LoraJob(StrictModel):
     objective_args: dict[str, Annotated[float, Number] | str] = {}
     batch_size: PositiveInt = 8
     epochs: PositiveFloat = 1.0
-    steps: PositiveInt | None = None
+    steps: Steps | None = None
     learning_rate: NonNegativeFloat = 2e-4
     lr_schedule: ScheduleName = "cosine"
     lr_schedule_args: dict[str, Annotated[float, Number] | str] = {}

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from jaxlora.config.strict import Devices, PositiveInt, Rule, StrictModel
+from jaxlora.config.strict import Devices, Rule, StrictModel, Tokens
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 
@@ -44,7 +44,7 @@ class ReplicaConfig(StrictModel):
 
     tensor: Devices = 1
     count: Devices = 1
-    microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
+    microbatch_tokens: Tokens | Literal["auto"] = "auto"
 
 
 def listed(replicas: Sequence[ReplicaShape]) -> list[dict[str, int]]:

@@ -26,6 +26,7 @@ from jaxlora.config.strict import (
     PositiveFloat,
     PositiveInt,
     Texts,
+    Tokens,
 )
 from jaxlora.config.sweep_config import Sweep
 from jaxlora.problems import problems_of, validation_error
@@ -141,10 +142,10 @@ class RunConfig(BaseSettings):
     replicas: Literal["auto"] | tuple[ReplicaConfig, ...] | None = None
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
-    microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
-    microbatch_shapes: tuple[PositiveInt, ...] = ()
+    microbatch_tokens: Tokens | Literal["auto"] = "auto"
+    microbatch_shapes: tuple[Tokens, ...] = ()
     shape_compile_seconds: NonNegativeFloat = 60.0
-    block_tokens: PositiveInt = 64
+    block_tokens: Tokens = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: Literal["none", "elementwise", "mlp", "layer", "auto"] = "none"
     layers_per_program: PositiveInt | Literal["auto"] = "auto"

@@ -35,7 +35,9 @@ def _check_bound(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PydanticCustomError("float_type", "expected a number")
     if abs(value) > _LARGEST:
-        raise ValueError(f"the bounds of a range are within {_LARGEST:g} of 0.")
+        raise ValueError(
+            f"the bounds of a range must be from -{_LARGEST:g} to {_LARGEST:g}."
+        )
     return value
 
 

@@ -109,6 +109,12 @@ NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST_INT), Number]
 # Of one axis, or one kind of replicas or groups; more are a slip of the keyboard.
 MOST_DEVICES = 65_536
 Devices = Annotated[int, Field(gt=0, le=MOST_DEVICES), Number]
+# Of a job, of which the device counts in 32 bits.
+MOST_STEPS = 10**9
+Steps = Annotated[int, Field(gt=0, le=MOST_STEPS), Number]
+# Of a microbatch; more are a slip of the keyboard, and take minutes to compile.
+MOST_TOKENS = 2**20
+Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS), Number]
 Indices = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
@@ -240,7 +246,7 @@ def _part_of(kind: type[StrictModel]) -> type[StrictModel]:
 
 
 class _Partial:
-    """Settings some of which are invalid.
+    """Settings, some of which are invalid.
 
     A rule that reads one of these is skipped: reading it raises `_UnknownError`. The
     others have their checked values, so a rule never meets a value of a wrong type.
@@ -292,7 +298,7 @@ class _Partial:
 
 
 def _by_first(paths: Sequence[Path]) -> dict[int | str, list[Path]]:
-    """Returns the rests of paths, by their first parts."""
+    """Returns what follows the first part of each path, by that part."""
     found: dict[int | str, list[Path]] = {}
     for path in paths:
         found.setdefault(path[0] if path else "", []).append(path[1:])

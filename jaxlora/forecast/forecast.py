@@ -13,6 +13,7 @@ from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.device_check import check_device
+from jaxlora.errors import ConfigError
 from jaxlora.forecast.foretell import foretell
 from jaxlora.forecast.sweep_groups import PlannedGroups, plan_groups
 from jaxlora.pallas_kernels.device import planned_for
@@ -42,6 +43,9 @@ from jaxlora.train.saved.describe_run import (
     check_saved_states,
     jobs_not_held,
 )
+
+# Each is placed, which takes about 0.1 ms.
+_MOST_SAMPLES = 2_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +195,7 @@ def _forecast(
     jobs = [job.foreseen for job in jobs]
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
+    _check_samples(jobs)
     foretold = foretell(plan, jobs)
     schedule = foretold.schedule
     samples = tuple(s for m in schedule.microbatches for s in m)
@@ -207,6 +212,18 @@ def _forecast(
         groups=_groups(plan, jobs),
     )
     return forecast if plan.lanes.replicas else _simulated(forecast, schedule)
+
+
+def _check_samples(jobs: Sequence[PreparedJob]) -> None:
+    """Checks that there are few enough samples to plan each of them."""
+    each = [(job.num_steps, job.order) for job in jobs]
+    count = sum(n * min(o.batch_size, o.num_samples) for n, o in each)
+    if count > _MOST_SAMPLES:
+        raise ConfigError(
+            f"the run trains on {count:,} samples, and a plan has at most "
+            f"{_MOST_SAMPLES:,}, as it places each of them. Plan the first steps of "
+            "each job, such as --steps 1000."
+        )
 
 
 def _simulated(forecast: RunForecast, schedule: Schedule) -> RunForecast:

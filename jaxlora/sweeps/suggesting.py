@@ -80,8 +80,8 @@ class Suggestions:
         for name, place in suggested.items():
             if search is not None and not is_place(place, axes):
                 raise CheckpointError(
-                    f"{name} was suggested at {place}, which is not a place among the "
-                    "parameters of the sweep. Restore these, or choose another "
+                    f"{name} was suggested at {place}, which is not a point in the "
+                    "space of the sweep's parameters. Restore these, or choose another "
                     "output_dir."
                 )
         drawn = {} if search is None else search.points

@@ -56,6 +56,22 @@ def test_a_plan_warns_of_samples_beyond_the_models_positions(config, tmp_path, c
         assert "longer than the 40 positions that the model supports" in warning
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"steps": None, "epochs": 1e300},
+            r"job 'job0' are .* at most 1,000,000,000",
+        ),
+        ({"steps": 10**9}, "samples, and a plan has at most 2,000,000.*--steps 1000"),
+    ],
+)
+def test_jobs_that_are_too_long_are_refused(config, changes, words):
+    jobs = [config.jobs[0].replace(**changes)]
+    with pytest.raises(ConfigError, match=words):
+        plan_run(config.replace(jobs=jobs))
+
+
 def test_a_plan_warns_of_held_out_records_that_are_trained_on(config, caplog, tmp_path):
     lines = [json.dumps({"prompt": f"{i} ", "completion": "x"}) for i in range(20)]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))

@@ -231,6 +231,11 @@ def _choose_held_out(job: LoraJob, path: str, num_records: int) -> _Flags:
     """Chooses, for each record, whether it is held out."""
     # The number is rounded up, but 0.07 * 100, slightly above 7, must give 7.
     num_held_out = math.ceil(job.eval_fraction * num_records - 1e-9)
+    if num_held_out < 1:
+        raise DataError(
+            f"{path}: eval_fraction={job.eval_fraction} of {num_records} records holds "
+            "out none of them. Use a larger eval_fraction, or leave it out."
+        )
     if num_held_out >= num_records:
         raise DataError(
             f"{path}: eval_fraction={job.eval_fraction} of {num_records} "

@@ -27,8 +27,8 @@ def check_objective(job: LoraJob) -> None:
     if job.batch_size < fewest:
         raise ConfigError(
             f"batch_size={job.batch_size} of job {job.name!r} must be {fewest} or more "
-            f"with {job.objective}: its baseline has the prompt of each sample of a "
-            "batch with the answer of another one. Raise batch_size, which may be any "
+            f"with {job.objective}: its baseline joins the prompt of each sample in a "
+            "batch to the answer of another one. Raise batch_size, which may be any "
             "number of microbatches, or choose a loss_type without a baseline."
         )
     check_folder(job)

@@ -20,6 +20,7 @@ from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.starts import LOFTQ
+from jaxlora.config.strict import MOST_STEPS
 from jaxlora.data.kto_objective import recombined
 from jaxlora.data.objective import Objective
 from jaxlora.data.objectives import find_objective, smallest_batch
@@ -31,6 +32,7 @@ from jaxlora.data.tokens.stream import SampleStream
 from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
+from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.plan.job.check_objective import check_objective
 from jaxlora.plan.job.chosen_modules import ChosenModules, choose_modules
@@ -339,6 +341,7 @@ def _read_job(
             _note_on_modules(job, chosen.modules),
         ),
     )
+    _check_steps(prepared)
     if prepared.runs_reference:
         note = _note_on_reference(prepared)
         prepared = dataclasses.replace(prepared, notes=(*prepared.notes, note))
@@ -368,6 +371,15 @@ def prepare_jobs(
             prepared.append(_read_job(job, modules, model, reader))
     problems.raise_all()
     return prepared
+
+
+def _check_steps(job: PreparedJob) -> None:
+    if (num_steps := job.num_steps) > MOST_STEPS:
+        name, epochs = job.name, job.settings.epochs
+        raise ConfigError(
+            f"epochs={epochs:g} of job {name!r} are {num_steps:.3g} optimizer steps, "
+            f"and a job has at most {MOST_STEPS:,}. Lower epochs, or set steps."
+        )
 
 
 def _notes_on_shared(

@@ -89,7 +89,7 @@ class StatusFile(Callback):
         write_text(self._path, json.dumps(dataclasses.asdict(status)) + "\n")
 
     def close(self) -> None:
-        """Writes what the file lacks of a run that ends by an error.
+        """Writes what is missing from the file when a run ends with an error.
 
         Raises:
             StorageError: It cannot be written.

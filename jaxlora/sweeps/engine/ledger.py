@@ -109,11 +109,13 @@ def _read(path: pathlib.Path) -> tuple[list[Record], int, str]:
                 raise ValueError(f"it is a {type(record).__name__}, not an object")
             given, seal = record.pop("checksum", None), checksum([seal, record])
             if given is None:
-                raise ValueError("it has no checksum, as in an earlier version")
+                raise ValueError("it has no checksum, as in files of earlier versions")
             if given != seal:
                 raise ValueError("its checksum does not match it and the lines before")
             if (record.get("kind") == "sweep") != (number == 1):
-                raise ValueError("the first line, and no other, is of kind sweep")
+                raise ValueError(
+                    "the first record, and no other, must be of kind sweep"
+                )
             check_record(record)
         except ValueError as error:
             raise _damage(path, number, error) from None

@@ -27,7 +27,7 @@ Record = dict[str, Any]  # `kind`, and the parameters of `SweepState._on_<kind>`
 def _has_name(settings: dict[str, Any]) -> dict[str, Any]:
     name = settings.get("name")
     if not isinstance(name, str):
-        raise ValueError("the settings of a configuration need a name.")
+        raise ValueError("the settings of a configuration must have a name.")
     check_job_name(name)
     return settings
 
@@ -465,7 +465,7 @@ def check_record(record: Record) -> dict[str, Any]:
     values = dict(record)
     kind = values.pop("kind", None)
     if not isinstance(kind, str) or kind not in _MODELS:
-        raise ValueError(f"its kind, {kind!r:.80}, is not known")
+        raise ValueError(f"there is no kind of record {kind!r:.80}")
     found = _MODELS[kind].model_validate_json(json.dumps(values))
     return {name: getattr(found, name) for name in values}
 

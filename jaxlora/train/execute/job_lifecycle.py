@@ -370,7 +370,7 @@ class JobLifecycle:
         if exported == 0:
             why = "no later evaluation is better" if ended.step else "it took no step"
             logger.warning(
-                "%s: the exported adapter is that of step 0, as it started: %s",
+                "%s: the exported adapter is that of step 0, before any training: %s",
                 job.name,
                 why,
             )

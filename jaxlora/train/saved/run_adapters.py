@@ -107,7 +107,7 @@ def _base_source(
 ) -> tuple[str, str | None]:
     """Returns the base that an adapter of a run names, or that its run was given.
 
-    Earlier versions told only the last part of a folder's path in an adapter's files.
+    Earlier versions wrote only the last part of a folder's path to an adapter's files.
 
     Returns:
         The folder or hub id, and its revision.

@@ -294,8 +294,11 @@ BIG = 10**400
             },
             "rank and steps follow from each other",
         ),
-        ({"lora_alpha": {"min": 1, "max": 1.7e308} | LOG}, "within 1e+300 of 0"),
-        ({"lora_alpha": {"min": -BIG, "max": 2}}, "within 1e+300 of 0"),
+        (
+            {"lora_alpha": {"min": 1, "max": 1.7e308} | LOG},
+            "must be from -1e+300 to 1e+300",
+        ),
+        ({"lora_alpha": {"min": -BIG, "max": 2}}, "must be from -1e+300 to 1e+300"),
         ({"lora_alpha": {"min": 1, "max": math.nan}}, "must be a finite number"),
         ({"lora_alpha": {"min": 1, "max": 4, "q": math.inf}}, "must be a finite"),
         ({"lora_alpha": {"min": 1, "max": 4, "q": BIG}}, "q: expected a number"),
@@ -405,6 +408,31 @@ def test_too_many_are_refused_before_one_is_made(monkeypatch, parameters, sweep,
         run(parameters, **sweep)
     assert words in str(found.value)
     assert len(made) < 20
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (3, "no value of rank in the sweep is that: 1, 2. (given: 3)"),
+        ("x", "no value of rank in the sweep is that"),
+        ([3, 5], "no value of rank in the sweep is that"),
+        ([], "the list is empty. Give the values that the setting must have."),
+    ],
+)
+def test_conditions_that_are_never_met_are_refused(wanted, words):
+    alpha = {"values": [2], "when": {"r": wanted}}
+    with pytest.raises(ConfigError) as found:
+        run({"lora_alpha": alpha, "rank": [1, 2]})
+    place = "run: sweep.parameters.lora_alpha.when.r: "
+    assert str(found.value).startswith(place)
+    assert words in str(found.value).replace("of r in", "of rank in")
+
+
+def test_lists_of_all_jobs_are_counted_before_one_is_made(monkeypatch):
+    monkeypatch.setattr(expansion._Expander, "_distinct", lambda *_: [])
+    jobs = [{"name": f"j{i}", "rank": MANY} for i in range(300)]
+    with pytest.raises(ConfigError, match=r"jobs.0: there would be 300,000 conf"):
+        run_config({"model": "m", "defaults": DEFAULTS, "jobs": jobs})
 
 
 def test_lists_of_a_job_are_counted_too():

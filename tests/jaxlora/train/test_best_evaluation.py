@@ -115,5 +115,5 @@ def test_an_export_of_step_0_is_named(progress, keep_best, why, caplog):
     )
     JobLifecycle._end(run, state)
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    text = f"a: the exported adapter is that of step 0, as it started: {why}"
+    text = f"a: the exported adapter is that of step 0, before any training: {why}"
     assert warnings == ([] if why is None else [text])

@@ -444,6 +444,12 @@ def test_held_out_records_that_are_trained_on_are_counted(run):
     )
 
 
+def test_nothing_held_out(run):
+    match = r"eval_fraction=1e-10 of 2 records holds out none of them. Use a larger"
+    with pytest.raises(DataError, match=match):
+        run(NUMBERED[:2], eval_fraction=1e-10)
+
+
 def test_nothing_left_to_train_on(run):
     match = r"eval_fraction=0.5 of 1 records holds out all of them"
     with pytest.raises(DataError, match=match):
