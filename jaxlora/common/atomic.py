@@ -152,8 +152,13 @@ def check_no_file(path: pathlib.Path) -> None:
     Raises:
         StorageError: There is a file or a symbolic link at `path`.
     """
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        kind = "a symbolic link" if path.is_symlink() else "a file"
+    # One look: another process may move a folder away between two.
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(mode):
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "a file"
         raise StorageError(
             f"{path} is {kind}, so a folder cannot be written there. Move it away, or "
             "choose another path."

@@ -149,7 +149,7 @@ def test_a_place_off_the_axes_is_refused(scripted, place):
     search = Suggestions(run(parameters={"rank": [4, 8, 16]}, initial=1))
     search.restore({"r16": {"rank": 2.0}})
     with pytest.raises(
-        CheckpointError, match=r"r4 was suggested at .* not a place among"
+        CheckpointError, match=r"r4 was suggested at .* not a point in the"
     ):
         search.restore({"r4": place})
 

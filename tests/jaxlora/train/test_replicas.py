@@ -474,7 +474,7 @@ def test_killed(runs, unlike_jobs, settings):
         (UNLIKE | {"packer": "greedy"}, "only joint fills replicas"),
         (UNLIKE | {"microbatch_shapes": [64]}, "each replica has one shape"),
         ({"replicas": [{"count": "two"}]}, "replicas[0].count"),
-        ({"replicas": 3}, "replicas: expected a list"),
+        ({"replicas": 3}, "replicas: expected auto, or a list"),
     ],
 )
 def test_settings_that_are_refused(runs, unlike_jobs, settings, text):
