@@ -155,8 +155,8 @@ def check_no_file(path: pathlib.Path) -> None:
     # One look: another process may move a folder away between two.
     try:
         mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
+    except (FileNotFoundError, NotADirectoryError):
+        return  # a file in the place of a parent fails where the folder is made
     if not stat.S_ISDIR(mode):
         kind = "a symbolic link" if stat.S_ISLNK(mode) else "a file"
         raise StorageError(
