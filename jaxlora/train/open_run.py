@@ -255,15 +255,11 @@ def is_evaluated(job: PreparedJob) -> bool:
 def _import_ahead(config: RunConfig) -> None:
     """Imports what training needs, while the base is read by other threads.
 
-    The library that writes checkpoints takes half a second, for which the first steps
-    would wait. An error is raised where the module is used.
+    An error is raised where the module is used.
     """
-    names = [f"jaxlora.trackers.{name}" for name in config.report_to]
-    if config.checkpoint_every:
-        names.append("jaxlora.train.saved.orbax_folder")
-    for name in names:
+    for name in config.report_to:
         with contextlib.suppress(Exception):
-            importlib.import_module(name)
+            importlib.import_module(f"jaxlora.trackers.{name}")
 
 
 class _Loading:

@@ -20,8 +20,7 @@ from tests.jaxlora.run import made_events
 from tests.jaxlora.train import made_run
 
 FULL = """
-import json, logging, pathlib, resource, sys
-logging.getLogger("absl").setLevel(logging.ERROR)  # as `jaxlora.cli.main` does
+import json, pathlib, resource, sys
 from jaxlora.errors import CheckpointError
 from jaxlora.train.saved.checkpoint import Checkpoints
 from tests.jaxlora.train import made_run
@@ -36,11 +35,10 @@ for num_bytes in map(int, sys.argv[2:]):
         checkpoints.save(2, made_run.states(2), made_run.saved_run())
     except CheckpointError as found:
         error = str(found)
-    checkpoints.close()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     print(json.dumps(error))
 """
-SIZES = 0, 2000  # the metadata of orbax; the tensors
+SIZES = 0, 2000  # the mark of the folder; the tensors
 
 
 def test_checkpoints(tmp_path):
@@ -56,7 +54,6 @@ def test_checkpoints(tmp_path):
         checkpoints = Checkpoints(folder)  # starts again, with room
         number = read_newest(folder, None).number
         checkpoints.save(2, made_run.states(2), made_run.saved_run())
-        checkpoints.close()
         assert (number, checkpoints.latest()) == (1, 2)
         assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 

@@ -30,7 +30,6 @@ IMPORTED_BY = {
         "jaxlora.bench",
     ),
     "networkx": ("jaxlora.fuse",),
-    "orbax": ("jaxlora.train.saved.orbax_folder",),
     "pulp": (
         "jaxlora.scheduler.algorithms.lorafusion",
         "jaxlora.scheduler.solver",
