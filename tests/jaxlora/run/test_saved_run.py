@@ -1,6 +1,7 @@
 """Checkpoints and run files that are damaged, or made up, are refused in words."""
 
 import copy
+import dataclasses
 import json
 import os
 import pathlib
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 
 from jaxlora.errors import CheckpointError
+from jaxlora.run import folder
 from jaxlora.run.folder import read_run_record
 from jaxlora.run.saved_run import sealed
+from jaxlora.train.saved import read_checkpoint
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.export import export_checkpoint
 from jaxlora.train.saved.read_checkpoint import read_newest
+from jaxlora.train.saved.resume import FoundRun
 from tests.jaxlora.train import made_run
 
 
@@ -229,6 +233,26 @@ def test_old_checkpoints_make_way(run):
         8, made_run.states(8), made_run.saved_run()
     )
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["8"]
+
+
+def test_what_was_found_is_read_again_only_if_it_has_changed(run, monkeypatch):
+    """The folder is not locked yet when it is read first."""
+    found = FoundRun.read(run)
+    assert found.checkpoint is not None and found.checkpoint.number == 6
+    with monkeypatch.context() as patched:
+        for module in (folder, read_checkpoint):
+            patched.setattr(module, "read_sealed", lambda *_, **__: pytest.fail("read"))
+        assert found.current() is found
+    Checkpoints(run / "checkpoints", keep=1).save(
+        8, made_run.states(8), made_run.saved_run()
+    )
+    newer = found.current()
+    assert newer.checkpoint is not None and newer.checkpoint.number == 8
+    record = dataclasses.replace(newer.record, added=["later"])
+    folder.write_run_record(run, record)
+    assert newer.current().record == record
+    shutil.rmtree(run / "checkpoints" / "8")
+    assert newer.current().checkpoint is None
 
 
 # ---- run.json ----------------------------------------------------------------------

@@ -13,10 +13,12 @@ from jaxlora import LoraJob, RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.hf.names import linear_shapes
 from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.run import folder as run_folder
 from jaxlora.train import open_run
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.open_run import OpenedRun
+from jaxlora.train.saved import read_checkpoint
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import read_newest
 from jaxlora.train.saved.resume import FoundRun
@@ -187,7 +189,8 @@ def test_less_patience_needs_a_word_too(tmp_path):
     found.check(identity, [Job(patient)], drop_state=False)
 
 
-def test_a_refused_resume_leaves_the_folder(config, model):
+def test_a_refused_resume_leaves_the_folder(config, model, monkeypatch):
+    """One that is not refused reads each of its files once."""
     config = changed(config, jobs=config.jobs[:1], microbatch_tokens="auto")
     Trainer(config, model).train(callbacks=[InterruptAt(1)])
     folder = pathlib.Path(config.output_dir)
@@ -196,7 +199,16 @@ def test_a_refused_resume_leaves_the_folder(config, model):
     with pytest.raises(CheckpointError, match="batch_size is"):
         Trainer(changed(config, jobs=(other,)), model).train(resume=True)
     assert (folder / "run.json").read_text() == before
+    read = []
+
+    def counted(path, *args, read_sealed=read_checkpoint.read_sealed, **kwargs):
+        read.append(path.name)
+        return read_sealed(path, *args, **kwargs)
+
+    for module in (run_folder, read_checkpoint):
+        monkeypatch.setattr(module, "read_sealed", counted)
     assert not Trainer(config, model).train(resume=True).interrupted
+    assert sorted(read) == ["meta.json", "run.json"]
 
 
 def test_an_older_checkpoint_cannot_follow(config, model):
