@@ -19,13 +19,13 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_adapter import SavedAdapter, SavedTensors
 from jaxlora.run.saved_fields import (
     STRICT,
+    Count,
     IsoTime,
     JobName,
     LinearName,
     OneLine,
 )
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 
@@ -42,6 +42,27 @@ class SavedRequests:
 
     stopping: dict[JobName, str] = dataclasses.field(default_factory=dict)
     pausing: dict[JobName, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SavedSweep:
+    """The evaluations and decisions of a sweep, which a resumed run takes over.
+
+    Attributes:
+        points: (steps done, held-out loss) of each evaluation, by job.
+        cutoffs: Highest loss that went on at each rung of halving that is decided.
+        metrics: (steps done, value of the metric of answers), by job.
+        stops: The rule and the reason of each job that ends, or has ended, early.
+        halving: `eta` and `first` of the rule of halving; None: there is none.
+    """
+
+    __pydantic_config__ = STRICT
+
+    points: dict[JobName, list[tuple[Count, float]]]
+    cutoffs: list[float]
+    stops: dict[JobName, tuple[str, str]]
+    metrics: dict[JobName, list[tuple[Count, float]]]
+    halving: dict[str, float] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,8 @@ from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.saved_adapter import SavedAdapter
-from jaxlora.run.saved_run import SavedRun
+from jaxlora.run.saved_run import SavedRun, SavedSweep
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.train.job_state import JobState
 
 

@@ -229,6 +229,8 @@ def test_other_folders_are_no_checkpoints(run, name):
 
 
 def test_old_checkpoints_make_way(run):
+    """Also what a kill left of one that was being removed."""
+    (run / "checkpoints" / "4" / "meta.json").unlink()
     Checkpoints(run / "checkpoints", keep=1).save(
         8, made_run.states(8), made_run.saved_run()
     )
