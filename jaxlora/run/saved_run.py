@@ -176,21 +176,6 @@ class RunRecord:
         default_factory=dict
     )
 
-    @property
-    def microbatch_tokens(self) -> int:
-        """Capacity of the run as a number, even if the setting was `auto`."""
-        return self.identity.settings["microbatch_tokens"]
-
-    @property
-    def replicas(self) -> list[dict[str, int]]:
-        """The replicas as a setting; empty if the run had a mesh."""
-        return self.identity.settings.get("replicas", [])
-
-    @property
-    def remat(self) -> Remat:
-        """`remat` of the run, even if the setting was `auto`."""
-        return self.identity.settings["remat"]
-
     def __post_init__(self):
         """Checks what is used before the identities are compared."""
         tokens = self.identity.settings.get("microbatch_tokens")

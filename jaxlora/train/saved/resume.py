@@ -284,27 +284,25 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     Raises:
         CheckpointError: `block_tokens` differs from what the run began with.
     """
-    begun: dict[str, Any] = {}
-    replicas = config.replicas
-    if config.has_open_replicas and record.replicas:
-        begun["replicas"] = record.replicas
+    then, begun, replicas = record.identity.settings, {}, config.replicas
+    if config.has_open_replicas and then.get("replicas"):
+        begun["replicas"] = then["replicas"]
     if replicas == "auto" and record.mesh is not None:
         begun |= {"replicas": None, "mesh": record.mesh}
         replicas = None
     if config.microbatch_tokens == "auto" and replicas is None:
-        begun["microbatch_tokens"] = record.microbatch_tokens
-        if record.microbatch_tokens % config.block_tokens:
+        begun["microbatch_tokens"] = tokens = then["microbatch_tokens"]
+        if tokens % config.block_tokens:
             raise CheckpointError(
-                f"the run in {config.output_dir} began with "
-                f"{record.microbatch_tokens} for microbatch_tokens: auto, which is not "
-                f"a multiple of block_tokens={config.block_tokens}. Give the "
-                "block_tokens that the run began with, or choose another output_dir."
+                f"the run in {config.output_dir} began with {tokens} for "
+                "microbatch_tokens: auto, which is not a multiple of "
+                f"block_tokens={config.block_tokens}. Give the block_tokens that the "
+                "run began with, or choose another output_dir."
             )
     if config.remat == "auto":
-        begun["remat"] = record.remat
+        begun["remat"] = then["remat"]
     if record.added:
         # The slots were made for the jobs that the run began with.
-        then = record.identity.settings
         for name in ("max_concurrent_jobs", "slot_rank"):
             if getattr(config, name) is None and name in then:
                 begun[name] = then[name]
