@@ -79,6 +79,8 @@ def _logging(verbose: bool) -> Iterator[None]:
     logger.addHandler(handler)
     logger.propagate = False
     warnings.showwarning = _log_warning
+    # Orbax logs every phase of every save.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         yield
     finally:

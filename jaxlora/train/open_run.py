@@ -255,11 +255,15 @@ def is_evaluated(job: PreparedJob) -> bool:
 def _import_ahead(config: RunConfig) -> None:
     """Imports what training needs, while the base is read by other threads.
 
-    An error is raised where the module is used.
+    The library that writes checkpoints takes half a second, for which the first steps
+    would wait. An error is raised where the module is used.
     """
-    for name in config.report_to:
+    names = [f"jaxlora.trackers.{name}" for name in config.report_to]
+    if config.checkpoint_every:
+        names.append("jaxlora.train.saved.orbax_folder")
+    for name in names:
         with contextlib.suppress(Exception):
-            importlib.import_module(f"jaxlora.trackers.{name}")
+            importlib.import_module(name)
 
 
 class _Loading:

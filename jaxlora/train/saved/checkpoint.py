@@ -1,26 +1,30 @@
 """Writes checkpoints of a run: its jobs and their progress; never the base."""
 
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import pathlib
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from jaxlora.adapters.parked_slot import ParkedSlot
-from jaxlora.common.atomic import new_folder, remove_leftovers, sync_files
+from jaxlora.common.atomic import make_folder
 from jaxlora.errors import CheckpointError
 from jaxlora.run.saved_adapter import SavedTensors
 from jaxlora.run.saved_run import SavedCheckpoint, SavedRun, sealed
 from jaxlora.train.saved.read_checkpoint import (
     FORMAT,
+    ITEM,
     META_FILE,
-    TENSORS_FILE,
     array_name,
     checkpoint_numbers,
     checksum,
@@ -28,7 +32,7 @@ from jaxlora.train.saved.read_checkpoint import (
     other_files,
 )
 
-logger = logging.getLogger(__name__)
+_TEMPORARY = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 
 
 class Checkpoints:
@@ -58,12 +62,25 @@ class Checkpoints:
             CheckpointError: The folder cannot be used.
         """
         self._folder, self._keep = folder.absolute(), keep
+        # Orbax also logs the errors that it raises, with the traces of its threads.
+        logging.getLogger("absl").addFilter(_is_not_raised_as_well)
         if is_writer and os.path.lexists(self._folder):
-            try:
-                check_names(self._folder)
-            except OSError as error:
-                raise self._unwritten(error) from error
-            remove_leftovers(self._folder, alone=True)
+            with self._explaining():
+                for path in unfinished_checkpoints(self._folder):
+                    shutil.rmtree(path)
+
+    @functools.cached_property
+    def _manager(self) -> Any:
+        # Importing orbax takes a second, in the thread that writes.
+        from jaxlora.train.saved.orbax_folder import open_manager
+
+        make_folder(self._folder)
+        return open_manager(self._folder, self._keep)
+
+    def prepare(self) -> None:
+        """Loads the library that writes checkpoints, so that the first need not."""
+        with self._explaining():
+            _ = self._manager
 
     def latest(self) -> int | None:
         """Rounds done at the newest complete checkpoint; None if there is none."""
@@ -112,48 +129,62 @@ class Checkpoints:
         }
         saved = SavedCheckpoint(run=run, tensors=tensors)
         meta = json.dumps(sealed({"format": FORMAT, **dataclasses.asdict(saved)}))
+        with self._explaining():
+            from jaxlora.train.saved.orbax_folder import save_files
+
+            if not save_files(self._manager, number, arrays, meta):
+                raise RuntimeError("orbax declined to write it")
+
+    def close(self) -> None:
+        """Closes the folder."""
+        if "_manager" in vars(self):
+            with self._explaining():
+                self._manager.close()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Raises errors of writing as `CheckpointError`."""
         try:
-            with new_folder(self._folder / str(number)) as folder:
-                safetensors.numpy.save_file(arrays, folder / TENSORS_FILE)
-                (folder / META_FILE).write_text(meta + "\n", encoding="utf-8")
-                sync_files(folder)
-            self._prune()
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise self._unwritten(error) from error
-
-    def _prune(self) -> None:
-        """Removes old checkpoints, but for what holds anything else."""
-        if self._keep is None:
-            return
-        for number in sorted(checkpoint_numbers(self._folder))[: -self._keep]:
-            path = self._folder / str(number)
-            others = [path] if path.is_symlink() else other_files(path)
-            if others:
-                logger.warning("%s is kept, because it holds %s", path, others[0].name)
-            else:
-                shutil.rmtree(path)
-
-    def _unwritten(self, error: Exception) -> CheckpointError:
-        reason = error.__cause__ or error
-        return CheckpointError(
-            f"a checkpoint could not be written to {self._folder}: {reason}. Those "
-            "before it are whole: mend the cause (is the disk full?) and resume."
-        )
+            yield
+        except CheckpointError:
+            raise
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            safetensors.SafetensorError,
+        ) as error:
+            raise CheckpointError(
+                f"a checkpoint could not be written to {self._folder}: {error}. Those "
+                "before it are whole: mend the cause (is the disk full?) and resume."
+            ) from error
 
 
-def check_names(folder: pathlib.Path) -> None:
-    """Refuses what has the name of a checkpoint and is none; reads no file.
+def unfinished_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the checkpoints that a kill left incomplete; lists folders only.
 
     Raises:
-        CheckpointError: There is such a folder.
+        CheckpointError: A folder has the name of a checkpoint, complete or not, and
+            holds something else.
     """
+    left = [p for p in folder.iterdir() if _TEMPORARY.fullmatch(p.name)]
+    found = [p for p in left if not p.is_dir() or p.is_symlink() or other_files(p)]
     for number in checkpoint_numbers(folder):
         path = folder / str(number)
         # A kill while an old checkpoint is removed leaves a part of its files.
-        if not (path / META_FILE).exists() and other_files(path):
-            raise CheckpointError(
-                f"{path} has the name of a checkpoint, and holds none. Move it away."
-            )
+        if not (path / ITEM / META_FILE).exists() and other_files(path):
+            found.append(path)
+    if found:
+        raise CheckpointError(
+            f"{found[0]} has the name of a checkpoint, and holds none. Move it away."
+        )
+    return left
+
+
+def _is_not_raised_as_well(record: logging.LogRecord) -> bool:
+    # The record names no file of orbax if its logger is older than the package absl.
+    trace = record.exc_info and record.exc_info[2]
+    return not (trace and "orbax" in trace.tb_frame.f_code.co_filename)
 
 
 def _flat(tensors: Mapping[str, np.ndarray]) -> np.ndarray:

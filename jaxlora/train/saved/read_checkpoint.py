@@ -24,8 +24,11 @@ from jaxlora.run.saved_run import (
 )
 
 FORMAT = 8
-# A checkpoint is the folder checkpoints/<rounds>/ with these files.
-META_FILE, TENSORS_FILE = "meta.json", "tensors.safetensors"
+# A checkpoint is the folder checkpoints/<rounds>/run/ with these files.
+ITEM, META_FILE, TENSORS_FILE = "run", "meta.json", "tensors.safetensors"
+# Orbax's own files also begin with an underscore.
+_FILES = (META_FILE, TENSORS_FILE, "commit_success.txt")
+_BEING_WRITTEN = re.compile(r"\.tmp\w{6}")  # what safetensors renames at the end
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 
 
@@ -89,6 +92,11 @@ def newest_checkpoint(folder: pathlib.Path) -> int | None:
     return max(checkpoint_numbers(folder), default=None)
 
 
+def meta_file(folder: pathlib.Path) -> pathlib.Path:
+    """Path of the metadata of the checkpoint in a folder."""
+    return folder / ITEM / META_FILE
+
+
 def checkpoint_numbers(folder: pathlib.Path) -> list[int]:
     """Rounds done at each complete checkpoint in a folder, in any order."""
     if not folder.is_dir():
@@ -104,7 +112,8 @@ def other_files(folder: pathlib.Path) -> list[pathlib.Path]:
         path
         for path in folder.rglob("*")
         if not (path.is_dir() and not path.is_symlink())
-        and path.name not in (META_FILE, TENSORS_FILE)
+        and not (path.name in _FILES or path.name.startswith("_"))
+        and not _BEING_WRITTEN.fullmatch(path.name)
     ]
 
 
@@ -139,7 +148,7 @@ def read_newest(
 
 
 def _read(folder: pathlib.Path) -> ReadCheckpoint:
-    path, cure = folder / META_FILE, _cure(folder)
+    path, cure = meta_file(folder), _cure(folder)
     meta = read_sealed(path, SavedCheckpoint, version=FORMAT, cure=cure)
     nothing = {name: {} for name in meta.tensors}
     return ReadCheckpoint(folder=folder, meta=meta, tensors=nothing)
@@ -148,7 +157,7 @@ def _read(folder: pathlib.Path) -> ReadCheckpoint:
 def _read_tensors(
     checkpoint: ReadCheckpoint, kinds: Sequence[Kind] | None
 ) -> dict[str, dict[Kind, dict[str, np.ndarray]]]:
-    path = checkpoint.folder / TENSORS_FILE
+    path = checkpoint.folder / ITEM / TENSORS_FILE
     out: dict[str, dict[Kind, dict[str, np.ndarray]]] = {}
     try:
         check_regular_file(path)

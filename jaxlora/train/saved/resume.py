@@ -25,12 +25,12 @@ from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import RunRecord
-from jaxlora.train.saved.checkpoint import check_names
+from jaxlora.train.saved.checkpoint import unfinished_checkpoints
 from jaxlora.train.saved.continue_job import check_continues
 from jaxlora.train.saved.describe_run import planned_identity
 from jaxlora.train.saved.read_checkpoint import (
-    META_FILE,
     ReadCheckpoint,
+    meta_file,
     newest_checkpoint,
     read_newest,
 )
@@ -69,7 +69,7 @@ class FoundRun:
         if (record := read_run_record(folder)) is None:
             return FoundRun(folder=folder, seen=seen)
         if (checkpoints := folder / CHECKPOINTS).is_dir():
-            check_names(checkpoints)
+            unfinished_checkpoints(checkpoints)
         if newest_checkpoint(checkpoints) is not None:
             checkpoint = read_newest(checkpoints)
         return FoundRun(folder=folder, record=record, checkpoint=checkpoint, seen=seen)
@@ -170,7 +170,7 @@ class FoundRun:
 def _seen(folder: pathlib.Path) -> tuple[Any, ...]:
     """Tells the files of a run from others of the same names; opens none of them."""
     number = newest_checkpoint(folder / CHECKPOINTS)
-    meta = folder / CHECKPOINTS / str(number) / META_FILE
+    meta = meta_file(folder / CHECKPOINTS / str(number))
     return number, _stamp(folder / RUN_FILE), _stamp(meta)
 
 

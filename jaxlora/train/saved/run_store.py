@@ -8,6 +8,7 @@ written.
 
 import collections
 import dataclasses
+import importlib
 import logging
 import os
 import pathlib
@@ -200,16 +201,23 @@ class RunStore:
     def prepare(self, slots: StagedSlots) -> None:
         """Prepares for the first checkpoint, in the thread that writes; once.
 
-        It lets the allocator get memory for a snapshot from the system. If that fails,
-        the checkpoint fails and says so. Beside the start of the jobs, which copies to
-        the device, it would delay them.
+        It opens the library that writes checkpoints, and lets the allocator get memory
+        for a snapshot from the system. If that fails, the checkpoint fails and says so.
+        Beside the start of the jobs, which copies to the device, it would delay them.
 
         Args:
             slots: The slots of the run.
         """
         if processes.is_first() and not self._is_prepared:
             self._is_prepared = True
+            self._writer.submit(self._prepare)
             self._writer.submit(slots.reserve_snapshot())
+
+    def _prepare(self) -> None:
+        # A second, in which the folder may be removed: it must not be made again.
+        importlib.import_module("jaxlora.train.saved.orbax_folder")
+        self._lock.check()
+        self._checkpoints.prepare()
 
     def save(self, number: int, states: JobStates, run: SavedRun) -> None:
         """Starts writing a checkpoint; the one before must be written.
@@ -344,6 +352,7 @@ class RunStore:
         finally:
             self._writer.shutdown()
             self._exporters.shutdown()
+            self._checkpoints.close()
 
 
 def _export(

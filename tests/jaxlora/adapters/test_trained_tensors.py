@@ -1,5 +1,6 @@
 """A third trained tensor is one entry of the table: everything else carries it."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -127,8 +128,8 @@ def test_a_checkpoint_carries_a_third_tensor(spec, start, tmp_path):
         linear_names=list(start.modules),
         stream=NO_STREAM,
     )
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, {"job": table.copy(1)}, run)
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"job": table.copy(1)}, run)
     found = read_newest(tmp_path, None)
     table.restore(0, found.parked("job"), found.adapter("job"))
     for kind, before in table.copy(1).by_kind().items():

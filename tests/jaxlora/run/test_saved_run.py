@@ -89,7 +89,7 @@ def test_no_changed_byte_is_restored(run, capfd, tmp_path):
 def test_damaged_files(run, how):
     place = run / "checkpoints" / "6"
     for name in ("tensors.safetensors", "meta.json"):
-        path = place / name
+        path = place / "run" / name
         data = path.read_bytes()
         path.unlink()
         if how == "emptied":
@@ -105,15 +105,15 @@ def test_damaged_files(run, how):
         is_refused(run, rf"{path} .*To go on from checkpoint 4, remove {place} and")
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         path.write_bytes(data)
-    (place / "meta.json").unlink()
-    is_refused(run, "6/meta.json cannot be read: No such file")
+    shutil.rmtree(place / "run")
+    is_refused(run, "6/run/meta.json cannot be read: No such file")
     shutil.rmtree(place)
     assert read_newest(run / "checkpoints").number == 4
 
 
 def test_the_only_checkpoint_is_damaged(run):
     shutil.rmtree(run / "checkpoints" / "4")
-    (run / "checkpoints" / "6" / "meta.json").write_text("{")
+    (run / "checkpoints" / "6" / "run" / "meta.json").write_text("{")
     is_refused(run, "There is no checkpoint before it. Restore it from a copy; or rem")
 
 
@@ -124,14 +124,14 @@ def test_the_only_checkpoint_is_damaged(run):
         (b'{"a": "\xff"}', "is damaged: 'utf-8' codec"),
         (b"[" * 100_000, "is damaged: maximum recursion"),
         (b'{"format": ' + b"9" * 5000 + b"}", "is damaged: Exceeds the limit"),
-        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 8"),
+        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 7"),
         (b"{}", "has format None"),
-        (b'{"format": 8}', "its checksum does not match its contents"),
-        (b'{"format": 8, "a": NaN, "checksum": ""}', "Out of range float values"),
+        (b'{"format": 7}', "its checksum does not match its contents"),
+        (b'{"format": 7, "a": NaN, "checksum": ""}', "Out of range float values"),
     ],
 )
 def test_metadata_that_is_none(run, text, message):
-    path = run / "checkpoints" / "6" / "meta.json"
+    path = run / "checkpoints" / "6" / "run" / "meta.json"
     path.write_bytes(text)
     is_refused(run, f"{path} .*{message}")
 
@@ -205,7 +205,7 @@ LINEAR = made_run.LINEARS[0]
 )
 def test_made_up_metadata(run, change, message):
     """Its checksum is right; what it says is checked as if a user had typed it."""
-    path = run / "checkpoints" / "6" / "meta.json"
+    path = run / "checkpoints" / "6" / "run" / "meta.json"
     meta = json.loads(path.read_text())
     del meta["checksum"]
     before = copy.deepcopy(meta)
@@ -217,12 +217,12 @@ def test_made_up_metadata(run, change, message):
 
 def test_the_tensors_of_another_checkpoint(run):
     folder = run / "checkpoints"
-    name = "tensors.safetensors"
+    name = "run/tensors.safetensors"
     shutil.copy(folder / "4" / name, folder / "6" / name)
     is_refused(run, f"6/{name} is damaged: the checksum of params does not match")
 
 
-@pytest.mark.parametrize("name", ["notes", ".7.0a1b2c3d.jaxlora-tmp", "9" * 40, "07"])
+@pytest.mark.parametrize("name", ["notes", "7.orbax-checkpoint-tmp", "9" * 40, "07"])
 def test_other_folders_are_no_checkpoints(run, name):
     (run / "checkpoints" / name).mkdir()
     assert read_newest(run / "checkpoints").number == 6
@@ -230,10 +230,24 @@ def test_other_folders_are_no_checkpoints(run, name):
 
 def test_old_checkpoints_make_way(run):
     """Also what a kill left of one that was being removed."""
-    (run / "checkpoints" / "4" / "meta.json").unlink()
-    Checkpoints(run / "checkpoints", keep=1).save(
-        8, made_run.states(8), made_run.saved_run()
-    )
+    (run / "checkpoints" / "4" / "run" / "meta.json").unlink()
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    checkpoints.save(8, made_run.states(8), made_run.saved_run())
+    checkpoints.close()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["8"]
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", "{"])
+def test_metadata_of_orbax_is_not_needed(run, text):
+    path = run / "checkpoints" / "6" / "_CHECKPOINT_METADATA"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    number = read_newest(run / "checkpoints", None).number
+    checkpoints.save(8, made_run.states(8), made_run.saved_run())
+    checkpoints.close()
+    assert number == 6
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["8"]
 
 

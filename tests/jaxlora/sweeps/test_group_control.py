@@ -170,7 +170,7 @@ def test_a_copy_without_a_state_is_refused_where_its_job_is_not(control):
 
 def test_a_damaged_checkpoint_ends_the_sweep(control, monkeypatch, tmp_path):
     """Otherwise, one worker after the other would fail at it."""
-    place = tmp_path / "checkpoints" / "3"
+    place = tmp_path / "checkpoints" / "3" / "run"
     place.mkdir(parents=True)
     (place / "meta.json").write_text("{}")
 
@@ -182,7 +182,7 @@ def test_a_damaged_checkpoint_ends_the_sweep(control, monkeypatch, tmp_path):
     driver.receive(m.Begin(run={}))
     assert worker.follow(control._link, driver) == 1
     (failed,) = control._link.messages
-    assert failed.is_final and "3/meta.json" in failed.reason
+    assert failed.is_final and "3/run/meta.json" in failed.reason
     assert "remove" in failed.reason
 
 

@@ -1,5 +1,6 @@
 """Run folders as a trainer leaves them, made without training."""
 
+import contextlib
 import pathlib
 
 import numpy as np
@@ -118,9 +119,9 @@ def write_export(folder: pathlib.Path, job: str, step: int, **options) -> pathli
 
 def write_checkpoints(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> None:
     """Checkpoints of seeds that are their numbers."""
-    checkpoints = Checkpoints(folder / "checkpoints")
-    for number in numbers:
-        checkpoints.save(number, states(number), saved_run(jobs))
+    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+        for number in numbers:
+            checkpoints.save(number, states(number), saved_run(jobs))
 
 
 def write_run(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> pathlib.Path:

@@ -14,7 +14,7 @@ from jaxlora import Callback, RunConfig, Trainer
 from jaxlora.adapters.files.export_record import read_record
 from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.sharding import global_arrays
-from jaxlora.train.saved import checkpoint, run_store
+from jaxlora.train.saved import orbax_folder, run_store
 from jaxlora.train.saved.job_states import JobStates
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
 from tests.jaxlora.train.at_window import AtWindow
@@ -64,13 +64,13 @@ def checkpoints(config) -> pathlib.Path:
 
 def while_writing(monkeypatch, act) -> None:
     """Calls a function in each write of a checkpoint, before its files are synced."""
-    sync, numbers = checkpoint.sync_files, iter(range(1, 1000))
+    sync, numbers = orbax_folder.sync_files, iter(range(1, 1000))
 
     def acting(folder):
         act(next(numbers))
         sync(folder)
 
-    monkeypatch.setattr(checkpoint, "sync_files", acting)
+    monkeypatch.setattr(orbax_folder, "sync_files", acting)
 
 
 class Recorder(Callback):

@@ -23,8 +23,8 @@ from jaxlora.train.report.summary import (
     ranked,
     write_report,
 )
+from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint
-from jaxlora.train.saved.run_store import RunStore
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS, folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training
@@ -236,13 +236,13 @@ def test_an_error_of_the_users_function_loses_no_window(model, config):
 
 def test_an_interrupt_while_the_last_checkpoint_is_written(model, config, monkeypatch):
     """It was asked for once, so that nothing is broken off."""
-    close = RunStore.close
+    close = Checkpoints.close
 
     def interrupted_close(self):
         os.kill(os.getpid(), signal.SIGINT)
         close(self)
 
-    monkeypatch.setattr(RunStore, "close", interrupted_close)
+    monkeypatch.setattr(Checkpoints, "close", interrupted_close)
     result = Trainer(config, model).train(callbacks=[AtWindow(stop_all)])
     assert {job.progress.status for job in result.jobs} == {"stopped"}
     assert (result.output_dir / "checkpoints" / "5").is_dir()

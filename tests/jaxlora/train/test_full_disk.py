@@ -20,7 +20,8 @@ from tests.jaxlora.run import made_events
 from tests.jaxlora.train import made_run
 
 FULL = """
-import json, pathlib, resource, sys
+import json, logging, pathlib, resource, sys
+logging.getLogger("absl").setLevel(logging.ERROR)  # as `jaxlora.cli.main` does
 from jaxlora.errors import CheckpointError
 from jaxlora.train.saved.checkpoint import Checkpoints
 from tests.jaxlora.train import made_run
@@ -35,10 +36,11 @@ for num_bytes in map(int, sys.argv[2:]):
         checkpoints.save(2, made_run.states(2), made_run.saved_run())
     except CheckpointError as found:
         error = str(found)
+    checkpoints.close()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     print(json.dumps(error))
 """
-SIZES = 0, 2000  # the mark of the folder; the tensors
+SIZES = 0, 2000  # the metadata of orbax; the tensors
 
 
 def test_checkpoints(tmp_path):
@@ -54,6 +56,7 @@ def test_checkpoints(tmp_path):
         checkpoints = Checkpoints(folder)  # starts again, with room
         number = read_newest(folder, None).number
         checkpoints.save(2, made_run.states(2), made_run.saved_run())
+        checkpoints.close()
         assert (number, checkpoints.latest()) == (1, 2)
         assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 

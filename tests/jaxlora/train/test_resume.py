@@ -47,9 +47,9 @@ sys.exit(main(["train", sys.argv[1], *sys.argv[3:]]))
 KILL_IN_WRITE = """
 import os, signal, sys, threading
 from jaxlora.run.log import RunLog
-from jaxlora.train.saved import checkpoint
+from jaxlora.train.saved import orbax_folder
 left, write, goes_on = 2, RunLog._write, threading.Event()
-def sync(folder, sync_files=checkpoint.sync_files):
+def sync(folder, sync_files=orbax_folder.sync_files):
     global left
     left -= 1
     if left == 0:
@@ -62,7 +62,7 @@ def note(self, line):
     write(self, line)
     if left == 0 and b'"event": "step"' in line:
         goes_on.set()
-checkpoint.sync_files, RunLog._write = sync, note
+orbax_folder.sync_files, RunLog._write = sync, note
 from jaxlora.cli.main import main
 sys.exit(main(["train", sys.argv[1]]))
 """
@@ -210,7 +210,7 @@ def test_killed_in_the_middle_of_a_write(make_run, whole):
     killed(run_file, program=KILL_IN_WRITE)
     folder = pathlib.Path(json.loads(run_file.read_text())["output_dir"])
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert names[1] == "2" and names[0].startswith(".4.")
+    assert names[0] == "2" and names[1].startswith("4.orbax-checkpoint-tmp")
     assert read_events(folder / "metrics.jsonl")[-1]["round"] >= 5
     assert command(run_file, "--resume") == 0
     assert results(run_file) == whole[1]

@@ -1,5 +1,6 @@
 """Runs that are resumed with something else, or in the same process."""
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -170,8 +171,8 @@ def test_less_patience_needs_a_word_too(tmp_path):
     jobs = {"now": dataclasses.replace(made_run.JOBS["now"], evals_without_gain=2)}
     states = {"now": made_run.parked()}
     folder = made_run.write_run(tmp_path / "run", (), jobs)
-    checkpoints = Checkpoints(folder / "checkpoints")
-    checkpoints.save(4, states, made_run.saved_run(jobs))
+    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+        checkpoints.save(4, states, made_run.saved_run(jobs))
     found, identity = FoundRun.read(folder), made_run.identity(jobs)
     often = {"eval_every": 1, "early_stopping": 2}
     job = LoraJob(name="now", data={"path": "x"}, eval_fraction=0.1, **often)
@@ -217,11 +218,11 @@ def test_an_older_checkpoint_cannot_follow(config, model):
     trainer.train(callbacks=[InterruptAt(2)])
     folder = trainer.output_dir / "checkpoints"
     found = read_newest(folder)
-    saved = Checkpoints(folder)
-    match = f"checkpoint {found.number}, so that checkpoint 1"
-    with pytest.raises(CheckpointError, match=match):
-        saved.save(1, {}, found.run)
-    assert saved.latest() == found.number >= 2
+    with contextlib.closing(Checkpoints(folder)) as saved:
+        match = f"checkpoint {found.number}, so that checkpoint 1"
+        with pytest.raises(CheckpointError, match=match):
+            saved.save(1, {}, found.run)
+        assert saved.latest() == found.number >= 2
 
 
 @pytest.mark.parametrize("at", [0, 1])

@@ -1,5 +1,6 @@
 """A run's folder: which run may go on in it, and what is never written over."""
 
+import contextlib
 import io
 import json
 import os
@@ -293,22 +294,22 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path):
 def test_checkpoints_that_are_none_stay(tmp_path):
     """A folder is not removed because of its number, nor a note in a checkpoint."""
     folder = tmp_path / "checkpoints"
-    for name in ("0", ".7.0a1b2c3d.jaxlora-tmp"):
+    for name in ("0", "7.orbax-checkpoint-tmp-1"):
         path = folder / name / "notes.txt"
         path.parent.mkdir(parents=True)
         path.write_text("mine")
-    match = "0 has the name of a checkpoint, and holds none. Move it away"
-    with pytest.raises(CheckpointError, match=re.escape(match)):
-        Checkpoints(folder)
-    (folder / "0").rename(tmp_path / "0")
+        match = f"{name} has the name of a checkpoint, and holds none. Move it away"
+        with pytest.raises(CheckpointError, match=re.escape(match)):
+            Checkpoints(folder)
+        path.parent.rename(tmp_path / name)
     run = made_run.saved_run()
-    checkpoints = Checkpoints(folder, keep=2)
-    for number in (1, 2, 3, 4):
-        checkpoints.save(number, made_run.states(number), run)
-        if number == 2:
-            (folder / "2" / "notes.txt").write_text("mine")
-    assert names(folder) == [".7.0a1b2c3d.jaxlora-tmp", "2", "3", "4"]
-    assert (folder / "2" / "notes.txt").read_text() == "mine"
+    with contextlib.closing(Checkpoints(folder, keep=2)) as checkpoints:
+        for number in (1, 2, 3, 4):
+            checkpoints.save(number, made_run.states(number), run)
+            if number == 2:
+                (folder / "2" / "run" / "notes.txt").write_text("mine")
+    assert names(folder) == ["2", "3", "4"]
+    assert (folder / "2" / "run" / "notes.txt").read_text() == "mine"
 
 
 def names(folder: pathlib.Path) -> list[str]:

@@ -30,6 +30,7 @@ IMPORTED_BY = {
         "jaxlora.bench",
     ),
     "networkx": ("jaxlora.fuse",),
+    "orbax": ("jaxlora.train.saved.orbax_folder",),
     "pulp": (
         "jaxlora.scheduler.algorithms.lorafusion",
         "jaxlora.scheduler.solver",

@@ -5,6 +5,7 @@ import json
 import logging
 import pathlib
 
+import orbax.checkpoint
 import pytest
 import safetensors.numpy
 
@@ -17,7 +18,6 @@ from jaxlora.plan.job import chosen_modules
 from jaxlora.plan.job.prepared_job import prepare_job
 from jaxlora.run.log import read_events
 from jaxlora.train.job_state import JobState
-from jaxlora.train.saved import checkpoint
 from tests import tiny
 from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
 from tests.jaxlora.train.outcome import Outcome
@@ -234,16 +234,16 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(
     """The disk is full from round 3 on; later there is room again."""
     whole = config(checkpoint_every=1)
     Trainer(whole, model).train()
-    new_folder = checkpoint.new_folder
+    save = orbax.checkpoint.CheckpointManager.save
 
-    def full(path):
-        if int(path.name) >= 3:
+    def full(self, step, *args, **kwargs):
+        if step >= 3:
             raise OSError(28, "No space left on device")
-        return new_folder(path)
+        return save(self, step, *args, **kwargs)
 
     broken = config(checkpoint_every=1, output_dir=str(tmp_path / "broken"))
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "new_folder", full)
+        patched.setattr(orbax.checkpoint.CheckpointManager, "save", full)
         with pytest.raises(CheckpointError, match=r"could not be written .* No space"):
             Trainer(broken, model).train()
     Trainer(broken, model).train(resume=True)
