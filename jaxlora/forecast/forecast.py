@@ -29,7 +29,6 @@ from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import estimated_footprint
 from jaxlora.run.folder import (
     SWEEP_LEDGER,
-    as_begun,
     check_folder,
     check_writable,
 )
@@ -38,11 +37,7 @@ from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.saved.continue_job import continued_step
-from jaxlora.train.saved.describe_run import (
-    check_not_cut,
-    check_saved_states,
-    jobs_not_held,
-)
+from jaxlora.train.saved.resume import as_begun
 
 # Each is placed, which takes about 0.1 ms.
 _MOST_SAMPLES = 2_000_000
@@ -158,11 +153,10 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
         check_writable(output_dir)
         has_groups = config.sweep is not None and config.sweep.has_groups
         if not (has_groups and (output_dir / SWEEP_LEDGER).exists()):
-            check_folder(output_dir, resume=begun.has_begun)
+            check_folder(output_dir, resume=begun.found.record is not None)
 
     def check_saved(model: PlannedModel, jobs: Sequence[PreparedJob]) -> None:
-        check_saved_states(begun.config, model, jobs)
-        check_not_cut(output_dir, jobs)
+        begun.found.check_prepared(model, jobs, drop_state=False)
 
     begun = as_begun(config)
     log_notes(begun.notes)
@@ -171,7 +165,7 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
         None,
         begun.started,
         done_steps=continued_step,
-        ended=jobs_not_held(begun),
+        ended=begun.ended,
         chosen=begun.chosen,
         on_read=check_saved,
         report_to=lambda: check_installed(config.report_to),

@@ -1,18 +1,13 @@
 """Reads and checks a run's folder: which run it holds, and what may be written."""
 
 import dataclasses
-import datetime
 import json
 import logging
 import os
 import pathlib
-from typing import Any
 
 from jaxlora.adapters.files.export_record import is_ours, read_export
 from jaxlora.common.atomic import remove_leftovers, write_text
-from jaxlora.common.note import Note
-from jaxlora.config import LoraJob, RunConfig
-from jaxlora.distributed import processes
 from jaxlora.errors import AdapterError, CheckpointError, StorageError
 from jaxlora.run.live.status_file import STATUS_FILE
 from jaxlora.run.log import METRICS_FILE
@@ -63,125 +58,6 @@ def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
     """Writes the record of the run that has begun in a folder."""
     values = sealed({"format": _VERSION, **dataclasses.asdict(record)})
     write_text(folder / RUN_FILE, json.dumps(values, indent=1) + "\n")
-
-
-def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
-    """Returns what the settings that are `auto` became when they were chosen.
-
-    These are `microbatch_tokens`, `remat` and `replicas`, or the mesh that
-    `replicas: auto` has chosen, and the number and rank of the slots if jobs have
-    joined since.
-
-    Raises:
-        CheckpointError: `block_tokens` differs from what the run began with.
-    """
-    begun: dict[str, Any] = {}
-    replicas = config.replicas
-    if config.has_open_replicas and record.replicas:
-        begun["replicas"] = record.replicas
-    if replicas == "auto" and record.mesh is not None:
-        begun |= {"replicas": None, "mesh": record.mesh}
-        replicas = None
-    if config.microbatch_tokens == "auto" and replicas is None:
-        begun["microbatch_tokens"] = record.microbatch_tokens
-        if record.microbatch_tokens % config.block_tokens:
-            raise CheckpointError(
-                f"the run in {config.output_dir} began with "
-                f"{record.microbatch_tokens} for microbatch_tokens: auto, which is not "
-                f"a multiple of block_tokens={config.block_tokens}. Give the "
-                "block_tokens that the run began with, or choose another output_dir."
-            )
-    if config.remat == "auto":
-        begun["remat"] = record.remat
-    if record.added:
-        # The slots were made for the jobs that the run began with.
-        then = record.identity.settings
-        for name in ("max_concurrent_jobs", "slot_rank"):
-            if getattr(config, name) is None and name in then:
-                begun[name] = then[name]
-    return begun
-
-
-def _added_jobs(config: RunConfig, record: RunRecord) -> list[dict[str, Any]]:
-    """Returns the settings of jobs that joined later and are not in the run file."""
-    names = {job.name for job in config.jobs}
-    found = []
-    for name in record.added:
-        if name not in names:
-            values = record.identity.jobs[name].items()
-            found.append({k: v for k, v in values if k in LoraJob.model_fields})
-    return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BegunRun:
-    """A run as `--resume` continues it.
-
-    Attributes:
-        config: The run, with the settings that it began with and the jobs that joined
-            while it trained.
-        has_begun: Whether there is a run in `output_dir`.
-        started: Time at which it began, or now, in ISO format. Chat templates may print
-            the date, so a resumed run uses that of its start.
-        notes: Lines for the log about the settings and the jobs.
-        ended: Jobs that its replicas need not hold; see `RunRecord`.
-        chosen: Settings that are `auto` and stay as they were chosen.
-    """
-
-    config: RunConfig
-    has_begun: bool
-    started: str
-    notes: tuple[Note, ...]
-    ended: tuple[str, ...] = ()
-    chosen: tuple[str, ...] = ()
-
-
-def as_begun(config: RunConfig, *, replan: bool = False) -> BegunRun:
-    """Returns a run as `--resume` continues it, or unchanged if it has not begun.
-
-    All processes of a run get what the first one reads.
-
-    Args:
-        config: The run.
-        replan: Whether what is `auto` stays so, to be chosen anew; only the number of
-            slots is that with which the run began.
-
-    Raises:
-        CheckpointError: The run's record is damaged or contradicts the settings.
-    """
-
-    def read() -> tuple[str | None, dict, list[dict[str, Any]], list[str], str]:
-        now = datetime.datetime.now().isoformat()
-        record = read_run_record(pathlib.Path(config.output_dir))
-        if record is None:
-            return None, {}, [], [], now
-        added = _added_jobs(config, record)
-        begun = _begun_settings(config, record)
-        if replan:
-            begun = {k: v for k, v in begun.items() if k == "max_concurrent_jobs"}
-        return record.started, begun, added, record.ended, now
-
-    started, begun, added, ended, now = processes.from_first(read)
-    joined = [LoraJob.model_validate(job) for job in added]
-    chosen = [name for name in begun if getattr(config, name) == "auto"]
-    notes = [
-        Note(f"{name}: auto: {begun[name]}, as when the run began")
-        for name in chosen
-        if begun[name]
-    ]
-    if (mesh := begun.get("mesh")) is not None:
-        notes.append(Note(f"replicas: auto: mesh {mesh}, as in the run so far"))
-    joining = "joined while the run trained; it is in the run"
-    notes += [Note(joining, job=job.name) for job in joined]
-    config = config.replace(**begun, jobs=(*config.jobs, *joined))
-    return BegunRun(
-        config=config,
-        has_begun=started is not None,
-        started=started or now,
-        notes=tuple(notes),
-        ended=tuple(ended),
-        chosen=tuple(chosen),
-    )
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:

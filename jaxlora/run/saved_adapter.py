@@ -125,24 +125,20 @@ class SavedTensors:
         Raises:
             ValueError: A tensor is missing or unknown, or the shapes do not match.
         """
-        paths = {SCORE_PATH} if adapter.has_score else set()
-        for path in paths:
-            shape = self.shapes.get(path)
-            if shape is None or len(shape) != 1:
-                raise ValueError(f"job {name}: {path} has shape {shape}.")
-        for row_module, ids in adapter.ids_by_module.items():
-            path = ROW_PATHS[row_module]
-            paths.add(path)
-            shape = self.shapes.get(path)
-            if shape is None or shape[:-1] != [len(ids)]:
-                raise ValueError(f"job {name}: {path} has shape {shape}.")
-        for row_module in adapter.modules_to_save:
-            if row_module not in WHOLE_PATHS:
-                raise ValueError(f"job {name}: {row_module} is never copied whole.")
-            path = WHOLE_PATHS[row_module]
-            paths.add(path)
-            if (shape := self.shapes.get(path)) is None or len(shape) != 2:
-                raise ValueError(f"job {name}: {path} has shape {shape}.")
+        if unknown := sorted(set(adapter.modules_to_save) - WHOLE_PATHS.keys()):
+            raise ValueError(f"job {name}: {unknown[0]} is never copied whole.")
+        rows = adapter.ids_by_module.items()
+        # The number of dimensions of each, and its rows if they are known.
+        wanted = {
+            **({SCORE_PATH: (1, None)} if adapter.has_score else {}),
+            **{ROW_PATHS[module]: (2, len(ids)) for module, ids in rows},
+            **{WHOLE_PATHS[module]: (2, None) for module in adapter.modules_to_save},
+        }
+        for path, (num_dimensions, num_rows) in wanted.items():
+            shape = self.shapes.get(path, [])
+            if len(shape) != num_dimensions or num_rows not in (None, shape[0]):
+                raise ValueError(f"job {name}: {path} has shape {shape or None}.")
+        paths = set(wanted)
         for module, (rank, _) in adapter.modules.items():
             sizes: dict[str, int] = {"R": rank}
             linear = linear_path(module)

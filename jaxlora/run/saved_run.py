@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Collection
 from typing import Any, get_args
 
 import pydantic
@@ -20,13 +19,13 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_adapter import SavedAdapter, SavedTensors
 from jaxlora.run.saved_fields import (
     STRICT,
+    Count,
     IsoTime,
     JobName,
     LinearName,
     OneLine,
 )
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 
@@ -44,14 +43,26 @@ class SavedRequests:
     stopping: dict[JobName, str] = dataclasses.field(default_factory=dict)
     pausing: dict[JobName, str] = dataclasses.field(default_factory=dict)
 
-    def check_names(self, names: Collection[str]) -> None:
-        """Checks that all requests are for jobs of these names.
 
-        Raises:
-            ValueError: There is another job.
-        """
-        if not {*self.stopping, *self.pausing} <= set(names):
-            raise ValueError("requests has other jobs than identity.")
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SavedSweep:
+    """The evaluations and decisions of a sweep, which a resumed run takes over.
+
+    Attributes:
+        points: (steps done, held-out loss) of each evaluation, by job.
+        cutoffs: Highest loss that went on at each rung of halving that is decided.
+        metrics: (steps done, value of the metric of answers), by job.
+        stops: The rule and the reason of each job that ends, or has ended, early.
+        halving: `eta` and `first` of the rule of halving; None: there is none.
+    """
+
+    __pydantic_config__ = STRICT
+
+    points: dict[JobName, list[tuple[Count, float]]]
+    cutoffs: list[float]
+    stops: dict[JobName, tuple[str, str]]
+    metrics: dict[JobName, list[tuple[Count, float]]]
+    halving: dict[str, float] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +75,6 @@ class SavedRun:
         adapters: The shape of each job's adapter, by name.
         base_model: Folder or hub id of the base.
         linear_names: Names of the base's linears.
-        requests: Requests to stop and to pause jobs.
         base_revision: Commit of a base from the hub; None for a folder.
         stream: The microbatches that follow.
         sweep: Decisions of the run's sweep; None if it has none.
@@ -79,7 +89,6 @@ class SavedRun:
     adapters: dict[JobName, SavedAdapter]
     base_model: OneLine
     linear_names: list[LinearName]
-    requests: SavedRequests
     stream: SavedStream
     base_revision: OneLine | None = None
     sweep: SavedSweep | None = None
@@ -107,7 +116,6 @@ class SavedCheckpoint:
         for kind in ("progress", "adapters"):
             if sorted(getattr(self.run, kind)) != names:
                 raise ValueError(f"{kind} has other jobs than identity.")
-        self.run.requests.check_names(names)
         self._check_progress()
         for name, tensors in self.tensors.items():
             tensors.check(name, self.run.adapters[name])
@@ -142,15 +150,15 @@ class RunRecord:
     Attributes:
         started: Start time in ISO format, because chat templates may print the date.
         identity: Identity at the start, with the jobs that were added since.
-        requests: Requests to stop and to pause jobs. Here they also outlive a kill
-            before the next checkpoint.
+        requests: Requests to stop and to pause jobs, which outlive a kill before the
+            next checkpoint.
         added: Jobs that joined while the run trained. A run that resumes has them, even
             if they are not in its run file.
         suggested: Those of `added` that the search of a sweep has suggested.
         mesh: The mesh of a run with `replicas: auto`; None: it has a list of replicas,
             or its mesh was given.
         chat_templates: The chat templates that data of the jobs name, by the setting
-            `chat_template`: a file may change later. Empty in earlier versions.
+            `chat_template`: a file may change later.
         ended: Jobs that had ended when the replicas were chosen, which need not hold
             them.
     """
@@ -168,21 +176,6 @@ class RunRecord:
         default_factory=dict
     )
 
-    @property
-    def microbatch_tokens(self) -> int:
-        """Capacity of the run as a number, even if the setting was `auto`."""
-        return self.identity.settings["microbatch_tokens"]
-
-    @property
-    def replicas(self) -> list[dict[str, int]]:
-        """The replicas as a setting; empty if the run had a mesh."""
-        return self.identity.settings.get("replicas", [])
-
-    @property
-    def remat(self) -> Remat:
-        """`remat` of the run, even if the setting was `auto`."""
-        return self.identity.settings["remat"]
-
     def __post_init__(self):
         """Checks what is used before the identities are compared."""
         tokens = self.identity.settings.get("microbatch_tokens")
@@ -196,11 +189,11 @@ class RunRecord:
             raise ValueError(f"replicas is {replicas!r}, no list of replicas.")
         if self.mesh is not None:
             MeshSizes.parse(self.mesh)
-        self.requests.check_names(self.identity.jobs)
-        if not set(self.added) <= self.identity.jobs.keys():
-            raise ValueError("added has other jobs than identity.")
-        if not set(self.ended) <= self.identity.jobs.keys():
-            raise ValueError("ended has other jobs than identity.")
+        requested = {*self.requests.stopping, *self.requests.pausing}
+        kinds = {"requests": requested, "added": self.added, "ended": self.ended}
+        for kind, names in kinds.items():
+            if not self.identity.jobs.keys() >= set(names):
+                raise ValueError(f"{kind} has other jobs than identity.")
         if not set(self.suggested) <= set(self.added):
             raise ValueError("suggested has other jobs than added.")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxlora.config import RunConfig
-from jaxlora.run.saved_sweep import SavedSweep
+from jaxlora.run.saved_run import SavedSweep
 from jaxlora.sweeps.decisions import (
     Decided,
     Decisions,

@@ -25,7 +25,7 @@ from jaxlora.plan.job.prepared_job import DataReader, PreparedJob
 from jaxlora.plan.job.quantized_base import with_derived
 from jaxlora.plan.memory.footprint import StagePrograms
 from jaxlora.plan.run_plan import RunPlan
-from jaxlora.run.folder import BegunRun, as_begun, check_writable
+from jaxlora.run.folder import check_writable
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.run.saved_run import RunRecord
@@ -37,12 +37,8 @@ from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.continue_job import continued_step
-from jaxlora.train.saved.describe_run import (
-    check_saved_states,
-    check_settings_resume,
-    jobs_not_held,
-    run_identity,
-)
+from jaxlora.train.saved.describe_run import run_identity
+from jaxlora.train.saved.resume import BegunRun, FoundRun, as_begun
 from jaxlora.train.start_job import start_job
 
 
@@ -60,6 +56,7 @@ class OpenedRun:
         chooses_replicas: Whether the user left its replicas to `auto`.
         jobs: The jobs.
         reader: Reads the data of jobs.
+        found: What the folder of the run held when it was opened.
         started: Time at which the run began, in ISO format.
         joined: Names of the jobs that joined while an earlier process trained.
         sampler: Generates texts at evaluations; None if `samples` asks for none.
@@ -76,6 +73,7 @@ class OpenedRun:
     chooses_replicas: bool
     jobs: list[JobState]
     reader: DataReader
+    found: FoundRun
     started: str
     joined: tuple[str, ...]
     sampler: Sampler | None
@@ -154,7 +152,7 @@ def open_run(
     config, folder = begun.config, pathlib.Path(begun.config.output_dir)
 
     def check_saved(model: PlannedModel, jobs: Sequence[PreparedJob]) -> None:
-        processes.from_first(lambda: check_saved_states(config, model, jobs))
+        processes.from_first(lambda: begun.found.check_prepared(model, jobs))
 
     base = _Loading(config, model)
     prepared = prepare_run(
@@ -162,7 +160,7 @@ def open_run(
         model,
         begun.started,
         done_steps=continued_step,
-        ended=processes.from_first(lambda: jobs_not_held(begun, replan=replan)),
+        ended=begun.ended,
         chosen=begun.chosen,
         held_bytes=0 if model is None else device_bytes(model.params),
         on_read=check_saved,
@@ -196,6 +194,7 @@ def open_run(
         chooses_replicas=asked.replicas == "auto",
         jobs=jobs,
         reader=prepared.reader,
+        found=begun.found,
         started=begun.started,
         joined=tuple(job.name for job in config.jobs if job.name not in given),
         sampler=sampler,
@@ -217,7 +216,6 @@ def _as_begun(config: RunConfig, *, replan: bool) -> BegunRun:
     processes.from_first(lambda: check_not_in_use(folder))
     begun = as_begun(config, replan=replan)
     log_notes([*config.notes, *begun.notes])
-    processes.from_first(lambda: check_settings_resume(begun.config))
     return begun
 
 

@@ -14,7 +14,6 @@ from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import ADAPTERS, clean_up
 from jaxlora.run.lock import RunLock
-from jaxlora.run.saved_run import SavedRequests
 from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.ending import StopRequest
@@ -319,13 +318,10 @@ class Session:
         if store.is_saving:  # the disk is slower than `checkpoint_every`
             logger.warning("round %d: waiting for the checkpoint before", self.round)
             self._send_written(waits=True)
-        # Requests that were made after the record was written are in the next one.
-        requests = SavedRequests() if store.record is None else store.record.requests
         saved = saved_run(
             self._run.identity(jobs),
             jobs,
             self._run.model,
-            requests,
             stream.saved(),
             self._early_exit.saved(),
             self._suggestions.saved(),

@@ -40,10 +40,10 @@ from jaxlora.train.report.summary import (
     write_report,
 )
 from jaxlora.train.saved.continue_job import continue_job
-from jaxlora.train.saved.describe_run import check_not_cut, check_resumes
 from jaxlora.train.saved.job_states import restore_jobs
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 from jaxlora.train.saved.references import go_on_with_reference, read_references
+from jaxlora.train.saved.resume import FoundRun
 from jaxlora.train.saved.run_store import RunStore
 from jaxlora.train.session import Session
 from jaxlora.train.start_job import start_job
@@ -250,9 +250,8 @@ class Trainer:
             keep = self.config.keep_checkpoints
             with explained(self.output_dir, lock), contextlib.ExitStack() as opened:
                 # A resume is refused before anything is compiled.
-                if resume:
-                    self._check_resumes(drop_state)
-                store = RunStore(self.output_dir, lock, keep=keep, is_resumed=resume)
+                saved = self._check_resumes(drop_state) if resume else None
+                store = RunStore(self.output_dir, lock, saved, keep=keep)
                 opened.callback(store.close)
                 found = self._restore(store)
                 # A run that does not fit into memory is refused.
@@ -273,15 +272,18 @@ class Trainer:
                 interrupted = session.train(callbacks, self, is_resumed=resume)
             return self._report(session, interrupted)
 
-    def _check_resumes(self, drop_state: bool) -> None:
+    def _check_resumes(self, drop_state: bool) -> FoundRun:
+        """Returns what the folder holds, from which the run goes on; it is locked."""
         identity = self._opened.identity(self.jobs)
-        prepared = [job.prepared for job in self.jobs]
+        prepared, found = [job.prepared for job in self.jobs], self._opened.found
 
         def check() -> None:
-            check_resumes(self.output_dir, identity, prepared)
-            check_not_cut(self.output_dir, prepared, drop_state=drop_state)
+            nonlocal found
+            found = found.current()
+            found.check(identity, prepared, drop_state=drop_state)
 
         processes.from_first(check)
+        return found
 
     def _restore(self, store: RunStore) -> ReadCheckpoint | None:
         """Restores jobs and requests; returns the checkpoint that has them, if any."""
@@ -296,7 +298,7 @@ class Trainer:
                 if job.lacks_references:
                     read_references(self.output_dir, job, self.model.fingerprint)
             logger.info("resumed after round %d", found.number)
-        self._live.requests.restore(store.saved_requests(found))
+        self._live.requests.restore(store.saved_requests())
         self._continue(self.jobs)
         return found
 

@@ -16,7 +16,7 @@ from jaxlora.run import events
 from jaxlora.run.callback import Callback
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_sweep import SavedSweep
+from jaxlora.run.saved_run import SavedSweep
 from jaxlora.sweeps.decisions import compared_steps
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.devices import host_resources

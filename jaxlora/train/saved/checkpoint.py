@@ -19,23 +19,18 @@ import safetensors.numpy
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.common.atomic import make_folder
 from jaxlora.errors import CheckpointError
-from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.saved_adapter import SavedTensors
 from jaxlora.run.saved_run import SavedCheckpoint, SavedRun, sealed
 from jaxlora.train.saved.read_checkpoint import (
     FORMAT,
     ITEM,
     META_FILE,
-    ReadCheckpoint,
     array_name,
     checkpoint_numbers,
     checksum,
     newest_checkpoint,
     other_files,
-    read_newest,
 )
-
-logger = logging.getLogger(__name__)
 
 _TEMPORARY = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 
@@ -139,24 +134,6 @@ class Checkpoints:
 
             if not save_files(self._manager, number, arrays, meta):
                 raise RuntimeError("orbax declined to write it")
-
-    def restore(self, identity: RunIdentity) -> ReadCheckpoint:
-        """Reads the newest checkpoint, to resume from it; logs what has changed.
-
-        Args:
-            identity: Identity of this run.
-
-        Raises:
-            CheckpointError: There is no checkpoint, it is damaged, or it is of another
-                run.
-        """
-        found = read_newest(self._folder, None)
-        then = found.run.identity
-        path = self._folder / str(found.number)
-        check_same_run(identity, then, path, "the checkpoint")
-        for change in identity.changes(then):
-            logger.warning("changed since the checkpoint: %s", change)
-        return found
 
     def close(self) -> None:
         """Closes the folder."""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import safetensors
@@ -23,7 +23,7 @@ from jaxlora.run.saved_run import (
     read_sealed,
 )
 
-FORMAT = 7
+FORMAT = 8
 # A checkpoint is the folder checkpoints/<rounds>/run/ with these files.
 ITEM, META_FILE, TENSORS_FILE = "run", "meta.json", "tensors.safetensors"
 # Orbax's own files also begin with an underscore.
@@ -37,15 +37,36 @@ class ReadCheckpoint:
     """A checkpoint that was read, with correct checksums.
 
     Attributes:
-        number: Rounds done.
-        run: State of the run besides the tensors of its jobs.
-        tensors: For each job that has begun and not ended, and each kind that was asked
-            for, its tensors on the host, by path.
+        folder: The folder of the checkpoint.
+        meta: Its metadata.
+        tensors: For each job that has begun and not ended, and each kind that was read,
+            its tensors on the host, by path.
     """
 
-    number: int
-    run: SavedRun
+    folder: pathlib.Path
+    meta: SavedCheckpoint
     tensors: dict[str, dict[Kind, dict[str, np.ndarray]]]
+
+    @property
+    def number(self) -> int:
+        """Rounds done."""
+        return int(self.folder.name)
+
+    @property
+    def run(self) -> SavedRun:
+        """State of the run besides the tensors of its jobs."""
+        return self.meta.run
+
+    def with_tensors(self, kinds: Sequence[Kind] | None = None) -> "ReadCheckpoint":
+        """Reads the tensors, and compares them with their checksums.
+
+        Args:
+            kinds: Kinds of tensors to read; None: all that there are.
+
+        Raises:
+            CheckpointError: They are missing or damaged.
+        """
+        return dataclasses.replace(self, tensors=_read_tensors(self, kinds))
 
     def adapter(self, job: str) -> Adapter:
         """Returns the adapter of a job as it is exported.
@@ -71,12 +92,9 @@ def newest_checkpoint(folder: pathlib.Path) -> int | None:
     return max(checkpoint_numbers(folder), default=None)
 
 
-def ended_jobs(folder: pathlib.Path) -> list[str]:
-    """Returns the jobs that have ended by the newest checkpoint, if there is one."""
-    if newest_checkpoint(folder) is None:
-        return []
-    progress = read_newest(folder).run.progress
-    return [name for name, one in progress.items() if one.is_over]
+def meta_file(folder: pathlib.Path) -> pathlib.Path:
+    """Path of the metadata of the checkpoint in a folder."""
+    return folder / ITEM / META_FILE
 
 
 def checkpoint_numbers(folder: pathlib.Path) -> list[int]:
@@ -120,7 +138,8 @@ def read_newest(
         raise CheckpointError(f"{folder} holds no complete checkpoint.")
     while True:
         try:
-            return _read(folder, number, kinds)
+            found = _read(folder / str(number))
+            return found if kinds == () else found.with_tensors(kinds)
         except CheckpointError:
             newer = newest_checkpoint(folder)
             if newer is None or newer <= number:
@@ -128,33 +147,23 @@ def read_newest(
             number = newer
 
 
-def _read(
-    folder: pathlib.Path, number: int, kinds: Sequence[Kind] | None
-) -> ReadCheckpoint:
-    place, cure = folder / str(number) / ITEM, _cure(folder, number)
-    saved = read_sealed(place / META_FILE, SavedCheckpoint, version=FORMAT, cure=cure)
-    # Without kinds, the tables are not read, and each job has an empty one.
-    tensors: dict[str, dict[Kind, dict[str, np.ndarray]]] = {
-        n: {} for n in saved.tensors
-    }
-    if kinds is None or kinds:
-        tensors = _read_tensors(place / TENSORS_FILE, saved.tensors, kinds, cure)
-    return ReadCheckpoint(number=number, run=saved.run, tensors=tensors)
+def _read(folder: pathlib.Path) -> ReadCheckpoint:
+    path, cure = meta_file(folder), _cure(folder)
+    meta = read_sealed(path, SavedCheckpoint, version=FORMAT, cure=cure)
+    nothing = {name: {} for name in meta.tensors}
+    return ReadCheckpoint(folder=folder, meta=meta, tensors=nothing)
 
 
 def _read_tensors(
-    path: pathlib.Path,
-    jobs: Mapping[str, SavedTensors],
-    kinds: Sequence[Kind] | None,
-    cure: str,
+    checkpoint: ReadCheckpoint, kinds: Sequence[Kind] | None
 ) -> dict[str, dict[Kind, dict[str, np.ndarray]]]:
-    """Reads the tensors of all jobs, and compares them with their checksums."""
+    path = checkpoint.folder / ITEM / TENSORS_FILE
     out: dict[str, dict[Kind, dict[str, np.ndarray]]] = {}
     try:
         check_regular_file(path)
         with safetensors.safe_open(path, framework="numpy") as file:
             held = list(file.keys())
-            for job, saved in jobs.items():
+            for job, saved in checkpoint.meta.tensors.items():
                 wanted = kinds
                 if wanted is None:  # an array without a checksum is refused, too
                     arrays = (name.rsplit("/", 1) for name in held)
@@ -166,6 +175,7 @@ def _read_tensors(
                     for kind in wanted
                 }
     except (OSError, safetensors.SafetensorError, ValueError, TypeError) as error:
+        cure = _cure(checkpoint.folder)
         raise CheckpointError(f"{path} is damaged: {error}. {cure}") from error
     return out
 
@@ -193,17 +203,15 @@ def _split(array: np.ndarray, saved: SavedTensors, kind: Kind) -> dict[str, np.n
     return tensors
 
 
-def _cure(folder: pathlib.Path, number: int) -> str:
-    before = max((n for n in checkpoint_numbers(folder) if n < number), default=None)
+def _cure(folder: pathlib.Path) -> str:
+    others = checkpoint_numbers(folder.parent)
+    before = max((n for n in others if n < int(folder.name)), default=None)
     if before is None:
         return (
             "There is no checkpoint before it. Restore it from a copy; or remove "
-            f"{folder / str(number)}, and --resume trains from the start."
+            f"{folder}, and --resume trains from the start."
         )
-    return (
-        f"To go on from checkpoint {before}, remove {folder / str(number)} and start "
-        "it again."
-    )
+    return f"To go on from checkpoint {before}, remove {folder} and start it again."
 
 
 def checksum(array: np.ndarray) -> str:

@@ -3,20 +3,19 @@
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.base_name import stated_base
 from jaxlora.adapters.files.export_record import read_record
 from jaxlora.adapters.files.peft_import import import_peft
-from jaxlora.adapters.files.tokenizer_copy import ChatTemplate, template_settings
-from jaxlora.common.yaml_file import parse_yaml
-from jaxlora.data.templates.known import find_template
-from jaxlora.errors import AdapterError, CheckpointError, DataError
+from jaxlora.adapters.files.tokenizer_copy import ChatTemplate, job_template
+from jaxlora.errors import AdapterError, CheckpointError
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.hf.names import linear_shapes
-from jaxlora.run.folder import SETTINGS_FILE, read_run_record
+from jaxlora.run.folder import read_run_record
+from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.export import export_checkpoint
 
 
@@ -62,7 +61,8 @@ def load_run_adapters(
     with tempfile.TemporaryDirectory(prefix="jaxlora-generate-") as temporary:
         out = pathlib.Path(temporary)
         exported = export_checkpoint(run_dir, out, jobs, tokenizers=False)
-        loaded = _load_base(run_dir, exported.folders[0], model)
+        record = read_run_record(run_dir)
+        loaded = _load_base(run_dir, record, exported.folders[0], model)
         adapters, notes = {}, dict(exported.left_out)
         shapes, size = linear_shapes(loaded.config), loaded.config.hidden_size
         for folder in exported.folders:
@@ -72,73 +72,31 @@ def load_run_adapters(
                 notes[folder.name] = "is a reward model, which predicts no text"
                 continue
             adapters[folder.name] = adapter
-            record = read_record(folder)
-            notes[folder.name] = f"weights of step {record.step}" if record else ""
-    templates = _templates(run_dir, adapters, notes)
+            own = read_record(folder)
+            notes[folder.name] = f"weights of step {own.step}" if own else ""
+    templates: dict[str, ChatTemplate] = {}
+    if record is not None:
+        for name in adapters:
+            data = record.identity.jobs[name].get("data", {})
+            if (template := job_template(data, record.chat_templates)) is not None:
+                templates[name] = template
     return RunAdapters(
         model=loaded, adapters=adapters, templates=templates, notes=notes
     )
 
 
-def _templates(
-    run_dir: pathlib.Path, jobs: Iterable[str], notes: dict[str, str]
-) -> dict[str, ChatTemplate]:
-    """Returns the chat templates of jobs, and notes where one cannot be read.
-
-    A run that an earlier version began names the files of its templates only.
-    """
-    record, found = read_run_record(run_dir), {}
-    if record is None:
-        return found
-    for name in jobs:
-        settings = template_settings(record.identity.jobs[name].get("data", {}))
-        for setting in settings[:1]:
-            try:
-                found[name] = record.chat_templates.get(setting) or (
-                    find_template(setting)
-                )
-            except DataError as error:
-                notes[name] += f"; chats have the tokenizer's own template: {error}"
-    return found
-
-
-def _base_source(
-    run_dir: pathlib.Path, adapter: pathlib.Path
-) -> tuple[str, str | None]:
-    """Returns the base that an adapter of a run names, or that its run was given.
-
-    Earlier versions wrote only the last part of a folder's path to an adapter's files.
-
-    Returns:
-        The folder or hub id, and its revision.
-    """
-    source, revision = stated_base(adapter)
-    settings = run_dir / SETTINGS_FILE
-    if revision is None and settings.is_file():
-        try:
-            text = settings.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{settings} cannot be read: {error}. Name the base: --model MODEL."
-            ) from error
-        given = parse_yaml(text, str(settings))
-        if isinstance(given, dict) and isinstance(given.get("model"), str):
-            return given["model"], None
+def _load_base(
+    run_dir: pathlib.Path,
+    record: RunRecord | None,
+    adapter: pathlib.Path,
+    model: str | pathlib.Path | None,
+) -> FrozenModel:
+    settings: dict[str, Any] = {} if record is None else record.identity.settings
+    source, revision = (model, None) if model is not None else stated_base(adapter)
     if source is None:
         raise AdapterError(
             f"{adapter} does not name its base model. Name it: --model MODEL."
         )
-    return source, revision
-
-
-def _load_base(
-    run_dir: pathlib.Path, adapter: pathlib.Path, model: str | pathlib.Path | None
-) -> FrozenModel:
-    record = read_run_record(run_dir)
-    settings: dict[str, Any] = {} if record is None else record.identity.settings
-    source, revision = (
-        (model, None) if model is not None else _base_source(run_dir, adapter)
-    )
     loaded = load_model(
         source,
         revision=revision,

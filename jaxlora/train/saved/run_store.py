@@ -45,7 +45,6 @@ from jaxlora.run.folder import (
     SETTINGS_FILE,
     TOKENIZER,
     prepare_export_folder,
-    read_run_record,
     write_run_record,
 )
 from jaxlora.run.identity import RunIdentity
@@ -56,7 +55,12 @@ from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.job_card import job_card
 from jaxlora.train.saved.job_states import JobStates
-from jaxlora.train.saved.read_checkpoint import ReadCheckpoint, newest_checkpoint
+from jaxlora.train.saved.read_checkpoint import (
+    ReadCheckpoint,
+    newest_checkpoint,
+    read_newest,
+)
+from jaxlora.train.saved.resume import FoundRun
 
 logger = logging.getLogger(__name__)
 
@@ -87,28 +91,26 @@ class RunStore:
     """
 
     def __init__(
-        self, folder: pathlib.Path, lock: RunLock, *, keep: int, is_resumed: bool
+        self, folder: pathlib.Path, lock: RunLock, found: FoundRun | None, *, keep: int
     ):
         """Opens the files of a run; changes none of them.
 
         Args:
             folder: Folder of the run.
             lock: Lock of the folder, which is held.
+            found: What the folder holds since the lock is held; None: a new run starts.
             keep: Number of checkpoints to keep.
-            is_resumed: Whether the run goes on from what is on the disk.
 
         Raises:
-            CheckpointError: A file is damaged, or processes see different checkpoints.
+            CheckpointError: Processes see different checkpoints.
         """
         self._folder, self._lock = folder, lock
-        self.record: RunRecord | None = None
-        if is_resumed and processes.is_first():
-            self.record = read_run_record(folder)
+        self._found = found
+        self.record = None if found is None else found.record
         checkpoints = folder / CHECKPOINTS
         newest = newest_checkpoint(checkpoints)
         agreement.check_newest(checkpoints, newest)
-        self._is_anew = newest is None
-        if is_resumed and self._is_anew:
+        if found is not None and newest is None:
             logger.warning("there is no complete checkpoint: training from the start")
         self._latest = newest
         is_first = processes.is_first()
@@ -122,27 +124,31 @@ class RunStore:
     def restore(self, identity: RunIdentity) -> ReadCheckpoint | None:
         """Reads the newest checkpoint; None if there is none.
 
-        Raises:
-            CheckpointError: It is damaged, or is of another run.
-        """
-        return None if self._is_anew else self._checkpoints.restore(identity)
+        Args:
+            identity: Identity of this run; what has changed since is logged.
 
-    def saved_requests(self, found: ReadCheckpoint | None) -> SavedRequests:
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        if self._found is None or self._latest is None:
+            return None
+        found = self._found.checkpoint
+        if found is None:  # the first process has read and checked it
+            assert not processes.is_first()
+            found = read_newest(self._folder / CHECKPOINTS)
+        found = found.with_tensors()
+        for change in identity.changes(found.run.identity):
+            logger.warning("changed since the checkpoint: %s", change)
+        return found
+
+    def saved_requests(self) -> SavedRequests:
         """Returns the saved requests to stop and pause jobs, the same on all processes.
 
-        The record is written before each checkpoint, so it is never the older one.
-
-        Args:
-            found: The newest checkpoint; None if there is none.
+        They are in the record only, which is written before each checkpoint.
         """
-
-        def saved() -> dict[str, Any]:
-            if self.record is not None:
-                return dataclasses.asdict(self.record.requests)
-            requests = SavedRequests() if found is None else found.run.requests
-            return dataclasses.asdict(requests)
-
-        return SavedRequests(**processes.from_first(saved))
+        requests = SavedRequests() if self.record is None else self.record.requests
+        saved = processes.from_first(lambda: dataclasses.asdict(requests))
+        return SavedRequests(**saved)
 
     def latest(self) -> int | None:
         """Rounds done at the newest checkpoint, which may still be being written."""

@@ -1,6 +1,7 @@
 """Checkpoints and run files that are damaged, or made up, are refused in words."""
 
 import copy
+import dataclasses
 import json
 import os
 import pathlib
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 
 from jaxlora.errors import CheckpointError
+from jaxlora.run import folder
 from jaxlora.run.folder import read_run_record
 from jaxlora.run.saved_run import sealed
+from jaxlora.train.saved import read_checkpoint
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.export import export_checkpoint
 from jaxlora.train.saved.read_checkpoint import read_newest
+from jaxlora.train.saved.resume import FoundRun
 from tests.jaxlora.train import made_run
 
 
@@ -33,21 +37,15 @@ def run(original, tmp_path):
 
 def is_refused(run: pathlib.Path, message: str) -> None:
     """By a resume and by an export, without a word from a thread."""
-    checkpoints = Checkpoints(run / "checkpoints")
-    try:
-        with pytest.raises(CheckpointError, match=message):
-            checkpoints.restore(made_run.identity())
-    finally:
-        checkpoints.close()
+    with pytest.raises(CheckpointError, match=message):
+        read_newest(run / "checkpoints", None)
     with pytest.raises(CheckpointError, match=message):
         export_checkpoint(run, run.parent / "out")
     assert not (run.parent / "out").exists()
 
 
 def test_a_checkpoint_comes_back_to_the_bit(run):
-    checkpoints = Checkpoints(run / "checkpoints")
-    found = checkpoints.restore(made_run.identity())
-    checkpoints.close()
+    found = read_newest(run / "checkpoints", None)
     assert found.number == 6 and found.run == made_run.saved_run()
     wanted = made_run.states(6)
     assert found.tensors.keys() == wanted.keys()
@@ -172,7 +170,6 @@ LINEAR = made_run.LINEARS[0]
         (lambda m: rename_job(m, "a" * 200), "must be a plain folder name"),
         (lambda m: rename_job(m, "/etc"), "must be a plain folder name"),
         (lambda m: m["run"]["progress"].pop("now"), "progress has other jobs"),
-        (set_in("run", "requests", "stopping", "b", "why"), "requests has other jobs"),
         (set_in("run", "base_model", "a\nb"), "base_model: wanted one line"),
         (set_in("run", "base_model", ""), "base_model: wanted one line"),
         (set_in("run", "linear_names", ["../x"]), "'../x' is no name of a linear"),
@@ -231,6 +228,15 @@ def test_other_folders_are_no_checkpoints(run, name):
     assert read_newest(run / "checkpoints").number == 6
 
 
+def test_old_checkpoints_make_way(run):
+    """Also what a kill left of one that was being removed."""
+    (run / "checkpoints" / "4" / "run" / "meta.json").unlink()
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    checkpoints.save(8, made_run.states(8), made_run.saved_run())
+    checkpoints.close()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["8"]
+
+
 @pytest.mark.parametrize("text", [None, "", "[1]", "{"])
 def test_metadata_of_orbax_is_not_needed(run, text):
     path = run / "checkpoints" / "6" / "_CHECKPOINT_METADATA"
@@ -238,11 +244,31 @@ def test_metadata_of_orbax_is_not_needed(run, text):
     if text is not None:
         path.write_text(text)
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
-    number = checkpoints.restore(made_run.identity()).number
+    number = read_newest(run / "checkpoints", None).number
     checkpoints.save(8, made_run.states(8), made_run.saved_run())
     checkpoints.close()
     assert number == 6
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["8"]
+
+
+def test_what_was_found_is_read_again_only_if_it_has_changed(run, monkeypatch):
+    """The folder is not locked yet when it is read first."""
+    found = FoundRun.read(run)
+    assert found.checkpoint is not None and found.checkpoint.number == 6
+    with monkeypatch.context() as patched:
+        for module in (folder, read_checkpoint):
+            patched.setattr(module, "read_sealed", lambda *_, **__: pytest.fail("read"))
+        assert found.current() is found
+    Checkpoints(run / "checkpoints", keep=1).save(
+        8, made_run.states(8), made_run.saved_run()
+    )
+    newer = found.current()
+    assert newer.checkpoint is not None and newer.checkpoint.number == 8
+    record = dataclasses.replace(newer.record, added=["later"])
+    folder.write_run_record(run, record)
+    assert newer.current().record == record
+    shutil.rmtree(run / "checkpoints" / "8")
+    assert newer.current().checkpoint is None
 
 
 # ---- run.json ----------------------------------------------------------------------

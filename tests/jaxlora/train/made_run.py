@@ -14,7 +14,7 @@ from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_adapter import SavedAdapter
-from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
+from jaxlora.run.saved_run import RunRecord, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.streams.state import StreamState
 from jaxlora.scheduler.windows.planner import Hint
@@ -59,7 +59,6 @@ def saved_run(jobs=JOBS) -> SavedRun:
         adapters={name: adapter_shape(name) for name in jobs},
         base_model="nobody/tiny",
         linear_names=list(LINEARS),
-        requests=SavedRequests(),
         stream=NO_STREAM,
     )
 

@@ -23,10 +23,11 @@ from jaxlora.plan.memory.capacity import fit, resolve_auto
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.memory.footprint import Footprint, StagePrograms
 from jaxlora.plan.stages import MeshStages
-from jaxlora.run.folder import as_begun, write_run_record
+from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.describe_run import run_identity
+from jaxlora.train.saved.resume import as_begun
 from tests.jaxlora.train.at_window import AtWindow
 
 

@@ -89,7 +89,8 @@ def test_chat_template_kwargs_stay_with_the_adapter(tmp_path, monkeypatch):
     def identity(names):
         found = plain(names)
         return dataclasses.replace(
-            found, jobs={n: v | {"data": jobs.get(n)} for n, v in found.jobs.items()}
+            found,
+            jobs={n: job | {"data": jobs.get(n, {})} for n, job in found.jobs.items()},
         )
 
     monkeypatch.setattr(made_run, "identity", identity)

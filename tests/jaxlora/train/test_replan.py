@@ -15,13 +15,13 @@ from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.replicas.room import RoomFinder
 from jaxlora.run.folder import (
     CHECKPOINTS,
-    as_begun,
     read_run_record,
     write_run_record,
 )
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.read_checkpoint import read_newest
+from jaxlora.train.saved.resume import as_begun
 from tests import tiny
 from tests.jaxlora.memory_formula import estimated_by_formula
 from tests.jaxlora.train.at_window import Copies, at_windows

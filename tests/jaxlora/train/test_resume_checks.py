@@ -14,13 +14,15 @@ from jaxlora import LoraJob, RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.hf.names import linear_shapes
 from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.run import folder as run_folder
 from jaxlora.train import open_run
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.open_run import OpenedRun
+from jaxlora.train.saved import read_checkpoint
 from jaxlora.train.saved.checkpoint import Checkpoints
-from jaxlora.train.saved.describe_run import check_not_cut
 from jaxlora.train.saved.read_checkpoint import read_newest
+from jaxlora.train.saved.resume import FoundRun
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.conftest import TWO_SLOTS
@@ -168,25 +170,28 @@ def test_fewer_steps_than_are_done_need_a_word(
 def test_less_patience_needs_a_word_too(tmp_path):
     jobs = {"now": dataclasses.replace(made_run.JOBS["now"], evals_without_gain=2)}
     states = {"now": made_run.parked()}
-    with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
+    folder = made_run.write_run(tmp_path / "run", (), jobs)
+    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         checkpoints.save(4, states, made_run.saved_run(jobs))
+    found, identity = FoundRun.read(folder), made_run.identity(jobs)
     often = {"eval_every": 1, "early_stopping": 2}
     job = LoraJob(name="now", data={"path": "x"}, eval_fraction=0.1, **often)
 
     class Job(PreparedJob):
-        num_steps = 9
+        name, num_steps = "now", 9
 
         def __init__(self, settings: LoraJob):
             object.__setattr__(self, "settings", settings)
 
     with pytest.raises(CheckpointError, match="has had 2 evaluations without a gain, "):
-        check_not_cut(tmp_path, [Job(job)])
-    check_not_cut(tmp_path, [Job(job)], drop_state=True)
+        found.check(identity, [Job(job)], drop_state=False)
+    found.check(identity, [Job(job)], drop_state=True)
     patient = job.model_copy(update={"early_stopping": 3})
-    check_not_cut(tmp_path, [Job(patient)])
+    found.check(identity, [Job(patient)], drop_state=False)
 
 
-def test_a_refused_resume_leaves_the_folder(config, model):
+def test_a_refused_resume_leaves_the_folder(config, model, monkeypatch):
+    """One that is not refused reads each of its files once."""
     config = changed(config, jobs=config.jobs[:1], microbatch_tokens="auto")
     Trainer(config, model).train(callbacks=[InterruptAt(1)])
     folder = pathlib.Path(config.output_dir)
@@ -195,7 +200,16 @@ def test_a_refused_resume_leaves_the_folder(config, model):
     with pytest.raises(CheckpointError, match="batch_size is"):
         Trainer(changed(config, jobs=(other,)), model).train(resume=True)
     assert (folder / "run.json").read_text() == before
+    read = []
+
+    def counted(path, *args, read_sealed=read_checkpoint.read_sealed, **kwargs):
+        read.append(path.name)
+        return read_sealed(path, *args, **kwargs)
+
+    for module in (run_folder, read_checkpoint):
+        monkeypatch.setattr(module, "read_sealed", counted)
     assert not Trainer(config, model).train(resume=True).interrupted
+    assert sorted(read) == ["meta.json", "run.json"]
 
 
 def test_an_older_checkpoint_cannot_follow(config, model):

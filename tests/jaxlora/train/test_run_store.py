@@ -71,7 +71,7 @@ def disk(monkeypatch):
 @pytest.fixture
 def store(disk, tmp_path):
     with RunLock(tmp_path) as lock:
-        yield RunStore(tmp_path, lock, keep=1, is_resumed=False)
+        yield RunStore(tmp_path, lock, None, keep=1)
 
 
 def export(store, name, step=1):

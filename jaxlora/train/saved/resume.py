@@ -1,0 +1,375 @@
+"""Whether the run in a folder may go on, and as what.
+
+What the folder holds is read once, when the run is opened, and handed down. Nothing is
+locked then, so another process may train in the folder before `Trainer.train` takes its
+lock. Under the lock, `FoundRun.current` looks whether the files are the ones that were
+read, and reads them again if not. From there on until the run ends, only this process
+writes and removes checkpoints.
+"""
+
+import dataclasses
+import datetime
+import logging
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxlora.common.counted import counted
+from jaxlora.common.note import Note
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.distributed import processes
+from jaxlora.errors import CheckpointError
+from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
+from jaxlora.run.identity import RunIdentity, check_same_run
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_run import RunRecord
+from jaxlora.train.saved.checkpoint import unfinished_checkpoints
+from jaxlora.train.saved.continue_job import check_continues
+from jaxlora.train.saved.describe_run import planned_identity
+from jaxlora.train.saved.read_checkpoint import (
+    ReadCheckpoint,
+    meta_file,
+    newest_checkpoint,
+    read_newest,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRun:
+    """What the folder of a run holds, read and validated; tensors are not read.
+
+    Only the first process reads it; the others have an empty one.
+
+    Attributes:
+        folder: The folder, which need not exist.
+        record: Record of the run; None: none has begun.
+        checkpoint: Its newest checkpoint; None: there is none.
+        seen: Tells the files that were read from others of the same names.
+    """
+
+    folder: pathlib.Path
+    record: RunRecord | None = None
+    checkpoint: ReadCheckpoint | None = None
+    seen: tuple[Any, ...] = ()
+
+    @staticmethod
+    def read(folder: pathlib.Path) -> "FoundRun":
+        """Reads the record and the metadata of the newest checkpoint.
+
+        Raises:
+            CheckpointError: A file is damaged, or something else has the name of a
+                checkpoint.
+        """
+        # Before they are read: what changes meanwhile is read again by `current`.
+        seen, checkpoint = _seen(folder), None
+        if (record := read_run_record(folder)) is None:
+            return FoundRun(folder=folder, seen=seen)
+        if (checkpoints := folder / CHECKPOINTS).is_dir():
+            unfinished_checkpoints(checkpoints)
+        if newest_checkpoint(checkpoints) is not None:
+            checkpoint = read_newest(checkpoints)
+        return FoundRun(folder=folder, record=record, checkpoint=checkpoint, seen=seen)
+
+    def current(self) -> "FoundRun":
+        """Returns what the folder holds now; reads it again only if it has changed.
+
+        Raises:
+            CheckpointError: See `read`.
+        """
+        return self if self.seen == _seen(self.folder) else FoundRun.read(self.folder)
+
+    @property
+    def progress(self) -> Mapping[str, JobProgress]:
+        """Progress of each job at the checkpoint, by name."""
+        return {} if self.checkpoint is None else self.checkpoint.run.progress
+
+    def check(
+        self,
+        now: RunIdentity,
+        jobs: Sequence[PreparedJob] = (),
+        *,
+        drop_state: bool | None = None,
+    ) -> None:
+        """Refuses a run that cannot become the one that was found, if one was.
+
+        It is called when the settings are known, when the data are read, and under the
+        lock, when the base is: each time as early as what it needs is known.
+
+        Args:
+            now: Identity of the run, as far as it is known.
+            jobs: Its jobs, if their data are read.
+            drop_state: Whether jobs may end at once, as they have done more steps than
+                are wanted now, or as early stopping has less patience; None: it is not
+                known yet.
+
+        Raises:
+            CheckpointError: The identities differ too much, a job that has finished has
+                more steps now, or jobs would end at once and `drop_state` is false.
+        """
+        if self.checkpoint is not None:
+            then, path = self.checkpoint.run.identity, self.checkpoint.folder
+            check_same_run(now, then, path, "the checkpoint")
+        elif self.record is not None:
+            path = self.folder / RUN_FILE
+            check_same_run(now, self.record.identity, path, RUN_FILE)
+        _check_not_extended(self.progress, jobs)
+        if drop_state is not None:
+            _check_not_cut(self.progress, jobs, drop_state)
+
+    def check_prepared(
+        self,
+        model: PlannedModel,
+        jobs: Sequence[PreparedJob],
+        *,
+        drop_state: bool | None = None,
+    ) -> None:
+        """Refuses states that the run, or a job of it, cannot continue from.
+
+        It comes after the data are read, and before the base is. All that would refuse
+        the run but the fingerprint of the base is known then.
+
+        Args:
+            model: Its base model.
+            jobs: Its jobs.
+            drop_state: See `check`.
+
+        Raises:
+            CheckpointError: See `check` and `continue_job`.
+        """
+        if self.record is not None:
+            self.check(planned_identity(model, jobs), jobs, drop_state=drop_state)
+            return
+        for job in jobs:
+            if job.settings.continue_from is not None:
+                identity = planned_identity(model, [job])
+                check_continues(job.settings, job.num_steps, identity)
+
+    def check_settings(self, config: RunConfig) -> None:
+        """Refuses a run by its settings, before any data are read.
+
+        Args:
+            config: The run, with the jobs that have joined it.
+
+        Raises:
+            CheckpointError: See `check`.
+        """
+        if self.record is None:
+            return
+        source = self.record if self.checkpoint is None else self.checkpoint.run
+        then = source.identity
+        # Values that are not known yet count as unchanged.
+        jobs = {job.name: job.model_dump(mode="json") for job in config.jobs}
+        jobs = {name: then.jobs.get(name, {}) | job for name, job in jobs.items()}
+        self.check(RunIdentity(base="", settings=then.settings, jobs=jobs))
+
+
+def _seen(folder: pathlib.Path) -> tuple[Any, ...]:
+    """Tells the files of a run from others of the same names; opens none of them."""
+    number = newest_checkpoint(folder / CHECKPOINTS)
+    meta = meta_file(folder / CHECKPOINTS / str(number))
+    return number, _stamp(folder / RUN_FILE), _stamp(meta)
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, ...] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BegunRun:
+    """A run as `--resume` continues it.
+
+    Attributes:
+        config: The run, with the settings that it began with and the jobs that joined
+            while it trained.
+        found: What `output_dir` holds.
+        started: Time at which it began, or now, in ISO format. Chat templates may print
+            the date, so a resumed run uses that of its start.
+        notes: Lines for the log about the settings and the jobs.
+        ended: Jobs that have ended and that its replicas need not hold.
+        chosen: Settings that are `auto` and stay as they were chosen.
+    """
+
+    config: RunConfig
+    found: FoundRun
+    started: str
+    notes: tuple[Note, ...]
+    ended: tuple[str, ...]
+    chosen: tuple[str, ...]
+
+
+def as_begun(config: RunConfig, *, replan: bool = False) -> BegunRun:
+    """Returns a run as `--resume` continues it, or unchanged if it has not begun.
+
+    All processes of a run get what the first one reads.
+
+    Args:
+        config: The run.
+        replan: Whether what is `auto` stays so, to be chosen anew; only the number of
+            slots is that with which the run began.
+
+    Raises:
+        CheckpointError: A file of the run is damaged or contradicts the settings.
+    """
+    found = FoundRun(folder=pathlib.Path(config.output_dir))
+
+    def read() -> tuple[str, dict, list[dict[str, Any]]]:
+        nonlocal found
+        found = FoundRun.read(found.folder)
+        if (record := found.record) is None:
+            return datetime.datetime.now().isoformat(), {}, []
+        added = _added_jobs(config, record)
+        begun = _begun_settings(config, record)
+        if replan:
+            begun = {k: v for k, v in begun.items() if k == "max_concurrent_jobs"}
+        return record.started, begun, added
+
+    started, begun, added = processes.from_first(read)
+    joined = [LoraJob.model_validate(job) for job in added]
+    chosen = [name for name in begun if getattr(config, name) == "auto"]
+    notes = [
+        Note(f"{name}: auto: {begun[name]}, as when the run began")
+        for name in chosen
+        if begun[name]
+    ]
+    if (mesh := begun.get("mesh")) is not None:
+        notes.append(Note(f"replicas: auto: mesh {mesh}, as in the run so far"))
+    joining = "joined while the run trained; it is in the run"
+    notes += [Note(joining, job=job.name) for job in joined]
+    config = config.replace(**begun, jobs=(*config.jobs, *joined))
+
+    def check() -> list[str]:
+        found.check_settings(config)
+        return _jobs_not_held(found, config, replan=replan)
+
+    return BegunRun(
+        config=config,
+        found=found,
+        started=started,
+        notes=tuple(notes),
+        ended=tuple(processes.from_first(check)),
+        chosen=tuple(chosen),
+    )
+
+
+def _jobs_not_held(found: FoundRun, config: RunConfig, *, replan: bool) -> list[str]:
+    """Returns the jobs of a run that have ended, and that its replicas need not hold.
+
+    They are those that had ended when the replicas were chosen. If they are chosen
+    anew, all that have ended are, unless a search may suggest others like them.
+    """
+    over = [name for name, one in found.progress.items() if one.is_over]
+    may_follow = config.sweep is not None and config.sweep.search is not None
+    # If all have ended, there is nothing to choose replicas for.
+    if replan and not may_follow and len(over) < len(config.jobs):
+        return over
+    ended = [] if found.record is None else found.record.ended
+    return [name for name in ended if name in over]
+
+
+def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
+    """Returns what the settings that are `auto` became when they were chosen.
+
+    These are `microbatch_tokens`, `remat` and `replicas`, or the mesh that
+    `replicas: auto` has chosen, and the number and rank of the slots if jobs have
+    joined since.
+
+    Raises:
+        CheckpointError: `block_tokens` differs from what the run began with.
+    """
+    then, begun, replicas = record.identity.settings, {}, config.replicas
+    if config.has_open_replicas and then.get("replicas"):
+        begun["replicas"] = then["replicas"]
+    if replicas == "auto" and record.mesh is not None:
+        begun |= {"replicas": None, "mesh": record.mesh}
+        replicas = None
+    if config.microbatch_tokens == "auto" and replicas is None:
+        begun["microbatch_tokens"] = tokens = then["microbatch_tokens"]
+        if tokens % config.block_tokens:
+            raise CheckpointError(
+                f"the run in {config.output_dir} began with {tokens} for "
+                "microbatch_tokens: auto, which is not a multiple of "
+                f"block_tokens={config.block_tokens}. Give the block_tokens that the "
+                "run began with, or choose another output_dir."
+            )
+    if config.remat == "auto":
+        begun["remat"] = then["remat"]
+    if record.added:
+        # The slots were made for the jobs that the run began with.
+        for name in ("max_concurrent_jobs", "slot_rank"):
+            if getattr(config, name) is None and name in then:
+                begun[name] = then[name]
+    return begun
+
+
+def _added_jobs(config: RunConfig, record: RunRecord) -> list[dict[str, Any]]:
+    """Returns the settings of jobs that joined later and are not in the run file."""
+    names = {job.name for job in config.jobs}
+    found = []
+    for name in record.added:
+        if name not in names:
+            values = record.identity.jobs[name].items()
+            found.append({k: v for k, v in values if k in LoraJob.model_fields})
+    return found
+
+
+def _check_not_extended(
+    progress: Mapping[str, JobProgress], jobs: Sequence[PreparedJob]
+) -> None:
+    for job in jobs:
+        name, wanted = job.name, job.num_steps
+        done = progress.get(name, JobProgress())
+        if done.status == "finished" and wanted > done.step:
+            raise CheckpointError(
+                f"job {name!r} has finished its {counted(done.step, 'step')}, and "
+                f"{wanted} are wanted now. Its optimizer state was dropped when it "
+                "finished, so it cannot go on: set steps back, and add another job "
+                "with init_from on its adapter."
+            )
+
+
+def _check_not_cut(
+    progress: Mapping[str, JobProgress], jobs: Sequence[PreparedJob], drop_state: bool
+) -> None:
+    cut = {}
+    for job in jobs:
+        done = progress.get(job.name, JobProgress())
+        if not done.is_over and (reason := _cut_reason(job, done)):
+            cut[job.name] = reason
+    if not cut:
+        return
+    reasons = "".join(f"\n- job {name!r} {reason}" for name, reason in cut.items())
+    lost = (
+        "end at once, and their optimizer states are dropped, so they cannot go on in "
+        "this run"
+    )
+    if drop_state:
+        logger.warning("these jobs %s:%s", lost, reasons)
+        return
+    raise CheckpointError(
+        f"these jobs would {lost.replace('are', 'be')} later:{reasons}\nSet these "
+        "settings back; or end the jobs where they are, and keep only their adapters, "
+        "with drop_state=True (--drop-state)."
+    )
+
+
+def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
+    """Returns why a resumed job would end at once; None if it would not."""
+    if done.step > job.num_steps:
+        wanted = f"the number wanted now is {job.num_steps}"
+        return f"has done {counted(done.step, 'step')}, and {wanted}"
+    patience = job.settings.early_stopping
+    if patience and done.evals_without_gain >= patience:
+        count = done.evals_without_gain
+        return (
+            f"has had {count} evaluation{'s' if count > 1 else ''} without a gain, and "
+            f"early_stopping is {patience} now"
+        )
+    return None
