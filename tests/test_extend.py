@@ -103,7 +103,7 @@ def test_the_changes_apply_together(changed):
         compile(path.read_text(encoding="utf-8"), path, "exec")
 
 
-@pytest.mark.grid
+@pytest.mark.grid  # above, they apply, and Python reads them
 def test_the_changes_work_together(changed, tmp_path):
     """Each trains beside a job without it; they share one process."""
     run = subprocess.run(

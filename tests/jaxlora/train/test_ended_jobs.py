@@ -109,6 +109,7 @@ DEMANDING = [
 ]
 
 
+# test_replan.py trains such a choice.
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.grid)])
 def test_the_choice_is_that_of_a_run_without_them(seed):
     """Replicas, slots and kernels."""
