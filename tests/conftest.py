@@ -105,22 +105,3 @@ def compiled_quickly():
         jax.config.update(_QUICK, True)
         yield
         jax.config.update(_QUICK, False)
-
-
-@pytest.fixture(scope="module")
-def compiled_normally(compiled_quickly):
-    """A module's programs are compiled with LLVM's optimizations.
-
-    It is for tests of the memory that a program needs: XLA's CPU compiler chooses some
-    of its fusions by them.
-    """
-    if jax.default_backend() != "cpu":
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(_QUICK.upper())
-        jax.clear_caches()  # JAX would also take programs that were compiled otherwise
-        jax.config.update(_QUICK, False)
-        yield
-        jax.config.update(_QUICK, True)
-        jax.clear_caches()

@@ -87,16 +87,30 @@ def test_each_patch_changes_what_its_section_says(tree, patch):
     assert not missing, f"docs/extend.md: {titles[patch.stem]}: add {missing}"
 
 
-def test_the_changes_work_together(tmp_path):
-    """Each trains beside a job without it; they share one copy and one process."""
-    tree = copy_of_tree(tmp_path)
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory) -> pathlib.Path:
+    """A copy of the tree that has every change."""
+    folder = copy_of_tree(tmp_path_factory.mktemp("changed"))
     for patch in PATCHES:
-        apply(patch, tree)
+        apply(patch, folder)
+    return folder
+
+
+def test_the_changes_apply_together(changed):
+    """Python reads what they make of each file."""
+    paths = {name for patch in PATCHES for name in files_of(patch)}
+    for path in (changed / name for name in paths if name.endswith(".py")):
+        compile(path.read_text(encoding="utf-8"), path, "exec")
+
+
+@pytest.mark.grid  # above, they apply, and Python reads them
+def test_the_changes_work_together(changed, tmp_path):
+    """Each trains beside a job without it; they share one process."""
     run = subprocess.run(
         [sys.executable, "tests/extend/check.py"],
-        cwd=tree,
+        cwd=changed,
         env={
-            "PYTHONPATH": str(tree),
+            "PYTHONPATH": str(changed),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": os.environ["XLA_FLAGS"],
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # see conftest.py

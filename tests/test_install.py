@@ -105,6 +105,7 @@ def test_the_wheel_holds_the_benchmarks_that_a_page_asks_a_user_to_run(wheel):
     assert not [s for s in SUBJECTS if f"jaxlora bench {s}" not in pages]
 
 
+@pytest.mark.grid  # the wheel that is built from the tree is read above
 def test_a_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
     hook = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
     run(sys.executable, "-c", hook, tmp_path, cwd=source)
@@ -112,7 +113,14 @@ def test_a_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
     assert modules(build(archive, tmp_path)) == modules(wheel)
 
 
-@pytest.mark.parametrize("how", ["wheel", "as in this environment"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "wheel",
+        # `test_dependencies.py` reads what all modules import.
+        pytest.param("as in this environment", marks=pytest.mark.grid),
+    ],
+)
 def test_other_packages_keep_their_names(how, wheel, tmp_path):
     site, script = tmp_path / "site", tmp_path / "script" / "train.py"
     for name in ("scheduler", "sharding"):

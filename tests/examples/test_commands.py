@@ -35,6 +35,7 @@ def test_the_commands_of_all_pages_in_one_clone(few):
             assert run_page(page) > 0
 
 
+@pytest.mark.grid  # below, its commands are read; test_examples.py plans its run
 def test_the_commands_of_the_tutorial(few):
     assert run_page(RUN["tutorial.md"]) == 4
     summary = json.loads((few / "runs/tutorial/summary.json").read_text())

@@ -26,7 +26,7 @@ def test_run_files_are_planned(clone):
     assert all(plan.num_microbatches for plan in plans) and len(plans) >= 4
 
 
-@pytest.mark.grid  # the tutorial trains these jobs, and more of their kinds
+@pytest.mark.grid  # `tests/jaxlora/cli/test_main.py` trains jobs by this command
 def test_two_jobs(clone):
     assert main(["train", "examples/two_jobs.yaml"]) == 0
     summary = json.loads((clone / "runs/two_jobs/summary.json").read_text())

@@ -118,7 +118,7 @@ def own(found: set[tuple], place: tuple, key: str) -> set[tuple]:
     }
 
 
-@pytest.mark.parametrize("num", [600, pytest.param(6000, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("num", [300, pytest.param(6000, marks=pytest.mark.grid)])
 def test_two_wrong_settings(num):
     alone = functools.cache(lambda one: problems_of([pickle.loads(one)]))
     num_both = 0

@@ -13,6 +13,12 @@ QUICK_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
+# XLA's CPU compiler chooses some of its fusions, and so the memory of a program, by
+# LLVM's optimizations; see `compiled_quickly` in conftest.py.
+AS_FOR_USERS = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
 
 
 def problem(

@@ -138,7 +138,7 @@ def test_matches_the_definition_for_any_mix(name, blocks, ranks, rates, seed):
 def test_storage_of_base_and_mask_changes_no_bit(fused, case):
     """A mask is given or computed, and NaN in dropped features reaches no adapter."""
     w_transposed = case
-    p, rank = fused.problem(k=192)
+    p, rank = fused.problem((2, 0, -1, 1), k=192, n=128)
     mask = given_mask(p)
     given_mask_first = p | {"dropout": mask}, p
     first, second = given_mask_first[::-1] if w_transposed else given_mask_first
@@ -171,6 +171,7 @@ def _problems_sharing_x(fused, widths, ranks, **options):
     {
         "three": ((128, 192, 128), ((16, 3), (0, 16), (16, 2)), (0.0, 0.5), False),
         "two": ((128, 128), ((16, 3), (0, 16)), (0.0, 0.5), False),
+        "two and given masks": ((128, 128), ((8, 0), (16, 3)), (0.2, 0.5), True),
         "two chunks of ranks and given masks": (
             (128, 128),
             ((8, 0), (100, 3)),
@@ -180,7 +181,8 @@ def _problems_sharing_x(fused, widths, ranks, **options):
         "plain": ((128, 128), ((8, 3), (4, 8)), None, False),
     },
     quick={
-        "mosaic": {"two chunks of ranks and given masks"},
+        # Linears alone have two chunks of ranks, here and in test_fp8_layer.py.
+        "mosaic": {"two and given masks"},
         "triton": {"two"},
     },
 )
@@ -279,7 +281,7 @@ def test_words_computed_beforehand_change_no_bit(fused):
     wanted = fused.run(p, rank)
     for got, want in zip(fused.run(with_words(p, 1), rank), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
-    y = fused.op(**with_words(p, 2), rank=rank)
+    y, *_ = fused.run(with_words(p, 2), rank)
     assert not np.array_equal(y, wanted[0]), "another projection has another mask"
 
 

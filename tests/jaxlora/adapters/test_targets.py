@@ -177,8 +177,14 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
             {"target_modules": "(.|[a-z]|[^!])*[!?]"},
             r"job 'a': '\(\.\|\[a-z\]\|.*takes longer than 1 s to match",
         ),
-        ({"exclude_modules": "(.|[a-z]|[^!])*[!?]"}, "takes longer than 1 s "),
-        ({"rank_pattern": {"(.|.)*!?\\d": 4}}, "takes longer than 1 s to match"),
+        # Each takes a second. A key of rank_pattern: test_peft_import.py.
+        *(
+            pytest.param(one, "takes longer than 1 s to match", marks=pytest.mark.grid)
+            for one in (
+                {"exclude_modules": "(.|[a-z]|[^!])*[!?]"},
+                {"rank_pattern": {"(.|.)*!?\\d": 4}},
+            )
+        ),
         ({"target_modules": "(([a-z_.0-9])+)+!"}, "matches no linear of the model"),
         (
             {"rank_pattern": {"(?i)Q_PROJ": 4}},

@@ -66,7 +66,14 @@ def step_of(spec: DecoderSpec):
     return jax.device_get((pending, out, evaluated))
 
 
-@pytest.mark.parametrize("name", SPECS)
+# `tests/jaxlora/train/test_sections.py` trains DoRA and a whole head in sections.
+TRAINED = ("dora", "whole")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.grid if n in TRAINED else ()) for n in SPECS],
+)
 def test_a_chain_computes_what_one_program_does(name):
     """With dropout, for each kind of slot, in programs of one layer.
 

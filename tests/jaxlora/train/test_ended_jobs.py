@@ -109,7 +109,8 @@ DEMANDING = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(len(DEMANDING)))
+# test_replan.py trains such a choice.
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.grid)])
 def test_the_choice_is_that_of_a_run_without_them(seed):
     """Replicas, slots and kernels."""
     rng = np.random.default_rng(seed)

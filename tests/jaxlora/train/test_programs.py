@@ -100,6 +100,7 @@ def test_resuming_in_the_same_process_compiles_nothing(make_trainer):
     assert {name: compiled[name] for name in RUN} == dict.fromkeys(RUN, 0)
 
 
+@pytest.mark.grid  # `tests/jaxlora/programs` loads programs, in one process and in two
 def test_a_second_process_loads_its_programs(make_trainer, tmp_path):
     """It traces and compiles none of them, and its adapters have the same bits."""
     cache, counts, adapters = tmp_path / "cache", [], []

@@ -61,7 +61,7 @@ def test_alone_equals_together(train, tmp_path, ordinary):
         assert_same_training(together, alone, [each.name])
 
 
-@pytest.mark.parametrize("number", [3, 7])
+@pytest.mark.parametrize("number", [pytest.param(3, marks=pytest.mark.grid), 7])
 def test_a_resumed_run_ends_in_the_same_bits(model, tmp_path, ordinary, number):
     """Interrupted in other windows; a copy of the job goes on with it in the data.
 

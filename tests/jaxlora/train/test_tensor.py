@@ -34,7 +34,9 @@ def on(mesh: str, *, is_slow: bool = False):
 @pytest.mark.parametrize(
     "mesh",
     [
-        on("tensor=2"),
+        # Variants train on this mesh below, and such jobs on replicas of it, and of
+        # four devices, in test_replicas.py.
+        on("tensor=2", is_slow=True),
         on("tensor=4", is_slow=True),  # more devices than key-value heads
         on("data=2,tensor=2", is_slow=True),
         on("fsdp=2,tensor=4", is_slow=True),

@@ -8,6 +8,7 @@ import numpy as np
 from jaxlora.bench import subjects
 from jaxlora.bench.scheduler import replica_setups, replicas
 from jaxlora.bench.shapes import config_json
+from tests.jaxlora.memory_formula import estimated_by_formula
 
 TABLES = ("gpu_seconds", "saved", "deployments", "parts", "idle", "bounds", "scaling")
 
@@ -21,7 +22,8 @@ def test_rows_and_tables(monkeypatch, tmp_path, capsys):
     scaling = dataclasses.replace(replicas.SCALING, config=small.config)
     monkeypatch.setattr(replicas, "SCALING", scaling)
     monkeypatch.setattr(replicas.lobra, "_MAX_SOLVED", 1)
-    subjects.run("replicas", ["--quick", "--output-dir", str(tmp_path)])
+    with estimated_by_formula():
+        subjects.run("replicas", ["--quick", "--output-dir", str(tmp_path)])
     tables = (tmp_path / "replicas.md").read_text()
     assert tables.strip() in capsys.readouterr().out
     parts = dict(zip(TABLES, tables.split("### ")[1:], strict=True))
