@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ _REPLACED = frozenset({"state", "params", "pending"})
 _VARYING = frozenset({"batch", "dh", "measured"})
 
 # The shapes of arguments, by name.
-Shapes = Mapping[str, Any]
+Shapes = dict[str, Any]
 
 
 class StageProgram(Program):
@@ -139,7 +139,7 @@ class Arguments:
         identity = "training", what, self.spec, self.placement, options, self.codes
         return StageProgram(jitted, what, identity, takes)
 
-    def placed(self, shapes: Shapes) -> dict[str, Any]:
+    def placed(self, shapes: Shapes) -> Shapes:
         """Returns the shapes of arrays that are placed as these arguments are."""
 
         def place(spec: PartitionSpec, tree: Any) -> Any:

@@ -144,7 +144,7 @@ class PassPrograms:
         evaluation = ()
         if evaluates or has_reference(self._spec.options.objectives):
             own = {"keys": SlotKeys(baseline=shapes["keys"].baseline)}
-            evaluation = (self.evaluate.prepare_from({**shapes, **own}, suffix),)
+            evaluation = (self.evaluate.prepare_from(shapes | own, suffix),)
         return PreparedPasses(passes=passes, evaluation=evaluation)
 
     def _prepare_both(self, shapes: Shapes, suffix: str) -> tuple[Prepared, ...]:
@@ -155,7 +155,7 @@ class PassPrograms:
         kept = self._arguments.placed({"residuals": forward.out_info[1]})
         args = self.forward.args(shapes)
         backward = self.backward.prepare_from(
-            {**shapes, **kept},
+            shapes | kept,
             suffix,
             # It is the transpose of this trace, which a loaded program has not made.
             before_tracing=lambda: self.forward.jitted.eval_shape(*args),

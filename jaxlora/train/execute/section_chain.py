@@ -133,11 +133,7 @@ class SectionChain:
         keys, own = shapes["keys"], {"base": section.base(shapes["base"])}
         if not section.spec.has_head:
             own["keys"] = dataclasses.replace(keys, baseline=None)
-        return {
-            **shapes,
-            **own,
-            **self._arguments.placed({"position": section.position}),
-        }
+        return shapes | own | self._arguments.placed({"position": section.position})
 
 
 def _name(section: Section) -> str:

@@ -210,7 +210,7 @@ class CompiledSteps:
 
     # ---- before they are called ----------------------------------------------------
 
-    def shapes(self, limits: Limits) -> dict[str, Any]:
+    def shapes(self, limits: Limits) -> Shapes:
         """Shapes of the arguments of the functions, as a run calls them.
 
         Args:
@@ -269,7 +269,7 @@ class CompiledSteps:
             norms = self.measure.prepare_from(shapes, suffix)
             yield norms
             own = self.arguments.placed({"norms": norms.out_info})
-            shapes = {**shapes, "measured": (own["norms"],) * num_stages}
+            shapes = shapes | {"measured": (own["norms"],) * num_stages}
         if self._placement.num_devices > 1:
             yield self.exchange.prepare_from(shapes, suffix)
         if self.evaluation_weights is not None:
