@@ -112,7 +112,7 @@ class OpenedRun:
         layout = self.layout.with_remat(plan.spec.options.remat)
         evaluates = any(is_evaluated(job.prepared) for job in self.jobs)
         limits = plan.config.limits
-        return RunPrograms.start(layout, self.slots, limits, evaluates=evaluates)
+        return RunPrograms.start(layout, limits, evaluates=evaluates)
 
     def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:
         """Compiles the passes of all stages; the other programs beside them."""
@@ -176,7 +176,7 @@ def open_run(
     base.start(plan)
     limits, evaluates = plan.config.limits, any(map(is_evaluated, prepared.jobs))
     with base.first_to_fail():
-        RunPrograms.start(layout, slots, limits, evaluates=evaluates)
+        RunPrograms.start(layout, limits, evaluates=evaluates)
         if model is None:
             _import_ahead(plan.config)
     model = _as_planned(plan, base.result())

@@ -116,7 +116,7 @@ class Session:
     def _train(self, stop: StopRequest) -> bool:
         """Trains to the end; returns whether a signal or a failure has ended it."""
         run, store = self._run, self._store
-        further = FurtherPrograms(run.layout, run.slots, run.plan.further_limits)
+        further = FurtherPrograms(run.layout, run.plan.further_limits)
         with further, self._open_stream(further) as stream:
             while not (stops := self._must_end(stop.requested)):
                 if not stream.start():

@@ -238,8 +238,7 @@ def _probe(
 
 def _needed_bytes(training: Training, limits: Limits) -> int | None:
     """Compiles the passes; returns the memory of a run as the compiler reports it."""
-    args = training.layout, training.slots, limits
-    programs = RunPrograms.start(*args, evaluates=False)
+    programs = RunPrograms.start(training.layout, limits, evaluates=False)
     programs.finish()  # nothing may be compiled while passes are timed
     compiled = programs.compiled_passes()
     found = measured_footprint(training.plan.stages, compiled, limits)

@@ -305,9 +305,7 @@ class Training:
         args = table.state, self._first_inputs, (), table.settings.rank
         limits = self.plan.config.limits
         assert len(batch.token_ids) == limits.capacity
-        passes = stage.steps.passes.prepare(
-            self.bases[0], table.state, table.settings, limits
-        )
+        passes = stage.steps.passes.prepare(stage.steps.shapes(limits))
         named = {f"pass {i}": one for i, one in enumerate(passes.each)}
         named["step"] = stage.steps.step.prepare(*args)
         return {name: one.compiled() for name, one in named.items()}

@@ -39,14 +39,6 @@ class Stage:
         """The compiled functions of this stage, which all runs of a process share."""
         return compiled_steps(self.spec, self.placement)
 
-    def base_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of the frozen weights, as they lie on the devices."""
-        specs, place = self.spec.base_specs(), self.placement.sharding
-        return {
-            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(specs[path]))
-            for path, x in self.spec.base_shapes().items()
-        }
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacedReplica:

@@ -1,34 +1,27 @@
 """The compiled passes of a stage, or of a kind of sections."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+import functools
+from collections.abc import Callable
+from typing import Any
 
-import jax
-from jax.sharding import PartitionSpec
-
-from jaxlora.adapters.optimizer import AdapterState
-from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
 from jaxlora.data.objectives import has_reference
-from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import (
-    JobLosses,
     SlotKeys,
     evaluation_options,
     training_options,
 )
-from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.sections import (
+    Position,
+    own_settings,
+    own_tables,
+    with_own_tables,
+)
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.memory.footprint import StagePrograms
-from jaxlora.plan.memory.inputs import baseline_shape, batch_shapes, key_shapes
 from jaxlora.programs.program import Prepared, Program
-from jaxlora.scheduler import Limits
-from jaxlora.train.execute.section_passes import SectionPasses
+from jaxlora.train.execute.arguments import Arguments, Shapes, StageProgram
 from jaxlora.train.execute.stage_passes import StagePasses
-
-# Makes a program of a decoder: of its name, function, partition specs of what it takes
-# and gives, and options of `Program` and `jax.jit`.
-MakeProgram = Callable[..., Program]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,37 +29,37 @@ class PreparedPasses:
     """The passes of a stage that are being compiled; see `StagePrograms`.
 
     Attributes:
-        last: The pass with gradients; `forward` is before it on all but the last stage.
-        reference: The evaluation by references, of a run that has any.
-        sections: Those of the sections before `last`, if the passes are a chain.
+        passes: The forward pass and the backward pass; or the one with both.
+        evaluation: The evaluation, if there is any.
+        sections: Those of the sections before the head, if the passes are a chain.
     """
 
-    last: Prepared
-    forward: Prepared | None = None
-    reference: tuple[Prepared, ...] = ()
+    passes: tuple[Prepared, ...]
+    evaluation: tuple[Prepared, ...] = ()
     sections: tuple["PreparedPasses", ...] = ()
 
     @property
     def each(self) -> list[Prepared]:
-        """The passes, each once."""
+        """The programs, each once."""
         before = [p for one in self.sections for p in one.each]
-        forward = () if self.forward is None else (self.forward,)
-        found = (*before, *forward, self.last, *self.reference)
-        return [*dict.fromkeys(found)]  # alike sections share theirs
+        # Alike sections share theirs.
+        return [*dict.fromkeys((*before, *self.passes, *self.evaluation))]
 
     def compiled(self) -> StagePrograms:
         """Waits for the programs."""
-        forward = None if self.forward is None else self.forward.compiled()
-        sections = tuple(one.compiled() for one in self.sections)
+        *forward, last = (one.compiled() for one in self.passes)
         return StagePrograms(
-            last=self.last.compiled(), forward=forward, sections=sections
+            last=last,
+            forward=forward[0] if forward else None,
+            sections=tuple(one.compiled() for one in self.sections),
         )
 
 
 class PassPrograms:
     """The passes of a stage; each has one program for each batch shape.
 
-    See `StagePasses` for the arguments; `SectionPasses` for those of a section.
+    See `StagePasses` for the arguments. A section takes the slots of its whole decoder,
+    and its position as a last argument.
 
     Attributes:
         accumulate: Forward and backward pass of the last stage, which adds to the
@@ -77,66 +70,54 @@ class PassPrograms:
         evaluate: Forward pass without dropout and without residuals.
     """
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        placement: StageSharding,
-        state: AdapterState,
-        make: MakeProgram,
-        *,
-        is_section: bool = False,
-    ):
+    def __init__(self, arguments: Arguments, *, is_section: bool = False):
         """Makes the functions; none is traced yet.
 
         Args:
-            spec: The stage, the section, or the whole decoder.
-            placement: Its devices.
-            state: Partition specs of the state of the slots.
-            make: Makes a program of this decoder.
+            arguments: The arguments of the stage, of the section, or of the decoder.
             is_section: Whether the slots are those of a whole decoder, of which this is
                 a section.
         """
-        self._spec, self._placement = spec, p = spec, placement
-        passes: Any = (SectionPasses if is_section else StagePasses)(spec, p)
-        at = (PartitionSpec(),) if is_section else ()
-        base, params, pending = spec.base_specs(), state.params, state.pending
-        h = () if spec.has_embedding else (p.hidden,)
-        # Settings, batch, and keys.
-        inputs = REPLICATED, p.rows, REPLICATED, *at, *h
+        self._arguments, self._spec = arguments, arguments.spec
+        spec, passes = self._spec, StagePasses(self._spec, arguments.placement)
+        axis = 2 if arguments.placement.num_devices > 1 else 1
+
+        def make(what: str, run: Any, takes: Any, *more: Any) -> StageProgram:
+            if is_section:
+                run = _of_section(spec, run, takes, axis)
+                takes = *takes, "position"
+            return arguments.program(what, run, takes, *more)
+
+        h = () if spec.has_embedding else ("hidden",)
+        inputs = "settings", "batch", "keys", *h
         training = training_options(spec)
         self.accumulate = make(
             "training step",
             passes.accumulate,
-            (base, params, pending, *inputs),
-            (pending, p.rows, p.hidden),
-            varies=(4,),
-            donate_argnums=2,
-            compiler_options=training,
+            ("base", "params", "pending", *inputs),
+            ("pending", "losses", "dh"),
+            training,
         )
         self.forward = make(
             "forward pass",
             passes.forward,
-            (base, params, *inputs),
-            (p.hidden, p.by_device),
-            varies=(3,),
-            compiler_options=training,
+            ("base", "params", *inputs),
+            ("hidden", "residuals"),
+            training,
         )
         self.backward = make(
             "backward pass",
             passes.backward,
-            (base, params, p.by_device, pending, *at, p.hidden),
-            (pending, p.hidden),
-            varies=(5,) if is_section else (4,),
-            donate_argnums=3,
-            compiler_options=training,
+            ("base", "params", "residuals", "pending", "dh"),
+            ("pending", "dh"),
+            training,
         )
         self.evaluate = make(
             "evaluation",
             passes.evaluate,
-            (base, params, *inputs),
-            _evaluated(p) if spec.has_head else p.hidden,
-            varies=(3,),
-            compiler_options=evaluation_options(spec),
+            ("base", "params", *inputs),
+            "losses" if spec.has_head else "hidden",
+            evaluation_options(spec),
         )
 
     @property
@@ -145,85 +126,41 @@ class PassPrograms:
         return not self._spec.has_embedding or bool(self._spec.adapter_shapes())
 
     def prepare(
-        self,
-        base: Mapping[str, Any],
-        state: AdapterState,
-        settings: SlotSettings,
-        limits: Limits,
-        name: str = "",
-        at: Sequence[Any] = (),
+        self, shapes: Shapes, suffix: str = "", *, evaluates: bool = False
     ) -> PreparedPasses:
-        """Starts to compile the forward and backward pass as a run calls them.
+        """Starts to compile the passes as a run calls them.
 
         Args:
-            base: Frozen weights of the stage, or their shapes.
-            state: State of the slots.
-            settings: Settings of the slots.
-            limits: Limits of the microbatches.
-            name: What the log adds to the name of a pass; empty: there is one stage.
-            at: The position, of a section.
+            shapes: Shapes of the arguments.
+            suffix: What the log adds to the name of a pass; empty: there is one stage.
+            evaluates: Whether a job has held-out samples; references evaluate, too.
         """
-        spec, keys = self._spec, key_shapes(self._spec, self._placement)
-        hidden = self._hidden_shape(limits)
-        h = () if spec.has_embedding else (hidden,)
-        inputs = settings, self._batch_shapes(limits), keys, *at, *h
-        reference, params = (), state.params
-        if has_reference(spec.options.objectives):
-            reference = self.prepare_evaluation(
-                base, params, settings, limits, name, at
-            )
-        if spec.has_head:
-            args = base, state.params, state.pending, *inputs
-            what = f"forward and backward pass{name}" if name else None
-            last = self.accumulate.prepare(*args, what=what)
-            return PreparedPasses(last=last, reference=reference)
-        args = base, state.params, *inputs
-        forward = self.forward.prepare(*args, what=f"forward pass{name}")
+        if not self._spec.has_head:
+            passes = self._prepare_both(shapes, suffix)
+        else:
+            args = self.accumulate.args(shapes)
+            what = f"forward and backward pass{suffix}" if suffix else None
+            passes = (self.accumulate.prepare(*args, what=what),)
+        evaluation = ()
+        if evaluates or has_reference(self._spec.options.objectives):
+            own = {"keys": SlotKeys(baseline=shapes["keys"].baseline)}
+            evaluation = (self.evaluate.prepare_from(shapes | own, suffix),)
+        return PreparedPasses(passes=passes, evaluation=evaluation)
+
+    def _prepare_both(self, shapes: Shapes, suffix: str) -> tuple[Prepared, ...]:
+        """Starts to compile the forward pass, and the backward pass that follows."""
+        forward = self.forward.prepare_from(shapes, suffix)
         if not self.has_backward:
-            return PreparedPasses(last=forward, reference=reference)
-        where = self._placement.sharding(self._placement.by_device)
-        kept = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            forward.out_info[1],
-        )
-        backward = self.backward.prepare(
-            *(base, state.params, kept, state.pending, *at, hidden),
-            what=f"backward pass{name}",
+            return (forward,)
+        kept = self._arguments.placed({"residuals": forward.out_info[1]})
+        args = self.forward.args(shapes)
+        backward = self.backward.prepare_from(
+            shapes | kept,
+            suffix,
             # It is the transpose of this trace, which a loaded program has not made.
             before_tracing=lambda: self.forward.jitted.eval_shape(*args),
         )
-        return PreparedPasses(last=backward, forward=forward, reference=reference)
-
-    def prepare_evaluation(
-        self,
-        base: Mapping[str, Any],
-        params: Mapping[str, Any],
-        settings: SlotSettings,
-        limits: Limits,
-        name: str = "",
-        at: Sequence[Any] = (),
-    ) -> tuple[Prepared, ...]:
-        """Starts to compile the evaluation of a microbatch; see `prepare`.
-
-        The parameters may be given by their shapes.
-        """
-        keys = SlotKeys(baseline=baseline_shape(self._spec, self._placement))
-        h = () if self._spec.has_embedding else (self._hidden_shape(limits),)
-        args = base, params, settings, self._batch_shapes(limits), keys, *at, *h
-        return (self.evaluate.prepare(*args, what=f"evaluation{name}"),)
-
-    def _batch_shapes(self, limits: Limits) -> PackedBatch:
-        """Shapes of the rows of a tick."""
-        return batch_shapes(limits, self._placement, self._spec.options.objectives)
-
-    def _hidden_shape(self, limits: Limits) -> jax.ShapeDtypeStruct:
-        """Shape of the hidden states that go from stage to stage."""
-        num_rows = self._placement.num_lanes * limits.capacity
-        return jax.ShapeDtypeStruct(
-            (num_rows, self._spec.config.hidden_size),
-            self._spec.options.dtype,
-            sharding=self._placement.sharding(self._placement.hidden),
-        )
+        return forward, backward
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -231,7 +168,33 @@ class PassPrograms:
         return {k: v for k, v in vars(self).items() if isinstance(v, Program)}
 
 
-def _evaluated(p: StageSharding) -> JobLosses:
-    """Partition specs of the losses of an evaluation, which has those of rows."""
-    rows = cast(Any, p.rows)
-    return JobLosses(loss=rows, metrics=rows, is_finite=rows, nll=rows)
+def _of_section(
+    spec: DecoderSpec, run: Callable[..., Any], takes: tuple[str, ...], axis: int
+) -> Callable[..., Any]:
+    """Makes a pass of a section take what its decoder has, and the section's position.
+
+    Args:
+        spec: The section.
+        run: The pass; see `StagePasses`.
+        takes: Names of its arguments.
+        axis: Axis of the layers in pending gradients.
+    """
+
+    @functools.wraps(run)
+    def run_at(*args: Any) -> Any:
+        at: Position = args[-1]
+        own = dict(zip(takes, args[:-1], strict=True))
+        own["params"] = own_tables(spec, own["params"], at, axis=1)
+        if "settings" in own:
+            own["settings"] = own_settings(spec, own["settings"], at)
+            own["keys"] = dataclasses.replace(own["keys"], first_layer=at.layer)
+        if "pending" not in own:
+            return run(*own.values())
+        every = own["pending"].gradients
+        gradients = own_tables(spec, every, at, axis=axis)
+        own["pending"] = dataclasses.replace(own["pending"], gradients=gradients)
+        new, *others = run(*own.values())
+        gradients = with_own_tables(spec, every, new.gradients, at, axis=axis)
+        return dataclasses.replace(new, gradients=gradients), *others
+
+    return run_at

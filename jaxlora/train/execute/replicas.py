@@ -20,17 +20,47 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.optimizers.state import Tables
+from jaxlora.adapters.settings_table import base_settings
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_tick, runs_reference
+from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch
 from jaxlora.scheduler.lanes import Lane
+from jaxlora.sharding.global_arrays import put
+from jaxlora.sharding.pipeline import Pass
 from jaxlora.train.execute.executor import TickWork
-from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.replica import Part, Replica, ReplicaRows
+from jaxlora.train.execute.in_flight import InFlight
+from jaxlora.train.execute.layout import Layout, Stage, one_copy
+
+# A replica's part of the gradients of a slot, and whether they are finite.
+Part = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class ReplicaRows:
+    """A microbatch of a further replica.
+
+    Attributes:
+        replica: Number of the replica; the first one is 0.
+        rows: Its rows, on the host.
+        slots: Slots of the samples that run.
+        work: Its work.
+        runs_reference: Whether the reference of some samples runs with it.
+    """
+
+    replica: int
+    rows: PackedBatch
+    runs_reference: bool
+    slots: frozenset[int]
+    work: TickWork
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -202,3 +232,159 @@ class FurtherReplicas:
                     state.pending, np.int32(slot), *part
                 )
                 self._table.state = dataclasses.replace(state, pending=pending)
+
+
+class Replica:
+    """One of the further replicas; its passes read and write it as `PassTable` says.
+
+    Attributes:
+        state: Weights and pending gradients.
+        settings: Settings of the slots.
+        new: By slot, weights that no microbatch has needed yet.
+    """
+
+    settings: SlotSettings
+
+    def __init__(
+        self,
+        number: int,
+        stage: Stage,
+        base: Base,
+        home: StageSharding,
+        table: SlotTable,
+    ):
+        """Makes a replica that has no weights of jobs.
+
+        Args:
+            number: Its number; the first replica is 0.
+            stage: The decoder on its devices.
+            base: Weights of the frozen base there.
+            home: Devices of the first replica.
+            table: Slots of the first replica.
+        """
+        self._number, self._stage, self._home = number, stage, home
+        self.state = stage.steps.make_empty()
+        self._reference = stage.steps.make_references()
+        self._take_settings(table)
+        self._in_flight = InFlight([stage], [base], [self])
+        self.new: dict[int, jax.Array] = {}
+        self._has_part: set[int] = set()
+        self._num_microbatches = 0
+
+    @property
+    def of_reference(self) -> tuple[Tables, SlotSettings]:
+        """Weights and settings with which the slots give their references."""
+        if self._reference is not None:
+            return self._reference.params, self._reference.settings
+        return self.state.params, self._of_base
+
+    @property
+    def options(self) -> DecoderOptions:
+        """Options of its decoder."""
+        return self._stage.spec.options
+
+    @property
+    def _whole(self) -> Sharding:
+        placement = self._stage.placement
+        return placement.committed(REPLICATED)
+
+    def received(self, baseline: jax.Array | None) -> jax.Array | None:
+        """Sends the baselines of the slots from the first replica to the devices."""
+        if baseline is None:
+            return None
+        return jax.device_put(one_copy(baseline), self._whole)
+
+    # ---- slots ---------------------------------------------------------------------
+
+    def empty(self, slot: int, table: SlotTable) -> None:
+        """Takes the settings of the first replica; a slot's reference is the base.
+
+        Args:
+            slot: A slot into which or from which a job has gone.
+            table: Slots of the first replica.
+        """
+        self._take_settings(table)
+        if self._reference is not None:
+            self._reference.clear(slot)
+
+    def _take_settings(self, table: SlotTable) -> None:
+        host = table.settings_on_host()
+        self.settings = put(host, self._whole)
+        if self._reference is None:  # with these settings, the slots give the base
+            base = put(base_settings(host), self._whole)
+            self._of_base = dataclasses.replace(base, vera=self.settings.vera)
+
+    def refer(self, slot: int, adapter: Adapter) -> None:
+        """Makes an adapter the reference of a slot."""
+        assert self._reference is not None, "references may be adapters"
+        self._reference.load(slot, adapter)
+
+    def take(self, slot: int, row: jax.Array) -> None:
+        """Sends a slot's weights, which replace those here when they are needed."""
+        self.new[slot] = jax.device_put(one_copy(row), self._whole)
+
+    def _replace(self, slot: int) -> None:
+        """Replaces the weights of a slot, and discards its gradients."""
+        state = self.state
+        params, pending = self._stage.steps.write_weights(
+            state.params, state.pending, np.int32(slot), self.new.pop(slot)
+        )
+        self.state = dataclasses.replace(state, params=params, pending=pending)
+        self._has_part.discard(slot)
+
+    def part(self, slot: int) -> Part | None:
+        """Sends the gradients of a slot; None if no sample of its batch ran here."""
+        if slot not in self._has_part or slot in self.new:
+            return None
+        part = self._stage.steps.read_part(self.state.pending, np.int32(slot))
+        where = self._home.committed(REPLICATED)
+        return jax.device_put(jax.tree.map(one_copy, part), where)
+
+    # ---- microbatches --------------------------------------------------------------
+
+    def run(
+        self, one: ReplicaRows, keys: SlotKeys, baseline: jax.Array | None
+    ) -> JobLosses:
+        """Queues a microbatch, whose gradients are added to those before.
+
+        Args:
+            one: The microbatch.
+            keys: Keys of the dropout masks.
+            baseline: Baselines of the slots, on the devices.
+        """
+        try:
+            return self._run(one, keys, baseline)
+        except jax.errors.JaxRuntimeError as error:
+            names = ", ".join(sorted(map(str, self._whole.device_set)))
+            error.add_note(f"replica {self._number + 1}, on {names}")
+            raise
+
+    def _run(
+        self, one: ReplicaRows, keys: SlotKeys, baseline: jax.Array | None
+    ) -> JobLosses:
+        for slot in sorted(one.slots & self.new.keys()):
+            self._replace(slot)
+        number = self._num_microbatches
+        self._num_microbatches += 1
+        self._in_flight.enter(
+            number,
+            [self._placed(one.rows)],
+            keys,
+            one.slots,
+            runs_reference=one.runs_reference,
+        )
+        both = Pass(kind="forward_backward", stage=0, tick=number)
+        losses = self._in_flight.run(both, baseline)
+        assert losses is not None
+        self._has_part |= one.slots
+        return losses
+
+    def _placed(self, rows: PackedBatch) -> PackedBatch:
+        placement = self._stage.placement
+        if placement.mesh is None:
+            return rows  # one device's program uploads them faster
+        return put(rows, placement.sharding(placement.rows))
+
+    def wait(self) -> None:
+        """Waits until all queued microbatches have run."""
+        jax.block_until_ready(self.state.pending.is_finite)

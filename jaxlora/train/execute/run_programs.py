@@ -5,29 +5,13 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 
-import jax
-
-from jaxlora.adapters.exchange import exchanged_slots
-from jaxlora.adapters.slot_state import row_shapes
-from jaxlora.adapters.slots import SlotTable
-from jaxlora.adapters.stage_sharding import REPLICATED
-from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.background import in_background
 from jaxlora.distributed import processes
 from jaxlora.plan.memory.footprint import StagePrograms
-from jaxlora.plan.memory.inputs import baseline_shape
-from jaxlora.programs.program import (
-    Prepared,
-    announce,
-    counting,
-    finish,
-    shapes_of,
-)
+from jaxlora.programs.program import Prepared, announce, counting, finish
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.layout import Layout, PlacedReplica, Stage
-from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
+from jaxlora.train.execute.layout import Layout, Stage
 from jaxlora.train.execute.pass_programs import PreparedPasses
 
 logger = logging.getLogger(__name__)
@@ -48,40 +32,26 @@ class RunPrograms:
     further: tuple[PreparedPasses, ...] = ()
 
     @staticmethod
-    def start(
-        layout: Layout, slots: StagedSlots, limits: Limits, *, evaluates: bool
-    ) -> "RunPrograms":
+    def start(layout: Layout, limits: Limits, *, evaluates: bool) -> "RunPrograms":
         """Starts to compile the programs, or to load them; the base is not needed.
 
         Args:
             layout: The stages.
-            slots: The slots.
             limits: Limits of the microbatches.
             evaluates: Whether a job has held-out samples.
         """
-        passes, further, others = [], [], []
-        # The passes take longest.
-        for (stage, table), name in _named(layout, slots):
-            base = stage.base_shapes()
-            found = stage.steps.passes.prepare(
-                base, table.state, table.settings, limits, name
-            )
-            passes.append(found)
-        for (stage, table), name in _named(layout, slots):
-            if evaluates:
-                others += _evaluation(stage, table, limits, name)
-            others += _updates(stage, table, len(layout.stages), name)
-        if layout.further:
-            table = slots.tables[0]
-            row, found = _sums_of_replicas(layout.stages[0], table)
-            others += found
-            for number, one in enumerate(layout.further, start=2):
-                own, *found = _replica(one, table, row, limits, number)
-                further.append(own)
-                others += found
-        found = RunPrograms(
-            passes=tuple(passes), further=tuple(further), others=tuple(others)
+        named = [(one, name, one.steps.shapes(limits)) for one, name in _named(layout)]
+        passes = tuple(
+            stage.steps.passes.prepare(shapes, name, evaluates=evaluates)
+            for stage, name, shapes in named
         )
+        others: list[Prepared] = []  # the passes take longest
+        for stage, name, shapes in named:
+            others += stage.steps.prepare_updates(
+                shapes, name, num_stages=len(named), evaluates=evaluates
+            )
+        further, more = _prepare_further(layout, limits) if layout.further else ((), ())
+        found = RunPrograms(passes=passes, further=further, others=(*others, *more))
         announce(found.each)
         return found
 
@@ -115,21 +85,15 @@ class FurtherPrograms:
     depend on when its programs are ready: training waits for them.
     """
 
-    def __init__(self, layout: Layout, slots: StagedSlots, shapes: Sequence[Limits]):
+    def __init__(self, layout: Layout, shapes: Sequence[Limits]):
         """Starts to compile the programs, or to load them.
 
         Args:
             layout: The stages.
-            slots: The slots.
             shapes: Limits of the microbatches of each shape, in the order in which they
                 are compiled.
         """
-        # Training replaces the arrays meanwhile.
-        self._each = [
-            (stage, shapes_of((table.state, table.settings)), name)
-            for (stage, table), name in _named(layout, slots)
-        ]
-        self._shapes, self._is_closed = tuple(shapes), False
+        self._layout, self._shapes, self._is_closed = layout, tuple(shapes), False
         self._compiled: dict[int, Future[None]] = {s.capacity: Future() for s in shapes}
         if shapes and processes.count() > 1:  # in the same order on all of them
             self._compile()
@@ -147,13 +111,11 @@ class FurtherPrograms:
                 future.set_result(None)
 
     def _compile_one(self, limits: Limits) -> None:
-        for stage, (state, settings), name in self._each:
+        for stage, name in _named(self._layout):
             if self._is_closed:
                 return
-            found = stage.steps.passes.prepare(
-                *(stage.base_shapes(), state, settings, limits),
-                f", {limits.capacity} tokens{name}",
-            )
+            name = f", {limits.capacity} tokens{name}"
+            found = stage.steps.passes.prepare(stage.steps.shapes(limits), name)
             announce(found.each)
             finish(found.each)
 
@@ -180,140 +142,38 @@ class FurtherPrograms:
             future.exception()
 
 
-def _named(layout: Layout, slots: StagedSlots):
-    """Yields each stage with its slots, and what the log adds to a program's name."""
+def _named(layout: Layout) -> Iterator[tuple[Stage, str]]:
+    """Yields each stage, and what the log adds to the name of a program of it."""
     num_stages = len(layout.stages)
-    pairs = zip(layout.stages, slots.tables, strict=True)
-    for number, pair in enumerate(pairs, start=1):
-        yield pair, f", stage {number} of {num_stages}" if num_stages > 1 else ""
+    for number, stage in enumerate(layout.stages, start=1):
+        yield stage, f", stage {number} of {num_stages}" if num_stages > 1 else ""
 
 
-def _sums_of_replicas(stage: Stage, table: SlotTable) -> tuple[Any, list[Prepared]]:
-    """Starts to compile what the first replica does with the gradients of others.
-
-    Returns:
-        Shape of the weights of a slot, which it sends to them; and the programs.
-    """
-    steps, placement = stage.steps, stage.placement
-    slot, pending = jax.ShapeDtypeStruct((), "int32"), table.state.pending
-    row = steps.read_slot.prepare(table.state.params, slot)
-    flat, where = row.out_info, placement.sharding(REPLICATED)
-    part = (
-        jax.ShapeDtypeStruct(flat.shape, flat.dtype, sharding=where),
-        jax.ShapeDtypeStruct((), "bool", sharding=where),
-    )
-    return flat, [row, steps.add_part.prepare(pending, slot, *part)]
-
-
-def _replica(
-    one: PlacedReplica, table: SlotTable, row: Any, limits: Limits, number: int
-) -> tuple[PreparedPasses, Prepared, Prepared, Prepared]:
-    """Starts to compile the programs of a further replica.
+def _prepare_further(
+    layout: Layout, limits: Limits
+) -> tuple[tuple[PreparedPasses, ...], list[Prepared]]:
+    """Starts to compile the programs of further replicas.
 
     Args:
-        one: The replica.
-        table: Slots of the first replica.
-        row: Shape of the weights of a slot, as one array.
-        limits: Limits of a microbatch of the first replica.
-        number: Number of the replica, from 1 on.
+        layout: The first replica, and the others.
+        limits: Limits of the microbatches of the first replica.
 
     Returns:
-        Its passes, and what makes slots, takes weights and reads gradients.
+        The passes of each; and what makes slots, and what takes and gives weights and
+        gradients, also on the first replica.
     """
-    stage, name = one.stage, f", replica {number}"
-    limits = dataclasses.replace(limits, capacity=one.capacity)
-    steps, placement = stage.steps, stage.placement
-    where = placement.sharding(REPLICATED)
-
-    def placed(tree: Any, places: Any = None) -> Any:
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            tree,
-            jax.tree.map(lambda _: where, tree) if places is None else places,
-        )
-
-    empty, slot = steps.empty.prepare(), jax.ShapeDtypeStruct((), "int32")
-    state = placed(empty.out_info, placement.shardings(steps.state_specs))
-    settings = placed(table.settings_on_host())
-    args = stage.base_shapes(), state, settings, limits, name
-    weights = state.params, state.pending, slot, placed(row)
-    return (
-        steps.passes.prepare(*args),
-        empty,
-        steps.write_weights.prepare(*weights, what=f"weights{name}"),
-        steps.read_part.prepare(state.pending, slot, what=f"gradients{name}"),
-    )
-
-
-def _evaluation(
-    stage: Stage, table: SlotTable, limits: Limits, name: str
-) -> list[Prepared]:
-    steps, baseline = stage.steps, baseline_shape(stage.spec, stage.placement)
-    found = steps.passes.prepare_evaluation(
-        stage.base_shapes(), table.state.params, table.settings, limits, name
-    )
-    if baseline is None:
-        return [*found]
-    is_new = jax.ShapeDtypeStruct(baseline.shape, "bool")
-    loss = found[-1].out_info.loss
-    sums = jax.ShapeDtypeStruct(
-        loss.shape,
-        loss.dtype,
-        sharding=stage.placement.sharding(stage.placement.rows),
-    )
-    what = f"baseline{name}"
-    return [*found, steps.add_baseline.prepare(baseline, sums, is_new, what=what)]
-
-
-def _updates(
-    stage: Stage, table: SlotTable, num_stages: int, name: str
-) -> list[Prepared]:
-    """Starts to compile what follows the passes of a global batch, and comes first."""
-    steps, placement, state = stage.steps, stage.placement, table.state
-    assert stage.spec.slots is not None
-    found = []
-    measured: Sequence[Any] = ()
-    if num_stages > 1:
-        norms = steps.measure.prepare(state.pending, what=f"gradient norms{name}")
-        where = placement.sharding(REPLICATED)
-        one = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            norms.out_info,
-        )
-        found, measured = [norms], (one,) * num_stages
-    for slot in exchanged_slots([0], placement):
-        what = f"sum over devices{name}"
-        found.append(steps.exchange.prepare(state.pending, slot, what=what))
-    inputs = optimizer_inputs({}, {}, stage.spec.slots)
-    step = steps.step.prepare(
-        *(state, inputs, tuple(measured), table.settings.rank),
-        what=f"optimizer step{name}",
-    )
-    number = jax.ShapeDtypeStruct((), "int32")
-    writes = list(_references(stage, table, name))
-    writes += [
-        steps.write_slot.prepare(state, number, *rows, what=f"{what}{name}")
-        for what, rows in row_shapes(stage.spec).items()
-    ]
-    reads = {
-        steps.read_slot.prepare(kind, number, what=f"reading a slot{name}"): None
-        for kind in table.kept.values()
-    }
-    if steps.evaluation_weights is not None:
-        args = state.params, state.optimizer_state, inputs.optimizer
-        what = f"weights to evaluate{name}"
-        found.append(steps.evaluation_weights.prepare(*args, what=what))
-    return [*found, step, steps.empty.prepare(), *writes, *reads]
-
-
-def _references(stage: Stage, table: SlotTable, name: str) -> Iterator[Prepared]:
-    """Starts to compile what writes adapters that are references, if any can be."""
-    assert stage.spec.slots is not None
-    if not stage.spec.slots.has_references:
-        return
-    params, _ = table.of_reference
-    shapes = params.items()
-    rows = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in shapes}
-    number = jax.ShapeDtypeStruct((), "int32")
-    what = f"writing a reference{name}"
-    yield stage.steps.write_reference.prepare(params, number, rows, what=what)
+    home = layout.stages[0].steps
+    shapes, passes = home.shapes(limits), []
+    # The weights or gradients of a slot, as they are sent.
+    row = home.read_slot.prepare(shapes["params"], shapes["slot"]).out_info
+    shapes |= home.arguments.placed({"row": row})
+    others = [home.add_part.prepare_from(shapes, "")]
+    for number, one in enumerate(layout.further, start=2):
+        steps, name = one.stage.steps, f", replica {number}"
+        shapes = steps.shapes(dataclasses.replace(limits, capacity=one.capacity))
+        shapes |= steps.arguments.placed({"row": row})
+        passes.append(steps.passes.prepare(shapes, name))
+        moves = steps.write_weights, steps.read_part
+        others.append(steps.empty.prepare())
+        others += [program.prepare_from(shapes, name) for program in moves]
+    return tuple(passes), others

@@ -7,8 +7,8 @@ from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.events import Event
 from jaxlora.train.early_exit import SweepControl
 from jaxlora.train.execute.answers import Measure
-from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.samples import MakeSamples
+from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
 from jaxlora.train.requests import Requests
 
@@ -32,7 +32,7 @@ class RunServices:
 
     plan: RunPlan
     jobs: Sequence[JobState]
-    executor: Executor
+    executor: StagedExecutor
     requests: Requests
     early_exit: SweepControl
     export: Callable[[JobState], None]

@@ -8,58 +8,44 @@ programs without waiting for any of them.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxlora.adapters.optimizer import AdapterState, Pending
+from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.optimizers.state import Tables
-from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.common.counted import counted
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.models.sections import Position, Section, sections
 from jaxlora.models.slot_settings import SlotSettings
-from jaxlora.models.spec import DecoderSpec
-from jaxlora.programs.program import Prepared, Program
-from jaxlora.scheduler import Limits
-from jaxlora.train.execute.pass_programs import (
-    MakeProgram,
-    PassPrograms,
-    PreparedPasses,
-)
+from jaxlora.programs.program import Program
+from jaxlora.train.execute.arguments import Arguments, Shapes
+from jaxlora.train.execute.pass_programs import PassPrograms, PreparedPasses
 
 
 class SectionChain:
     """The passes of a whole decoder, of which alike sections share their programs."""
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        placement: StageSharding,
-        state: AdapterState,
-        make: Callable[[DecoderSpec], MakeProgram],
-    ):
+    def __init__(self, arguments: Arguments):
         """Makes the functions; none is traced yet.
 
         Args:
-            spec: The whole decoder.
-            placement: Its devices.
-            state: Partition specs of the state of the slots.
-            make: Returns what makes the programs of a section.
+            arguments: The arguments of the whole decoder.
         """
-        self._sections = sections(spec)
+        self._arguments, placement = arguments, arguments.placement
+        self._sections = sections(arguments.spec)
         self._where = placement.sharding(PartitionSpec())
         self._rows = placement.sharding(placement.rows)
-        kinds: dict[DecoderSpec, PassPrograms] = {}
-        for section in self._sections:
-            if (own := section.spec) not in kinds:
-                kinds[own] = PassPrograms(
-                    own, placement, state, make(own), is_section=True
-                )
-        self._kinds = kinds
+        kinds = dict.fromkeys(section.spec for section in self._sections)
+        self._kinds = {
+            spec: PassPrograms(
+                dataclasses.replace(arguments, spec=spec), is_section=True
+            )
+            for spec in kinds
+        }
 
     def accumulate(
         self,
@@ -76,18 +62,18 @@ class SectionChain:
         h: Sequence[Any] = ()
         own = dataclasses.replace(keys, baseline=None)
         for section, place in before:
-            args = section.base(base), params, settings, batch, own, place
-            *h, residuals = self._kinds[section.spec].forward(*args, *h)
+            args = section.base(base), params, settings, batch, own, *h, place
+            *h, residuals = self._kinds[section.spec].forward(*args)
             kept.append(residuals)
-            del residuals  # each is freed by its own backward pass
+            del args, residuals  # each is freed by its own backward pass
         pending, losses, dh = self._kinds[head.spec].accumulate(
-            *(head.base(base), params, pending, settings, batch, keys, at, *h)
+            *(head.base(base), params, pending, settings, batch, keys, *h, at)
         )
         del h
         for section, place in reversed(before):
             if not (programs := self._kinds[section.spec]).has_backward:
                 break
-            args = section.base(base), params, kept.pop(), pending, place, dh
+            args = section.base(base), params, kept.pop(), pending, dh, place
             pending, dh = programs.backward(*args)
             del args
         return pending, losses, None
@@ -105,47 +91,23 @@ class SectionChain:
         batch, own = self._uploaded(batch), dataclasses.replace(keys, baseline=None)
         for section, at in zip(self._sections, self._positions, strict=True):
             each = keys if section.spec.has_head else own
-            args = section.base(base), params, settings, batch, each, at
-            h = (self._kinds[section.spec].evaluate(*args, *h),)
+            args = section.base(base), params, settings, batch, each, *h, at
+            h = (self._kinds[section.spec].evaluate(*args),)
         return h[0]
 
     def prepare(
-        self,
-        base: Mapping[str, Any],
-        state: AdapterState,
-        settings: SlotSettings,
-        limits: Limits,
-        name: str = "",
+        self, shapes: Shapes, suffix: str = "", *, evaluates: bool = False
     ) -> PreparedPasses:
         """Starts to compile the passes of all sections; see `PassPrograms.prepare`."""
-        each = [
+        *before, head = [
             self._kinds[section.spec].prepare(
-                section.base(base), state, settings, limits, f"{what}{name}", (at,)
+                self._own(section, shapes),
+                f"{_name(section)}{suffix}",
+                evaluates=evaluates,
             )
-            for section, what, at in self._named()
+            for section in self._sections
         ]
-        references = (p for one in each for p in one.reference)
-        *before, head = each
-        return PreparedPasses(
-            last=head.last,
-            sections=tuple(before),
-            reference=tuple(dict.fromkeys(references)),
-        )
-
-    def prepare_evaluation(
-        self,
-        base: Mapping[str, Any],
-        params: Mapping[str, Any],
-        settings: SlotSettings,
-        limits: Limits,
-        name: str = "",
-    ) -> tuple[Prepared, ...]:
-        """Starts to compile the evaluation of a microbatch; the last has its losses."""
-        found: dict[Prepared, None] = {}
-        for section, what, at in self._named():
-            args = section.base(base), params, settings, limits, f"{what}{name}", (at,)
-            found |= dict.fromkeys(self._kinds[section.spec].prepare_evaluation(*args))
-        return tuple(found)
+        return dataclasses.replace(head, sections=tuple(before))
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -166,14 +128,16 @@ class SectionChain:
         """The position of each section, on the devices."""
         return [jax.device_put(one.position, self._where) for one in self._sections]
 
-    def _named(self) -> Iterator[tuple[Section, str, Position]]:
-        """Yields each section, its name for the log, and the shapes of its position."""
+    def _own(self, section: Section, shapes: Shapes) -> Shapes:
+        """Shapes of the arguments of a section, among those of the decoder."""
+        keys, own = shapes["keys"], {"base": section.base(shapes["base"])}
+        if not section.spec.has_head:
+            own["keys"] = dataclasses.replace(keys, baseline=None)
+        return shapes | own | self._arguments.placed({"position": section.position})
 
-        def shape(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._where)
 
-        for section in self._sections:
-            name = ", the head" if section.spec.has_head else ", the embedding"
-            if num := len(section.spec.layer_numbers):
-                name = f", {counted(num, 'layer')}"
-            yield section, name, jax.tree.map(shape, section.position)
+def _name(section: Section) -> str:
+    """Returns what the log adds to the name of a section's passes."""
+    if num := len(section.spec.layer_numbers):
+        return f", {counted(num, 'layer')}"
+    return ", the head" if section.spec.has_head else ", the embedding"

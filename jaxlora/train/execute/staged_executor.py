@@ -26,23 +26,26 @@ from jaxlora.scheduler import Limits, Microbatch, Sample
 from jaxlora.scheduler.algorithms import greedy
 from jaxlora.scheduler.lanes import Lane, Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
-from jaxlora.train.execute.baselines import Baselines
-from jaxlora.train.execute.evaluated_groups import all_groups, rounds
 from jaxlora.train.execute.executor import Outcomes, TickSource, TickWork
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.replicas import FurtherReplicas, TickRows
-from jaxlora.train.execute.staged_stream import StagedStream, total_losses
+from jaxlora.train.execute.staged_stream import Baselines, StagedStream, total_losses
 from jaxlora.train.job_state import JobState
 
 
 class StagedExecutor:
     """Queues work on the devices before it reads results, so they never idle.
 
-    See `Executor` for the contract and `jaxlora.sharding.pipeline` for the order of
-    work. The results of a tick's steps are read when the last stage has queued them and
-    the passes of one more round are queued. On one device this is when the next
-    microbatch is queued, and before any further step.
+    `Stream` decides which jobs train and when a job ends; an executor queues the work
+    on its devices and yields what the optimizer steps did. All calls are made by one
+    thread. All methods may be called between two calls of `run`, and while its iterator
+    is suspended at an item.
+
+    See `jaxlora.sharding.pipeline` for the order of work. The results of a tick's steps
+    are read when the last stage has queued them and the passes of one more round are
+    queued. On one device this is when the next microbatch is queued, and before any
+    further step.
 
     Attributes:
         slots: The slots that are trained.
@@ -87,19 +90,33 @@ class StagedExecutor:
     # ---- slots ---------------------------------------------------------------------
 
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
-        """Puts an adapter into a free slot, with empty state of its optimizer."""
+        """Puts an adapter into a free slot, with empty state of its optimizer.
+
+        A slot is free if it has no job, and no tick in flight has rows of its last one;
+        see `StreamPlan.is_free`.
+        """
         self._check_free(slot)
         self.slots.load(slot, adapter, optimizer)
         self._further.copy(slot)
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
-        """Puts a parked state into a free slot."""
+        """Puts a parked state into a free slot, which may be another one than before.
+
+        Args:
+            slot: The slot.
+            parked: State that `copy` returned, possibly in another process.
+            like: Adapter that the job started from, which gives scaling and dropout.
+        """
         self._check_free(slot)
         self.slots.restore(slot, parked, like)
         self._further.copy(slot)
 
     def refer(self, slot: int, adapter: Adapter) -> None:
-        """Makes an adapter the reference of a slot, until the slot is released."""
+        """Makes an adapter the reference of a slot's job, for passes in the step.
+
+        It stays so until the slot is released. Without this, the base is the reference.
+        The slots have `SlotShape.has_references`.
+        """
         self.slots.refer(slot, adapter)
         self._further.refer(slot, adapter)
 
@@ -108,18 +125,33 @@ class StagedExecutor:
         assert not is_leaving, f"passes in flight would add gradients to slot {slot}"
 
     def copy(self, slot: int) -> ParkedSlot:
-        """Returns the whole state of a slot, without pending gradients."""
+        """Returns the whole state of a slot, without gradients that are pending.
+
+        While the iterator of `run` is suspended, the slot is one of the item's.
+        """
         return self.slots.copy(slot)
 
     def release(self, slot: int) -> None:
-        """Empties a slot; gradients that queued passes add later are discarded."""
+        """Empties a slot: weights, optimizer state and pending gradients.
+
+        While `run` is suspended, only slots of its last item may be released. The slot
+        takes no further step. What is queued of its samples runs, and their gradients
+        are discarded.
+        """
         self.slots.clear(slot)
         self._further.copy(slot)
         if self._stream is not None:
             self._stream.release(slot)
 
     def snapshot(self) -> ReadSlot | None:
-        """Copies the states of all slots to the host."""
+        """Copies the states of all slots to the host, each after its last step.
+
+        Returns:
+            The states; None if a pipeline has steps in flight. Then the item of a later
+            step has them, as they are after exactly the steps that were reported with
+            it and before, and no job may be put into a slot until then. If the run ends
+            first, ask again.
+        """
         if self._stream is None:
             return self.slots.snapshot()
         return self._stream.snapshot()
@@ -135,7 +167,32 @@ class StagedExecutor:
     def run(
         self, source: TickSource, jobs: Mapping[int, JobState]
     ) -> Iterator[Outcomes]:
-        """Runs ticks until there is none, and yields the results of their steps."""
+        """Runs ticks until there is none, and yields an item for each.
+
+        A job takes an optimizer step as soon as its global batch is complete, and no
+        sooner. Steps that the same microbatch completes are taken in one call and
+        reported in one item. At each item:
+
+        - At least one microbatch after the step is already queued, if there is one. So
+          the devices have work while the caller handles the item. A pipeline has
+          several in flight.
+        - No further step of the jobs in the item is queued. Their slots hold exactly
+          the weights after the reported step, and keep them until the iterator
+          continues. So a job that is released here has taken no further step.
+        - Which steps are in which item, and in which order, follows from the ticks and
+          from the slots released so far. It never depends on timing.
+
+        Each step of each job is reported exactly once, in the order of the job's steps,
+        unless the job is released. If the source was stopped within global batches,
+        their gradients are still pending when the iterator ends.
+
+        Args:
+            source: The ticks, which begin each job with its next global batch. Samples
+                name their job by its slot. A job that leaves is dropped from its ticks
+                first, and then released here.
+            jobs: The running jobs, by slot, which may change at each item. An executor
+                reads their settings and data, and never their progress.
+        """
 
         def lengths(group: Sample) -> Sequence[int]:
             return jobs[group.owner].prepared.lengths_in_group(group.batch, group.index)
@@ -218,7 +275,21 @@ class StagedExecutor:
     # ---- evaluation ----------------------------------------------------------------
 
     def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
-        """Returns the mean loss and metrics over held-out samples, by slot."""
+        """Evaluates adapters on their held-out samples, without dropout.
+
+        Adapters are only read, and pending gradients are kept.
+
+        The progress of each job is that of the weights in its slot.
+
+        Args:
+            jobs: Jobs to evaluate, by slot. Their order determines the packing.
+
+        Returns:
+            By slot, the job's mean `loss`, for next-token jobs over the held-out target
+            tokens in nats, NaN if a hidden state is not finite; the metrics of its
+            objective, by name; and if there are several held-out data sets, `loss/NAME`
+            of each.
+        """
         batches = {slot: job.eval_batch(slot) for slot, job in jobs.items()}
         weights = [table.weights for table in self.slots.tables]
         recombined = {
@@ -229,7 +300,7 @@ class StagedExecutor:
         baseline = self._baselines.add(self._baselines.none, recombined, weights)
         ranges = {slot: dict(job.eval_ranges) for slot, job in jobs.items()}
         queued, numbers = [], []
-        for number, sets in enumerate(rounds(batches, ranges)):
+        for number, sets in enumerate(_rounds(batches, ranges)):
             for losses in self._queue_evaluation(batches, baseline, weights, sets):
                 queued.append(losses)
                 numbers.append(number)
@@ -263,7 +334,16 @@ class StagedExecutor:
     def log_likelihoods(
         self, slot: int, batch: JobBatch, adapter: Adapter | None
     ) -> np.ndarray:
-        """Returns the log likelihood of the targets of each sample, in nats."""
+        """Returns the log likelihood of the targets of each sample, without dropout.
+
+        Args:
+            slot: A free slot, which is free again afterwards.
+            batch: The samples, for the slot.
+            adapter: The adapter that is meant; None: the base without one.
+
+        Returns:
+            Sums over the targets of each sample, in nats, float64.
+        """
         self._check_free(slot)
         assert not self.slots.has_job(slot), f"slot {slot} has a job"
         if adapter is None:
@@ -280,7 +360,7 @@ class StagedExecutor:
         tables = self.slots.tables
         weights = [table.state.params for table in tables]
         settings = [table.settings for table in tables]
-        for tick in self._evaluation_ticks(batches, all_groups(batches)):
+        for tick in self._evaluation_ticks(batches, _all_groups(batches)):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
             args = self._upload(packed), self._baselines.none, weights
             nll = self._evaluate_with(settings, *args).nll
@@ -308,7 +388,7 @@ class StagedExecutor:
         groups: Mapping[int, range] | None = None,
     ) -> Iterator[JobLosses]:
         """Queues the evaluation of groups of batches (None: all), tick by tick."""
-        for tick in self._evaluation_ticks(batches, groups or all_groups(batches)):
+        for tick in self._evaluation_ticks(batches, groups or _all_groups(batches)):
             packed = pack_tick(tick, batches, self._limits, self._objectives)
             yield self._evaluate(packed, baseline, weights)
 
@@ -377,3 +457,24 @@ class StagedExecutor:
             keys = SlotKeys(baseline=baseline if stage.spec.has_head else None)
             h = (stage.steps.evaluate(*args, uploaded[number], keys, *h),)
         return h[0]
+
+
+def _all_groups(batches: Mapping[int, JobBatch]) -> dict[int, range]:
+    """Returns all groups of samples of batches, by slot."""
+    return {slot: range(batch.num_groups) for slot, batch in batches.items()}
+
+
+def _rounds(
+    batches: Mapping[int, JobBatch], ranges: Mapping[int, Mapping[str, range]]
+) -> list[dict[int, range]]:
+    """Returns the groups that are evaluated together, by slot: a data set of each job.
+
+    Microbatches then hold samples of one data set of a job, so that their sums are
+    those of the data set.
+    """
+    whole = _all_groups(batches)
+    sets = {slot: [*ranges[slot].values()] or [whole[slot]] for slot in batches}
+    return [
+        {slot: groups[number] for slot, groups in sets.items() if number < len(groups)}
+        for number in range(max(map(len, sets.values())))
+    ]

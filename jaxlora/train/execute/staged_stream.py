@@ -2,28 +2,28 @@
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResult
+from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
-from jaxlora.sharding.global_arrays import everywhere
+from jaxlora.plan.memory.inputs import baseline_shape
+from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b
-from jaxlora.train.execute.baselines import Baselines
 from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickWork
 from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.in_flight import InFlight
-from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.layout import Layout, Stage
 from jaxlora.train.execute.optimizer_inputs import by_slot, optimizer_inputs
-from jaxlora.train.execute.replica import ReplicaRows
-from jaxlora.train.execute.replicas import FurtherReplicas
+from jaxlora.train.execute.replicas import FurtherReplicas, ReplicaRows
 from jaxlora.train.job_state import JobState
 
 
@@ -55,6 +55,62 @@ class _Cut:
 
     tick: int
     reads: dict[int, ReadSlot] = dataclasses.field(default_factory=dict)
+
+
+class Baselines:
+    """Computes the baselines of `jaxlora.data.objective.Objective`.
+
+    Baselines are never read by the host, which goes on queueing work.
+
+    Attributes:
+        none: Baselines of slots without any; None: no objective of the run has one.
+    """
+
+    def __init__(
+        self,
+        last: Stage,
+        evaluate: Callable[
+            [Mapping[int, JobBatch], jax.Array | None, Sequence[Tables]],
+            Iterator[JobLosses],
+        ],
+    ):
+        """Queues nothing.
+
+        Args:
+            last: The last stage.
+            evaluate: Queues the evaluation of batches, given baselines and the weights
+                of each stage; yields the losses of each tick.
+        """
+        self._add, self._evaluate = last.steps.add_baseline, evaluate
+        self.none: jax.Array | None = None
+        shape = baseline_shape(last.spec, last.placement)
+        if shape is not None:
+            self.none = put(np.zeros(shape.shape, shape.dtype), shape.sharding)
+
+    def add(
+        self,
+        baseline: jax.Array | None,
+        batches: Mapping[int, JobBatch],
+        weights: Sequence[Tables],
+    ) -> jax.Array | None:
+        """Queues the computation of new baselines of some slots.
+
+        Args:
+            baseline: The baselines of all slots before.
+            batches: The samples of each new baseline, by slot.
+            weights: Weights of each stage.
+
+        Returns:
+            The baselines of all slots.
+        """
+        if not batches:
+            return baseline
+        assert baseline is not None, "an objective of the run has baselines"
+        is_new = np.isin(np.arange(len(baseline)), list(batches))
+        for losses in self._evaluate(batches, baseline, weights):
+            baseline = self._add(baseline, losses.loss, is_new)
+            is_new = np.zeros_like(is_new)
+        return baseline
 
 
 class StagedStream:
@@ -282,7 +338,7 @@ class StagedStream:
     # ---- results -------------------------------------------------------------------
 
     def snapshot(self) -> ReadSlot | None:
-        """Copies the states of all slots to the host; see `Executor.snapshot`."""
+        """Copies the states of all slots to the host; see `StagedExecutor.snapshot`."""
         if self._cut is None and not self._steps:
             return self._slots.snapshot()
         if self._cut is None:

@@ -1,7 +1,7 @@
 """The compiled functions of training: pure, of fixed shapes, for all slots at once."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,26 +20,32 @@ from jaxlora.adapters.optimizer import (
     optimizer_step,
 )
 from jaxlora.adapters.optimizers.state import evaluation_weights
-from jaxlora.adapters.optimizers.table import OPTIMIZERS, evaluates_other_weights
+from jaxlora.adapters.optimizers.table import evaluates_other_weights
 from jaxlora.adapters.reference_table import ReferenceTable
 from jaxlora.adapters.slot_state import (
     empty_state,
     read_slot_rows,
+    row_shapes,
     state_specs,
     write_reference,
     write_slot,
     zero_tables,
 )
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.models.spec import DecoderSpec, SlotShape
-from jaxlora.programs.program import Program
-from jaxlora.train.execute.pass_programs import MakeProgram, PassPrograms
+from jaxlora.plan.memory.inputs import (
+    baseline_shape,
+    batch_shapes,
+    key_shapes,
+    settings_shapes,
+)
+from jaxlora.programs.program import Prepared, Program
+from jaxlora.scheduler import Limits
+from jaxlora.train.execute.arguments import SHORT, Arguments, Shapes, StageProgram
+from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
+from jaxlora.train.execute.pass_programs import PassPrograms
 from jaxlora.train.execute.section_chain import SectionChain
 from jaxlora.train.execute.stage_passes import StagePasses
-
-# Programs that only read and write arrays, or launch few kernels. XLA would compile
-# several kernels for each fusion, time them, and choose by times that vary.
-_SHORT: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
 
 class CompiledSteps:
@@ -70,7 +76,7 @@ class CompiledSteps:
         empty_reference: Makes weights of references that are all the base; it and the
             next one are not used without references that are adapters.
         write_reference: Replaces the weights of a slot's reference.
-        state_specs: Partition specs of the state of the slots.
+        arguments: The arguments of the functions.
     """
 
     def __init__(self, spec: DecoderSpec, placement: StageSharding = ONE_DEVICE):
@@ -81,12 +87,12 @@ class CompiledSteps:
             placement: The devices of the stage.
         """
         self._spec, self._placement = spec, placement
-        self.evaluation_weights: Program | None = None
+        self.evaluation_weights: StageProgram | None = None
         self._shapes = spec.adapter_shapes()
         optimizers = () if spec.slots is None else spec.slots.optimizers
         self._division = TableDivision.of(spec.table_axes(), self._shapes, optimizers)
-        given = self._shapes, placement, optimizers, self._division
-        self.state_specs = state_specs(*given)
+        state = state_specs(self._shapes, placement, optimizers, self._division)
+        self.arguments = Arguments(spec=spec, placement=placement, state=state)
         self._make_passes()
         self._make_updates()
         if spec.slots is not None:
@@ -94,159 +100,198 @@ class CompiledSteps:
         if placement.num_lanes == 1:
             self._make_replicas()
 
-    def _program(
-        self, what, run, takes, gives, *, varies=(), spec=None, **options
-    ) -> Program:
-        jitted = self._placement.jit(run, takes, gives, **options)
-        own = spec or self._spec
-        identity = "training", what, own, self._placement, options, self._codes
-        return Program(jitted, what, identity, varies=varies)
-
     def _make_passes(self) -> None:
-        spec, p = self._spec, self._placement
-        slots = REPLICATED
         self.passes: PassPrograms | SectionChain
-        if spec.options.layers_per_program is None:
-            own = PassPrograms(spec, p, self.state_specs, self._program)
-            self.passes = own
+        if self._spec.options.layers_per_program is None:
+            self.passes = own = PassPrograms(self.arguments)
             self.forward, self.backward = own.forward, own.backward
         else:
-
-            def make(spec: DecoderSpec) -> MakeProgram:
-                return functools.partial(self._program, spec=spec)
-
-            self.passes = SectionChain(spec, p, self.state_specs, make)
+            self.passes = SectionChain(self.arguments)
         self.accumulate: Callable[..., Any] = self.passes.accumulate
         self.evaluate: Callable[..., Any] = self.passes.evaluate
-        self.add_baseline = self._program(
+        self.add_baseline = self.arguments.program(
             "baseline",
-            StagePasses(spec, p).add_baseline,
-            (slots, p.rows, slots),
-            slots,
-            compiler_options=_SHORT,
+            StagePasses(self._spec, self._placement).add_baseline,
+            ("baseline", "losses", "is_new"),
+            "baseline",
         )
-
-    @property
-    def _codes(self) -> tuple[str, ...]:
-        """Tells the code of optimizers apart that is not in this package."""
-        slots = self._spec.slots
-        names = () if slots is None else slots.optimizers
-        return tuple(OPTIMIZERS[name].fingerprint for name in names)
 
     def _make_updates(self) -> None:
-        p, slots = self._placement, REPLICATED
-        division, pending = self._division, self.state_specs.pending
-        self.exchange = self._program(
+        p, division, program = self._placement, self._division, self.arguments.program
+        divided = tuple(division.weights)
+        axes = {"axes": p.summed_axes, "whole_axes": p.whole_axes}
+        self.exchange = program(
             "sum over devices",
-            functools.partial(
-                exchange,
-                axes=p.summed_axes,
-                whole_axes=p.whole_axes,
-                divided=tuple(division.weights),
-            ),
-            (pending, slots),
-            pending,
-            donate_argnums=0,
-            compiler_options=_SHORT,
+            functools.partial(exchange, **axes, divided=divided),
+            ("pending", "slot"),
+            "pending",
         )
-        self.measure = self._program(
+        self.measure = program(
             "gradient norms",
-            functools.partial(measure, divided=tuple(division.weights)),
-            (pending,),
-            slots,
-            compiler_options=_SHORT,
+            functools.partial(measure, divided=divided),
+            ("pending",),
+            "norms",
         )
-        self.step = self._program(
+        linears = self._spec.linears_of_stacks
+        self.step = program(
             "optimizer step",
-            functools.partial(
-                optimizer_step,
-                linears=self._spec.linears_of_stacks,
-                division=division,
-            ),
-            (self.state_specs, slots, slots, slots),
-            (self.state_specs, slots),
-            varies=(2,),
-            donate_argnums=0,
-            compiler_options=_SHORT,
+            functools.partial(optimizer_step, linears=linears, division=division),
+            ("state", "inputs", "measured", "rank"),
+            ("state", "result"),
         )
 
     def _make_slots(self, slots: SlotShape) -> None:
         spec, p = self._spec, self._placement
 
-        def program(what: str, run: Any, varies: Sequence[int], **options) -> Program:
+        def program(what: str, run: Any, *varies: int, **options) -> Program:
             # `partial` makes a new function, because jit caches programs by function.
-            jitted = jax.jit(functools.partial(run), compiler_options=_SHORT, **options)
-            identity = "training", what, spec, p, _SHORT, self._codes
+            jitted = jax.jit(functools.partial(run), compiler_options=SHORT, **options)
+            identity = "training", what, spec, p, SHORT, self.arguments.codes
             return Program(jitted, what, identity, varies=varies)
 
-        division, state = self._division, self.state_specs
+        division, state = self._division, self.arguments.state
         given = self._shapes, slots.num_slots, p, slots.optimizers, division
         self.empty = program(
             "empty slots",
             functools.partial(empty_state, *given),
-            (),
             out_shardings=p.all_committed(state),
         )
         written = None if p.mesh is None else p.shardings(state)
         self.write_slot = program(
             "writing a slot",
             functools.partial(write_slot, optimizers=slots.optimizers),
-            (2,),
+            2,
             donate_argnums=0,
             out_shardings=written,
         )
         self.empty_reference = program(
             "empty references",
             functools.partial(zero_tables, self._shapes),
-            (),
             out_shardings=p.all_committed(state.params),
         )
         self.write_reference = program(
             "writing a reference",
             write_reference,
-            (),
             donate_argnums=0,
             out_shardings=None if written is None else written.params,
         )
         whole = None if p.mesh is None else p.sharding(PartitionSpec())
         read = functools.partial(read_slot_rows, where=whole)
-        self.read_slot = program("reading a slot", read, (0,), out_shardings=whole)
+        self.read_slot = program("reading a slot", read, 0, out_shardings=whole)
         if any(map(evaluates_other_weights, slots.optimizers)):
-            self.evaluation_weights = self._program(
+            self.evaluation_weights = self.arguments.program(
                 "weights to evaluate",
                 functools.partial(evaluation_weights, optimizers=slots.optimizers),
-                (state.params, state.optimizer_state, REPLICATED),
-                state.params,
-                compiler_options=_SHORT,
+                ("params", "optimizer_state", "optimizer"),
+                "weights",
             )
 
     def _make_replicas(self) -> None:
-        p, slots = self._placement, REPLICATED
-        params, pending = self.state_specs.params, self.state_specs.pending
+        p, program = self._placement, self.arguments.program
         divided = self._division.weights
-        self.read_part = self._program(
-            "gradients of a replica",
+        self.read_part = program(
+            "gradients",
             functools.partial(read_part, whole_axes=p.whole_axes, divided=divided),
-            (pending, slots),
-            (slots, slots),
-            compiler_options=_SHORT,
+            ("pending", "slot"),
+            ("row", "is_finite"),
         )
-        self.add_part = self._program(
+        self.add_part = program(
             "sum over replicas",
             functools.partial(add_part, num_tensor=p.num_tensor, divided=divided),
-            (pending, slots, slots, slots),
-            pending,
-            donate_argnums=0,
-            compiler_options=_SHORT,
+            ("pending", "slot", "row", "is_finite"),
+            "pending",
         )
-        self.write_weights = self._program(
-            "weights of a replica",
+        self.write_weights = program(
+            "weights",
             functools.partial(write_weights, divided=divided),
-            (params, pending, slots, slots),
-            (params, pending),
-            donate_argnums=(0, 1),
-            compiler_options=_SHORT,
+            ("params", "pending", "slot", "row"),
+            ("params", "pending"),
         )
+
+    # ---- before they are called ----------------------------------------------------
+
+    def shapes(self, limits: Limits) -> Shapes:
+        """Shapes of the arguments of the functions, as a run calls them.
+
+        Args:
+            limits: Limits of the microbatches.
+        """
+        spec, p = self._spec, self._placement
+        assert spec.slots is not None
+        state = self.empty.prepare().out_info
+        losses = state.pending.is_finite.shape
+        is_slot = jax.ShapeDtypeStruct((spec.slots.num_slots,), "bool")
+        width = spec.config.hidden_size
+        hidden = jax.ShapeDtypeStruct(
+            (p.num_lanes * limits.capacity, width), spec.options.dtype
+        )
+        placed = self.arguments.placed(
+            {
+                "base": spec.base_shapes(),
+                "state": state,
+                "settings": settings_shapes(spec),
+                "losses": jax.ShapeDtypeStruct(losses, "float32"),
+                "hidden": hidden,
+                "dh": hidden,
+                "is_finite": jax.ShapeDtypeStruct((), "bool"),
+            }
+        )
+        inputs, state = optimizer_inputs({}, {}, spec.slots), placed["state"]
+        return placed | {
+            "params": state.params,
+            "optimizer_state": state.optimizer_state,
+            "pending": state.pending,
+            "rank": placed["settings"].rank,
+            "batch": batch_shapes(limits, p, spec.options.objectives),
+            "keys": key_shapes(spec, p),
+            "baseline": baseline_shape(spec, p),
+            "is_new": is_slot,
+            "slot": jax.ShapeDtypeStruct((), "int32"),
+            "inputs": inputs,
+            "optimizer": inputs.optimizer,
+            "measured": (),
+        }
+
+    def prepare_updates(
+        self, shapes: Shapes, suffix: str, *, num_stages: int, evaluates: bool
+    ) -> Iterator[Prepared]:
+        """Starts to compile what comes before and after the passes of a global batch.
+
+        Args:
+            shapes: Shapes of the arguments.
+            suffix: What the log adds to the name of a program.
+            num_stages: Number of stages of the run.
+            evaluates: Whether a job has held-out samples.
+        """
+        if evaluates and shapes["baseline"] is not None:
+            yield self.add_baseline.prepare_from(shapes, suffix)
+        if num_stages > 1:
+            norms = self.measure.prepare_from(shapes, suffix)
+            yield norms
+            own = self.arguments.placed({"norms": norms.out_info})
+            shapes = shapes | {"measured": (own["norms"],) * num_stages}
+        if self._placement.num_devices > 1:
+            yield self.exchange.prepare_from(shapes, suffix)
+        if self.evaluation_weights is not None:
+            yield self.evaluation_weights.prepare_from(shapes, suffix)
+        yield self.step.prepare_from(shapes, suffix)
+        yield from self._prepare_slots(shapes, suffix)
+
+    def _prepare_slots(self, shapes: Shapes, suffix: str) -> Iterator[Prepared]:
+        """Starts to compile what writes and reads slots."""
+        state, slot, spec = shapes["state"], shapes["slot"], self._spec
+        assert spec.slots is not None
+        yield self.empty.prepare()
+        if spec.slots.has_references:
+            tables = spec.adapter_shapes().items()
+            rows = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in tables}
+            args = state.params, slot, rows
+            what = f"writing a reference{suffix}"
+            yield self.write_reference.prepare(*args, what=what)
+        for what, rows in row_shapes(spec).items():
+            yield self.write_slot.prepare(state, slot, *rows, what=f"{what}{suffix}")
+        for kind in (state.params, *state.optimizer_state.values()):
+            yield self.read_slot.prepare(kind, slot, what=f"reading a slot{suffix}")
 
     def make_references(self) -> ReferenceTable | None:
         """Makes references that are all the base; None: no adapter can be one."""

@@ -61,15 +61,14 @@ class MeshTraining(Training):
     def compile(self) -> float:
         """Compiles the passes of all stages at the same time; returns the seconds."""
         began, limits = time.perf_counter(), self.case.limits
-        args = self.layout, self.slots, limits
-        RunPrograms.start(*args, evaluates=False).compiled_passes()
+        RunPrograms.start(self.layout, limits, evaluates=False).compiled_passes()
         return time.perf_counter() - began
 
     def step_memory(self) -> Any:
         """Returns the memory of the training step on each device, as XLA says."""
-        (stage,), (table,) = self.layout.stages, self.slots.tables
-        args = self.bases[0], table.state, table.settings, self.case.limits
-        return stage.steps.passes.prepare(*args).compiled().last.memory_analysis()
+        (stage,) = self.layout.stages
+        passes = stage.steps.passes.prepare(stage.steps.shapes(self.case.limits))
+        return passes.compiled().last.memory_analysis()
 
     def probe(self, num_tokens: int, longest: int) -> Probe:
         """Makes a microbatch that all jobs share, with lengths like theirs.

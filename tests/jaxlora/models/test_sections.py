@@ -14,7 +14,6 @@ from jaxlora.models.forward import SlotKeys
 from jaxlora.models.residuals import pull_back
 from jaxlora.models.sections import chosen_layers, sections
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.plan.memory.inputs import settings_shapes
 from jaxlora.programs import key
 from jaxlora.programs.kept import KeptPrograms
 from jaxlora.programs.program import keep_programs, wait_until_kept
@@ -94,12 +93,11 @@ def test_alike_sections_are_one_kept_program(tmp_path, monkeypatch):
     key.source_stamp.cache_clear()
     keep_programs(KeptPrograms(folder=tmp_path))
     spec = in_programs(make_spec(4, adapted=("q",)), 1)
-    args = settings_shapes(spec), Limits(capacity=48, block_tokens=8)
+    limits = Limits(capacity=48, block_tokens=8)
     try:
         for is_loaded in (False, True):
             steps = CompiledSteps(spec)
-            state = steps.empty.jitted.eval_shape()
-            found = steps.passes.prepare(spec.base_shapes(), state, *args).each
+            found = steps.passes.prepare(steps.shapes(limits)).each
             assert len(found) == 4  # embedding, layers forward and backward, head
             for one in found:
                 one.compiled()

@@ -11,11 +11,12 @@ from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.data.pack import JobBatch
 from jaxlora.plan.stream_plan import StreamTick
 from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickSource, TickWork
+from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
 
 
 @dataclasses.dataclass
-class LateExecutor:
+class LateExecutor(StagedExecutor):
     """Counts the steps of each slot, and checks how it is used.
 
     Attributes:

@@ -24,8 +24,7 @@ from jaxlora.plan.replicas.room import RoomFinder, describe_list
 from jaxlora.plan.stages import FurtherReplica
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.log import read_events
-from jaxlora.train.execute.replica import Replica
-from jaxlora.train.execute.replicas import FurtherReplicas
+from jaxlora.train.execute.replicas import FurtherReplicas, Replica
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train.at_window import InterruptAt, at_windows
 from tests.jaxlora.train.conftest import LINEARS

@@ -15,8 +15,6 @@ import sys
 
 import jax
 
-from jaxlora.adapters.optimizer import AdapterState
-from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import stage_specs
 from jaxlora.models.spec import DecoderSpec
@@ -24,7 +22,6 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
 from jaxlora.plan.memory.footprint import StagePrograms
-from jaxlora.plan.memory.inputs import settings_shapes
 from jaxlora.plan.stages import (
     MeshStages,
     estimated_footprint,
@@ -53,38 +50,9 @@ def spec_of(remat: str, num_layers: int) -> DecoderSpec:
     )
 
 
-def state_shapes(stage: Stage) -> AdapterState:
-    """Shapes of the slots of a stage, on its devices."""
-    steps, placement = stage.steps, stage.placement
-    return jax.tree.map(
-        lambda like, spec: jax.ShapeDtypeStruct(
-            like.shape, like.dtype, sharding=placement.sharding(spec)
-        ),
-        jax.eval_shape(steps.empty.jitted),
-        steps.state_specs,
-    )
-
-
 def compile_stage(stage: Stage) -> StagePrograms:
-    placement, spec = stage.placement, stage.spec
-    base = {
-        path: jax.ShapeDtypeStruct(
-            shape.shape,
-            shape.dtype,
-            sharding=placement.sharding(spec.base_specs()[path]),
-        )
-        for path, shape in spec.base_shapes().items()
-    }
-    settings = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(
-            s.shape,
-            s.dtype,
-            sharding=placement.sharding(REPLICATED),
-        ),
-        settings_shapes(spec),
-    )
-    args = base, state_shapes(stage), settings, LIMITS
-    return stage.steps.passes.prepare(*args).compiled()
+    steps = stage.steps
+    return steps.passes.prepare(steps.shapes(LIMITS)).compiled()
 
 
 def compare(words: str, remat: str, devices) -> list[dict[str, int]]:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlora.adapters.slots import SlotTable
 from jaxlora.config import RunConfig
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
@@ -46,11 +45,8 @@ def decoder(config_json: dict, adapted=("_proj",), **options: Any) -> DecoderSpe
 def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, float]:
     """Bytes of a training step, as estimated and as the compiler reports."""
     limits = Limits(capacity=num_tokens, block_tokens=64)
-    base = {k: jnp.zeros(s.shape, s.dtype) for k, s in spec.base_shapes().items()}
     steps = CompiledSteps(spec)
-    table = SlotTable(spec, steps.write_slot)
-    args = base, table.state, table.settings, limits
-    programs = steps.passes.prepare(*args).compiled()
+    programs = steps.passes.prepare(steps.shapes(limits)).compiled()
     job = {"name": "a", "data": {"path": "a.jsonl"}}
     size = spec.options.layers_per_program or "auto"
     run = RunConfig(model="m", jobs=(job,), layers_per_program=size)
