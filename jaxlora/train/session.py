@@ -15,8 +15,7 @@ from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import ADAPTERS, clean_up
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import SavedRequests
-from jaxlora.sweeps.suggesting import Suggestions
-from jaxlora.train.early_exit import SweepControl
+from jaxlora.train.control import Control
 from jaxlora.train.ending import StopRequest
 from jaxlora.train.execute.run_programs import FurtherPrograms
 from jaxlora.train.execute.run_services import RunServices
@@ -53,8 +52,7 @@ class Session:
         self,
         run: OpenedRun,
         live: LiveJobs,
-        early_exit: SweepControl,
-        suggestions: Suggestions,
+        control: Control,
         store: RunStore,
         found: ReadCheckpoint | None,
         lock: RunLock,
@@ -64,15 +62,14 @@ class Session:
         Args:
             run: The run, whose plan fits the devices.
             live: Its jobs; those in the checkpoint have its progress and states.
-            early_exit: Decides which jobs of a sweep end early.
-            suggestions: Adds further configurations of a sweep as others end.
+            control: Decides about the jobs, and adds further ones.
             store: Files of the run; `train` closes them.
             found: The checkpoint that it resumes from; None: it starts from the start.
             lock: Lock of the run's folder, which is held.
         """
         self._run, self._live, self._store, self._lock = run, live, store, lock
         self._referenced: set[str] = set()  # jobs whose references were written
-        self._early_exit, self._suggestions = early_exit, suggestions
+        self._control = control
         self._folder = pathlib.Path(run.plan.config.output_dir)
         self.round = 0 if found is None else found.number
         self._saved_stream = None if found is None else found.run.stream
@@ -150,7 +147,7 @@ class Session:
                 self._take_requests()
         found = border.snapshot
         is_due = self._num_due(stream.round) > self._num_saved
-        is_due |= border.ends_round and self._early_exit.wants_checkpoint()
+        is_due |= border.ends_round and self._control.wants_checkpoint()
         if found is None and border.ends_round and is_due:
             found = stream.snapshot()
         if found is not None:
@@ -165,10 +162,10 @@ class Session:
         A checkpoint is written before, as the jobs may go on in another process.
         """
         self.round = stream.round
-        if self._early_exit.wants_checkpoint() and self._store.latest() != self.round:
+        if self._control.wants_checkpoint() and self._store.latest() != self.round:
             self._save(stream, stream.snapshot())
         self._send_written(waits=True)
-        return self._early_exit.wait(lambda: self._must_end(stop.requested))
+        return self._control.wait(lambda: self._must_end(stop.requested))
 
     def _is_time_to_look(self) -> bool:
         """Whether to look for requests before the window ends."""
@@ -203,7 +200,7 @@ class Session:
             jobs=self._live.jobs,
             executor=executor,
             requests=self._live.requests,
-            early_exit=self._early_exit,
+            early_exit=self._control,
             export=self._export,
             keep_references=self._keep_references,
             send=self._send,
@@ -289,7 +286,7 @@ class Session:
             live.jobs,
             requests=live.requests.saved([job.name for job in live.jobs]),
             added=list(live.added),
-            suggested=[n for n in self._suggestions.saved() if n in live.added],
+            suggested=[n for n in self._control.suggested() if n in live.added],
             chat_templates=self._store.chat_templates([j.settings for j in live.jobs]),
         )
         self._store.write_record(record, lambda: resolved_settings(run.plan, live.jobs))
@@ -308,7 +305,7 @@ class Session:
                 logger.info("sweep: Optuna suggests %s", settings.name)
 
         num_slots = self._run.plan.num_slots
-        return self._suggestions.add_due(self._live.jobs, num_slots, add)
+        return self._control.suggest(self._live.jobs, num_slots, add)
 
     # ---- checkpoints and adapters --------------------------------------------------
 
@@ -327,8 +324,8 @@ class Session:
             self._run.model,
             requests,
             stream.saved(),
-            self._early_exit.saved(),
-            self._suggestions.saved(),
+            self._control.saved(),
+            self._control.suggested(),
         )
         for job in jobs:  # copies of jobs, and jobs of other runs, have them already
             if job.has_begun and job.references and job.name not in self._referenced:

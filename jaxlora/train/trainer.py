@@ -24,21 +24,14 @@ from jaxlora.run.callback import Callback
 from jaxlora.run.folder import ADAPTERS, check_folder
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
-from jaxlora.sweeps.files import merge_best
-from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.cloning import check_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.early_exit import EarlyExit, SweepControl
+from jaxlora.train.control import Control
 from jaxlora.train.ending import explained
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 from jaxlora.train.open_run import open_run
-from jaxlora.train.report.summary import (
-    RunResult,
-    job_result,
-    sweep_report,
-    write_report,
-)
+from jaxlora.train.report.summary import Ranking, RunResult, job_result
 from jaxlora.train.saved.continue_job import continue_job
 from jaxlora.train.saved.describe_run import check_not_cut, check_resumes
 from jaxlora.train.saved.job_states import restore_jobs
@@ -51,7 +44,7 @@ from jaxlora.train.start_job import start_job
 logger = logging.getLogger(__name__)
 
 
-class Trainer:
+class RunTrainer[R: Ranking]:
     """Trains the jobs of a run together, each exactly as if it were alone.
 
     Attributes:
@@ -67,8 +60,8 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        model: FrozenModel | None = None,
-        control: SweepControl | None = None,
+        model: FrozenModel | None,
+        control: Control[R],
         *,
         replan: bool = False,
     ):
@@ -80,15 +73,14 @@ class Trainer:
         Args:
             config: The run.
             model: The base model, if it is loaded already.
-            control: Decides about the jobs; None: the rules of the run's sweep do.
+            control: Decides about the jobs, and reports their ends.
             replan: If the run has begun, choose what is `auto` anew for the jobs that
                 have not ended; otherwise, what was chosen when it began stays.
 
         Raises:
-            JaxloraError: A setting, the model or a job's data cannot be used, a GPU is
-                visible and JAX does not use it, or the sweep has several groups.
+            JaxloraError: A setting, the model or a job's data cannot be used, or a GPU
+                is visible and JAX does not use it.
         """
-        _check_one_group(config)
         check_device()
         keep_compiled_programs()
         self._opened = opened = open_run(config, model, replan=replan)
@@ -98,9 +90,8 @@ class Trainer:
         self.output_dir = pathlib.Path(config.output_dir)
         self._num_compiled = opened.num_compiled
         self._live = LiveJobs(self.jobs, opened.joined, self._open_job)
-        own = EarlyExit(config, self._live.is_asked_to_pause)
-        self._early_exit: SweepControl = own if control is None else control
-        self._suggestions = Suggestions(config)
+        self._control = control
+        control.attach(self._live.is_asked_to_pause)
         self._has_begun = False
         self._session: Session | None = None  # the last one
 
@@ -216,7 +207,7 @@ class Trainer:
         resume: bool = False,
         drop_state: bool = False,
         callbacks: Sequence[Callback] = (),
-    ) -> RunResult:
+    ) -> RunResult[R]:
         """Trains until every job has ended, or until it is interrupted.
 
         On Ctrl-C (or SIGTERM), it finishes the microbatches that are in flight, writes
@@ -263,8 +254,7 @@ class Trainer:
                 self._session = session = Session(
                     run,
                     self._live,
-                    self._early_exit,
-                    self._suggestions,
+                    self._control,
                     store,
                     found,
                     lock,
@@ -287,8 +277,10 @@ class Trainer:
         """Restores jobs and requests; returns the checkpoint that has them, if any."""
         found = store.restore(self._opened.identity(self.jobs))
         self._drop_suggested(store, found)
-        self._early_exit.restore(None if found is None else found.run.sweep)
-        self._suggestions.restore({} if found is None else found.run.suggested)
+        sweep, suggested = None, {}
+        if found is not None:
+            sweep, suggested = found.run.sweep, found.run.suggested
+        self._control.restore(sweep, suggested)
         if found is not None:
             restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
             for job in [job for job in self.jobs if job.has_begun]:
@@ -308,7 +300,7 @@ class Trainer:
             lambda: [] if record is None else record.suggested
         )
         # An earlier call of `train` may have suggested some that are not recorded.
-        for name in {*recorded, *self._suggestions.saved()} - known.keys():
+        for name in {*recorded, *self._control.suggested()} - known.keys():
             if name in self._live.added:
                 self._live.drop(name)
 
@@ -350,29 +342,23 @@ class Trainer:
                 if job.lacks_references:
                     read_references(there, job, self.model.fingerprint)
 
-    def _report(self, session: Session, interrupted: bool) -> RunResult:
+    def _report(self, session: Session, interrupted: bool) -> RunResult[R]:
         """Returns the result of a session, and writes and prints it."""
         compiled_before = self._num_compiled
         self._num_compiled = self.layout.num_compilations()
         adapters = self.output_dir / ADAPTERS
         jobs = tuple(job_result(job, adapters / job.name) for job in self.jobs)
-        is_first, sweep = processes.is_first(), self.config.sweep
-        result = RunResult(
+        result: RunResult[R] = RunResult(
             jobs=jobs,
             output_dir=self.output_dir,
             interrupted=interrupted,
             num_compilations=self._num_compiled - compiled_before,
             seconds=session.time.compared(),
             peak_bytes=self._compared_peak(),
-            sweep=sweep_report(self.config, self.jobs, jobs) if is_first else None,
         )
-        if is_first:
-            write_report(result, keep_others=sweep is None or sweep.keep_others)
-        report = result.sweep
-        if report is not None and sweep and sweep.merge_best and not interrupted:
-            base = self.config.model, self.config.revision
-            merge_best(report, self.output_dir, *base)
-        return result
+        if not processes.is_first():
+            return result
+        return self._control.report(result, self.jobs, self.config)
 
     def _compared_peak(self) -> Comparison:
         """Returns the peak of the memory beside the prediction, if there is one."""
@@ -380,17 +366,3 @@ class Trainer:
         if need is None:
             return NOT_KNOWN
         return Comparison(predicted=need.total_bytes, measured=measured_peak())
-
-
-def _check_one_group(config: RunConfig) -> None:
-    """Refuses a sweep over several groups of devices.
-
-    Raises:
-        ConfigError: It has several groups, and each is a process of its own.
-    """
-    if config.sweep is not None and config.sweep.has_groups:
-        raise ConfigError(
-            f"sweep.groups is {config.sweep.groups_text}, and a Trainer trains one "
-            "group. Call jaxlora.sweeps.engine.run.run_groups(config), or run jaxlora "
-            "sweep."
-        )

@@ -16,8 +16,8 @@ from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.batch import Batch, Request
 from jaxlora.generate.batch_shape import batch_shape
 from jaxlora.generate.generator import end_ids
+from jaxlora.generate.metrics import metric_function, value_of
 from jaxlora.hf.load import FrozenModel
-from jaxlora.sweeps.metrics import metric_function, value_of
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState
 

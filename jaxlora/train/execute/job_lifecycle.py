@@ -388,7 +388,9 @@ class JobLifecycle:
             reason = f"no better evaluation for {patience} evaluations"
             job.update(status="stopped early", reason=reason)
         elif (stop := self._run.early_exit.stop_of(job)) is not None:
-            reason = f"{stop.rule}: {stop.reason}"
-            job.update(status="stopped early", reason=reason, stopped_by=stop.rule)
+            rule, reason = stop
+            job.update(
+                status="stopped early", reason=f"{rule}: {reason}", stopped_by=rule
+            )
         elif (reason := self._run.requests.stop_reason(job.name)) is not None:
             job.update(status="stopped", reason=reason)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.events import Event
-from jaxlora.train.early_exit import SweepControl
+from jaxlora.train.control import Control
 from jaxlora.train.execute.answers import Measure
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.samples import MakeSamples
@@ -34,7 +34,7 @@ class RunServices:
     jobs: Sequence[JobState]
     executor: Executor
     requests: Requests
-    early_exit: SweepControl
+    early_exit: Control
     export: Callable[[JobState], None]
     keep_references: Callable[[JobState], None]
     send: Callable[[Event], None]

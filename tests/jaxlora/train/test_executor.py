@@ -18,7 +18,7 @@ from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.resolve import resolve
 from jaxlora.run.log import RunLog, read_events
-from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.control import Control
 from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.job_state import JobState
@@ -113,7 +113,7 @@ def drive(tmp_path):
                 jobs=runs,
                 executor=executor,
                 requests=requests,
-                early_exit=EarlyExit(config, lambda name: False),
+                early_exit=Control(),
                 export=export,
                 keep_references=lambda job: None,
                 send=log.on_event,
