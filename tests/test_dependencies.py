@@ -91,7 +91,7 @@ def imported_by(code: str) -> set[str]:
             {"jax", "matplotlib", "pyarrow"},
         ),
         (
-            "import jaxlora.config.run_file, jaxlora.train.trainer",
+            "import jaxlora.config.run_file, jaxlora.sweeps.trainer",
             NEVER_BEFORE_A_MODEL,
         ),
     ],

@@ -14,12 +14,9 @@ class Trainer(RunTrainer[SweepReport]):
     If the run is a sweep, its rules decide which jobs end early, and which follow.
 
     Attributes:
-        plan: What was decided about the run.
         model: The frozen base.
         jobs: The jobs, in the order in which they were given.
         reader: Reads the data of jobs, with the tokenizer of the base.
-        layout: The decoder on its devices.
-        slots: The slots, with the adapters of running jobs.
         output_dir: Folder of the run.
     """
 

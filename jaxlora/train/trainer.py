@@ -2,58 +2,42 @@
 
 import contextlib
 import dataclasses
-import logging
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.comparison import NOT_KNOWN, Comparison
-from jaxlora.common.note import log_notes
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
-from jaxlora.errors import ConfigError
 from jaxlora.hf.load import FrozenModel
-from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
-from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.device_memory import measured_peak
 from jaxlora.plan.memory.footprint import StagePrograms
-from jaxlora.plan.resolve import check_comparable
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.callback import Callback
 from jaxlora.run.folder import ADAPTERS, check_folder
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
-from jaxlora.train.cloning import check_copy
-from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.control import Control
 from jaxlora.train.ending import explained
+from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
+from jaxlora.train.live_run import LiveRun
+from jaxlora.train.loop import Loop
 from jaxlora.train.open_run import open_run
 from jaxlora.train.report.summary import Ranking, RunResult, job_result
-from jaxlora.train.saved.continue_job import continue_job
-from jaxlora.train.saved.describe_run import check_not_cut, check_resumes
-from jaxlora.train.saved.job_states import restore_jobs
-from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
-from jaxlora.train.saved.references import go_on_with_reference, read_references
+from jaxlora.train.resume import check_may_resume, continue_jobs, restore
 from jaxlora.train.saved.run_store import RunStore
-from jaxlora.train.session import Session
-from jaxlora.train.start_job import start_job
-
-logger = logging.getLogger(__name__)
 
 
 class RunTrainer[R: Ranking]:
     """Trains the jobs of a run together, each exactly as if it were alone.
 
     Attributes:
-        plan: What was decided about the run.
         model: The frozen base.
         jobs: The jobs, in the order in which they were given.
         reader: Reads the data of jobs, with the tokenizer of the base.
-        layout: The decoder on its devices.
-        slots: The slots, with the adapters of running jobs.
         output_dir: Folder of the run.
     """
 
@@ -81,19 +65,34 @@ class RunTrainer[R: Ranking]:
             JaxloraError: A setting, the model or a job's data cannot be used, or a GPU
                 is visible and JAX does not use it.
         """
-        check_device()
-        keep_compiled_programs()
-        self._opened = opened = open_run(config, model, replan=replan)
-        self.plan, self.model = opened.plan, opened.model
-        self.layout, self.slots = opened.layout, opened.slots
-        self.jobs, self.reader = opened.jobs, opened.reader
-        self.output_dir = pathlib.Path(config.output_dir)
-        self._num_compiled = opened.num_compiled
-        self._live = LiveJobs(self.jobs, opened.joined, self._open_job)
+        self._run = run = open_run(config, model, replan=replan)
+        self.model, self.jobs, self.reader = run.model, run.jobs, run.reader
+        self.output_dir = run.folder
+        self._num_compiled = run.num_compiled
+        self._live = LiveJobs(self.jobs, run.joined, self._open_job)
         self._control = control
         control.attach(self._live.is_asked_to_pause)
         self._has_begun = False
-        self._session: Session | None = None  # the last one
+        self._live_run: LiveRun | None = None  # that of the last call of `train`
+
+    @property
+    def plan(self) -> RunPlan:
+        """What was decided about the run."""
+        return self._run.plan
+
+    @plan.setter
+    def plan(self, plan: RunPlan) -> None:
+        self._run = dataclasses.replace(self._run, plan=plan)
+
+    @property
+    def layout(self) -> Layout:
+        """The decoder on its devices."""
+        return self._run.layout
+
+    @property
+    def slots(self) -> StagedSlots:
+        """The slots, with the adapters of running jobs."""
+        return self._run.slots
 
     @property
     def config(self) -> RunConfig:
@@ -103,7 +102,7 @@ class RunTrainer[R: Ranking]:
     @property
     def round(self) -> int:
         """Rounds done; see `Stream`."""
-        return 0 if self._session is None else self._session.round
+        return 0 if self._live_run is None else self._live_run.round
 
     def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:
         """Compiles the passes of all stages with the settings of a plan.
@@ -113,7 +112,7 @@ class RunTrainer[R: Ranking]:
         Args:
             plan: The run's plan, or one with another capacity or `remat`.
         """
-        return self._opened.compile(plan)
+        return self._run.compile(plan)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 
@@ -129,28 +128,9 @@ class RunTrainer[R: Ranking]:
         self._live.add(job)
 
     def _open_job(self, settings: LoraJob) -> JobState:
-        prepared = prepare_job(settings, self.model.config, self.reader)
-        log_notes(prepared.notes)
-        check_comparable(
-            self.config.sweep, [*(job.prepared for job in self.jobs), prepared]
-        )
-        self._check_fits(prepared)
-        check_copy(self.config, self.jobs, settings)
-        job = start_job(prepared, self.model)
-        self._continue([job])
+        job = self._run.open_job(settings)
+        continue_jobs(self._run, [job])
         return job
-
-    def _check_fits(self, prepared: PreparedJob) -> None:
-        try:
-            check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
-        except ConfigError as error:
-            if not self._opened.chooses_replicas:
-                raise
-            raise ConfigError(
-                f"{error} Or end the run (Ctrl-C), add the job to its run file and "
-                "resume it with --replan (Trainer(config, replan=True)): replicas: "
-                "auto then chooses replicas that hold it."
-            ) from None
 
     def clone_job(self, name: str, new_name: str | None = None, **changes: Any) -> None:
         """Adds a copy of a job, which takes its whole state after its next batch.
@@ -242,71 +222,25 @@ class RunTrainer[R: Ranking]:
             with explained(self.output_dir, lock), contextlib.ExitStack() as opened:
                 # A resume is refused before anything is compiled.
                 if resume:
-                    self._check_resumes(drop_state)
+                    check_may_resume(self._run, drop_state=drop_state)
                 store = RunStore(self.output_dir, lock, keep=keep, is_resumed=resume)
                 opened.callback(store.close)
-                found = self._restore(store)
+                found = restore(self._run, self._live, self._control, store)
                 # A run that does not fit into memory is refused.
-                run = dataclasses.replace(
-                    self._opened, plan=self.plan, layout=self.layout, slots=self.slots
-                ).fitted()
-                self._opened, self.plan, self.layout = run, run.plan, run.layout
-                self._session = session = Session(
-                    run,
-                    self._live,
-                    self._control,
-                    store,
-                    found,
-                    lock,
+                self._run = self._run.fitted()
+                first = 0 if found is None else found.number
+                self._live_run = run = LiveRun(
+                    self._run, self._live, self._control, store, lock, first
                 )
-                opened.pop_all()  # from here on, the session closes the files
-                interrupted = session.train(callbacks, self, is_resumed=resume)
-            return self._report(session, interrupted)
-
-    def _check_resumes(self, drop_state: bool) -> None:
-        identity = self._opened.identity(self.jobs)
-        prepared = [job.prepared for job in self.jobs]
-
-        def check() -> None:
-            check_resumes(self.output_dir, identity, prepared)
-            check_not_cut(self.output_dir, prepared, drop_state=drop_state)
-
-        processes.from_first(check)
-
-    def _restore(self, store: RunStore) -> ReadCheckpoint | None:
-        """Restores jobs and requests; returns the checkpoint that has them, if any."""
-        found = store.restore(self._opened.identity(self.jobs))
-        self._drop_suggested(store, found)
-        sweep, suggested = None, {}
-        if found is not None:
-            sweep, suggested = found.run.sweep, found.run.suggested
-        self._control.restore(sweep, suggested)
-        if found is not None:
-            restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
-            for job in [job for job in self.jobs if job.has_begun]:
-                go_on_with_reference(self.output_dir, job)
-                if job.lacks_references:
-                    read_references(self.output_dir, job, self.model.fingerprint)
-            logger.info("resumed after round %d", found.number)
-        self._live.requests.restore(store.saved_requests(found))
-        self._continue(self.jobs)
-        return found
-
-    def _drop_suggested(self, store: RunStore, found: ReadCheckpoint | None) -> None:
-        """Drops what was suggested after the checkpoint, as it is suggested again."""
-        known = {} if found is None else found.run.progress
-        record = store.record
-        recorded = processes.from_first(
-            lambda: [] if record is None else record.suggested
-        )
-        # An earlier call of `train` may have suggested some that are not recorded.
-        for name in {*recorded, *self._control.suggested()} - known.keys():
-            if name in self._live.added:
-                self._live.drop(name)
+                loop = Loop(run, None if found is None else found.run.stream)
+                opened.pop_all()  # from here on, the loop closes the files
+                interrupted = loop.train(callbacks, self, is_resumed=resume)
+            return self._report(run, interrupted)
 
     def _reset(self) -> None:
         """Discards what an earlier call of `train` has left, but requests to stop."""
-        self.slots = self.layout.empty_slots()
+        slots = self.layout.empty_slots()
+        self._run = dataclasses.replace(self._run, slots=slots)
         for job in self.jobs:
             job.progress, job.parked = JobProgress(), None
 
@@ -329,21 +263,11 @@ class RunTrainer[R: Ranking]:
         # Not `replace`, whose rules refuse it for a copy: that has started long ago.
         settings = job.settings.model_copy(update={"continue_from": str(folder)})
         job.prepared = dataclasses.replace(job.prepared, settings=settings)
-        self._continue([job])
+        continue_jobs(self._run, [job])
         return job.progress
 
-    def _continue(self, jobs: Sequence[JobState]) -> None:
-        """Gives jobs that come from another run, and are new here, their states."""
-        for job in jobs:
-            if job.settings.continue_from and job.progress.status == "waiting":
-                continue_job(job, self._opened.identity([job]))
-                there = pathlib.Path(job.settings.continue_from)
-                go_on_with_reference(there, job)
-                if job.lacks_references:
-                    read_references(there, job, self.model.fingerprint)
-
-    def _report(self, session: Session, interrupted: bool) -> RunResult[R]:
-        """Returns the result of a session, and writes and prints it."""
+    def _report(self, run: LiveRun, interrupted: bool) -> RunResult[R]:
+        """Returns the result of the run, and writes its report."""
         compiled_before = self._num_compiled
         self._num_compiled = self.layout.num_compilations()
         adapters = self.output_dir / ADAPTERS
@@ -353,7 +277,7 @@ class RunTrainer[R: Ranking]:
             output_dir=self.output_dir,
             interrupted=interrupted,
             num_compilations=self._num_compiled - compiled_before,
-            seconds=session.time.compared(),
+            seconds=run.time.compared(),
             peak_bytes=self._compared_peak(),
         )
         if not processes.is_first():

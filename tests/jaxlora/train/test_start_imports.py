@@ -55,7 +55,7 @@ _WITH_THEM = ("google.protobuf", "httpx", "httpx2", "PIL")
 _PROGRAM = """
 import sys
 import jaxlora.cli.main
-import jaxlora.train.trainer
+import jaxlora.sweeps.trainer
 print(*(name for name in sys.argv[1:] if name in sys.modules))
 """
 
