@@ -95,8 +95,8 @@ def _train_groups(
     """Trains a sweep in several groups of devices; returns the exit status."""
     from jaxlora.errors import ConfigError
     from jaxlora.sweeps.engine.run import run_groups
+    from jaxlora.sweeps.files import print_summary
     from jaxlora.train.report.run_callbacks import KeepRunFile
-    from jaxlora.train.report.summary import print_summary
 
     assert config.sweep is not None
     if is_member:
@@ -133,9 +133,9 @@ def _train_in_process(
     from jaxlora.distributed import processes
     from jaxlora.run.folder import check_folder
     from jaxlora.run.lock import check_not_in_use
+    from jaxlora.sweeps.files import print_summary
+    from jaxlora.sweeps.trainer import Trainer
     from jaxlora.train.report.run_callbacks import KeepRunFile
-    from jaxlora.train.report.summary import print_summary
-    from jaxlora.train.trainer import Trainer
 
     folder = pathlib.Path(config.output_dir)
     processes.from_first(lambda: check_not_in_use(folder))

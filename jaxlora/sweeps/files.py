@@ -1,4 +1,4 @@
-"""Writes the report of a sweep into the run's folder, and prints its table."""
+"""Writes the report of a run, which may be a sweep, into its folder, and prints it."""
 
 import logging
 import pathlib
@@ -11,18 +11,56 @@ from rich.table import Table
 from jaxlora.adapters.files.export_record import is_ours
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.common.atomic import wrap_os_errors, write_text
-from jaxlora.common.console import literal, show
+from jaxlora.common.console import literal, show, stdout
+from jaxlora.config import RunConfig
 from jaxlora.config.configuration_names import value_text
 from jaxlora.run.folder import ADAPTERS, MERGED, SWEEP_FILES, is_own
 from jaxlora.sweeps.page import write_page
 from jaxlora.sweeps.picture import draw_sweep
 from jaxlora.sweeps.ranking import SweepReport
+from jaxlora.train.report.summary import RunResult, print_jobs, write_report
 
 logger = logging.getLogger(__name__)
 
 TABLE, PICTURE, PAGE = SWEEP_FILES
 _MOST_ROWS = 20
 _WIDE = 100  # columns of a terminal that has room for the settings
+
+
+def write_result(result: RunResult[SweepReport], config: RunConfig) -> None:
+    """Writes the report of a sweep; merges the best configuration if asked to.
+
+    The PEFT folders of other configurations are removed, if the sweep has ended and
+    does not keep them.
+
+    Args:
+        result: The result, with the report of the sweep.
+        config: The run.
+
+    Raises:
+        JaxloraError: A file cannot be written, or the best one cannot be merged.
+    """
+    report, sweep, folder = result.sweep, config.sweep, result.output_dir
+    assert report is not None and sweep is not None
+    if not (sweep.keep_others or result.interrupted):
+        remove_others(report, folder)
+    write_sweep(report, folder)
+    write_report(result)
+    if sweep.merge_best and not result.interrupted:
+        merge_best(report, folder, config.model, config.revision)
+
+
+def print_summary(
+    result: RunResult[SweepReport], console: Console | None = None
+) -> None:
+    """Prints the jobs of a run, or the ranked configurations of its sweep."""
+    console = console or stdout()
+    if result.sweep is None:
+        print_jobs(result, console)
+    else:
+        print_sweep(result.sweep, result.output_dir, console)
+    if result.interrupted:
+        show(console, "Interrupted; a checkpoint was written. Continue with --resume.")
 
 
 def write_sweep(report: SweepReport, folder: pathlib.Path) -> None:

@@ -13,23 +13,28 @@ import jax
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.background import in_background
 from jaxlora.common.note import log_notes
-from jaxlora.config import RunConfig
+from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
 from jaxlora.models.forward import Base
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepare_run import prepare_run
-from jaxlora.plan.job.prepared_job import DataReader, PreparedJob
+from jaxlora.plan.job.prepared_job import DataReader, PreparedJob, prepare_job
 from jaxlora.plan.job.quantized_base import with_derived
+from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.footprint import StagePrograms
+from jaxlora.plan.resolve import check_comparable
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.folder import check_writable
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.trackers.table import check_installed
+from jaxlora.train.cloning import check_copy
+from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.answers import AnswerMeter
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
@@ -79,6 +84,35 @@ class OpenedRun:
     sampler: Sampler | None
     meter: AnswerMeter | None
     decoder: SlotDecoder
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """Folder of the run."""
+        return pathlib.Path(self.plan.config.output_dir)
+
+    def open_job(self, settings: LoraJob) -> JobState:
+        """Reads the data of a job that is to join; it has done nothing.
+
+        Raises:
+            JaxloraError: A setting or the data cannot be used, or the job does not fit
+                the slots, or the sweep of the run.
+        """
+        config = self.plan.config
+        prepared = prepare_job(settings, self.model.config, self.reader)
+        log_notes(prepared.notes)
+        check_comparable(config.sweep, [*(job.prepared for job in self.jobs), prepared])
+        try:
+            check_fits(prepared, self.plan.spec, config.limits.capacity)
+        except ConfigError as error:
+            if not self.chooses_replicas:
+                raise
+            raise ConfigError(
+                f"{error} Or end the run (Ctrl-C), add the job to its run file and "
+                "resume it with --replan (Trainer(config, replan=True)): replicas: "
+                "auto then chooses replicas that hold it."
+            ) from None
+        check_copy(config, self.jobs, settings)
+        return start_job(prepared, self.model)
 
     def identity(self, jobs: Sequence[JobState]) -> RunIdentity:
         """Returns what is compared when a run of these jobs is resumed."""
@@ -145,8 +179,11 @@ def open_run(
         replan: See `Trainer`.
 
     Raises:
-        JaxloraError: A setting, the model or a job's data cannot be used.
+        JaxloraError: A setting, the model or a job's data cannot be used, or a GPU is
+            visible and JAX does not use it.
     """
+    check_device()
+    keep_compiled_programs()
     given = [job.name for job in config.jobs]
     asked, begun = config, _as_begun(config, replan=replan)
     config, folder = begun.config, pathlib.Path(begun.config.output_dir)

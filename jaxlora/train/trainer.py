@@ -2,73 +2,50 @@
 
 import contextlib
 import dataclasses
-import logging
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.comparison import NOT_KNOWN, Comparison
-from jaxlora.common.note import log_notes
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
-from jaxlora.errors import ConfigError
 from jaxlora.hf.load import FrozenModel
-from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
-from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.device_memory import measured_peak
 from jaxlora.plan.memory.footprint import StagePrograms
-from jaxlora.plan.resolve import check_comparable
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.callback import Callback
 from jaxlora.run.folder import ADAPTERS, check_folder
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
-from jaxlora.sweeps.files import merge_best
-from jaxlora.sweeps.suggesting import Suggestions
-from jaxlora.train.cloning import check_copy
-from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.early_exit import EarlyExit, SweepControl
+from jaxlora.train.control import Control
 from jaxlora.train.ending import explained
+from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
+from jaxlora.train.live_run import LiveRun
+from jaxlora.train.loop import Loop
 from jaxlora.train.open_run import open_run
-from jaxlora.train.report.summary import (
-    RunResult,
-    job_result,
-    sweep_report,
-    write_report,
-)
-from jaxlora.train.saved.continue_job import continue_job
-from jaxlora.train.saved.job_states import restore_jobs
-from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
-from jaxlora.train.saved.references import go_on_with_reference, read_references
-from jaxlora.train.saved.resume import FoundRun
+from jaxlora.train.report.summary import Ranking, RunResult, job_result
+from jaxlora.train.restore import check_may_resume, continue_jobs, restore
 from jaxlora.train.saved.run_store import RunStore
-from jaxlora.train.session import Session
-from jaxlora.train.start_job import start_job
-
-logger = logging.getLogger(__name__)
 
 
-class Trainer:
+class RunTrainer[R: Ranking]:
     """Trains the jobs of a run together, each exactly as if it were alone.
 
     Attributes:
-        plan: What was decided about the run.
         model: The frozen base.
         jobs: The jobs, in the order in which they were given.
         reader: Reads the data of jobs, with the tokenizer of the base.
-        layout: The decoder on its devices.
-        slots: The slots, with the adapters of running jobs.
         output_dir: Folder of the run.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        model: FrozenModel | None = None,
-        control: SweepControl | None = None,
+        model: FrozenModel | None,
+        control: Control[R],
         *,
         replan: bool = False,
     ):
@@ -80,29 +57,42 @@ class Trainer:
         Args:
             config: The run.
             model: The base model, if it is loaded already.
-            control: Decides about the jobs; None: the rules of the run's sweep do.
+            control: Decides about the jobs, and reports their ends.
             replan: If the run has begun, choose what is `auto` anew for the jobs that
                 have not ended; otherwise, what was chosen when it began stays.
 
         Raises:
-            JaxloraError: A setting, the model or a job's data cannot be used, a GPU is
-                visible and JAX does not use it, or the sweep has several groups.
+            JaxloraError: A setting, the model or a job's data cannot be used, or a GPU
+                is visible and JAX does not use it.
         """
-        _check_one_group(config)
-        check_device()
-        keep_compiled_programs()
-        self._opened = opened = open_run(config, model, replan=replan)
-        self.plan, self.model = opened.plan, opened.model
-        self.layout, self.slots = opened.layout, opened.slots
-        self.jobs, self.reader = opened.jobs, opened.reader
-        self.output_dir = pathlib.Path(config.output_dir)
-        self._num_compiled = opened.num_compiled
-        self._live = LiveJobs(self.jobs, opened.joined, self._open_job)
-        own = EarlyExit(config, self._live.is_asked_to_pause)
-        self._early_exit: SweepControl = own if control is None else control
-        self._suggestions = Suggestions(config)
+        self._run = run = open_run(config, model, replan=replan)
+        self.model, self.jobs, self.reader = run.model, run.jobs, run.reader
+        self.output_dir = run.folder
+        self._num_compiled = run.num_compiled
+        self._live = LiveJobs(self.jobs, run.joined, self._open_job)
+        self._control = control
+        control.attach(self._live.is_asked_to_pause)
         self._has_begun = False
-        self._session: Session | None = None  # the last one
+        self._live_run: LiveRun | None = None  # that of the last call of `train`
+
+    @property
+    def plan(self) -> RunPlan:
+        """What was decided about the run."""
+        return self._run.plan
+
+    @plan.setter
+    def plan(self, plan: RunPlan) -> None:
+        self._run = dataclasses.replace(self._run, plan=plan)
+
+    @property
+    def layout(self) -> Layout:
+        """The decoder on its devices."""
+        return self._run.layout
+
+    @property
+    def slots(self) -> StagedSlots:
+        """The slots, with the adapters of running jobs."""
+        return self._run.slots
 
     @property
     def config(self) -> RunConfig:
@@ -112,7 +102,7 @@ class Trainer:
     @property
     def round(self) -> int:
         """Rounds done; see `Stream`."""
-        return 0 if self._session is None else self._session.round
+        return 0 if self._live_run is None else self._live_run.round
 
     def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:
         """Compiles the passes of all stages with the settings of a plan.
@@ -122,7 +112,7 @@ class Trainer:
         Args:
             plan: The run's plan, or one with another capacity or `remat`.
         """
-        return self._opened.compile(plan)
+        return self._run.compile(plan)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 
@@ -138,28 +128,9 @@ class Trainer:
         self._live.add(job)
 
     def _open_job(self, settings: LoraJob) -> JobState:
-        prepared = prepare_job(settings, self.model.config, self.reader)
-        log_notes(prepared.notes)
-        check_comparable(
-            self.config.sweep, [*(job.prepared for job in self.jobs), prepared]
-        )
-        self._check_fits(prepared)
-        check_copy(self.config, self.jobs, settings)
-        job = start_job(prepared, self.model)
-        self._continue([job])
+        job = self._run.open_job(settings)
+        continue_jobs(self._run, [job])
         return job
-
-    def _check_fits(self, prepared: PreparedJob) -> None:
-        try:
-            check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
-        except ConfigError as error:
-            if not self._opened.chooses_replicas:
-                raise
-            raise ConfigError(
-                f"{error} Or end the run (Ctrl-C), add the job to its run file and "
-                "resume it with --replan (Trainer(config, replan=True)): replicas: "
-                "auto then chooses replicas that hold it."
-            ) from None
 
     def clone_job(self, name: str, new_name: str | None = None, **changes: Any) -> None:
         """Adds a copy of a job, which takes its whole state after its next batch.
@@ -216,7 +187,7 @@ class Trainer:
         resume: bool = False,
         drop_state: bool = False,
         callbacks: Sequence[Callback] = (),
-    ) -> RunResult:
+    ) -> RunResult[R]:
         """Trains until every job has ended, or until it is interrupted.
 
         On Ctrl-C (or SIGTERM), it finishes the microbatches that are in flight, writes
@@ -250,73 +221,27 @@ class Trainer:
             keep = self.config.keep_checkpoints
             with explained(self.output_dir, lock), contextlib.ExitStack() as opened:
                 # A resume is refused before anything is compiled.
-                saved = self._check_resumes(drop_state) if resume else None
+                saved = None
+                if resume:
+                    saved = check_may_resume(self._run, drop_state=drop_state)
                 store = RunStore(self.output_dir, lock, saved, keep=keep)
                 opened.callback(store.close)
-                found = self._restore(store)
+                found = restore(self._run, self._live, self._control, store)
                 # A run that does not fit into memory is refused.
-                run = dataclasses.replace(
-                    self._opened, plan=self.plan, layout=self.layout, slots=self.slots
-                ).fitted()
-                self._opened, self.plan, self.layout = run, run.plan, run.layout
-                self._session = session = Session(
-                    run,
-                    self._live,
-                    self._early_exit,
-                    self._suggestions,
-                    store,
-                    found,
-                    lock,
+                self._run = self._run.fitted()
+                first = 0 if found is None else found.number
+                self._live_run = run = LiveRun(
+                    self._run, self._live, self._control, store, lock, first
                 )
-                opened.pop_all()  # from here on, the session closes the files
-                interrupted = session.train(callbacks, self, is_resumed=resume)
-            return self._report(session, interrupted)
-
-    def _check_resumes(self, drop_state: bool) -> FoundRun:
-        """Returns what the folder holds, from which the run goes on; it is locked."""
-        identity = self._opened.identity(self.jobs)
-        prepared, found = [job.prepared for job in self.jobs], self._opened.found
-
-        def check() -> None:
-            nonlocal found
-            found = found.current()
-            found.check(identity, prepared, drop_state=drop_state)
-
-        processes.from_first(check)
-        return found
-
-    def _restore(self, store: RunStore) -> ReadCheckpoint | None:
-        """Restores jobs and requests; returns the checkpoint that has them, if any."""
-        found = store.restore(self._opened.identity(self.jobs))
-        self._drop_suggested(store, found)
-        self._early_exit.restore(None if found is None else found.run.sweep)
-        self._suggestions.restore({} if found is None else found.run.suggested)
-        if found is not None:
-            restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
-            for job in [job for job in self.jobs if job.has_begun]:
-                go_on_with_reference(self.output_dir, job)
-                if job.lacks_references:
-                    read_references(self.output_dir, job, self.model.fingerprint)
-            logger.info("resumed after round %d", found.number)
-        self._live.requests.restore(store.saved_requests())
-        self._continue(self.jobs)
-        return found
-
-    def _drop_suggested(self, store: RunStore, found: ReadCheckpoint | None) -> None:
-        """Drops what was suggested after the checkpoint, as it is suggested again."""
-        known = {} if found is None else found.run.progress
-        record = store.record
-        recorded = processes.from_first(
-            lambda: [] if record is None else record.suggested
-        )
-        # An earlier call of `train` may have suggested some that are not recorded.
-        for name in {*recorded, *self._suggestions.saved()} - known.keys():
-            if name in self._live.added:
-                self._live.drop(name)
+                loop = Loop(run, None if found is None else found.run.stream)
+                opened.pop_all()  # from here on, the loop closes the files
+                interrupted = loop.train(callbacks, self, is_resumed=resume)
+            return self._report(run, interrupted)
 
     def _reset(self) -> None:
         """Discards what an earlier call of `train` has left, but requests to stop."""
-        self.slots = self.layout.empty_slots()
+        slots = self.layout.empty_slots()
+        self._run = dataclasses.replace(self._run, slots=slots)
         for job in self.jobs:
             job.progress, job.parked = JobProgress(), None
 
@@ -339,42 +264,26 @@ class Trainer:
         # Not `replace`, whose rules refuse it for a copy: that has started long ago.
         settings = job.settings.model_copy(update={"continue_from": str(folder)})
         job.prepared = dataclasses.replace(job.prepared, settings=settings)
-        self._continue([job])
+        continue_jobs(self._run, [job])
         return job.progress
 
-    def _continue(self, jobs: Sequence[JobState]) -> None:
-        """Gives jobs that come from another run, and are new here, their states."""
-        for job in jobs:
-            if job.settings.continue_from and job.progress.status == "waiting":
-                continue_job(job, self._opened.identity([job]))
-                there = pathlib.Path(job.settings.continue_from)
-                go_on_with_reference(there, job)
-                if job.lacks_references:
-                    read_references(there, job, self.model.fingerprint)
-
-    def _report(self, session: Session, interrupted: bool) -> RunResult:
-        """Returns the result of a session, and writes and prints it."""
+    def _report(self, run: LiveRun, interrupted: bool) -> RunResult[R]:
+        """Returns the result of the run, and writes its report."""
         compiled_before = self._num_compiled
         self._num_compiled = self.layout.num_compilations()
         adapters = self.output_dir / ADAPTERS
         jobs = tuple(job_result(job, adapters / job.name) for job in self.jobs)
-        is_first, sweep = processes.is_first(), self.config.sweep
-        result = RunResult(
+        result: RunResult[R] = RunResult(
             jobs=jobs,
             output_dir=self.output_dir,
             interrupted=interrupted,
             num_compilations=self._num_compiled - compiled_before,
-            seconds=session.time.compared(),
+            seconds=run.time.compared(),
             peak_bytes=self._compared_peak(),
-            sweep=sweep_report(self.config, self.jobs, jobs) if is_first else None,
         )
-        if is_first:
-            write_report(result, keep_others=sweep is None or sweep.keep_others)
-        report = result.sweep
-        if report is not None and sweep and sweep.merge_best and not interrupted:
-            base = self.config.model, self.config.revision
-            merge_best(report, self.output_dir, *base)
-        return result
+        if not processes.is_first():
+            return result
+        return self._control.report(result, self.jobs, self.config)
 
     def _compared_peak(self) -> Comparison:
         """Returns the peak of the memory beside the prediction, if there is one."""
@@ -382,17 +291,3 @@ class Trainer:
         if need is None:
             return NOT_KNOWN
         return Comparison(predicted=need.total_bytes, measured=measured_peak())
-
-
-def _check_one_group(config: RunConfig) -> None:
-    """Refuses a sweep over several groups of devices.
-
-    Raises:
-        ConfigError: It has several groups, and each is a process of its own.
-    """
-    if config.sweep is not None and config.sweep.has_groups:
-        raise ConfigError(
-            f"sweep.groups is {config.sweep.groups_text}, and a Trainer trains one "
-            "group. Call jaxlora.sweeps.engine.run.run_groups(config), or run jaxlora "
-            "sweep."
-        )

@@ -12,7 +12,7 @@ from unittest import mock
 from jaxlora import FrozenModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.inspect import inspect_path
 from jaxlora.plan.run_plan import RunPlan
-from jaxlora.train import trainer
+from jaxlora.train import control
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.report.plot import plot_losses
@@ -52,7 +52,7 @@ def without_computing(**stream_methods) -> Iterator[None]:
         for owner, name, stub in (
             (JobLifecycle, "evaluate", lambda *_: None),
             (RunPlan, "fit", lambda self, *_: self),
-            (trainer, "write_report", lambda *_, **__: None),
+            (control, "write_report", lambda *_, **__: None),
         ):
             patches.enter_context(mock.patch.object(owner, name, stub))
         yield

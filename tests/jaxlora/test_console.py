@@ -28,7 +28,8 @@ from jaxlora.errors import DataError
 from jaxlora.inspect import inspect_path
 from jaxlora.printable import has_invisible, one_line, printable
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.train.report.summary import JobResult, RunResult, print_summary
+from jaxlora.sweeps.files import print_summary
+from jaxlora.train.report.summary import JobResult, RunResult
 
 NAMES = ["[qv]_proj", "[/x]", "[bold]", ":smile:", "[red]a[/red]", r"\[b]", "[0]"]
 RUN_FILE = r"""

@@ -9,23 +9,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxlora.config import LoraJob
+from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import JaxloraError
 from jaxlora.run import events
 from jaxlora.run.callback import Callback
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_run import SavedSweep
+from jaxlora.sweeps.control import report_sweep
 from jaxlora.sweeps.decisions import compared_steps
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.devices import host_resources
 from jaxlora.sweeps.engine.group_ends import GroupEnds
 from jaxlora.sweeps.engine.link import Link
-from jaxlora.sweeps.rules import Stop
+from jaxlora.sweeps.ranking import SweepReport
+from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState
+from jaxlora.train.report.summary import RunResult
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
-from jaxlora.train.trainer import Trainer
+from jaxlora.train.trainer import RunTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +36,13 @@ _LOOK_SECONDS = 0.2
 MOVED = "moved"  # the rule by which a job ends here because another group has it
 
 
-class GroupControl(Callback):
+class GroupControl(Control[SweepReport], Callback):
     """Decides about the jobs of a group's run as the driver of the sweep says.
 
-    It is the run's `SweepControl` and one of its callbacks. The thread that listens to
-    the driver calls `receive` and `end`; the thread that trains calls the others.
+    It is the run's `Control` and one of its callbacks. The thread that listens to
+    the driver calls `receive` and `end`; the thread that trains calls the others. The
+    driver's ledger has all decisions, so a checkpoint has none, and the driver decides
+    where jobs wait.
 
     Attributes:
         has_begun: Whether the run has begun, so that it ends by a checkpoint.
@@ -79,8 +83,8 @@ class GroupControl(Callback):
         self._speed: float | None = None
 
     @property
-    def _trainer(self) -> Trainer:
-        assert isinstance(self.trainer, Trainer)
+    def _trainer(self) -> RunTrainer:
+        assert isinstance(self.trainer, RunTrainer)
         return self.trainer
 
     # ---- the thread that listens ---------------------------------------------------
@@ -110,13 +114,6 @@ class GroupControl(Callback):
 
     # ---- decisions -----------------------------------------------------------------
 
-    def saved(self) -> SavedSweep | None:
-        """The driver's ledger has all decisions."""
-        return None
-
-    def restore(self, saved: SavedSweep | None) -> None:
-        """The driver's ledger has all decisions."""
-
     def wants_eval(self, job: JobState) -> bool:
         """Whether a job is to be evaluated here because a rule compares it here."""
         if job.prepared.eval_data is None:
@@ -124,7 +121,7 @@ class GroupControl(Callback):
         return job.progress.step in compared_steps(self._rules, job.num_steps)
 
     def note(self, jobs: Sequence[JobState], evaluated: Sequence[JobState]) -> bool:
-        """Asks the driver to decide; see `SweepControl.note`."""
+        """Asks the driver to decide; see `Control.note`."""
         if evaluated:
             self._ask_about(evaluated)
         return bool(evaluated)
@@ -145,15 +142,15 @@ class GroupControl(Callback):
             if is_judged and not self._is_over:
                 self._undecided.clear()
 
-    def stop_of(self, job: JobState) -> Stop | None:
-        """Returns the decision that a job ends; None if it goes on."""
+    def stop_of(self, job: JobState) -> tuple[str, str] | None:
+        """Returns the rule by which a job ends, and the reason; None if it goes on."""
         if job.name in self._dropped and not job.has_slot:
-            return Stop(rule=MOVED, reason="another group trains it")
+            return MOVED, "another group trains it"
         verdict = self._verdicts.get(job.name)
         if verdict is None or not verdict.stop or job.progress.step < verdict.step:
             return None
         rule, reason = verdict.stop
-        return Stop(rule=rule, reason=reason)
+        return rule, reason
 
     def waiting_reason(self, job: JobState) -> str | None:
         """Returns why a job is not to train now; None if it may."""
@@ -168,10 +165,6 @@ class GroupControl(Callback):
         if verdict is not None and verdict.waits and verdict.step == step:
             return f"it waits at step {step} until all configurations have come as far"
         return None
-
-    def num_allowed(self, job: JobState) -> int:
-        """Returns all steps, as the driver decides where the job waits."""
-        return job.num_steps
 
     def wants_checkpoint(self) -> bool:
         """Whether jobs are ready to move to another group, or copies have started."""
@@ -198,6 +191,15 @@ class GroupControl(Callback):
             if time.monotonic() - self._sent > _PROGRESS_SECONDS:
                 self._tell()
         return False
+
+    def report(
+        self,
+        result: RunResult[SweepReport],
+        jobs: Sequence[JobState],
+        config: RunConfig,
+    ) -> RunResult[SweepReport]:
+        """Ranks the configurations that the group has trained; see `report_sweep`."""
+        return report_sweep(result, jobs, config)
 
     # ---- jobs come and go ----------------------------------------------------------
 

@@ -10,11 +10,11 @@ from jaxlora.common.comparison import Comparison
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import CheckpointError
 from jaxlora.run.log import METRICS_FILE, read_events
+from jaxlora.sweeps import files
 from jaxlora.sweeps.engine.state import GROUPS, Configuration, SweepState
-from jaxlora.sweeps.files import merge_best
 from jaxlora.sweeps.importance import is_number
 from jaxlora.sweeps.ranking import SweepReport, Trial
-from jaxlora.train.report.summary import JobResult, RunResult, write_report
+from jaxlora.train.report.summary import JobResult, RunResult
 
 
 def write_result(
@@ -23,7 +23,7 @@ def write_result(
     *,
     interrupted: bool,
     predicted: float | None = None,
-) -> RunResult:
+) -> RunResult[SweepReport]:
     """Writes the report of all groups into the folder of the sweep; merges the best.
 
     Args:
@@ -55,9 +55,7 @@ def write_result(
         seconds=Comparison(predicted=predicted, measured=_seconds(folder) or None),
         sweep=report,
     )
-    write_report(result, keep_others=config.sweep.keep_others)
-    if config.sweep.merge_best and not interrupted:
-        merge_best(report, folder, config.model, config.revision)
+    files.write_result(result, config)
     return result
 
 

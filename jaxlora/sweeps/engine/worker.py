@@ -119,11 +119,11 @@ def train(begin: m.Begin, link: Link, driver: _Driver) -> int:
 
     start_backend()
     from jaxlora.sweeps.engine.group_control import GroupControl
-    from jaxlora.train.trainer import Trainer
+    from jaxlora.train.trainer import RunTrainer
 
     assert config.sweep is not None
     control = GroupControl(link, config.sweep.early_exit)
-    trainer = Trainer(config, control=control)
+    trainer = RunTrainer(config, None, control)
     driver.attach(control)
     trainer.train(callbacks=[control])
     return 0

@@ -1,7 +1,7 @@
 """Answers to held-out records from the slots of a run, and their metric."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,10 @@ from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.batch import Batch, Request
 from jaxlora.generate.batch_shape import batch_shape
 from jaxlora.generate.generator import end_ids
+from jaxlora.generate.metrics import metric_function, value_of
 from jaxlora.hf.load import FrozenModel
-from jaxlora.sweeps.metrics import metric_function, value_of
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState
-
-# Given jobs that have slots, returns the value of the metric of each, by name.
-Measure = Callable[[Sequence[JobState]], dict[str, float]]
 
 # Answers that are generated together. It is always the same, as a batch of another
 # shape rounds differently: so a job has the same answers alone and beside others.

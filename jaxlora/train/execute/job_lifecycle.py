@@ -18,9 +18,10 @@ from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.streams.state import Position
 from jaxlora.train.cloning import end_orphans, start_copies
 from jaxlora.train.execute.executor import StepOutcome
-from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.execute.side_work import SideWork
+from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
+from jaxlora.train.live_run import LiveRun
 
 logger = logging.getLogger(__name__)
 
@@ -31,28 +32,26 @@ class JobLifecycle:
     Attributes:
         jobs: Jobs of the run; more may be added between two microbatches.
         by_slot: The running jobs, by slot.
-        round: Rounds done. Events are of the next one.
         has_events: Whether there were events since it was last set to False.
         may_start: Whether jobs may start now.
         num_changes: How many jobs have started in slots, or left them.
         side_work: Evaluates and exports jobs.
     """
 
-    def __init__(self, run: RunServices, ticks: StreamPlan, first_round: int):
-        """Makes the object; see `Stream`.
-
-        Args:
-            run: Has the jobs and the slots, and decides which jobs may run.
-            ticks: The microbatches.
-            first_round: Rounds done before.
-        """
-        self.jobs, self.by_slot = run.jobs, {}
-        self.round, self.has_events, self.may_start = first_round, False, True
+    def __init__(self, run: LiveRun, executor: StagedExecutor, ticks: StreamPlan):
+        """Makes the object; see `Stream`, whose microbatches `ticks` has."""
+        self.jobs, self.by_slot = run.live.jobs, {}
+        self.has_events, self.may_start = False, True
         self.num_changes = 0
-        self.side_work = SideWork(run, self._send_of)
-        self._run, self._executor, self._ticks = run, run.executor, ticks
+        self.side_work = SideWork(run, executor, self._send_of)
+        self._run, self._executor, self._ticks = run, executor, ticks
         self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
+
+    @property
+    def round(self) -> int:
+        """Rounds done. Events are of the next one."""
+        return self._run.round
 
     # ---- starting and pausing ------------------------------------------------------
 
@@ -108,7 +107,7 @@ class JobLifecycle:
         Where it may have to wait for others of a sweep, none of its microbatches is in
         flight, so it can wait in its slot.
         """
-        return min(self._run.early_exit.num_allowed(job), job.num_steps)
+        return min(self._run.control.num_allowed(job), job.num_steps)
 
     @property
     def active(self) -> list[JobState]:
@@ -140,7 +139,7 @@ class JobLifecycle:
     def _why_held(self, job: JobState) -> str | None:
         """Returns why a job is not to run: by request, or as a sweep compares it."""
         asked = self._run.requests.pause_reason(job.name)
-        return asked or self._run.early_exit.waiting_reason(job)
+        return asked or self._run.control.waiting_reason(job)
 
     def has_work(self) -> bool:
         """Whether a job runs or may start."""
@@ -152,8 +151,7 @@ class JobLifecycle:
 
     def _seen(self) -> tuple[int, ...]:
         """Returns what changes when a job may have to start, to pause or to end."""
-        run = self._run
-        return len(self.jobs), run.requests.version, run.early_exit.version
+        return len(self.jobs), self._run.requests.version, self._run.control.version
 
     def change(self, at_border: Collection[JobState]) -> None:
         """Ends, pauses and starts jobs.
@@ -187,7 +185,7 @@ class JobLifecycle:
         count = 0
         while True:
             # No rung waits any more for a job that has ended or was paused.
-            self._run.early_exit.review(self.jobs)
+            self._run.control.review(self.jobs)
             here = [job for job in self.jobs if job in at_border or not job.has_slot]
             if not (ended := self.end_jobs(here)):
                 return count
@@ -387,8 +385,10 @@ class JobLifecycle:
             patience = job.settings.early_stopping
             reason = f"no better evaluation for {patience} evaluations"
             job.update(status="stopped early", reason=reason)
-        elif (stop := self._run.early_exit.stop_of(job)) is not None:
-            reason = f"{stop.rule}: {stop.reason}"
-            job.update(status="stopped early", reason=reason, stopped_by=stop.rule)
+        elif (stop := self._run.control.stop_of(job)) is not None:
+            rule, reason = stop
+            job.update(
+                status="stopped early", reason=f"{rule}: {reason}", stopped_by=rule
+            )
         elif (reason := self._run.requests.stop_reason(job.name)) is not None:
             job.update(status="stopped", reason=reason)

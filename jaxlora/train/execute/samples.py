@@ -1,7 +1,7 @@
 """Texts that the jobs of a run generate at their evaluations, from their own slots."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.adapters.slots import SlotTable
@@ -11,10 +11,6 @@ from jaxlora.generate.generator import TextDecoder, end_ids
 from jaxlora.generate.prompt import Generation, prompt_text, sample_prompts
 from jaxlora.hf.load import FrozenModel
 from jaxlora.train.execute.slot_decoder import SlotDecoder
-
-# Given the slots of some jobs, generates with their adapters. Returns, by job, what a
-# `SampleEvent` has of each text.
-MakeSamples = Callable[[Mapping[str, int]], dict[str, list[dict[str, Any]]]]
 
 _BATCH_SIZE = 16
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxlora.common.counted import counted
 from jaxlora.run.events import EvalEvent, SampleEvent, losses_by_set
-from jaxlora.train.execute.run_services import RunServices
+from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
+from jaxlora.train.live_run import LiveRun
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +24,19 @@ class SideWork:
         seconds: Time that was not spent on training, in all.
     """
 
-    def __init__(self, run: RunServices, send: Callable[..., None]):
+    def __init__(
+        self, run: LiveRun, executor: StagedExecutor, send: Callable[..., None]
+    ):
         """Makes the object.
 
         Args:
-            run: Evaluates, generates and exports.
+            run: The run; its files get adapters and references.
+            executor: Evaluates jobs.
             send: Sends an event of a job, given the job, the class of the event and its
                 further values.
         """
         self.seconds = 0.0
-        self._run, self._executor, self._send = run, run.executor, send
+        self._run, self._executor, self._send = run, executor, send
         self._references: dict[Hashable, dict[str, np.ndarray]] = {}
         sweep = run.plan.config.sweep
         self._is_maximized = sweep is not None and sweep.metric.is_maximized
@@ -47,7 +51,7 @@ class SideWork:
 
     def wants_eval(self, job: JobState) -> bool:
         """Whether an evaluation is due after the steps that a job has done."""
-        return job.wants_eval() or self._run.early_exit.wants_eval(job)
+        return job.wants_eval() or self._run.control.wants_eval(job)
 
     def evaluate(self, jobs: Sequence[JobState], everyone: Sequence[JobState]) -> bool:
         """Evaluates running jobs, and generates texts with their adapters.
@@ -87,23 +91,26 @@ class SideWork:
                 metric=metric,
                 metrics=of_objective,
             )
-        has_decided = self._run.early_exit.note(everyone, sound)
+        has_decided = self._run.control.note(everyone, sound)
         self._send_samples(sound)
         return has_decided
 
     def _measure_answers(self, jobs: Sequence[JobState]) -> dict[str, float]:
         """Returns the sweep's metric of the answers of each job, if it has one."""
-        if self._run.measure is None or not jobs:
+        meter, slots = self._run.opened.meter, self._run.opened.slots
+        if meter is None or not jobs:
             return {}
         with self._timed():
-            return self._run.measure(jobs)
+            return meter.measure(jobs, slots.tables)
 
     def _send_samples(self, jobs: Sequence[JobState]) -> None:
         """Generates texts with the adapters of jobs that were evaluated."""
-        if self._run.make_samples is None or not jobs:
+        sampler, slots = self._run.opened.sampler, self._run.opened.slots
+        if sampler is None or not jobs:
             return
         with self._timed():
-            samples = self._run.make_samples({job.name: job.slot for job in jobs})
+            named = {job.name: job.slot for job in jobs}
+            samples = sampler.generate(named, slots.tables)
         for job in jobs:
             for values in samples[job.name]:
                 self._send(job, SampleEvent, **values)

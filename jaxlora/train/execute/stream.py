@@ -17,8 +17,9 @@ from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule
 from jaxlora.train.execute.executor import Outcomes, TickWork
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.run_services import RunServices
+from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
+from jaxlora.train.live_run import LiveRun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,19 +88,19 @@ class Stream:
     has left. A checkpoint ends one, too.
     """
 
-    def __init__(self, run: RunServices, first_round: int):
+    def __init__(self, run: LiveRun, executor: StagedExecutor):
         """Makes the object; `restore` and `start` come first.
 
         Args:
-            run: The parts of the run.
-            first_round: Rounds done before.
+            run: The run; jobs may join it, and requests may come, at each border.
+            executor: Has the slots, and runs the microbatches.
         """
+        self._run, self._executor = run, executor
         self._plan, self._config = run.plan, run.plan.config
-        self._executor, self._send = run.executor, run.send
         self._ticks = StreamPlan(
-            run.plan.rules, lambda job, step: run.jobs[job].prepared.lengths(step)
+            run.plan.rules, lambda job, step: run.live.jobs[job].prepared.lengths(step)
         )
-        self._life = JobLifecycle(run, self._ticks, first_round)
+        self._life = JobLifecycle(run, executor, self._ticks)
         self._due: set[str] = set()  # jobs without a step in this round
         self._has_stepped = False  # in this round
         self._stepped: list[JobState] = []  # jobs that are between two batches
@@ -115,7 +116,7 @@ class Stream:
     @property
     def round(self) -> int:
         """Rounds done."""
-        return self._life.round
+        return self._run.round
 
     # ---- checkpoints ---------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class Stream:
         return stepped
 
     def _end_round(self) -> None:
-        self._life.round += 1
+        self._run.round += 1
         self._has_stepped = self._life.has_events = False
         self._due = {job.name for job in self._life.active}
         self._window.num_rounds += 1
@@ -256,7 +257,7 @@ class Stream:
         ticks.forget_figures()
         self._life.num_changes = 0
         self._window = _WindowCounts(window.end)
-        self._send(event)
+        self._run.send(event)
 
     def _by_replica(self) -> tuple[dict[str, Any], ...]:
         """Returns the work of each replica; nothing if replicas are alike."""

@@ -5,7 +5,7 @@ import json
 import math
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import rich.box
 from rich.console import Console
@@ -13,18 +13,15 @@ from rich.table import Table
 
 from jaxlora.common.atomic import write_text
 from jaxlora.common.comparison import NOT_KNOWN, Comparison
-from jaxlora.common.console import literal, show, stdout
-from jaxlora.config import RunConfig
+from jaxlora.common.console import literal, show
 from jaxlora.config.clone import CloneOf
 from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.printable import one_line
 from jaxlora.run.events import WindowEvent
 from jaxlora.run.folder import PICTURE, SUMMARY_FILE
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.log import METRICS_FILE, read_events
+from jaxlora.run.log import METRICS_FILE
 from jaxlora.run.status_view import format_seconds
-from jaxlora.sweeps.files import print_sweep, remove_others, write_sweep
-from jaxlora.sweeps.ranking import SweepReport, Trial
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.plot import plot_losses
 from jaxlora.train.report.progress import format_losses
@@ -53,8 +50,18 @@ class JobResult:
     clone_of: CloneOf | None = None
 
 
+@runtime_checkable
+class Ranking(Protocol):
+    """The ranked configurations of a sweep, as far as a run's report names them."""
+
+    @property
+    def kept(self) -> Sequence[str]:
+        """Names of the best ones."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RunResult:
+class RunResult[R: Ranking]:
     """Result of a run.
 
     Attributes:
@@ -74,7 +81,7 @@ class RunResult:
     num_compilations: int
     seconds: Comparison = NOT_KNOWN
     peak_bytes: Comparison = NOT_KNOWN
-    sweep: SweepReport | None = None
+    sweep: R | None = None
 
 
 class TrainingTime:
@@ -110,35 +117,6 @@ def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
         folder=folder if _is_exported(job) and folder.is_dir() else None,
         clone_of=job.settings.clone_of,
     )
-
-
-def sweep_report(
-    config: RunConfig, jobs: Sequence[JobState], results: Sequence[JobResult]
-) -> SweepReport | None:
-    """Ranks the configurations of a run; None if it has no sweep.
-
-    Args:
-        config: The run.
-        jobs: Its jobs.
-        results: Their results.
-
-    Raises:
-        CheckpointError: The log of the run is damaged.
-    """
-    if config.sweep is None:
-        return None
-    trials = [
-        Trial(
-            settings=job.settings,
-            num_steps=job.num_steps,
-            progress=job.progress,
-            folder=result.folder,
-        )
-        for job, result in zip(jobs, results, strict=True)
-    ]
-    events = read_events(pathlib.Path(config.output_dir) / METRICS_FILE)
-    num_devices = config.num_devices
-    return SweepReport.of(config.sweep, trials, events, num_devices)
 
 
 def _is_exported(job: JobState) -> bool:
@@ -214,17 +192,8 @@ def summary_table(result: RunResult) -> Table:
     return table
 
 
-_INTERRUPTED = "Interrupted; a checkpoint was written. Continue with --resume."
-
-
-def print_summary(result: RunResult, console: Console | None = None) -> None:
+def print_jobs(result: RunResult, console: Console) -> None:
     """Prints the table, where the PEFT folders are, and why jobs ended early."""
-    console = console or stdout()
-    if result.sweep is not None:
-        print_sweep(result.sweep, result.output_dir, console)
-        if result.interrupted:
-            show(console, _INTERRUPTED)
-        return
     show(console, summary_table(result))
     for job in result.jobs:
         last, sets = job.progress.last_eval, job.progress.last_eval_sets
@@ -243,8 +212,6 @@ def print_summary(result: RunResult, console: Console | None = None) -> None:
         *result.peak_bytes.line("peak memory", format_bytes),
     ):
         show(console, line, soft_wrap=True)
-    if result.interrupted:
-        show(console, _INTERRUPTED)
 
 
 def _seconds(seconds: float) -> str:
@@ -252,18 +219,8 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 600 else format_seconds(seconds)
 
 
-def write_report(result: RunResult, *, keep_others: bool = True) -> None:
-    """Writes summary.json, losses.png and the files of a sweep into the run's folder.
-
-    Args:
-        result: The result.
-        keep_others: Whether the PEFT folders of a sweep's other configurations stay, if
-            the sweep has ended.
-    """
-    if result.sweep is not None:
-        if not (keep_others or result.interrupted):
-            remove_others(result.sweep, result.output_dir)
-        write_sweep(result.sweep, result.output_dir)
+def write_report(result: RunResult) -> None:
+    """Writes summary.json and losses.png into the run's folder."""
     jobs = {
         job.name: {
             "rank": job.rank,

@@ -14,12 +14,12 @@ from jaxlora import RunConfig, Trainer
 from jaxlora.errors import JaxloraError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import read_events
+from jaxlora.sweeps.files import print_summary
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.report.summary import (
     JobResult,
     RunResult,
-    print_summary,
     ranked,
     write_report,
 )

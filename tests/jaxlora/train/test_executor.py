@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +19,11 @@ from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.resolve import resolve
 from jaxlora.run.log import RunLog, read_events
-from jaxlora.train.early_exit import EarlyExit
-from jaxlora.train.execute.run_services import RunServices
+from jaxlora.train.control import Control
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.job_state import JobState
-from jaxlora.train.requests import Requests
+from jaxlora.train.live_jobs import LiveJobs
+from jaxlora.train.live_run import LiveRun
 from tests import tiny
 from tests.jaxlora.train.late_executor import LateExecutor
 
@@ -100,25 +101,21 @@ def drive(tmp_path):
         plan = resolve(config, base, prepared, this_machine())
         folder = tmp_path / str(in_flight)
         folder.mkdir()
-        log, exported, requests = RunLog(folder, keep_rounds=None), {}, Requests()
+        log, exported = RunLog(folder, keep_rounds=None), {}
+        live = LiveJobs(runs, (), lambda settings: pytest.fail(settings.name))
+        requests = live.requests
 
-        def export(run: JobState) -> None:
-            exported[run.name] = executor.steps[run.slot]
-            if run.name == "stalls":
+        def export(job: JobState) -> None:
+            exported[job.name] = executor.steps[job.slot]
+            if job.name == "stalls":
                 requests.stop("asked", "enough")  # between two borders
 
         with contextlib.closing(log):
-            services = RunServices(
-                plan=plan,
-                jobs=runs,
-                executor=executor,
-                requests=requests,
-                early_exit=EarlyExit(config, lambda name: False),
-                export=export,
-                keep_references=lambda job: None,
-                send=log.on_event,
-            )
-            stream = Stream(services, first_round=0)
+            run = mock.create_autospec(LiveRun, instance=True, plan=plan, round=0)
+            run.live, run.requests, run.control = live, requests, Control()
+            run.opened = mock.Mock(sampler=None, meter=None)
+            run.export, run.send = export, log.on_event
+            stream = Stream(run, executor)
             stream.restore(None)
             with stream:
                 while stream.start():

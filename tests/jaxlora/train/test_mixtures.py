@@ -11,7 +11,7 @@ import pytest
 
 from jaxlora import LoraJob, Trainer, load_run
 from jaxlora.run.log import read_events
-from jaxlora.train.report.summary import print_summary
+from jaxlora.sweeps.files import print_summary
 from tests import tiny
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of

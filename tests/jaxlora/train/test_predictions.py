@@ -15,10 +15,10 @@ from jaxlora.plan.mesh import machine
 from jaxlora.plan.mesh.predict import SLOT_SECONDS
 from jaxlora.run.folder import SUMMARY_FILE
 from jaxlora.run.log import METRICS_FILE, read_events
+from jaxlora.sweeps.files import print_summary
 from jaxlora.train import trainer
 from jaxlora.train.execute.executor import Outcomes, TickWork
 from jaxlora.train.execute.stream import _Moment, _WindowCounts
-from jaxlora.train.report.summary import print_summary
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.train.conftest import TWO_SLOTS
 

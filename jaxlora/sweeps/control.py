@@ -1,9 +1,10 @@
-"""Decides which configurations of a sweep end early, and which wait for others."""
+"""The rules, the search and the report of a sweep, as what controls its run."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
-from jaxlora.config import RunConfig
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.run.saved_run import SavedSweep
 from jaxlora.sweeps.decisions import (
     Decided,
@@ -13,82 +14,41 @@ from jaxlora.sweeps.decisions import (
     compared_steps,
     halving_of,
 )
+from jaxlora.sweeps.files import write_result
+from jaxlora.sweeps.ranking import SweepReport, Trial
 from jaxlora.sweeps.rules import Stop
+from jaxlora.sweeps.suggesting import Suggestions
+from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState
+from jaxlora.train.report.summary import RunResult
 
 
-@runtime_checkable
-class SweepControl(Protocol):
-    """Decides about the jobs of a run, and gives it further ones.
-
-    The thread that trains calls all methods, between two microbatches.
-
-    Attributes:
-        version: Changes when jobs may start, end or have to wait for a new reason.
-    """
-
-    version: int
-
-    def saved(self) -> SavedSweep | None:
-        """Returns what a checkpoint keeps; None: nothing."""
-
-    def restore(self, saved: SavedSweep | None) -> None:
-        """Takes over what a checkpoint has kept."""
-
-    def wants_eval(self, job: JobState) -> bool:
-        """Whether a job is to be evaluated here because a rule compares it here."""
-
-    def note(self, jobs: Sequence[JobState], evaluated: Sequence[JobState]) -> bool:
-        """Decides after evaluations; returns whether anything may have been decided.
-
-        Args:
-            jobs: All jobs of the run.
-            evaluated: Those that were evaluated just now, after the same microbatch.
-        """
-
-    def review(self, jobs: Sequence[JobState]) -> None:
-        """Looks for what is due before jobs end, pause and start."""
-
-    def stop_of(self, job: JobState) -> Stop | None:
-        """Returns the decision that a job ends; None if it goes on."""
-
-    def waiting_reason(self, job: JobState) -> str | None:
-        """Returns why a job is not to train now; None if it may."""
-
-    def num_allowed(self, job: JobState) -> int:
-        """Returns the number of optimizer steps after which a job may have to wait."""
-
-    def wants_checkpoint(self) -> bool:
-        """Whether a checkpoint is to be written where a round ends next."""
-
-    def wait(self, is_asked_to_end: Callable[[], bool]) -> bool:
-        """Waits while no job may train; returns whether the run is to look again.
-
-        Args:
-            is_asked_to_end: Whether a signal has asked for the run's end meanwhile.
-        """
-
-
-class EarlyExit(SweepControl):
-    """The rules of a run's sweep, with what they have seen and decided.
+class SweepControl(Control[SweepReport]):
+    """The rules of a run's sweep, with what they have seen and decided, and its search.
 
     Evaluations come in the order of the microbatches, and a decision is made once, at
     the evaluation that it follows from. So it does not depend on time, and a resumed
     run decides the same. Jobs without held-out samples do not take part.
     """
 
-    def __init__(self, config: RunConfig, is_held: Callable[[str], bool]):
+    def __init__(self, config: RunConfig):
         """Makes the object.
 
         Args:
-            config: The run.
-            is_held: Whether the user has asked for a job to pause, by name.
+            config: The run; without a sweep, nothing is decided.
+
+        Raises:
+            ConfigError: Optuna is not installed, and the search needs it.
         """
         self._rules = () if config.sweep is None else config.sweep.early_exit
         self._metric = None if config.sweep is None else config.sweep.metric
-        self._is_held = is_held
+        self._is_held: Callable[[str], bool] = lambda _: False
         self._found = Decisions(self._rules, self._metric)
-        self.version = 0
+        self._suggestions = Suggestions(config)
+
+    def attach(self, is_held: Callable[[str], bool]) -> None:
+        """Takes the test of whether the user has asked for a job to pause, by name."""
+        self._is_held = is_held
 
     # ---- checkpoints ---------------------------------------------------------------
 
@@ -105,15 +65,25 @@ class EarlyExit(SweepControl):
             halving=halving_of(self._rules),
         )
 
-    def restore(self, saved: SavedSweep | None) -> None:
-        """Takes over what was seen and decided; None: nothing.
+    def suggested(self) -> dict[str, dict[str, float]]:
+        """Returns the place on each axis of the jobs that were suggested, by name."""
+        return self._suggestions.saved()
+
+    def restore(
+        self, saved: SavedSweep | None, suggested: dict[str, dict[str, float]]
+    ) -> None:
+        """Takes over what was seen, decided and suggested.
 
         Raises:
-            CheckpointError: Its rungs of halving are others than those of the run.
+            CheckpointError: Its rungs of halving are others than those of the run, or
+                a place is not on the axes of the search.
         """
         self._found = Decisions(self._rules, self._metric)
-        if saved is None:
-            return
+        if saved is not None:
+            self._restore(saved)
+        self._suggestions.restore(suggested)
+
+    def _restore(self, saved: SavedSweep) -> None:
         check_same_rungs(self._rules, saved.halving, "the checkpoint")
         self._found.points = {n: list(points) for n, points in saved.points.items()}
         self._found.metrics = {n: list(found) for n, found in saved.metrics.items()}
@@ -122,6 +92,12 @@ class EarlyExit(SweepControl):
 
     # ---- decisions -----------------------------------------------------------------
 
+    def suggest(
+        self, jobs: Sequence[JobState], num_slots: int, add: Callable[[LoraJob], None]
+    ) -> bool:
+        """Adds what the search suggests now; see `Control.suggest`."""
+        return self._suggestions.add_due(jobs, num_slots, add)
+
     def wants_eval(self, job: JobState) -> bool:
         """Whether a job is to be evaluated here because a rule compares it here."""
         if job.prepared.eval_data is None:
@@ -129,7 +105,7 @@ class EarlyExit(SweepControl):
         return job.progress.step in compared_steps(self._rules, job.num_steps)
 
     def note(self, jobs: Sequence[JobState], evaluated: Sequence[JobState]) -> bool:
-        """Decides after evaluations; see `SweepControl.note`."""
+        """Decides after evaluations; see `Control.note`."""
         if not self._rules:
             return False
         points, metrics = [], {}
@@ -146,9 +122,10 @@ class EarlyExit(SweepControl):
         """Decides about the rungs to which all jobs have come."""
         self._found.review(self._standings(jobs))
 
-    def stop_of(self, job: JobState) -> Stop | None:
-        """Returns the decision that a job ends; None if it goes on."""
-        return self._found.stops.get(job.name)
+    def stop_of(self, job: JobState) -> tuple[str, str] | None:
+        """Returns the rule by which a job ends, and the reason; None if it goes on."""
+        stop = self._found.stops.get(job.name)
+        return None if stop is None else (stop.rule, stop.reason)
 
     def waiting_reason(self, job: JobState) -> str | None:
         """Returns why a job is to wait for others; None if it may go on."""
@@ -163,14 +140,6 @@ class EarlyExit(SweepControl):
             return job.num_steps
         step, num_steps = job.progress.step, job.num_steps
         return self._found.num_allowed(job.name, step, num_steps)
-
-    def wants_checkpoint(self) -> bool:
-        """No checkpoint is needed besides those of the run's settings."""
-        return False
-
-    def wait(self, is_asked_to_end: Callable[[], bool]) -> bool:
-        """Nothing comes from elsewhere, so the run may end."""
-        return False
 
     def _standings(self, jobs: Sequence[JobState]) -> dict[str, Standing]:
         return {
@@ -191,3 +160,45 @@ class EarlyExit(SweepControl):
             is_held=self._is_held(job.name),
             has_failed=progress.status == "failed",
         )
+
+    def report(
+        self,
+        result: RunResult[SweepReport],
+        jobs: Sequence[JobState],
+        config: RunConfig,
+    ) -> RunResult[SweepReport]:
+        """Ranks the configurations, if there is a sweep; see `report_sweep`."""
+        if config.sweep is None:
+            return super().report(result, jobs, config)
+        return report_sweep(result, jobs, config)
+
+
+def report_sweep(
+    result: RunResult[SweepReport], jobs: Sequence[JobState], config: RunConfig
+) -> RunResult[SweepReport]:
+    """Ranks configurations; writes the report, and merges the best if asked to.
+
+    Args:
+        result: The result of the run, without the report of its sweep.
+        jobs: The jobs of the run.
+        config: The run; none of its settings is `auto`.
+
+    Raises:
+        JaxloraError: The log of the run is damaged, a file cannot be written, or the
+            best configuration cannot be merged.
+    """
+    assert config.sweep is not None
+    trials = [
+        Trial(
+            settings=job.settings,
+            num_steps=job.num_steps,
+            progress=job.progress,
+            folder=found.folder,
+        )
+        for job, found in zip(jobs, result.jobs, strict=True)
+    ]
+    events = read_events(result.output_dir / METRICS_FILE)
+    report = SweepReport.of(config.sweep, trials, events, config.num_devices)
+    result = dataclasses.replace(result, sweep=report)
+    write_result(result, config)
+    return result
