@@ -124,10 +124,10 @@ def test_the_only_checkpoint_is_damaged(run):
         (b'{"a": "\xff"}', "is damaged: 'utf-8' codec"),
         (b"[" * 100_000, "is damaged: maximum recursion"),
         (b'{"format": ' + b"9" * 5000 + b"}", "is damaged: Exceeds the limit"),
-        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 7"),
+        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 8"),
         (b"{}", "has format None"),
-        (b'{"format": 7}', "its checksum does not match its contents"),
-        (b'{"format": 7, "a": NaN, "checksum": ""}', "Out of range float values"),
+        (b'{"format": 8}', "its checksum does not match its contents"),
+        (b'{"format": 8, "a": NaN, "checksum": ""}', "Out of range float values"),
     ],
 )
 def test_metadata_that_is_none(run, text, message):

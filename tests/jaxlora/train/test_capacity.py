@@ -368,11 +368,11 @@ def test_a_device_that_does_not_report_its_memory(config, spec, monkeypatch, cap
         more = dataclasses.replace(bounds, largest=largest)
         assert settle(config(), spec, more).microbatch_tokens == tokens
     assert f"microbatch_tokens: auto: {tokens}, at most 4096" in caplog.text
-    fixed = dataclasses.replace(bounds, fixed=2**30)
+    fixed = dataclasses.replace(bounds, fixed=2**20)
     needs = r"remat: auto needs .* none, elementwise, mlp or layer"
     with pytest.raises(ConfigError, match=needs):
         settle(config(remat="auto"), spec, fixed)
-    given = config(microbatch_tokens=2**30)
+    given = config(microbatch_tokens=2**20)
     assert settle(given, spec, fixed) == given
     assert settle(given, spec, fixed, lambda config: PROGRAMS) == given
     assert len([m for m in caplog.messages if "memory: not checked" in m]) == 1
