@@ -106,13 +106,13 @@ Bool = Annotated[bool, BeforeValidator(_check_bool)]
 Int = Annotated[int, Field(ge=-_LARGEST_INT, le=_LARGEST_INT), Number]
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST_INT), Number]
-# Of one axis, or one kind of replicas or groups; more are a slip of the keyboard.
+# Bounds one axis, or one kind of replicas or groups. More are a slip of the keyboard.
 MOST_DEVICES = 65_536
 Devices = Annotated[int, Field(gt=0, le=MOST_DEVICES), Number]
-# Of a job, of which the device counts in 32 bits.
+# Bounds a job, whose steps the device counts in 32 bits.
 MOST_STEPS = 10**9
 Steps = Annotated[int, Field(gt=0, le=MOST_STEPS), Number]
-# Of a microbatch; more are a slip of the keyboard, and take minutes to compile.
+# Bounds a microbatch. More are a slip of the keyboard, and take minutes to compile.
 MOST_TOKENS = 2**20
 Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS), Number]
 Indices = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]

@@ -35,7 +35,7 @@ _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """What is known about this process's place among those of a run.
+    """The place of this process among those of a run, as far as it is known.
 
     Attributes:
         coordinator: Host and port at which process 0 coordinates the others.

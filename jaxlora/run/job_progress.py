@@ -20,8 +20,7 @@ class JobProgress:
         slot: Slot of the job while it runs.
         step: Optimizer steps done; the position in the data follows from it.
         num_tokens: Tokens of the samples trained on, prompts included.
-        num_target_tokens: Tokens of these whose loss counts; None: an earlier version
-            began the job, and did not count them.
+        num_target_tokens: Tokens of these whose loss counts.
         first_loss: Training loss of the first step, in nats per target token.
         last_loss: Training loss of the latest step.
         first_eval: Evaluation loss before the first step.
@@ -43,7 +42,7 @@ class JobProgress:
     slot: int | None = None
     step: int = 0
     num_tokens: int = 0
-    num_target_tokens: int | None = None
+    num_target_tokens: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
     first_eval: float | None = None

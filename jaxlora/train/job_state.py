@@ -344,11 +344,10 @@ class JobState:
     def note_step(self, loss: float, num_tokens: int, num_target_tokens: int) -> None:
         """Counts one optimizer step."""
         first = self.progress.first_loss
-        targets = self.progress.num_target_tokens if self.progress.step else 0
         self.update(
             step=self.progress.step + 1,
             num_tokens=self.progress.num_tokens + num_tokens,
-            num_target_tokens=None if targets is None else targets + num_target_tokens,
+            num_target_tokens=self.progress.num_target_tokens + num_target_tokens,
             first_loss=loss if first is None else first,
             last_loss=loss,
         )

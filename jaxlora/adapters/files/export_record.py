@@ -104,7 +104,6 @@ def write_record(folder: pathlib.Path, record: ExportRecord) -> None:
         for name in (*_FILES, *copied)
     }
     record = record.model_copy(update={"checksums": checksums})
-    # Without settings that are not used, earlier versions can read the record.
     text = json.dumps(record.model_dump(exclude_defaults=True), indent=2) + "\n"
     (folder / RECORD_FILE).write_text(text, encoding="utf-8")
 

@@ -73,7 +73,7 @@ class BaseTables:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedTable:
-    """What a folder holds of the embedding or of the head.
+    """The parts of an adapter folder that change the embedding, or the head.
 
     Attributes:
         frozen: The weight that was trained on; None: that of the base.

@@ -166,7 +166,7 @@ class RenderedConversation:
             )
         last, tail = len(self._messages) - 1, trace.tail_start or len(self.text) + 1
         found = [
-            # What follows the loop ends the last turn, as Phi-3's <|endoftext|> does.
+            # Text after the loop ends the last turn, as Phi-3's <|endoftext|> does.
             (start, end, last if index is None and start >= tail else index)
             for start, end, index in trace.generations
         ]

@@ -109,7 +109,7 @@ def _read(path: pathlib.Path) -> tuple[list[Record], int, str]:
                 raise ValueError(f"it is a {type(record).__name__}, not an object")
             given, seal = record.pop("checksum", None), checksum([seal, record])
             if given is None:
-                raise ValueError("it has no checksum, as in files of earlier versions")
+                raise ValueError("it has no checksum")
             if given != seal:
                 raise ValueError("its checksum does not match it and the lines before")
             if (record.get("kind") == "sweep") != (number == 1):

@@ -1,4 +1,4 @@
-"""What the programs of a stage take and give, by name: placement and shapes."""
+"""Arguments and results of the programs of a stage, by name: placement and shapes."""
 
 import dataclasses
 import functools

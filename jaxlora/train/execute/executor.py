@@ -1,4 +1,4 @@
-"""What a stream gives its executor, and gets from it; see `StagedExecutor`."""
+"""Values that a stream and its executor exchange; see `StagedExecutor`."""
 
 import dataclasses
 from collections.abc import Mapping

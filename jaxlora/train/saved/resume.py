@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FoundRun:
-    """What the folder of a run holds, read and validated; tensors are not read.
+    """The contents of a run's folder, read and validated; tensors are not read.
 
     Only the first process reads it; the others have an empty one.
 

@@ -462,7 +462,7 @@ def test_a_small_space_is_exhausted_whatever_is_wanted(monkeypatch):
 
 
 def test_names_are_found_at_once():
-    """Of names that would be equal, each gets the number after the last one."""
+    """Each of the names that would be equal gets the number after the last one."""
 
     class Taken(set):
         num_asked = 0

@@ -48,7 +48,7 @@ def adapter_shape(name: str) -> SavedAdapter:
     )
 
 
-# Of a run without samples, which tests can save where they need no microbatches.
+# A run without samples has this stream; tests save it where they need no microbatches.
 NO_STREAM = SavedStream.of("", [], StreamState(), [], Hint(), 0, {}, [])
 
 

@@ -59,7 +59,7 @@ def test_ties_go_by_the_loss_and_then_to_the_later_step(case, is_maximized):
 
 
 def test_a_job_that_was_resumed_decides_the_same():
-    """What a checkpoint keeps of its progress is enough, between any two."""
+    """The progress that a checkpoint keeps is enough, between any two."""
     evaluations = [(2.0, 0.6), (1.5, 0.6), (1.5, 0.7), (1.4, 0.7), (1.6, 0.7)]
     whole = job()
     found = evaluate(whole, evaluations, is_maximized=True)

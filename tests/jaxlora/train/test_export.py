@@ -99,7 +99,6 @@ def test_chat_template_kwargs_stay_with_the_adapter(tmp_path, monkeypatch):
     shapes = dict.fromkeys(made_run.LINEARS, (made_run.K, made_run.N))
     kwargs = [import_peft(out / n, shapes).chat_template_kwargs for n in jobs]
     assert kwargs == [off, {}]
-    # Earlier versions read records without the setting.
     assert "kwargs" not in (out / "done" / "jaxlora.json").read_text()
 
 
