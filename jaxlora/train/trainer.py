@@ -77,7 +77,7 @@ class RunTrainer[R: Ranking]:
 
     @property
     def plan(self) -> RunPlan:
-        """What was decided about the run."""
+        """The decisions about the run, made before it trains."""
         return self._run.plan
 
     @plan.setter

@@ -43,7 +43,7 @@ def written(make_adapter, export, folder, tmp_path):
 
 
 def updates(file, heads=HEADS) -> dict[str, np.ndarray]:
-    """What llama.cpp adds to each weight, by the name of the weight."""
+    """Returns the update that llama.cpp adds to each weight, by the weight's name."""
     alpha, out = file.fields["adapter.lora.alpha"], {}
     for name in file.tensors:
         weight, _, kind = name.rpartition(".")

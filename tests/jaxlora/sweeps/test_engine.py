@@ -67,7 +67,7 @@ def test_planned_groups_take_their_own_in_order_and_then_what_is_left():
     assert given(state, groups, {1: 6}) == ["c1", "e1", "f1", "a1", "b1", "d1"]
     urgent = configurations(dict(a=4, b=8, c=64, d=8, e=16, f=8), a=1, c=1)
     assert given(urgent, groups, {0: 2, 1: 1}) == ["a0", "c1", "d0"]
-    # What joined later goes where it fits; what fits nowhere is refused by a worker.
+    # Later jobs go where they fit; a worker refuses those that fit nowhere.
     late = configurations(dict(a=4, x=8, y=128))
     assert given(late, groups, {0: 9}) == ["a0", "x0"]
     assert given(late, groups, {1: 9}) == ["y1", "x1", "a1"]

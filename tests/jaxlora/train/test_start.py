@@ -1,4 +1,4 @@
-"""What a run does before its first step, and beside what."""
+"""The order of a run's work before its first step, and what runs side by side."""
 
 import concurrent.futures
 import sys

@@ -50,7 +50,7 @@ IMPORTED_BY = {
     "huggingface_hub.errors": ("jaxlora.hf",),
     "pyarrow.parquet": ("jaxlora.data.records.files",),
 }
-# What the packages above would bring along.
+# The packages above would bring these along.
 _WITH_THEM = ("google.protobuf", "httpx", "httpx2", "PIL", "pandas", "IPython")
 # Packages that no run needs.
 _NEVER = ("torch", "triton", "transformers", "datasets", "wandb", "trackio")

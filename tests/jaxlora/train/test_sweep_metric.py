@@ -104,7 +104,7 @@ def test_ranking_exits_and_weights_follow_the_metric(whole):
     assert len(set(best.values())) > 1, "the rates make a difference"
     for name, progress in found.progress.items():
         assert progress.best_metric == best[name]
-        # Of equal metrics, that with the lowest loss; its weights are in the folder.
+        # The lowest loss decides between equal metrics; its weights are in the folder.
         losses = dict(zip(evaluated[name], found.evals[name], strict=True))
         equal = [step for step, value in metrics[name] if value == best[name]]
         assert progress.best_step == min(reversed(equal), key=losses.__getitem__)
@@ -152,7 +152,7 @@ def at(metrics, trial, step: int) -> float:
 
 
 def test_the_metric_is_that_of_the_exported_weights(whole, model):
-    """Of each configuration, by the generator that users call on its folder."""
+    """The generator that users call on a folder gives each configuration's metric."""
     _, found = whole
     tokenizer = load_tokenizer(model.folder)
     adapters = {t.settings.name: t.folder for t in found.result.sweep.trials}

@@ -292,7 +292,7 @@ def test_lanes_take_as_long_as_one_plan_over_everything(num_stages, num_lanes, b
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(6))
 def test_jobs_join_and_leave_between_any_two_ticks(kind, seed):
-    """What was planned and has not run is planned anew; all rules hold throughout."""
+    """Planned ticks that have not run are planned anew; all rules hold throughout."""
     rng, mix, of = random.Random(seed), Mix(seed, num_jobs=6), KINDS[kind]
     num_slots = 4
     state, waiting, stopped = StreamState(), list(range(6)), set()
