@@ -87,15 +87,25 @@ def test_a_script_ends_after_the_work(tmp_path, last, status, says):
 
 
 def test_ctrl_c_ends_a_script_that_waits_for_the_work():
+    # A signal just before the main thread waits does not wake it: Ctrl-C again.
     script = """
 import os, signal, threading
 from jaxlora.common.background import in_background
 
+heard = threading.Event()
+
+def hear(number, frame):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    heard.set()
+    raise KeyboardInterrupt
+
 def work():
     threading.main_thread().join()
-    os.kill(os.getpid(), signal.SIGINT)
+    while not heard.wait(0.2):
+        os.kill(os.getpid(), signal.SIGINT)
     threading.Event().wait()
 
+signal.signal(signal.SIGINT, hear)
 in_background(work)
 """
     command = [sys.executable, "-c", script]
