@@ -278,14 +278,24 @@ OF_RUN = OtherNames(
     hints=OF_JOB.hints,
 )
 
+# What `streaming` is for in other tools.
+STREAMING = (
+    "Records are read once, before training, and their tokens lie in a mapped file, so "
+    "that data may be larger than memory. If a dataset on the hub is too large for the "
+    "disk, set limit: the records after it are not downloaded. Leave streaming out."
+)
+
 OF_DATA = OtherNames(
     same={"dataset_text_field": "text", "max_samples": "limit"},
     hints={
         "mix_strategy": "Set mix: concat or interleave; interleave_under and "
         "interleave_over are the stopping_strategy first_exhausted and all_exhausted.",
         "interleave_probs": "Set probabilities: a list with one for each data set.",
-        "buffer_size": "Set `streaming: true` and shuffle_buffer, the samples within "
-        "which samples are shuffled.",
+        "streaming": STREAMING,
+        "buffer_size": "All samples of a data set are shuffled. Leave it out.",
+        "shuffle_buffer": "All samples of a data set are shuffled. Leave it out.",
+        "skip": "Set eval_fraction to hold out records; or split for a part of a "
+        "dataset on the hub, such as train[1000:].",
         "weights": "Set `mix: interleave` and probabilities beside datasets.",
         "type": "Set kind if the fields of the records do not tell what they are.",
         "name": "Set subset for the configuration of a dataset on the hub.",

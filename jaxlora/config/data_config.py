@@ -12,7 +12,6 @@ from jaxlora.config.strict import (
     Bool,
     InputPath,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveInt,
     StrictModel,
 )
@@ -84,42 +83,6 @@ def _probabilities_fit(data: Any) -> tuple[str, str] | None:
         return "probabilities", (
             f"a data set of probability 0 is never read, so {data.stopping_strategy} "
             "would never end. Leave the data set out."
-        )
-    return None
-
-
-def _only_shards_are_streamed(data: Any) -> tuple[str, str] | None:
-    fields = DataConfig.model_fields
-    for name in ("skip", "shuffle_buffer"):
-        if not data.streaming and getattr(data, name) != fields[name].default:
-            return name, f"{name} needs `streaming: true`. Set it, or leave {name} out."
-    if data.limit and data.shuffle_buffer != fields["shuffle_buffer"].default:
-        return "shuffle_buffer", (
-            "with limit, the first records are read before training and shuffled as a "
-            "whole. Leave shuffle_buffer out, or limit."
-        )
-    return None
-
-
-def _mixed_streams_have_no_end(data: Any) -> tuple[str, str] | None:
-    is_stream = [one.is_stream for one in data.datasets]
-    if not any(is_stream):
-        return None
-    if not all(is_stream):
-        return "datasets", (
-            "some data sets are streamed, and others have an end. Set `streaming: "
-            "true` in each, which a file may have, too; or limit, to read the first "
-            "records of those that are streamed."
-        )
-    if data.mix != "interleave":
-        return "mix", (
-            "data sets that are streamed have no end, after which another could come. "
-            "Set `mix: interleave`."
-        )
-    if data.stopping_strategy != "first_exhausted":
-        return "stopping_strategy", (
-            "data sets that are streamed have no end: a set of which all records were "
-            "read begins anew. Leave it out."
         )
     return None
 
@@ -212,8 +175,8 @@ class DataConfig(StrictModel):
 
     Attributes:
         path: A .jsonl, .json, .parquet, .csv, .arrow or .feather file, a folder written
-            by `datasets.save_to_disk`, or a dataset id on the Hugging Face hub. With
-            `streaming`, a folder of such files or a glob.
+            by `datasets.save_to_disk`, or a dataset id on the Hugging Face hub. Also a
+            folder of such files or a glob, whose files are read by name.
         split: Split of a Hugging Face dataset.
         subset: Configuration name of a dataset on the hub.
         revision: Branch, tag or commit of a dataset on the hub.
@@ -255,15 +218,8 @@ class DataConfig(StrictModel):
             `last` answer of a chat only, or on all.
         append_eos: End plain text and completions outside chat templates with the
             tokenizer's end-of-sequence token.
-        limit: Number of records to use, from the first; None: all.
-        streaming: Read shards while training, for sets larger than memory or disk: the
-            files of a folder or a glob, or of a dataset on the hub, which is not
-            downloaded. With `limit`, only the first records are read, before training.
-        skip: Number of first records to leave out of what is streamed, such as those
-            that `eval_data` has with `limit`.
-        shuffle_buffer: Records of a window of what is streamed, rounded up to whole
-            global batches. With the job's `shuffle`, each pass reads the shards in
-            another order, and the samples of a window are permuted.
+        limit: Number of records to use, from the first; None: all. Of a dataset on the
+            hub, the others are not downloaded.
         bad_records: What to do with a record that cannot be used, such as one without
             the field or one that the chat template refuses: `error` ends the run
             before it trains and names the record; `drop` leaves it out and counts it.
@@ -276,8 +232,7 @@ class DataConfig(StrictModel):
             `interleave`; None: one of each in turn.
         stopping_strategy: When `interleave` ends: with the first data set of which all
             samples were taken (the others are cut), with the last one (the others begin
-            again), or with the last one, each sample once. Data sets that are streamed
-            have no end: those of which all records were read begin again.
+            again), or with the last one, each sample once.
     """
 
     aliases = OF_DATA
@@ -287,8 +242,6 @@ class DataConfig(StrictModel):
         _data_sets_are_plain,
         _only_interleaved_sets_are_drawn,
         _probabilities_fit,
-        _only_shards_are_streamed,
-        _mixed_streams_have_no_end,
     )
 
     path: InputPath = ""
@@ -313,9 +266,6 @@ class DataConfig(StrictModel):
     loss_on: Literal["completion", "last", "all"] = "completion"
     append_eos: Bool = True
     limit: PositiveInt | None = None
-    streaming: Bool = False
-    skip: NonNegativeInt = 0
-    shuffle_buffer: PositiveInt = 8192
     bad_records: Literal["error", "drop"] = "error"
     datasets: tuple["DataConfig", ...] = ()
     mix: Literal["concat", "interleave"] = "concat"
@@ -328,13 +278,6 @@ class DataConfig(StrictModel):
     def sets(self) -> tuple["DataConfig", ...]:
         """The data sets, each of which has a path."""
         return self.datasets or (self,)
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether records are read while training, window by window."""
-        if self.datasets:
-            return any(one.is_stream for one in self.datasets)
-        return self.streaming and self.limit is None
 
     @property
     def set_names(self) -> tuple[str, ...]:

@@ -66,43 +66,6 @@ def _held_out_sets_are_whole(job: Any) -> tuple[str, str] | None:
     return None
 
 
-def _held_out_records_end(job: Any) -> tuple[str, str] | None:
-    if job.eval_data is not None and job.eval_data.is_stream:
-        return "eval_data", (
-            "held-out records are read before training: set limit, the number of first "
-            "records that are streamed, beside streaming in eval_data."
-        )
-    return None
-
-
-def _streams_need_no_totals(job: Any) -> tuple[str, str] | None:
-    if not job.data.is_stream:
-        return None
-    if job.steps is None:
-        return "steps", (
-            "data are streamed, so the length of an epoch is not known before it ends: "
-            "set steps, the number of optimizer steps."
-        )
-    if job.eval_fraction:
-        return "eval_fraction", (
-            "data are streamed, so a share of them cannot be drawn. Give eval_data: a "
-            "set of its own; or the first records, by limit: 1000 beside the same path "
-            "and streaming, and skip: 1000 in data."
-        )
-    if job.too_long == "error":
-        return "too_long", (
-            "data are streamed, so too_long=error would end the run at any time. Set "
-            "truncate or drop."
-        )
-    if any(one.bad_records == "error" for one in job.data.sets):
-        return "data", (
-            "data are streamed, so a record that cannot be used would end the run at "
-            "any time. Set `bad_records: drop` in data (or in each item of datasets), "
-            "which counts such records."
-        )
-    return None
-
-
 def _schedule_has_its_settings(job: Any) -> tuple[str, str] | None:
     problem = schedule_problem(job.lr_schedule, job.lr_schedule_args, job.learning_rate)
     return None if problem is None else ("lr_schedule_args", problem)
@@ -349,8 +312,6 @@ OF_A_JOB: tuple[Rule, ...] = (
     _stopping_counts_evaluations,
     _starts_in_one_way,
     _held_out_sets_are_whole,
-    _held_out_records_end,
-    _streams_need_no_totals,
     _schedule_has_its_settings,
     *START_RULES,
     _modules_are_trained_in_one_way,

@@ -123,33 +123,6 @@ class JobOrder:
         return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StreamPlace:
-    """A position in a streamed data set, at the start of a window.
-
-    Attributes:
-        step: Optimizer steps before the window.
-        window: Windows before it. The next three are of one data set.
-        epoch: Passes over the data before it.
-        shard: Shards before it in the order of this pass.
-        record: Records of the next shard before it.
-        digest: Hash of the tokens of the window; "" if it has not been read.
-        parts: The place in each of several data sets, after the first window.
-    """
-
-    step: int = 0
-    window: int = 0
-    epoch: int = 0
-    shard: int = 0
-    record: int = 0
-    digest: str = dataclasses.field(default="", compare=False)
-    parts: tuple["StreamPlace", ...] = ()
-
-    def __post_init__(self):
-        if min(self.step, self.window, self.epoch, self.shard, self.record) < 0:
-            raise ValueError(f"{self} has a negative number.")
-
-
 def permutation(num: int, seed: int, stream: int) -> Int[np.ndarray, " N"]:
     """A random permutation of `range(num)` that depends only on (num, seed, stream).
 
@@ -220,13 +193,22 @@ def _draw(
 ) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]:
     """Draws data sets until the first or the last one is exhausted.
 
+    The draws are those of `np.random.default_rng(seed).choice(len(shares), p=shares)`.
+    They are made from the raw numbers of PCG64, whose stream NumPy guarantees never to
+    change, which it does not for `choice`.
+
     Returns:
         The data sets, and for each draw the number of earlier draws of the same one.
     """
+    cdf = np.cumsum(shares)
+    cdf /= cdf[-1]
+    generator = np.random.PCG64(seed)
     counts, parts = np.zeros_like(ends), []
     wanted = np.any if stopping_strategy == "first_exhausted" else np.all
     while not wanted(counts >= ends):
-        parts.append(drawn(shares, seed, first=len(parts) * _DRAWS, num=_DRAWS))
+        raw = generator.random_raw(_DRAWS)
+        draws = (raw >> np.uint64(11)) * 2.0**-53
+        parts.append(np.searchsorted(cdf, draws, side="right"))
         counts += np.bincount(parts[-1], minlength=len(ends))
     sources = np.concatenate(parts)
     indices, last = np.empty_like(sources), []
@@ -236,25 +218,6 @@ def _draw(
         last.append(places[end - 1] if len(places) >= end else len(sources))
     num = 1 + (min(last) if stopping_strategy == "first_exhausted" else max(last))
     return sources[:num], indices[:num]
-
-
-def drawn(
-    shares: Sequence[float] | Float[np.ndarray, " D"],
-    seed: int,
-    *,
-    first: int,
-    num: int,
-) -> Int[np.ndarray, " S"]:
-    """Draws data sets, from draw number `first` on.
-
-    The draws are those of `np.random.default_rng(seed).choice(len(shares), p=shares)`.
-    They are made from the raw numbers of PCG64, whose stream NumPy guarantees never to
-    change, which it does not for `choice`.
-    """
-    cdf = np.cumsum(shares)
-    cdf /= cdf[-1]
-    raw = np.random.PCG64(seed).advance(first).random_raw(num)
-    return np.searchsorted(cdf, (raw >> np.uint64(11)) * 2.0**-53, side="right")
 
 
 def expected_draws(lengths: Sequence[int], shares: Sequence[float]) -> float:

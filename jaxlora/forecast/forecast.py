@@ -186,7 +186,6 @@ def _forecast(
         DoesNotFitError: It is estimated not to fit into the GPUs of another machine.
     """
     memory = _memory_need(plan, must_fit=machine is not None)
-    jobs = [job.foreseen for job in jobs]
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
     _check_samples(jobs)

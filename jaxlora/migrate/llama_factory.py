@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxlora.config.aliases import STREAMING
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import common, llama_factory_data, preferences, reasons, sources
 from jaxlora.migrate.migration import Migration
@@ -12,7 +13,7 @@ _REASONS = {
     "template": reasons.OWN_TEMPLATE,
     "overwrite_cache": reasons.PREPARED,
     "tokenized_path": reasons.PREPARED,
-    "streaming": reasons.STREAMING,
+    "streaming": STREAMING,
     "plot_loss": "losses.png is always written.",
     "flash_attn": reasons.KERNELS,
     "use_unsloth": reasons.KERNELS,

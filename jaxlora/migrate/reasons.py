@@ -18,10 +18,6 @@ EVERY_EVALUATION = (
     "start and its end."
 )
 PREPARED = "Samples are prepared at the start of each run, and tokens are cached."
-STREAMING = (
-    "Records are read before training. For more than memory holds, set streaming in "
-    "data; docs/howto/streaming.md says what it needs."
-)
 LOGGING = "log_every counts rounds, and is 1 by default."
 OWN_TEMPLATE = (
     "The tokenizer's own chat template is used. Set chat_template in data if it has "

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+from jaxlora.config.aliases import STREAMING
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import common, preferences, reasons, sources
 from jaxlora.migrate.migration import Migration
@@ -13,8 +14,8 @@ _OTHER_TRAINING = ("num_generations", "reward_funcs", "reward_model_name_or_path
 _TOKENS = "The tokenizer is used as it is in the checkpoint."
 _REASONS = {
     "env": "Set environment variables before the command.",
-    "dataset_streaming": reasons.STREAMING,
-    "streaming": reasons.STREAMING,
+    "dataset_streaming": STREAMING,
+    "streaming": STREAMING,
     "eos_token": _TOKENS,
     "pad_token": _TOKENS,
     "chat_template_path": reasons.OWN_TEMPLATE,

@@ -63,7 +63,7 @@ def resolve(
             estimate; or a sweep compares losses on different samples.
     """
     check_comparable(config.sweep, jobs)
-    jobs = [job.foreseen for job in jobs if job.name not in ended]
+    jobs = [job for job in jobs if job.name not in ended]
     chooses_remat, notes = config.remat == "auto", []
     if config.has_open_replicas:
         config, note = _with_replicas(config, model, jobs, machine)

@@ -22,7 +22,6 @@ _MOMENTS = "the saved optimizer state was made with it"
 # its fingerprint, so that files may be moved.
 FIXED_IN_JOB: dict[str, str] = {
     "data_fingerprint": _POSITION,
-    "data_shards": _POSITION,
     "batch_size": _POSITION,
     "shuffle": _POSITION,
     "seed": _POSITION,
@@ -158,14 +157,6 @@ def _refused(
 
 
 def _difference(key: str, where: str, then: Any, now: Any) -> str:
-    if key == "data_shards" and not (then and now):
-        was, is_now = ("is", "is not") if then else ("is not", "is")
-        return f"data {was} streamed in {where} and {is_now} now"
-    if key == "data_shards":
-        changed = sorted(n for n in then.keys() | now if then.get(n) != now.get(n))
-        names = ", ".join(changed[:5])
-        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        return f"its data have changed since {where}: shard {names}{more}"
     return f"{key} is {then!r} in {where} and {now!r} now"
 
 

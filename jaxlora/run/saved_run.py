@@ -10,7 +10,6 @@ import xxhash
 
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.common.type_adapter import type_adapter
-from jaxlora.data.order import StreamPlace
 from jaxlora.errors import CheckpointError
 from jaxlora.models.layer import Remat
 from jaxlora.problems import format_errors
@@ -93,7 +92,6 @@ class SavedRun:
     base_revision: OneLine | None = None
     sweep: SavedSweep | None = None
     suggested: dict[JobName, dict[str, float]] = dataclasses.field(default_factory=dict)
-    places: dict[JobName, StreamPlace] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,6 @@ from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.config.schedules import learning_rate
 from jaxlora.data.objective import Objective
-from jaxlora.data.order import StreamPlace
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.plan.job.prepared_job import PreparedJob
@@ -132,7 +131,6 @@ class JobState:
             state: Its state.
         """
         self.parked, self.references = state, parent.references
-        self.follow(parent.place)
         self.progress = dataclasses.replace(
             parent.progress,
             status="paused",
@@ -146,17 +144,6 @@ class JobState:
         )
 
     @property
-    def place(self) -> StreamPlace | None:
-        """Where the stream of its data goes on; None: its data are not streamed."""
-        stream = self.prepared.stream
-        return None if stream is None else stream.place(self.progress.step)
-
-    def follow(self, place: StreamPlace | None) -> None:
-        """Notes a saved place in the stream of its data."""
-        if self.prepared.stream is not None and place is not None:
-            self.prepared.stream.follow(place)
-
-    @property
     def next_border(self) -> int:
         """Optimizer steps done when the job's state can next be copied."""
         return self.progress.step + (self.parked is None)
@@ -164,12 +151,6 @@ class JobState:
     def update(self, **changes) -> None:
         """Changes some fields of `progress`."""
         self.progress = dataclasses.replace(self.progress, **changes)
-
-    def leave_slot(self) -> None:
-        """Notes that the job has no slot; samples that were read ahead are let go."""
-        self.update(slot=None)
-        if self.prepared.stream is not None:
-            self.prepared.stream.release()
 
     def batch(self, slot: int, step: int) -> JobBatch:
         """Returns the global batch of an optimizer step, for the job in a slot."""
@@ -240,10 +221,7 @@ class JobState:
             numbers = np.arange(len(self.prepared.neighbors["eval"]))
         else:
             numbers = self.prepared.sample_numbers(batch.step)
-        if batch is not None and self.prepared.stream is not None:
-            samples = self.prepared.recombined_in(batch.samples)
-        else:
-            samples = [self.prepared.recombined(which, i) for i in numbers.tolist()]
+        samples = [self.prepared.recombined(which, i) for i in numbers.tolist()]
         if batch is None or not self.runs_reference:
             samples = self._referred(samples, f"{which}_recombined", numbers)
         return JobBatch(
@@ -289,7 +267,7 @@ class JobState:
             case str(folder) if folder != "base":
                 names.append("reference_fingerprint")
         source = {name: self.prepared.fingerprints[name] or "" for name in names}
-        if self.prepared.baseline is not None and self.prepared.stream is None:
+        if self.prepared.baseline is not None:
             # Which samples are recombined follows from the order of the job's batches.
             neighbors = self.prepared.neighbors["train"].astype(np.int64)
             source["neighbors"] = hashlib.sha256(neighbors.tobytes()).hexdigest()

@@ -171,19 +171,6 @@ def read_records(name: str, **options) -> Callable[[pathlib.Path], None]:
     return read
 
 
-def read_stream(name: str) -> Callable[[pathlib.Path], None]:
-    """Reads shards, of which lines that cannot be read are left out."""
-
-    def read(folder: pathlib.Path) -> None:
-        data = {"path": str(folder / name), "streaming": True, "bad_records": "drop"}
-        asked = {"name": "a", "data": data, "too_long": "truncate", "steps": 1}
-        run = {"model": "m", "jobs": [asked]}
-        (job,) = run_config(run, where=str(folder)).jobs
-        DataReader(load_tokenizer(folder / "model")).stream(job).summary()
-
-    return read
-
-
 _COLUMNS = (
     lambda n: pa.array([b"\xff"] * n),
     lambda n: pa.array([1.5] * n),
@@ -312,10 +299,11 @@ KINDS = {
     "arrow_shards": dataclasses.replace(
         _data("saved", PAIRS, damage_bytes, 60),
         targets=("saved/*.arrow",),
-        read=read_stream("saved/*.arrow"),
+        read=read_records("saved/*.arrow"),
     ),
     "jsonl_shards": dataclasses.replace(
-        _data("a.jsonl", PAIRS, damage_lines, 60), read=read_stream("*.jsonl")
+        _data("a.jsonl", PAIRS, damage_lines, 60),
+        read=read_records("*.jsonl", bad_records="drop"),
     ),
     "record_template": Kind(
         make=make_template,

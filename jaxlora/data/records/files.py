@@ -31,6 +31,7 @@ class BadLineError(DataError):
     Readers yield these errors in place of records.
 
     Attributes:
+        path: The file.
         text: What is wrong, which begins with the number of the line.
     """
 
@@ -42,7 +43,7 @@ class BadLineError(DataError):
             text: What is wrong, which begins with the number of the line.
         """
         super().__init__(f"{path}, {text}")
-        self.text = text
+        self.path, self.text = path, text
 
 
 def read_file(path: Path, *, keeps_bad: bool) -> Iterator[Record | BadLineError]:

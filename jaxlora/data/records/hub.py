@@ -62,11 +62,25 @@ def open_saved_dataset(path: Path, data: DataConfig) -> Source:
 
 
 def open_hub(data: DataConfig) -> Source:
-    """Opens a data set of the hub, which `datasets` keeps on the disk."""
-    return _open_dataset(load_hub(data), data)
+    """Opens a data set of the hub, which `datasets` keeps on the disk.
+
+    With `limit`, the first records are read without downloading the others, so that a
+    set may be larger than the disk; all by one commit. Offline, and for a part of a
+    split such as `train[:10%]`, which needs the length of the split, they come from
+    what is on the disk.
+    """
+    if data.limit is None or "[" in (data.split or "") or _is_offline():
+        return _open_dataset(_load_hub(data), data)
+    commit = _find_commit(data)
+    dataset = _load_hub(data, streaming=True, revision=commit)
+
+    def feed_commit(feed: Feed) -> None:
+        feed(commit.encode())
+
+    return lambda: read_rows(dataset, data.path), feed_commit
 
 
-def load_hub(data: DataConfig, **more: Any) -> Any:
+def _load_hub(data: DataConfig, **more: Any) -> Any:
     """Loads the split of a data set of the hub that is used.
 
     Args:
@@ -89,7 +103,7 @@ def load_hub(data: DataConfig, **more: Any) -> Any:
     return loaded if data.split is not None else _choose_split(loaded, data)
 
 
-def find_commit(data: DataConfig) -> str:
+def _find_commit(data: DataConfig) -> str:
     """Returns the commit of a data set on the hub that is current, or asked for.
 
     Raises:
@@ -105,9 +119,14 @@ def find_commit(data: DataConfig) -> str:
     return str(info.sha)
 
 
+def _is_offline() -> bool:
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    return any(os.environ.get(name) for name in names)
+
+
 def _no_dataset(data: DataConfig, error: Exception) -> DataError:
     hint = ""
-    if any(os.environ.get(k) for k in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")):
+    if _is_offline():
         hint = " Offline mode is on (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set)."
     return DataError(
         f"{data.path}: is not a local file or folder, and could not be loaded as a "

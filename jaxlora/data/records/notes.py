@@ -30,7 +30,6 @@ class Notes:
         self._path = path
         self._lock = threading.Lock()
         self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._told: set[str] = set()
         self.lines: list[Note] = []
 
     def add(self, text: str, level: int = logging.WARNING) -> None:
@@ -50,12 +49,9 @@ class Notes:
             self._counts[thing, what] += 1
 
     def add_counts(self) -> None:
-        """Logs a line for each clause that was counted, unless there was one before."""
+        """Logs a line for each clause that was counted."""
         for (thing, what), num in self._counts.items():
-            if what not in self._told:
-                self.add(f"{counted(num, thing)}: {what}.")
-                self._told.add(what)
-        self._counts.clear()
+            self.add(f"{counted(num, thing)}: {what}.")
 
 
 def log_notes(path: str, lines: Iterable[Note]) -> None:

@@ -1,11 +1,12 @@
-"""Reads a job's records from a file, a saved dataset or the Hugging Face hub."""
+"""Reads a job's records from files, a saved dataset or the Hugging Face hub."""
 
 import dataclasses
 import functools
+import glob
 import hashlib
 import itertools
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxlora.config import DataConfig
@@ -16,11 +17,12 @@ from jaxlora.data.records.files import (
     os_errors,
     read_file,
 )
-from jaxlora.data.records.hub import Feed, Source, open_hub, open_saved_dataset
-from jaxlora.data.records.shards import check_shards_found, open_shards, read_shards
+from jaxlora.data.records.hub import Feed, open_hub, open_saved_dataset
 from jaxlora.errors import DataError
 
 _BLOCK_BYTES = 2**20
+# Files of a folder that `datasets.save_to_disk` has written.
+_MARKS = ("state.json", "dataset_dict.json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,9 +95,9 @@ class Records:
 def open_records(data: DataConfig) -> Records:
     """Finds the records of `data`.
 
-    A path that exists is read as a file (by its suffix) or as a folder written by
-    `datasets.save_to_disk`; any other path is a dataset id on the hub. With
-    `streaming`, they are the records of its shards, one shard after another.
+    A path that exists is read as a file (by its suffix), as a folder written by
+    `datasets.save_to_disk`, or as a folder of files, one after another. So are the
+    files of a glob. Any other path is a dataset id on the hub.
 
     Args:
         data: Where the records are; `limit` stops the reading early.
@@ -103,17 +105,15 @@ def open_records(data: DataConfig) -> Records:
     Raises:
         DataError: The data is missing, damaged or of an unknown form.
     """
-    check_found(data)
-    if data.streaming:
-        read, feed = read_shards(open_shards(data), data.limit)
-        return Records(path=data.path, read=read, feed=feed, limit=data.limit)
-    path, mode = _find(data.path)
-    if stat.S_ISREG(mode):
-        read, feed = _open_file(path, data)
-    elif stat.S_ISDIR(mode):
-        read, feed = open_saved_dataset(path, data)
-    else:
+    files = _find_files(data)
+    if not files:
         read, feed = open_hub(data)
+    elif files[0].is_dir():
+        read, feed = open_saved_dataset(files[0], data)
+    else:
+        keeps_bad = data.bad_records == "drop"
+        read = functools.partial(_read_files, files, keeps_bad=keeps_bad)
+        feed = functools.partial(_feed_files, files)
     return Records(path=data.path, read=read, feed=feed, limit=data.limit)
 
 
@@ -123,21 +123,70 @@ def check_found(data: DataConfig) -> None:
     Raises:
         DataError: They do not. Ids on the hub are not looked up.
     """
-    if data.streaming:
-        check_shards_found(data)
-        return
+    _find_files(data)
+
+
+def _find_files(data: DataConfig) -> list[Path]:
+    """Returns the files of records by name, or the folder of a saved dataset.
+
+    There are none if the path is a dataset id on the hub.
+
+    Raises:
+        DataError: There is nothing of the kind that the path names.
+    """
     path, mode = _find(data.path)
     if stat.S_ISREG(mode):
-        _check_file(path, data)
+        found = [path]
     elif stat.S_ISDIR(mode):
-        _check_saved_dataset(path, data)
+        if any((path / mark).is_file() for mark in _MARKS):
+            rule = "is for datasets on the hub, and this is a saved folder"
+            _refuse(data, ("subset", "revision"), rule)
+            return [path]
+        with os_errors(data.path):
+            found = [p for p in path.rglob("[!.]*") if p.is_file()]
     elif mode:
         raise DataError(f"{data.path}: is neither a file nor a folder. Name one.")
+    elif glob.has_magic(data.path):
+        with os_errors(data.path):
+            names = glob.glob(str(path), recursive=True)
+        found = [p for p in map(Path, names) if p.is_file()]
     elif path.suffix in READERS or _is_no_hub_id(data.path):
         raise DataError(
             f"{data.path}: no such file or folder (looked in {Path.cwd()}). Correct "
             "data.path, or give a dataset id such as 'owner/name'."
         )
+    else:
+        return []
+    _check_files(found, data)
+    return sorted(found)
+
+
+def _check_files(files: Sequence[Path], data: DataConfig) -> None:
+    if not files:
+        raise DataError(
+            f"{data.path}: no files of records (looked in {Path.cwd()}). Name a folder "
+            f"with {' or '.join(_MARKS)}, which datasets.save_to_disk writes, a folder "
+            "of files of records, or a glob such as 'data/*.jsonl'."
+        )
+    for path in files:
+        if path.name in _MARKS:
+            raise DataError(
+                f"{data.path}: is no folder that datasets.save_to_disk has written, "
+                f"and {path.parent} is one. Name that."
+            )
+    suffixes = sorted({path.suffix for path in files})
+    if len(suffixes) > 1:
+        raise DataError(
+            f"{data.path}: holds files of several kinds ({', '.join(suffixes)}). Name "
+            f"those that hold the records by a glob, such as '*{suffixes[-1]}'."
+        )
+    if suffixes[0] not in READERS:
+        raise DataError(
+            f"{data.path}: unknown suffix {suffixes[0]!r}. Convert the file to one of: "
+            f"{', '.join(READERS)}."
+        )
+    rule = "is for Hugging Face datasets, and these are files"
+    _refuse(data, ("split", "subset", "revision"), rule)
 
 
 def _find(name: str) -> tuple[Path, int]:
@@ -175,35 +224,17 @@ def _refuse(data: DataConfig, keys: tuple[str, ...], rule: str) -> None:
             raise DataError(f"{data.path}: {key}={value!r} {rule}. Remove data.{key}.")
 
 
-def _check_file(path: Path, data: DataConfig) -> None:
-    if path.suffix not in READERS:
-        raise DataError(
-            f"{data.path}: unknown suffix {path.suffix!r}. Convert the file to one of: "
-            f"{', '.join(READERS)}."
-        )
-    rule = "is for Hugging Face datasets, and this is one file"
-    _refuse(data, ("split", "subset", "revision"), rule)
+def _read_files(
+    files: Sequence[Path], *, keeps_bad: bool
+) -> Iterator[Record | BadLineError]:
+    for path in files:
+        yield from read_file(path, keeps_bad=keeps_bad)
 
 
-def _open_file(path: Path, data: DataConfig) -> Source:
-    keeps_bad = data.bad_records == "drop"
-    read = functools.partial(read_file, path, keeps_bad=keeps_bad)
-    return read, functools.partial(_feed_file, path)
-
-
-def _feed_file(path: Path, feed: Feed) -> None:
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            feed(block)
-
-
-def _check_saved_dataset(path: Path, data: DataConfig) -> None:
-    marks = ("state.json", "dataset_dict.json")
-    if not any((path / mark).is_file() for mark in marks):
-        raise DataError(
-            f"{data.path}: is a folder without {' or '.join(marks)}, so it was not "
-            "written by datasets.save_to_disk. Name a file in it instead, or set "
-            "data.streaming for a folder of shards."
-        )
-    rule = "is for datasets on the hub, and this is a saved folder"
-    _refuse(data, ("subset", "revision"), rule)
+def _feed_files(files: Sequence[Path], feed: Feed) -> None:
+    for path in files:
+        if len(files) > 1:  # where a file ends counts, too
+            feed(f"{path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                feed(block)

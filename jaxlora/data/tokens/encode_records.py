@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,10 @@ def encode_records(
         ModelError: The records are chats, and the tokenizer has no chat template.
     """
     notes = Notes(data.path)
-    encoder = RecordEncoder(data, records, tokenizer, max_length, notes)
+    encoder = _RecordEncoder(data, records, tokenizer, max_length, notes)
     writer = RecordWriter(data.path, max_length)
     progress = _Progress(writer, data.path)
     encoder.add(records, writer, on_chunk=progress.log)
-    encoder.note_thoughts()
     notes.add_counts()
     num_records = len(writer) // encoder.size
     verb = "is" if num_records == 1 else "are"
@@ -86,11 +86,11 @@ def encode_records(
 
 
 def without_sample(note: str) -> str:
-    """Returns how records are read, as `RecordEncoder.describe` says it first."""
+    """Returns how records are read, as `_RecordEncoder.describe` says it first."""
     return note.partition(_SAMPLE)[0].removesuffix(_NO_SAMPLE)
 
 
-class RecordEncoder:
+class _RecordEncoder:
     """Renders and encodes the records of a data set, all as its first one is read.
 
     Attributes:
@@ -135,8 +135,41 @@ class RecordEncoder:
         """Describes the first record that was left out; "" if there is none."""
         return self._bad.first
 
-    def note_thoughts(self) -> None:
-        """Logs what the chat template did with thoughts since the last call."""
+    def describe(self) -> str:
+        """Says how records are read, and shows the first one."""
+        if self._first is None:
+            return f"{self._reading}{_NO_SAMPLE}"
+        shown = describe_sample(
+            self._tokenizer, self._first.token_ids, self._first.is_target
+        )
+        return f"{self._reading}{_SAMPLE}{shown}"
+
+    def add(
+        self,
+        records: Iterable[Record | BadLineError],
+        writer: RecordWriter,
+        *,
+        on_chunk: Callable[[], object],
+    ) -> None:
+        """Adds the tokens of records, and logs what was done with their thoughts.
+
+        Args:
+            records: The records.
+            writer: Takes their tokens.
+            on_chunk: Is called from time to time.
+
+        Raises:
+            DataError: A record cannot be used.
+        """
+        with contextlib.closing(
+            _render_ahead(self._rendered, _chunks(records))
+        ) as chunks:
+            for valued in chunks:
+                self._add_chunk(valued, writer)
+                on_chunk()
+        self._note_thoughts()
+
+    def _note_thoughts(self) -> None:
         if self._num_cut:
             self._notes.add(
                 "the chat template leaves out the thoughts of "
@@ -152,42 +185,6 @@ class RecordEncoder:
                 "off: set chat_template_kwargs, such as {enable_thinking: false}.",
                 logging.INFO,
             )
-        self._num_cut = self._num_thoughtless = 0
-
-    def describe(self) -> str:
-        """Says how records are read, and shows the first one."""
-        if self._first is None:
-            return f"{self._reading}{_NO_SAMPLE}"
-        shown = describe_sample(
-            self._tokenizer, self._first.token_ids, self._first.is_target
-        )
-        return f"{self._reading}{_SAMPLE}{shown}"
-
-    def add(
-        self,
-        records: Iterable[Record | BadLineError],
-        writer: RecordWriter,
-        *,
-        name: Callable[[int], str] = "record {}".format,
-        on_chunk: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Adds records to the tokens of others.
-
-        Args:
-            records: The records.
-            writer: Takes their tokens.
-            name: Names a record in errors, by its number in `writer` from 1.
-            on_chunk: Is called from time to time.
-
-        Raises:
-            DataError: A record cannot be used.
-        """
-        with contextlib.closing(
-            _render_ahead(self._rendered, _chunks(records))
-        ) as chunks:
-            for valued in chunks:
-                self._add_chunk(valued, writer, name)
-                on_chunk()
 
     def _rendered(self, chunk: Sequence[Record | BadLineError]) -> Sequence[_Rendered]:
         """Renders records; each line that cannot be read stays its error."""
@@ -201,12 +198,7 @@ class RecordEncoder:
                 out += itertools.islice(rendered, self.size)
         return out
 
-    def _add_chunk(
-        self,
-        chunk: Sequence[_Rendered],
-        writer: RecordWriter,
-        name: Callable[[int], str],
-    ) -> None:
+    def _add_chunk(self, chunk: Sequence[_Rendered], writer: RecordWriter) -> None:
         numbers = [
             (one.value, one.weight) if isinstance(one, Valued) else (0.0, 1.0)
             for one in chunk
@@ -220,7 +212,7 @@ class RecordEncoder:
         ):
             errors = [one for one, *_ in record if isinstance(one, DataError)]
             if errors:
-                self._bad.add(name(len(writer) // self.size + 1), errors[0])
+                self._bad.add(len(writer) // self.size + 1, errors[0])
             elif isinstance(first, Chat):
                 # The samples of a record have a prompt in common.
                 self._num_cut += first.num_cut
@@ -317,15 +309,16 @@ class _BadRecords:
         self.first = ""
         self.num = 0
 
-    def add(self, name: str, error: DataError) -> None:
-        """Leaves out a record; the log names the first few.
+    def add(self, number: int, error: DataError) -> None:
+        """Leaves out a record, by its number from 1; the log names the first few.
 
         Raises:
             DataError: `data.bad_records` is `error`.
         """
-        what = f"{name}: {error}"
+        what = f"record {number}: {error}"
         if isinstance(error, BadLineError):
-            what = f"{name.rpartition('record ')[0]}{error.text}"
+            is_file = error.path == Path(self._data.path).expanduser()
+            what = error.text if is_file else str(error)
         if self._data.bad_records == "error":
             raise DataError(
                 f"{self._data.path}: {what} (data.bad_records: drop leaves out such "

@@ -194,19 +194,6 @@ def arranged(
     )
 
 
-def joined(passes: Sequence[TokenizedData]) -> TokenizedData:
-    """Returns the samples of passes over a data set, one after the other."""
-    if len(passes) == 1:
-        return passes[0]
-    sizes = [len(one.group_lengths) for one in passes]
-    return arranged(
-        {str(number): one for number, one in enumerate(passes)},
-        np.repeat(np.arange(len(sizes)), sizes),
-        np.concatenate([np.arange(size) for size in sizes]),
-        "passes",
-    )
-
-
 def _check_ends(num_groups: Sequence[int], data: DataConfig) -> None:
     """Refuses probabilities by which some data set is exhausted only very late.
 

@@ -1,7 +1,6 @@
 """Collects the tokens of records in flat arrays, in memory or in temporary files."""
 
 import array
-import dataclasses
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -182,19 +181,9 @@ class RecordWriter:
     ) -> EncodedRecords:
         """Returns the records, of which there must be at least one."""
         self._store()
-        return dataclasses.replace(
-            self.so_far(),
-            tokens=self._tokens.joined(),
-            top_ids=self._top_ids.joined(),
-            top_logprobs=self._top_logprobs.joined(),
-            first_bad=first_bad,
-            notes=tuple(notes),
-        )
-
-    def so_far(self) -> EncodedRecords:
-        """Returns the records so far, without their tokens."""
+        top_counts = self._top_counts if any(self._top_counts) else ()
         return EncodedRecords(
-            tokens=np.zeros(0, np.int32),
+            tokens=self._tokens.joined(),
             offsets=np.array(self._offsets, np.int64),
             lengths=np.array(self._lengths, np.int64),
             num_targets=np.array(self._num_targets, np.int64),
@@ -202,13 +191,11 @@ class RecordWriter:
             run_offsets=np.array(self._run_offsets if self._run_ends else (), np.int64),
             run_ends=np.array(self._run_ends, np.int64),
             run_weights=np.array(self._run_weights, np.float32),
-            top_counts=np.array(
-                self._top_counts if any(self._top_counts) else (), np.int64
-            ),
-            top_ids=np.zeros(0, np.int32),
-            top_logprobs=np.zeros(0, np.float32),
+            top_counts=np.array(top_counts, np.int64),
+            top_ids=self._top_ids.joined(),
+            top_logprobs=self._top_logprobs.joined(),
             is_whole=np.frombuffer(bytes(self._is_whole), bool),
             is_bad=np.frombuffer(bytes(self._is_bad), bool),
-            first_bad="",
-            notes=(),
+            first_bad=first_bad,
+            notes=tuple(notes),
         )

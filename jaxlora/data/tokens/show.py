@@ -65,9 +65,7 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
     """
     data = shown.data
     if not shown.reads_all:
-        window = DataConfig.model_fields["shuffle_buffer"].default
-        limit = min(shown.num_samples, data.limit or 2**62)
-        data = data.replace(limit=limit, shuffle_buffer=window)
+        data = data.replace(limit=min(shown.num_samples, data.limit or 2**62))
     else:
         data = data.replace(bad_records="drop")  # all are counted
     max_length = shown.max_length if tokenizer else 2**31

@@ -8,11 +8,10 @@ import numpy as np
 from jaxtyping import Bool
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.objectives import find_objective, smallest_batch
+from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
 from jaxlora.data.records.read import Record, open_records
-from jaxlora.data.records.shards import Shard, open_shards
 from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD, SPECIAL_KINDS, has_kind
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.choose import (
@@ -22,13 +21,10 @@ from jaxlora.data.tokens.choose import (
     sample_form,
 )
 from jaxlora.data.tokens.encode_records import encode_records
-from jaxlora.data.tokens.mixed_windows import MixedWindows
 from jaxlora.data.tokens.mixture import mix
 from jaxlora.data.tokens.samples import EncodedRecords
-from jaxlora.data.tokens.stream import SampleStream
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key
 from jaxlora.data.tokens.tokenized_data import TokenizedData
-from jaxlora.data.tokens.windows import WindowReader
 from jaxlora.errors import DataError
 
 _Flags = Bool[np.ndarray, "..."]
@@ -63,9 +59,6 @@ class DataReader:
         self._cache = cache
         self._encoded: dict[str, EncodedRecords] = {}
         self._tokenized: dict[tuple, TokenizedData] = {}
-        self._shards: dict[str, tuple[Shard, ...]] = {}
-        self._windows: dict[tuple, WindowReader] = {}
-        self._mixed: dict[tuple, MixedWindows] = {}
 
     def read(
         self, job: LoraJob, which: Literal["train", "eval"] = "train"
@@ -103,41 +96,6 @@ class DataReader:
         if choice not in self._tokenized:
             self._tokenized[choice] = mix(read, data, seed)
         return self._tokenized[choice]
-
-    def stream(self, job: LoraJob) -> SampleStream:
-        """Opens a job's training data, which are streamed, and reads the first window.
-
-        Raises:
-            DataError: There are none.
-            ModelError: The records are chats, and the tokenizer has no chat template.
-        """
-        readers = [self._windows_of(one, job) for one in job.data.sets]
-        if not job.data.datasets:
-            return SampleStream(readers[0], job)
-        seed = None if job.data.probabilities is None else job.seed
-        choice = (*map(id, readers), job.data.set_names, job.data.probabilities, seed)
-        if choice not in self._mixed:
-            self._mixed[choice] = MixedWindows(readers, job)
-        return SampleStream(self._mixed[choice], job)
-
-    def _windows_of(self, data: DataConfig, job: LoraJob) -> WindowReader:
-        """Returns the windows of one data set of a job, which is streamed."""
-        data = with_kind(data, job)
-        settings = data.model_dump_json()
-        if settings not in self._shards:
-            self._shards[settings] = open_shards(data)
-        shards = self._shards[settings]
-        # The seed only orders the shards; each job orders the samples of a window.
-        seed = job.seed if job.shuffle and len(shards) > 1 else None
-        fewest = smallest_batch(job.objective, job.objective_args)
-        limits = job.max_length, job.too_long, job.batch_size, fewest
-        choice = settings, *limits, job.shuffle, seed, *sample_form(job)
-        if choice not in self._windows:
-            tokenizer = self.tokenizer.with_setting(
-                data.chat_template, data.chat_template_kwargs
-            )
-            self._windows[choice] = WindowReader(data, shards, tokenizer, job)
-        return self._windows[choice]
 
     def _read_set(
         self,

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -34,8 +33,6 @@ class TokenizedData:
             (`data.bad_records`).
         group_size: Consecutive samples that the job's objective takes together.
         is_recombined: Whether prompts are also used with the completions of others.
-        is_part: Whether these are some samples of a stream, whose others may be as long
-            as `max_length` allows.
     """
 
     source: str
@@ -48,7 +45,6 @@ class TokenizedData:
     num_bad: int = 0
     group_size: int = 1
     is_recombined: bool = False
-    is_part: bool = False
 
     @property
     def parts(self) -> Mapping[str, "TokenizedData"]:
@@ -82,15 +78,11 @@ class TokenizedData:
     @property
     def longest_sample(self) -> int:
         """Upper bound on the tokens of a sample, also of recombined ones."""
-        if self.is_part:
-            return self.max_length
         return max(int(self.lengths.max()), self._longest_recombined)
 
     @property
     def longest_group(self) -> int:
         """Upper bound on the tokens of a group, likewise."""
-        if self.is_part:
-            return self.group_size * self.max_length
         return max(int(self.group_lengths.max()), self._longest_recombined)
 
     @functools.cached_property
@@ -182,32 +174,3 @@ class TokenizedData:
     def summaries(self) -> list[str]:
         """Returns the summary of each data set, and of what is made of several."""
         return [self.summary()]
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class MeasuredData(TokenizedData):
-    """Samples of which only the lengths are kept.
-
-    Attributes:
-        measured: Tokens, and target tokens, of each sample.
-    """
-
-    measured: tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]
-
-    @staticmethod
-    def of(data: TokenizedData) -> "MeasuredData":
-        """Returns the lengths of samples."""
-        names = [field.name for field in dataclasses.fields(TokenizedData)]
-        fields: dict[str, Any] = {name: getattr(data, name) for name in names}
-        fields |= {"samples": (), "measured": (data.lengths, data.num_targets)}
-        return MeasuredData(**fields)
-
-    @property
-    def lengths(self) -> Int[np.ndarray, " S"]:
-        """Tokens of each sample."""
-        return self.measured[0]
-
-    @property
-    def num_targets(self) -> Int[np.ndarray, " S"]:
-        """Target tokens of each sample."""
-        return self.measured[1]

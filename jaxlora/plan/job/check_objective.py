@@ -15,9 +15,7 @@ def check_objective(job: LoraJob) -> None:
         AdapterError: The folder of its reference is not there.
     """
     settings = find_objective(job.objective).settings_of(job.objective_args)
-    to_start = settings.get("reference") == "start"
-    how, is_stream = settings.get("reference_logps"), job.data.is_stream
-    if to_start and job.init_from is None:
+    if settings.get("reference") == "start" and job.init_from is None:
         raise ConfigError(
             f"objective_args: reference=start is the adapter of init_from, and job "
             f"{job.name!r} has none: an adapter starts as the base. Set init_from, or "
@@ -32,9 +30,3 @@ def check_objective(job: LoraJob) -> None:
             "number of microbatches, or choose a loss_type without a baseline."
         )
     check_folder(job)
-    if is_stream and how == "kept":
-        raise ConfigError(
-            f"objective_args: reference_logps=kept of job {job.name!r} needs all "
-            "samples before training, and its data are streamed. Leave it out, so that "
-            "the reference runs in each step; or set data.limit."
-        )

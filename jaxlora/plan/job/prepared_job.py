@@ -28,7 +28,6 @@ from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.choose import check_enough
 from jaxlora.data.tokens.samples import TokenizedSample
-from jaxlora.data.tokens.stream import SampleStream
 from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
@@ -52,10 +51,8 @@ class PreparedJob:
         start: Adapter of `init_from`; None: the job starts from fresh weights.
         reference: Adapter with which the objective compares; None: it is the base, or
             there is no reference.
-        train_data: Training samples; of a stream, those of the first window, without
-            their tokens.
+        train_data: Training samples.
         eval_data: Held-out samples, if any.
-        stream: The training samples, if they are read while training.
         first_step: Optimizer steps that it has done in another run.
         notes: Lines for the log about its samples and modules.
     """
@@ -66,7 +63,6 @@ class PreparedJob:
     reference: Adapter | None = None
     train_data: TokenizedData
     eval_data: TokenizedData | None
-    stream: SampleStream | None = None
     first_step: int = 0
     notes: tuple[Note, ...] = ()
 
@@ -111,14 +107,12 @@ class PreparedJob:
     @functools.cached_property
     def fingerprints(self) -> dict[str, Any]:
         """Hashes of the inputs that the settings only name."""
-        held_out, start, stream = self.eval_data, self.start, self.stream
+        held_out, start = self.eval_data, self.start
         found: dict[str, Any] = {
-            "data_fingerprint": (stream or self.train_data).fingerprint,
+            "data_fingerprint": self.train_data.fingerprint,
             "eval_data_fingerprint": None if held_out is None else held_out.fingerprint,
             "init_from_fingerprint": None if start is None else start.fingerprint(),
         }
-        if stream is not None:
-            found["data_shards"] = stream.shards
         if self.reference is not None and self.reference is not start:
             found["reference_fingerprint"] = self.reference.product_fingerprint()
         return found
@@ -192,8 +186,7 @@ class PreparedJob:
     @property
     def chooses_reference(self) -> bool:
         """Whether `runs_reference` is chosen by cost."""
-        is_auto = self.objective_settings.get("reference_logps") == "auto"
-        return is_auto and not self.settings.data.is_stream
+        return self.objective_settings.get("reference_logps") == "auto"
 
     @property
     def needs_reference_table(self) -> bool:
@@ -210,11 +203,6 @@ class PreparedJob:
         """Whether a forward pass over all samples would take long."""
         return self.train_data.num_tokens > _MANY_TOKENS
 
-    def recombined_in(self, batch: Sequence[TokenizedSample]) -> list[TokenizedSample]:
-        """Returns each prompt of a global batch with the completion before it."""
-        most = self.settings.max_length
-        return [recombined(one, batch[i - 1], most) for i, one in enumerate(batch)]
-
     def recombined(self, which: str, number: int) -> TokenizedSample:
         """Returns the prompt of a sample with its neighbor's completion.
 
@@ -227,32 +215,21 @@ class PreparedJob:
         other = data.samples[int(self.neighbors[which][number])]
         return recombined(data.samples[number], other, self.settings.max_length)
 
-    def _groups(self, step: int) -> tuple[TokenizedData, Int[np.ndarray, " B"]]:
-        """Returns samples, and the groups of them that are a step's global batch."""
-        if self.stream is not None:
-            return self.stream.lengths(step)
-        return self.train_data, self.order.batch(step)
-
     def sample_numbers(self, step: int) -> Int[np.ndarray, " B"]:
-        """Returns the indices of the samples of an optimizer step's global batch.
-
-        Of a stream, they are indices in the window.
-        """
-        data, groups = self._groups(step)
-        size = data.group_size
-        return (size * groups[:, None] + np.arange(size)).ravel()
+        """Returns the indices of the samples of an optimizer step's global batch."""
+        size = self.train_data.group_size
+        return (size * self.order.batch(step)[:, None] + np.arange(size)).ravel()
 
     def take_samples(self, step: int) -> list[TokenizedSample]:
-        """Returns the samples of an optimizer step's global batch, to train on them."""
-        data = self.train_data if self.stream is None else self.stream.take(step)[0]
-        return [data.samples[i] for i in self.sample_numbers(step).tolist()]
+        """Returns the samples of an optimizer step's global batch."""
+        numbers = self.sample_numbers(step).tolist()
+        return [self.train_data.samples[i] for i in numbers]
 
     def lengths_in_group(self, step: int, index: int) -> list[int]:
         """Returns the tokens of each sample of a group of a global batch."""
-        data, _ = self._groups(step)
-        size = data.group_size
+        size = self.train_data.group_size
         numbers = self.sample_numbers(step)[index * size : (index + 1) * size]
-        return data.lengths[numbers].tolist()
+        return self.train_data.lengths[numbers].tolist()
 
     def is_set(self, setting: str) -> bool:
         """Whether the adapter has the trained tensors that a setting adds."""
@@ -274,16 +251,7 @@ class PreparedJob:
 
     def lengths(self, step: int) -> list[int]:
         """Returns the tokens of each group of an optimizer step's global batch."""
-        data, groups = self._groups(step)
-        return data.group_lengths[groups].tolist()
-
-    @property
-    def foreseen(self) -> "PreparedJob":
-        """The job as if all samples of its stream were like those of the first window.
-
-        Nothing is read for it, so estimates are made with it.
-        """
-        return dataclasses.replace(self, stream=None)
+        return self.train_data.group_lengths[self.order.batch(step)].tolist()
 
     def first_steps(self, num_steps: int) -> "PreparedJob":
         """Returns the job with at most so many optimizer steps."""
@@ -311,10 +279,8 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
 def _read_job(
     job: LoraJob, chosen: ChosenModules, model: ModelConfig, reader: DataReader
 ) -> PreparedJob:
-    stream, held_out = None, None
-    if job.data.is_stream:
-        stream = reader.stream(job)
-    train = reader.read(job, "train") if stream is None else stream.first
+    held_out = None
+    train = reader.read(job, "train")
     if job.eval_data is not None or job.eval_fraction > 0:
         held_out = reader.read(job, "eval")
     for data in filter(None, (train, held_out)):
@@ -327,9 +293,7 @@ def _read_job(
         reference=chosen.reference,
         train_data=train,
         eval_data=held_out,
-        stream=stream,
         notes=(
-            *([] if stream is None else [Note(stream.summary(), job=job.name)]),
             *(
                 Note(f"{use} {line}", job=job.name)
                 for use, data in read.items()
@@ -385,8 +349,8 @@ def _check_steps(job: PreparedJob) -> None:
 def _notes_on_shared(
     job: LoraJob, train: TokenizedData, held_out: TokenizedData | None
 ) -> Iterator[Note]:
-    """Warns of held-out records that are trained on; a stream is not searched."""
-    if held_out is None or job.data.is_stream:
+    """Warns of held-out records that are trained on."""
+    if held_out is None:
         return
     if shared := held_out.describe_shared(train):
         yield Note(
@@ -417,9 +381,7 @@ def _notes_on_positions(
 
 def _note_on_reference(job: PreparedJob) -> Note:
     why = "as reference_logps says"
-    if job.settings.data.is_stream:
-        why = "as the data are streamed"
-    elif job.objective_settings["reference_logps"] == "auto":
+    if job.objective_settings["reference_logps"] == "auto":
         why = (
             f"as no sample is used twice, and {job.train_data.num_tokens:,} tokens "
             "would delay the first step. To compute them once, such as for several "

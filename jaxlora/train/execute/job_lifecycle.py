@@ -264,7 +264,7 @@ class JobLifecycle:
         self._executor.release(slot)
         del self.by_slot[slot]
         self.num_changes += 1
-        job.leave_slot()
+        job.update(slot=None)
 
     def _start(self, job: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""

@@ -35,7 +35,6 @@ def continue_job(job: JobState, identity: RunIdentity) -> None:
     name, folder = job.name, job.settings.continue_from
     found = _read_continued(job.settings, job.num_steps, identity, None)
     job.parked = found.parked(name)
-    job.follow(found.run.places.get(name))
     job.progress = dataclasses.replace(
         found.run.progress[name],
         status="paused",

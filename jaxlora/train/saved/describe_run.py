@@ -113,7 +113,6 @@ def saved_run(
         stream=stream,
         sweep=sweep,
         suggested=dict(suggested),
-        places={job.name: job.place for job in jobs if job.place is not None},
     )
 
 

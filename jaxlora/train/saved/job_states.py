@@ -63,7 +63,6 @@ def restore_jobs(
         if name not in found.run.progress:
             continue
         job.progress = found.run.progress[name]
-        job.follow(found.run.places.get(name))
         if name not in found.tensors:
             continue
         parked, slot = found.parked(name), job.progress.slot

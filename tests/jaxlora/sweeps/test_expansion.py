@@ -358,14 +358,14 @@ def test_products_and_conditions_see_what_they_follow_from():
         "batch_size": [8],
         "data.limit": [5],
         "data": [{"path": "b"}],
-        "seed": {"times": "data.shuffle_buffer", "values": [2]},
+        "seed": {"times": "data.limit", "values": [2]},
     }
     for order in (list(parameters), list(reversed(parameters))):
         found = run({name: parameters[name] for name in order})
         wanted = [(16, 32, 0.0), (24, 48, 0.1)]
         assert settings(found, "rank", "lora_alpha", "dropout") == wanted
         assert {(job.data.path, job.data.limit) for job in found.jobs} == {("b", 5)}
-        assert {job.seed for job in found.jobs} == {2 * 8192}
+        assert {job.seed for job in found.jobs} == {2 * 5}
     found = run(
         {
             "warmup_steps": {"times": "data.limit", "values": [2]},

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from jaxlora.plan.job.check_objective import check_objective
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import Outcome, outcome
 from tests.jaxlora.train.reference_folders import write_reference
 from tests.jaxlora.train.test_contracts import ROUNDING
 from tests.jaxlora.train.test_preferences import write_pairs
@@ -113,41 +111,6 @@ def test_in_the_step_on_replicas_that_are_meshes(train, model, tmp_path):
             assert of[name] == pytest.approx(one[name], rel=1e-4)
 
 
-def streams(folder: pathlib.Path, reference: str) -> list[LoraJob]:
-    """Jobs of three windows of two shards; a pair becomes two samples of KTO."""
-    folder.mkdir()
-    for number, count in enumerate((7, 6)):
-        write_pairs(folder / f"part-{number}.jsonl", count, seed=number)
-    data = {"streaming": True, "bad_records": "drop", "shuffle_buffer": 4}
-    args = {"dpo": {"reference": reference}, "kto": {}}
-    return [job(n, n, str(folder), a, data=data, steps=8) for n, a in args.items()]
-
-
-@pytest.mark.grid  # test_streaming.py and test_reference_adapters.py resume runs
-def test_streams_end_in_the_same_bits_when_resumed(model, tmp_path):
-    """One of them compares with a further adapter, which has to be in each step."""
-    reference = write_reference(tmp_path / "reference", model, "lora")
-    jobs = streams(tmp_path / "set", reference)
-
-    def config(name: str) -> RunConfig:
-        return RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / name),
-            jobs=jobs,
-            slot_rank=8,
-            window_steps=1,
-            checkpoint_every=1,
-            **SHAPE,
-        )
-
-    whole = outcome(config("whole"), model)
-    assert [len(losses) for losses in whole.losses.values()] == [8, 8]
-    assert Trainer(config("cut"), model).train(callbacks=[InterruptAt(5)]).interrupted
-    trainer = Trainer(config("cut"), model)
-    resumed = Outcome(trainer, trainer.train(resume=True), model)
-    assert resumed.bytes == whole.bytes and resumed.losses == whole.losses
-
-
 def test_a_resumed_job_goes_on_with_its_reference(model, tmp_path, monkeypatch):
     """By cost, it would be computed once for more steps than a pass has."""
     monkeypatch.setattr(prepared_job, "_MANY_TOKENS", 10)
@@ -173,33 +136,10 @@ def test_a_resumed_job_goes_on_with_its_reference(model, tmp_path, monkeypatch):
     assert all(one.runs_reference and not one.references for one in again.jobs)
 
 
-def test_one_window_trains_as_an_ordinary_data_set(train, tmp_path):
-    """To the bit in one pass; in later ones KTO combines other answers."""
-    path = write_pairs(tmp_path / "pairs.jsonl", 8, seed=0)
-    stream = {"streaming": True, "bad_records": "drop"}
-    found = []
-    for data, args in ((stream, {}), ({}, {"reference_logps": "in_step"})):
-        dpo, kto = of_each(path, args, data=data)
-        found.append(train([dpo.replace(steps=5), kto]))
-    assert found[0].losses == found[1].losses and found[0].bytes == found[1].bytes
-
-
-@pytest.mark.parametrize(
-    ("args", "changes", "match"),
-    [
-        ({"reference": "start"}, {}, "job 'x' has none: .* Set init_from"),
-        (
-            {"reference_logps": "kept"},
-            {"data": {"streaming": True}},
-            "Leave it out, so that the reference runs in each step",
-        ),
-    ],
-)
-def test_a_reference_that_cannot_be_had_is_refused(args, changes, match):
-    if "data" in changes:
-        changes = changes | {"data": changes["data"] | {"bad_records": "drop"}}
-    with pytest.raises(ConfigError, match=match):
-        check_objective(job("x", "dpo", "pairs.jsonl", args, **changes))
+def test_a_reference_that_cannot_be_had_is_refused():
+    start = job("x", "dpo", "pairs.jsonl", {"reference": "start"})
+    with pytest.raises(ConfigError, match=r"job 'x' has none: .* Set init_from"):
+        check_objective(start)
 
 
 def with_reference(start: Adapter | None, args: dict, **settings) -> JobState:
@@ -207,7 +147,7 @@ def with_reference(start: Adapter | None, args: dict, **settings) -> JobState:
     prepared = object.__new__(PreparedJob)
     made = job("x", "dpo", "pairs.jsonl", args, **settings)
     other = None if start is None else dataclasses.replace(start)
-    values = {"settings": made, "start": start, "stream": None}
+    values = {"settings": made, "start": start}
     values["reference"] = None if args.get("reference", "base") == "base" else other
     for name, value in values.items():
         object.__setattr__(prepared, name, value)

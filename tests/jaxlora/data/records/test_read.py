@@ -273,8 +273,69 @@ def test_missing_file(path):
 
 @pytest.mark.parametrize("key", ["split", "subset", "revision"])
 def test_files_have_no_split(file, key):
-    with pytest.raises(DataError, match=f"{key}='x' is for Hugging Face datasets"):
-        read(file, **{key: "x"})
+    for path in (file, file.parent):
+        with pytest.raises(DataError, match=f"{key}='x' is for Hugging Face datasets"):
+            read(path, **{key: "x"})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files of numbered records, also in a folder within, and a hidden file."""
+    numbers = {"b/1.jsonl": range(3, 5), "a.jsonl": range(3), "c.jsonl": range(5, 9)}
+    for name, some in numbers.items():
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, "".join(json.dumps({"text": str(i)}) + "\n" for i in some))
+    write(tmp_path / "set" / ".hidden", "")
+    return tmp_path / "set"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("", range(9)), ("**/*.jsonl", range(9)), ("*.jsonl", (0, 1, 2, 5, 6, 7, 8))],
+)
+def test_files_of_a_folder_or_a_glob_are_read_by_name(folder, name, wanted):
+    found = read(f"{folder}/{name}")
+    assert [int(record["text"]) for record in found] == list(wanted)
+    assert read(f"{folder}/{name}", limit=4) == found[:4]
+
+
+def test_the_content_of_several_files_has_a_hash(folder):
+    """It counts where a file ends, as the last record of one may have no line end."""
+    hashes = [open_records(DataConfig(path=str(folder))).content_hash()]
+    first, last = folder / "a.jsonl", folder / "c.jsonl"
+    line, _, rest = last.read_text().partition("\n")
+    for one, other in ((first.read_text() + line + "\n", rest), ("", rest)):
+        write(first, one)
+        write(last, other)
+        hashes.append(open_records(DataConfig(path=str(folder))).content_hash())
+    assert len(set(hashes)) == 3
+
+
+def test_a_bad_line_names_its_file(folder):
+    write(folder / "b" / "1.jsonl", '{"text": "3"}\n{\n')
+    with pytest.raises(DataError, match=r"set/b/1.jsonl, line 2: is not valid JSON"):
+        read(folder)
+    data = DataConfig(path=str(folder), bad_records="drop")
+    assert len(list(open_records(data).readable())) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("{}/*.csv", "no files of records"),
+        ("{}/empty", "no files of records"),
+        ("{}/mixed", r"several kinds \(.json, .jsonl\). Name those .* by a glob"),
+        ("{}/odd", "unknown suffix '.txt'"),
+    ],
+)
+def test_bad_folders_and_globs(tmp_path, name, match):
+    (tmp_path / "empty").mkdir()
+    for path in ("mixed/a.json", "mixed/b.jsonl", "odd/a.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        write(tmp_path / path, "")
+    with pytest.raises(DataError, match=match):
+        read(name.format(tmp_path))
 
 
 def test_records_can_be_read_again(file):

@@ -3,8 +3,10 @@
 import os
 import struct
 import sys
+import types
 
 import datasets
+import huggingface_hub
 import pyarrow as pa
 import pytest
 
@@ -62,7 +64,7 @@ def test_the_content_of_a_saved_dataset_has_a_hash(tmp_path):
         ("one", {"split": "dev"}, "single dataset without splits"),
         ("one", {"subset": "x"}, "subset='x' is for datasets on the hub"),
         ("two", {"revision": "v1"}, "revision='v1' is for datasets on the hub"),
-        (".", {}, "folder without state.json or dataset_dict.json"),
+        (".", {}, "is no folder .* has written, and .*/one is one. Name that"),
     ],
 )
 def test_bad_saved_datasets(saved, name, options, match):
@@ -87,14 +89,49 @@ def test_hub(monkeypatch):
         return dataset
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert read("owner/name", subset="en", split="train", limit=1) == RECORDS[:1]
-    assert calls == [(("owner/name", "en"), {"split": "train"})]
+    assert read("owner/name", subset="en", split="train[:2]", limit=1) == RECORDS[:1]
+    assert calls == [(("owner/name", "en"), {"split": "train[:2]"})]
     assert read("owner/name", split="train", revision="v1") == RECORDS
     assert calls[1] == (("owner/name", None), {"split": "train", "revision": "v1"})
     with pytest.raises(
         DataError, match=r"owner/name: no split is given\. .* train, te"
     ):
         read("owner/name")
+
+
+def test_with_a_limit_the_hub_sends_the_first_records_only(monkeypatch):
+    """They are of the commit that was current before the first was read."""
+    calls, sent = [], []
+
+    def rows():
+        for row in RECORDS * 1000:
+            sent.append(row)
+            yield row
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        train = datasets.IterableDataset.from_generator(rows)
+        return datasets.IterableDatasetDict(train=train)
+
+    info = lambda self, repo, revision: types.SimpleNamespace(sha=f"{repo} {revision}")
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    assert read("owner/name", revision="v1", limit=4) == (RECORDS * 2)[:4]
+    options = {"split": None, "streaming": True, "revision": "owner/name v1"}
+    assert calls == [(("owner/name", None), options)] and len(sent) < 500
+    data = DataConfig(path="owner/name", limit=4)
+    hashes = [open_records(data.replace(revision=r)).content_hash() for r in "aab"]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_offline_the_first_records_come_from_the_disk(monkeypatch):
+    dataset = datasets.Dataset.from_list(RECORDS)
+    load = lambda *args, split: dataset
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert read("owner/name", split="train", limit=2) == RECORDS[:2]
 
 
 def test_hub_errors(monkeypatch):
