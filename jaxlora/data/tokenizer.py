@@ -145,11 +145,6 @@ class Tokenizer:
         return found
 
     @functools.cached_property
-    def longest_token(self) -> int:
-        """Number of characters of the longest token in the vocabulary."""
-        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
-
-    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of everything that the tokens of texts and chats depend on."""
         digest = hashlib.sha256(self._backend.to_str().encode())

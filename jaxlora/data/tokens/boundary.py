@@ -26,9 +26,6 @@ from jaxlora.errors import DataError
 # Texts that a continuation is appended to. They differ in kind, so that for any given
 # continuation at least one of them does not merge with it.
 _ANCHORS = ("\n", "a", "0", ".", "é", "中", ")")
-# The most tokens that an anchor may have. It is one character of at most three bytes,
-# and a tokenizer may put more before the first word of a text.
-MOST_ANCHOR_TOKENS = 16
 _PROBES = ("a", " a", "A", "1", "\n", "(", "é", "中")
 
 

@@ -135,11 +135,9 @@ def check_enough(data: TokenizedData, job: LoraJob) -> None:
 def _too_long(
     records: EncodedRecords, index: int, job: LoraJob, path: str, size: int
 ) -> DataError:
-    count = "more tokens"
-    if records.is_whole[index]:
-        count = f"{records.lengths[index]} tokens, more"
     return DataError(
-        f"{path}: record {index // size + 1} has {count} than max_length="
+        f"{path}: record {index // size + 1} has {records.lengths[index]} tokens, more "
+        f"than max_length="
         f"{job.max_length} of job {job.name!r}. Raise max_length, shorten the record, "
         "or set too_long to truncate or drop."
     )

@@ -1,7 +1,6 @@
 """Encodes rendered records as token ids, and marks the target tokens."""
 
 import itertools
-import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,11 +14,9 @@ from jaxlora.data.rendering.render import PlainText, Rendered
 from jaxlora.data.templates.chat import Span
 from jaxlora.data.tokenizer import Encoded, Tokenizer
 from jaxlora.data.tokens.boundary import (
-    MOST_ANCHOR_TOKENS,
     BoundaryEncoder,
     BoundaryText,
 )
-from jaxlora.data.tokens.prefix import PrefixEncoder
 from jaxlora.errors import DataError
 
 _Ids = Int32[np.ndarray, "..."]
@@ -53,33 +50,18 @@ class Encoder:
     span of target characters is a target if it begins within the span.
     """
 
-    def __init__(
-        self, data: DataConfig, tokenizer: Tokenizer, max_length: int = sys.maxsize
-    ):
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer):
         """Makes an encoder.
 
         Args:
             data: Provides the settings `loss_on` and `append_eos`.
             tokenizer: The base model's tokenizer.
-            max_length: Maximum number of tokens that are used. A longer record may be
-                encoded only in part, but with at least one more token than this.
         """
         self._data = data
         self._tokenizer = tokenizer
         self._head = np.array(tokenizer.prefix_ids, np.int32)
-        self._prefixes = PrefixEncoder(tokenizer, max_length + MOST_ANCHOR_TOKENS)
-        self._boundaries = BoundaryEncoder(self._prefixes.encode_batch)
+        self._boundaries = BoundaryEncoder(tokenizer.encode_batch)
         self._marks_start = self._boundaries.marks_start
-
-    def is_whole(self, record: Rendered | GivenTokens | DataError) -> bool:
-        """Whether a record is known to be encoded completely, not only in part."""
-        if isinstance(record, DataError | GivenTokens):
-            return True
-        if isinstance(record, PromptCompletion):
-            num_chars = len(record.prompt) + len(record.completion)
-        else:
-            num_chars = len(record.text)
-        return num_chars <= self._prefixes.whole_chars
 
     def __call__(
         self, records: Sequence[Rendered | GivenTokens | DataError]
@@ -116,7 +98,7 @@ class Encoder:
     def _separate(self, records: Sequence[PromptCompletion]) -> list[MarkedTokens]:
         """Encodes prompts and completions separately, which needs no spans."""
         texts = [text for r in records for text in (r.prompt, r.completion)]
-        parts = self._prefixes.encode_ids(texts)
+        parts = self._tokenizer.encode_ids(texts)
         for i, part in enumerate(parts):
             # A completion begins a text only if the prompt is empty.
             if not i % 2 or not len(parts[i - 1]):

@@ -44,7 +44,7 @@ _SAMPLE = "; the first, with what is trained on in [[ ]]: "
 _NO_SAMPLE = "; none has a token to predict"
 # Limits of the records, and of their text, that are rendered at a time.
 _CHUNK_RECORDS = 500
-_CHUNK_CHARS = 2**20
+_CHUNK_CHARS = 2**18  # the tokenizer takes about 200 bytes for each
 # Progress is logged when this many records or seconds have passed.
 _LOG_RECORDS = 100_000
 _LOG_SECONDS = 10.0
@@ -71,7 +71,7 @@ def encode_records(
         ModelError: The records are chats, and the tokenizer has no chat template.
     """
     notes = Notes(data.path)
-    encoder = _RecordEncoder(data, records, tokenizer, max_length, notes)
+    encoder = _RecordEncoder(data, records, tokenizer, notes)
     writer = RecordWriter(data.path, max_length)
     progress = _Progress(writer, data.path)
     encoder.add(records, writer, on_chunk=progress.log)
@@ -102,7 +102,6 @@ class _RecordEncoder:
         data: DataConfig,
         records: Records,
         tokenizer: Tokenizer,
-        max_length: int,
         notes: Notes,
     ):
         """Makes an encoder.
@@ -111,7 +110,6 @@ class _RecordEncoder:
             data: Settings of the data set.
             records: Its records, of which the first one says how all are read.
             tokenizer: The base model's tokenizer.
-            max_length: Number of first tokens of each record that are needed.
             notes: Takes lines for the log.
 
         Raises:
@@ -127,7 +125,7 @@ class _RecordEncoder:
         self.size = SAMPLES_PER_RECORD.get(self._reading.kind, 1)
         self._tokenizer, self._bad = tokenizer, _BadRecords(data, notes)
         self._notes, self._num_cut, self._num_thoughtless = notes, 0, 0
-        self._encode = Encoder(data, tokenizer, max_length)
+        self._encode = Encoder(data, tokenizer)
         self._first: TokenizedSample | None = None  # with a target
 
     @property
@@ -204,20 +202,19 @@ class _RecordEncoder:
             for one in chunk
         ]
         rendered = [one.text if isinstance(one, Valued) else one for one in chunk]
-        wholes = map(self._encode.is_whole, rendered)
-        samples = zip(self._encode(rendered), numbers, wholes, strict=True)
+        samples = zip(self._encode(rendered), numbers, strict=True)
         firsts = rendered[:: self.size]
         for first, record in zip(
             firsts, itertools.batched(samples, self.size), strict=True
         ):
-            errors = [one for one, *_ in record if isinstance(one, DataError)]
+            errors = [one for one, _ in record if isinstance(one, DataError)]
             if errors:
                 self._bad.add(len(writer) // self.size + 1, errors[0])
             elif isinstance(first, Chat):
                 # The samples of a record have a prompt in common.
                 self._num_cut += first.num_cut
                 self._num_thoughtless += first.num_thoughtless
-            for tokens, (value, factor), is_whole in record:
+            for tokens, (value, factor) in record:
                 if errors or isinstance(tokens, DataError):
                     writer.add_bad()
                     continue
@@ -230,7 +227,7 @@ class _RecordEncoder:
                 )
                 if self._first is None and sample.is_target.any():
                     self._first = sample
-                writer.add(sample, is_whole=is_whole)
+                writer.add(sample)
 
 
 def _representative(data: DataConfig, records: Records) -> Record:

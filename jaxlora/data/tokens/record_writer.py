@@ -94,7 +94,7 @@ class RecordWriter:
         self._run_offsets = array.array("q", [0])
         self._run_ends, self._run_weights = array.array("q"), array.array("f")
         self._top_counts = array.array("q")
-        self._is_whole, self._is_bad = bytearray(), bytearray()
+        self._is_bad = bytearray()
         self._pending: list[TokenizedSample] = []
         self._tokens = _Spool(source, np.int32)
         self._top_ids = _Spool(source, np.int32)
@@ -108,12 +108,11 @@ class RecordWriter:
         """Number of tokens that were kept so far."""
         return self._offsets[-1]
 
-    def add(self, sample: TokenizedSample, *, is_whole: bool = True) -> None:
+    def add(self, sample: TokenizedSample) -> None:
         """Takes the tokens of the next record.
 
         Args:
-            sample: All tokens of the record, or more than `max_length` of them.
-            is_whole: Whether these are known to be all of its tokens.
+            sample: All tokens of the record.
 
         Raises:
             DataError: The disk is full, or cannot be written to.
@@ -133,16 +132,14 @@ class RecordWriter:
                 weights=None if weights is None else weights[:limit],
                 top=top,
             )
-        self._append(sample, length, is_whole, is_bad=False)
+        self._append(sample, length, is_bad=False)
 
     def add_bad(self) -> None:
         """Counts the next record, which cannot be used."""
         nothing = TokenizedSample(np.zeros(0, np.int32), np.zeros(0, bool))
-        self._append(nothing, 0, is_whole=True, is_bad=True)
+        self._append(nothing, 0, is_bad=True)
 
-    def _append(
-        self, sample: TokenizedSample, length: int, is_whole: bool, *, is_bad: bool
-    ) -> None:
+    def _append(self, sample: TokenizedSample, length: int, *, is_bad: bool) -> None:
         self._pending.append(sample)
         self._offsets.append(self.num_tokens + len(sample.token_ids))
         self._lengths.append(length)
@@ -150,7 +147,6 @@ class RecordWriter:
         self._values.append(sample.value)
         self._append_runs(sample.weights)
         self._top_counts.append(0 if sample.top is None else sample.top.ids.shape[1])
-        self._is_whole.append(is_whole)
         self._is_bad.append(is_bad)
         num_pending = self.num_tokens - self._offsets[-1 - len(self._pending)]
         if len(self._pending) == _PENDING_RECORDS or num_pending > _PENDING_TOKENS:
@@ -194,7 +190,6 @@ class RecordWriter:
             top_counts=np.array(top_counts, np.int64),
             top_ids=self._top_ids.joined(),
             top_logprobs=self._top_logprobs.joined(),
-            is_whole=np.frombuffer(bytes(self._is_whole), bool),
             is_bad=np.frombuffer(bytes(self._is_bad), bool),
             first_bad=first_bad,
             notes=tuple(notes),

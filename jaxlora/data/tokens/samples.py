@@ -81,7 +81,6 @@ class EncodedRecords:
             place of each of its targets; empty: none has any.
         top_ids: These tokens, record after record, target after target.
         top_logprobs: Their log-probabilities; -inf: there is none here.
-        is_whole: Whether `lengths` is exact; otherwise it is a lower bound.
         is_bad: Whether each record is left out, because it cannot be used.
         first_bad: Describes the first record that cannot be used; "" if there is none.
         notes: Lines for the log about the data set.
@@ -98,7 +97,6 @@ class EncodedRecords:
     top_counts: Int64[np.ndarray, " _"]
     top_ids: Int32[np.ndarray, " P"]
     top_logprobs: Float32[np.ndarray, " P"]
-    is_whole: Bool[np.ndarray, " R"]
     is_bad: Bool[np.ndarray, " R"]
     first_bad: str
     notes: tuple[Note, ...]

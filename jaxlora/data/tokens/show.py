@@ -112,8 +112,7 @@ def _less_log() -> Iterator[None]:
 
 def _counts(records: EncodedRecords, number: int, max_length: int) -> str:
     length, num_targets = records.lengths[number], records.num_targets[number]
-    more = "" if records.is_whole[number] else "at least "
-    text = f"{more}{counted(int(length), 'token')}, {num_targets:,} of them trained on"
+    text = f"{counted(int(length), 'token')}, {num_targets:,} of them trained on"
     if length > max_length:
         text += f"; longer than max_length={max_length}, and cut here"
     if (weights := Samples(records, np.array([number]))[0].target_weights) is not None:

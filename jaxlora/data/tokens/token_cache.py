@@ -1,8 +1,8 @@
 """Keeps the tokens of data sets on disk, so that later runs need not make them again.
 
-An entry is one file. Its name is a hash of everything that determines the tokens: the
-bytes of the data, the settings, the tokenizer with its chat template, the versions of
-libraries, and the source code of this package. It ends with a checksum. Entries are
+An entry is a safetensors file with a checksum. Its name is a hash of everything that
+determines the tokens: the bytes of the data, the settings, the tokenizer with its chat
+template, the versions of libraries, and the source code of this package. Entries are
 written under a temporary name and renamed, so several processes may read and write them
 at the same time. Only entries that nobody but this user may have written are used.
 """
@@ -10,23 +10,24 @@ at the same time. Only entries that nobody but this user may have written are us
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import numpy as np
 import pyarrow
-import pydantic
+import safetensors
 import tokenizers
+import xxhash
 
 from jaxlora.common import atomic
 from jaxlora.common.cache_home import cache_home, check_private, make_private
-from jaxlora.common.json_file import parse_json
 from jaxlora.config import DataConfig
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.record_writer import TOKENS_IN_MEMORY
@@ -35,27 +36,24 @@ from jaxlora.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
-_MAGIC = b"jaxlora tokens 3"
-_ALIGNMENT = 64
-_DIGEST_BYTES = 32
-_SUFFIX = ".tokens"
+_SUFFIX = ".safetensors"
 _MAX_BYTES = 10 * 2**30
+# The arrays of an entry, of which those with larger elements come first.
 _ARRAYS: dict[str, type] = {
-    "tokens": np.int32,
     "offsets": np.int64,
     "lengths": np.int64,
     "num_targets": np.int64,
     "values": np.float64,
     "run_offsets": np.int64,
     "run_ends": np.int64,
-    "run_weights": np.float32,
     "top_counts": np.int64,
+    "tokens": np.int32,
+    "run_weights": np.float32,
     "top_ids": np.int32,
     "top_logprobs": np.float32,
-    "is_whole": np.bool_,
     "is_bad": np.bool_,
 }
-_FLAGS = ("is_whole", "is_bad")
+_NAMES = {"l": "I64", "d": "F64", "i": "I32", "f": "F32", "?": "BOOL"}
 # Where the data and the chat template lie does not affect the tokens.
 _PLACES = {"path", "split", "subset", "revision", "chat_template"}
 _CLOCK = re.compile(
@@ -142,7 +140,7 @@ class TokenCache:
         entry = self._entry(key)
         try:
             check_private(self._folder.stat(), self._folder)
-            records = _parse(_read(entry))
+            records = _read(entry)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -163,11 +161,8 @@ class TokenCache:
             make_private(self._folder)
             atomic.remove_leftovers(self._folder)
             with atomic.new_file(self._entry(key), mode=0o600) as file:
-                digest = hashlib.sha256()
                 for part in _format(records):
-                    digest.update(part)
                     file.write(part)
-                file.write(digest.digest())
             self._evict(keep=self._entry(key))
         except (OSError, StorageError) as error:
             self._warn("written", error)
@@ -215,27 +210,42 @@ def user_token_cache() -> TokenCache | None:
 
 
 def _format(records: EncodedRecords) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of an entry, except its checksum."""
-    header = {
-        "sizes": {name: len(getattr(records, name)) for name in _ARRAYS},
-        "first_bad": records.first_bad,
-        "notes": records.notes,
+    """Yields the bytes of an entry, which may be more than the memory holds."""
+    arrays = {
+        name: np.ascontiguousarray(getattr(records, name), dtype)
+        for name, dtype in _ARRAYS.items()
     }
+    parts = [memoryview(x).cast("B") if x.size else b"" for x in arrays.values()]
+    ends = itertools.accumulate(map(len, parts), initial=0)
+    header: dict[str, Any] = {
+        name: {"dtype": _NAMES[x.dtype.char], "shape": x.shape, "data_offsets": place}
+        for (name, x), place in zip(
+            arrays.items(), itertools.pairwise(ends), strict=True
+        )
+    }
+    lines = json.dumps([records.first_bad, records.notes])
+    checksum = _checksum(lines, parts)
+    header["__metadata__"] = {"lines": lines, "checksum": checksum}
     text = json.dumps(header).encode()
-    start = _MAGIC + len(text).to_bytes(8, "little") + text
-    yield start + bytes(-len(start) % _ALIGNMENT)
-    for name, dtype in _ARRAYS.items():
-        array = np.ascontiguousarray(getattr(records, name), dtype)
-        yield memoryview(array).cast("B") if len(array) else b""
-        yield bytes(-array.nbytes % _ALIGNMENT)
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    yield from parts
 
 
-def _read(entry: Path) -> np.ndarray:
-    """Returns the bytes of a file, in memory or, if it is large, mapped from it.
+def _checksum(lines: str, parts: Iterable[bytes | memoryview | np.ndarray]) -> str:
+    digest = xxhash.xxh3_128(lines.encode())
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _read(entry: Path) -> EncodedRecords:
+    """Reads an entry, whose arrays are mapped if it is large.
 
     Raises:
         OSError: It cannot be read.
         _UntrustedError: It is no file that only this user may have written.
+        ValueError: It has not the bytes that were written.
     """
     # Opening a pipe or a device may wait, or have an effect.
     _check_entry(entry.lstat(), entry)
@@ -244,9 +254,29 @@ def _read(entry: Path) -> np.ndarray:
         found = os.fstat(file.fileno())
         _check_entry(found, entry)
         os.utime(file.fileno())
+        try:
+            with safetensors.safe_open(entry, framework="numpy") as checked:
+                metadata = checked.metadata() or {}
+        except safetensors.SafetensorError as error:
+            raise ValueError(str(error)) from error
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
         if found.st_size <= 8 * TOKENS_IN_MEMORY:
-            return np.frombuffer(file.read(), np.uint8)
-        return np.asarray(np.memmap(file, np.uint8, "r"))
+            content = np.frombuffer(file.read(), np.uint8)
+        else:
+            content = np.memmap(file, np.uint8, "r")[start:]
+    if header.keys() - {"__metadata__"} != _ARRAYS.keys():
+        raise ValueError("it has other arrays")
+    parts = {
+        name: np.asarray(content[slice(*header[name]["data_offsets"])])
+        for name in _ARRAYS
+    }
+    lines = metadata.get("lines", "")
+    if _checksum(lines, parts.values()) != metadata.get("checksum"):
+        raise ValueError("its checksum is wrong")
+    first_bad, notes = json.loads(lines)
+    arrays: dict[str, Any] = {n: x.view(_ARRAYS[n]) for n, x in parts.items()}
+    return EncodedRecords(first_bad=first_bad, notes=tuple(map(tuple, notes)), **arrays)
 
 
 class _UntrustedError(ValueError):
@@ -260,119 +290,3 @@ def _check_entry(found: os.stat_result, entry: Path) -> None:
         check_private(found, entry)
     except OSError as error:
         raise _UntrustedError(error.strerror) from error
-
-
-class _Header(pydantic.BaseModel):
-    """Metadata of an entry, beside its arrays.
-
-    Attributes:
-        sizes: Number of elements of each array, by name.
-        first_bad: As in `EncodedRecords`.
-        notes: As in `EncodedRecords`.
-    """
-
-    sizes: dict[str, Annotated[int, pydantic.Field(ge=0)]]
-    first_bad: str
-    notes: tuple[tuple[int, str], ...]
-
-
-def _parse(content: np.ndarray) -> EncodedRecords:
-    """Checks the bytes of an entry, and returns the records in it.
-
-    Raises:
-        ValueError: The bytes are not those that were written, or do not fit together.
-    """
-    body = content[:-_DIGEST_BYTES]
-    digest = hashlib.sha256(body)
-    if digest.digest() != content[-_DIGEST_BYTES:].tobytes():
-        raise ValueError("its checksum is wrong")
-    start = len(_MAGIC) + 8
-    if body[: len(_MAGIC)].tobytes() != _MAGIC:
-        raise ValueError("its first bytes are wrong")
-    length = int.from_bytes(body[len(_MAGIC) : start].tobytes(), "little")
-    header = _parse_header(body[start : start + length].tobytes())
-    place = start + length + -(start + length) % _ALIGNMENT
-    arrays: dict[str, np.ndarray] = {}
-    for name, dtype in _ARRAYS.items():
-        num_bytes = header.sizes[name] * np.dtype(dtype).itemsize
-        arrays[name] = body[place : place + num_bytes].view(dtype)
-        place += num_bytes + -num_bytes % _ALIGNMENT
-    if place != len(body):
-        raise ValueError("its size is wrong")
-    if any(arrays[name].view(np.uint8).max(initial=0) > 1 for name in _FLAGS):
-        raise ValueError("its flags are wrong")
-    _check_arrays(arrays)
-    return EncodedRecords(first_bad=header.first_bad, notes=header.notes, **arrays)
-
-
-def _parse_header(text: bytes) -> _Header:
-    try:
-        header = _Header.model_validate(parse_json(text))
-    except pydantic.ValidationError as error:
-        raise ValueError(f"its header has {error.error_count()} errors") from error
-    if header.sizes.keys() != _ARRAYS.keys():
-        raise ValueError("it has other arrays")
-    return header
-
-
-def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
-    """Checks that arrays have the sizes and bounds of the same records.
-
-    Args:
-        arrays: The arrays by name; see `EncodedRecords`.
-
-    Raises:
-        ValueError: They do not.
-    """
-    offsets, lengths, num_targets = (
-        arrays[name] for name in ("offsets", "lengths", "num_targets")
-    )
-    num = len(lengths)
-    by_record = (arrays[name] for name in ("num_targets", "values", *_FLAGS))
-    others = len(offsets) - 1, *map(len, by_record)
-    if num == 0 or set(others) != {num}:
-        raise ValueError("its arrays have different sizes")
-    stored = np.diff(offsets)
-    if offsets[0] or offsets[-1] != len(arrays["tokens"]) or (stored < 0).any():
-        raise ValueError("its offsets are wrong")
-    if (lengths < stored).any() or (stored[arrays["is_bad"]] > 0).any():
-        raise ValueError("its lengths are wrong")
-    if (num_targets < 0).any() or (num_targets > stored).any():
-        raise ValueError("its numbers of targets are wrong")
-    _check_runs(arrays["run_offsets"], arrays["run_ends"], stored)
-    if len(arrays["run_ends"]) != len(arrays["run_weights"]):
-        raise ValueError("its arrays have different sizes")
-    top_counts, top_ids = arrays["top_counts"], arrays["top_ids"]
-    if len(top_counts) not in (0, num) or len(top_ids) != len(arrays["top_logprobs"]):
-        raise ValueError("its arrays have different sizes")
-    num_top = int((num_targets * top_counts).sum()) if len(top_counts) else 0
-    if (top_counts < 0).any() or num_top != len(top_ids):
-        raise ValueError("its log-probabilities are wrong")
-
-
-def _check_runs(
-    run_offsets: np.ndarray, run_ends: np.ndarray, stored: np.ndarray
-) -> None:
-    """Checks the runs of tokens of the same weight.
-
-    Args:
-        run_offsets: As in `EncodedRecords`.
-        run_ends: As in `EncodedRecords`.
-        stored: Number of stored tokens of each record.
-
-    Raises:
-        ValueError: They do not cover the tokens of their records.
-    """
-    if not len(run_offsets):
-        run_offsets = np.zeros(len(stored) + 1, np.int64)
-    if len(run_offsets) != len(stored) + 1:
-        raise ValueError("its arrays have different sizes")
-    num_runs = np.diff(run_offsets)
-    has_runs = num_runs > 0
-    if run_offsets[0] or run_offsets[-1] != len(run_ends) or (num_runs < 0).any():
-        raise ValueError("its weights are wrong")
-    sizes = np.diff(run_ends, prepend=0)
-    sizes[run_offsets[:-1][has_runs]] = run_ends[run_offsets[:-1][has_runs]]
-    last = run_ends[run_offsets[1:][has_runs] - 1]
-    if (sizes <= 0).any() or (last != stored[has_runs]).any():
-        raise ValueError("its weights are wrong")

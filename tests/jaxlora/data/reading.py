@@ -34,7 +34,6 @@ class Case:
 CASES = {
     "many": Case(records=12_000, chars=30, max_length=1024, jobs=2),
     "documents": Case(records=200, chars=20_000, max_length=512),
-    "line": Case(records=1, chars=2_000_000, max_length=512),
 }
 
 

@@ -82,13 +82,12 @@ def test_some_of_the_records():
     writer = RecordWriter("data.jsonl", max_length=3)
     writer.add(sample([1, 2, 3, 4, 5], [False, False, True, True, True]))
     writer.add_bad()
-    writer.add(sample([6, 7], [False, True]), is_whole=False)
+    writer.add(sample([6, 7], [False, True]))
     writer.add(sample([8], [False]))
     records = writer.finish(first_bad="record 2: bad", notes=[(20, "a note")])
     assert records.lengths.tolist() == [5, 0, 2, 1]
     assert records.num_targets.tolist() == [1, 0, 1, 0]
     assert records.is_bad.tolist() == [False, True, False, False]
-    assert records.is_whole.tolist() == [True, True, False, True]
     assert (records.first_bad, records.notes) == ("record 2: bad", ((20, "a note"),))
     some = Samples(records, np.array([2, 0]))
     assert [s.token_ids.tolist() for s in some] == [[6, 7], [1, 2, 3]]
