@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -18,9 +18,6 @@ Record = dict[str, Any]
 
 # The depth of records is limited, because later code walks through them recursively.
 _DEEPEST = 100
-_BLOCK_CHARS = 2**20
-# A JSON error may depend on at most this many characters after its position.
-_LONGEST_LITERAL = 16
 _ARROW_ROWS = 128
 _ARROW_MAGIC = b"ARROW1"
 
@@ -93,7 +90,8 @@ def _parse_line(line: bytes, where: str) -> Record | None:
             f"{where}: holds {_json_kind(record)}, not an object. Write one "
             '{"field": value, ...} per line.'
         )
-    _check_depth(record, text.count("{") + text.count("["), where)
+    if text.count("{") + text.count("[") > _DEEPEST:  # most records need no search
+        _check_depth(record, where)
     return record
 
 
@@ -121,19 +119,16 @@ def _json_kind(value: Any) -> str:
     return names.get(type(value), "null" if value is None else "a number")
 
 
-def _check_depth(record: Record, bound: int, where: str) -> None:
+def _check_depth(record: Record, where: str) -> None:
     """Checks that a record is not nested too deeply.
 
     Args:
         record: A parsed JSON object.
-        bound: An upper bound on its depth, with which most records need no search.
         where: Describes the record in the error.
 
     Raises:
         DataError: The record is nested too deeply.
     """
-    if bound <= _DEEPEST:
-        return
     level, depth = list(record.values()), 1
     while level:
         if depth > _DEEPEST:
@@ -147,108 +142,29 @@ def _check_depth(record: Record, bound: int, where: str) -> None:
 
 
 def _read_json(path: Path) -> Iterator[Record]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        try:
-            yield from _read_json_list(_JsonText(file, path), path)
-        except UnicodeDecodeError as error:
-            raise _not_utf8(error, str(path)) from error
-
-
-def _read_json_list(text: "_JsonText", path: Path) -> Iterator[Record]:
-    if text.peek() != "[":
-        value = text.take_value(f"{path}")
-        text.check_end()
+    cure = "If the file has one object per line, rename it to .jsonl."
+    try:
+        records = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, str(path)) from error
+    except (ValueError, RecursionError) as error:
+        where = str(path)
+        if isinstance(error, json.JSONDecodeError):
+            where += f", line {error.lineno}"
+        raise _bad_json(error, where, cure) from error
+    if not isinstance(records, list):
         raise DataError(
-            f"{path}: holds {_json_kind(value)}, not a list of objects. Wrap the "
+            f"{path}: holds {_json_kind(records)}, not a list of objects. Wrap the "
             "records in [...], or write one per line in a .jsonl file."
         )
-    text.take("[")
-    number, more = 0, text.peek() != "]"
-    while more:
-        number += 1
-        record = text.take_value(f"{path}: record {number}")
+    for number, record in enumerate(records, start=1):
         if not isinstance(record, dict):
             raise DataError(
                 f"{path}: record {number} is {_json_kind(record)}, not an object. "
                 "Each item of the list must be an object of fields."
             )
+        _check_depth(record, f"{path}: record {number}")
         yield record
-        more = text.peek() == ","
-        if more:
-            text.take(",")
-    text.take("]")
-    text.check_end()
-
-
-class _JsonText:
-    """A JSON file that is parsed value by value, with only one value in memory."""
-
-    def __init__(self, file: IO[str], path: Path):
-        self._file, self._path = file, path
-        self._text, self._at = "", 0
-        self._lines_before = 0
-        self._decoder = json.JSONDecoder()
-
-    def peek(self) -> str:
-        """Returns the next character that is not whitespace; "" at the end."""
-        while True:
-            rest = self._text[self._at : self._at + 1]
-            if rest and rest not in " \t\n\r":
-                return rest
-            if not rest and not self._read_more():
-                return ""
-            self._at += bool(rest)
-
-    def take(self, expected: str) -> None:
-        """Skips a character that must come next."""
-        if self.peek() != expected:
-            reason = f"expected {expected!r} in line {self._line(self._at)}"
-            raise self._error(reason, str(self._path))
-        self._at += 1
-
-    def check_end(self) -> None:
-        """Checks that only whitespace follows."""
-        if self.peek():
-            reason = f"extra data in line {self._line(self._at)}"
-            raise self._error(reason, str(self._path))
-
-    def take_value(self, where: str) -> Any:
-        """Parses the next value."""
-        self.peek()
-        while True:
-            try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                reason = f"{error.msg} in line {self._line(error.pos)}"
-                if not self._may_be_cut(error) or not self._read_more():
-                    raise self._error(reason, where) from error
-            except (ValueError, RecursionError) as error:
-                raise _bad_json(error, where, "Fix the record.") from error
-            else:
-                if isinstance(value, dict):
-                    text = self._text[self._at : end]
-                    _check_depth(value, text.count("{") + text.count("["), where)
-                self._at = end
-                return value
-
-    def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
-        """Whether the error may be due to a value that goes on beyond the buffer."""
-        is_near_end = error.pos > len(self._text) - _LONGEST_LITERAL
-        return is_near_end or error.msg.startswith("Unterminated string")
-
-    def _read_more(self) -> bool:
-        # Each read doubles the buffer, so a long value is parsed only a few times.
-        more = self._file.read(max(_BLOCK_CHARS, len(self._text) - self._at))
-        self._lines_before += self._text.count("\n", 0, self._at)
-        self._text, self._at = self._text[self._at :] + more, 0
-        return bool(more)
-
-    def _line(self, position: int) -> int:
-        return 1 + self._lines_before + self._text.count("\n", 0, position)
-
-    def _error(self, reason: str, where: str) -> DataError:
-        cure = "If the file has one object per line, rename it to .jsonl."
-        return DataError(f"{where}: is not valid JSON ({reason}). {cure}")
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:

@@ -85,54 +85,21 @@ def test_csv_as_other_programs_write_it(tmp_path):
     assert read(write(tmp_path / "a.csv", text)) == wanted
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 7, 50, 2**20])
-def test_json_lists_are_read_in_blocks(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(files, "_BLOCK_CHARS", block)
+def test_json_lists(tmp_path):
     records = [{"a": i, "b": ["é\n🙂", None, -1.5e3, {"c": [True]}]} for i in range(9)]
     for indent in (None, 2):
         text = json.dumps(records, ensure_ascii=indent == 2, indent=indent)
         assert read(write(tmp_path / "a.json", f"\ufeff {text} \n")) == records
-        with pytest.raises(DataError, match="extra data"):
-            read(write(tmp_path / "a.json", text + "]"))
-    path = write(tmp_path / "a.json", '[\n{"a": 1},\n{"a": tru}\n]')
-    with pytest.raises(DataError, match=r"record 2: is not valid JSON .*in line 3"):
-        read(path)
 
 
-def test_a_bad_record_ends_the_reading_of_a_json_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_BLOCK_CHARS", 100)
-    text = '[{"a": 1}, {"a": !' + "x" * 1_000_000
-    monkeypatch.setattr(files._JsonText, "_read_more", counted := Counted())
-    with pytest.raises(DataError, match="record 2"):
-        read(write(tmp_path / "a.json", text))
-    assert counted.calls <= 2
-
-
-class Counted:
-    """`_read_more`, counted."""
-
-    def __init__(self):
-        self.calls = 0
-        self._read_more = files._JsonText._read_more
-
-    def __get__(self, text, _):
-        def read_more():
-            self.calls += 1
-            return self._read_more(text)
-
-        return read_more
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_a_file_is_never_whole_in_memory(tmp_path, suffix):
     rows = 4000
     if suffix == ".csv":
         text = "a\n" + ("x" * 3000 + "\n") * rows
     else:
         record = json.dumps({"a": "x" * 3000})
-        between = "\n" if suffix == ".jsonl" else ",\n"
-        text = between.join([record] * rows)
-        text = text if suffix == ".jsonl" else f"[{text}]"
+        text = "\n".join([record] * rows)
     path = write(tmp_path / f"a{suffix}", text)
     del text
     tracemalloc.start()
@@ -182,7 +149,7 @@ def test_csv_rows_may_be_long(tmp_path):
         ("a.jsonl", '{"a": ' + "[" * 500 + "]" * 500 + "}", "nested more than 100 lev"),
         ("a.jsonl", '{"a": "\0"}', "line 1: is not valid JSON"),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), "line 1: byte 0xff is not UTF-8"),
-        ("a.json", '[{"a": ' + "9" * 5000 + "}]", "record 1: holds an integer with"),
+        ("a.json", '[{"a": ' + "9" * 5000 + "}]", "holds an integer with"),
         (
             "a.json",
             '[{"a": ' + "[" * 500 + "]" * 500 + "}]",
@@ -191,13 +158,12 @@ def test_csv_rows_may_be_long(tmp_path):
         (
             "a.json",
             '[{"a": ' + "[" * 200_000,
-            "record 1: is not valid JSON .nested too",
+            "is not valid JSON .nested too",
         ),
-        ("a.json", '[{"a": 1},\n{"b"', "record 2: is not valid JSON .*in line 2"),
-        ("a.json", '[{"a": 1},\n]', "record 2: is not valid JSON .*in line 2"),
-        ("a.json", '[{"a": 1}\n{"b": 2}]', r"expected '\]' in line 2"),
-        ("a.json", '[{"a": 1}', r"expected '\]' in line 1"),
-        ("a.json", '[{"a": 1}]\nx', "extra data in line 2"),
+        ("a.json", '[{"a": 1},\n{"b"', "line 2: is not valid JSON"),
+        ("a.json", '[{"a": 1}\n{"b": 2}]', "line 2: is not valid JSON"),
+        ("a.json", '[{"a": 1}', "line 1: is not valid JSON"),
+        ("a.json", '[{"a": 1}]\nx', "line 2: is not valid JSON .Extra data"),
         ("a.json", "", "is not valid JSON"),
         ("a.parquet", "", "cannot be read as Parquet"),
         ("a.csv", "a,b\n1,2\n1,2,3\n", "line 3: cannot be read as CSV .*has 3 fields"),
@@ -252,7 +218,7 @@ def test_lines_that_cannot_be_read_may_be_left_out(tmp_path, name, content, good
         ("a.csv", 'a,b\n1,"2\n3,4\n5,"6\n', "line 4: .*row that begins in line 2"),
         ("a.csv", 'a,b\n1,"2\n3,4\n', "line 3: .*row that begins in line 2"),
         ("a.csv", b"\xff,b\n1,2\n", "line 1: .*not UTF-8"),
-        ("a.json", '[{"a": 1}, {"b"', "record 2: is not valid JSON"),
+        ("a.json", '[{"a": 1}, {"b"', "line 1: is not valid JSON"),
         ("a.parquet", "PAR1", "cannot be read as Parquet"),
     ],
 )

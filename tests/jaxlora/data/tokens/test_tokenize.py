@@ -338,7 +338,9 @@ def test_a_long_text_is_cut_dropped_or_refused(run, record):
         assert len(sample.token_ids) == 12 and len(set(sample.token_ids)) == 1
     dropped = run(records, max_length=12, too_long="drop")
     assert (dropped.num_dropped, len(dropped.samples)) == (1, 2)
-    with pytest.raises(DataError, match="record 3 has 300002 tokens, more than max_length=12"):
+    with pytest.raises(
+        DataError, match="record 3 has 300002 tokens, more than max_length=12"
+    ):
         run(records, max_length=12, too_long="error")
 
 
