@@ -111,10 +111,11 @@ def _run(arguments: argparse.Namespace) -> None:
     keep_compiled_programs()
     generator = _generator(arguments)
     if arguments.interactive:
-        from jaxlora.generate.terminal import Chat, read_line
+        from jaxlora.generate.terminal import chat
 
-        return Chat(generator, settings, system=arguments.system).run(read_line)
-    return _print_all(arguments, generator, prompts, settings)
+        chat(generator, settings, system=arguments.system)
+        return
+    _print_all(arguments, generator, prompts, settings)
 
 
 def _check(arguments: argparse.Namespace) -> None:
