@@ -80,10 +80,7 @@ _REMAT = "Set remat of the run: none, elementwise, mlp, layer or auto."
 _DTYPE = "Set dtype of the run: bfloat16, float32 or auto (bfloat16 on a GPU)."
 _FOUR_BITS = "Set `quantize_base: nf4` for the run."
 _EIGHT_BITS = "Set `quantize_base: int8` (or fp8, on Hopper) for the run."
-_OPTIMIZER = (
-    "Set optimizer: adamw, adamw_8bit, schedule_free_adamw, lion, sgd, muon or "
-    "adafactor."
-)
+_OPTIMIZER = "Set optimizer: adamw, schedule_free_adamw, lion, sgd, muon or adafactor."
 _FROZEN = "Leave it out: norms and biases stay frozen."
 _LOSS_ON = (
     "Set loss_on in data: completion trains on the answers only, last on the last one "

@@ -97,13 +97,13 @@ class LoraJob(StrictModel):
         warmup_ratio: Warm-up as a share of all steps, when `warmup_steps` is None.
         lora_plus_ratio: Rate of B, and of the vectors of DoRA and of biases, over rate
             of A (LoRA+, arXiv 2402.12354).
-        optimizer: How gradients change the weights: `adamw`, `adamw_8bit`,
-            `schedule_free_adamw`, `lion`, `sgd`, `muon`, `adafactor`, or one that was
-            registered with `jaxlora.register_optimizer`.
+        optimizer: How gradients change the weights: `adamw`, `schedule_free_adamw`,
+            `lion`, `sgd`, `muon`, `adafactor`, or one that was registered with
+            `jaxlora.register_optimizer`.
         optimizer_args: Settings of the optimizer, by name, such as
             `{b1: 0.95, b2: 0.98}` of `lion`.
         weight_decay: Decoupled weight decay.
-        adam_b1: Decay of the first moment of AdamW, 8-bit and schedule-free too.
+        adam_b1: Decay of the first moment of AdamW, schedule-free too.
         adam_b2: Decay of the second moment of AdamW.
         adam_eps: Added to the root of the second moment of AdamW.
         max_grad_norm: Clip the adapter's own gradient to this norm; None: never.

@@ -196,9 +196,7 @@ def _difference(name: str, optimizer: Optimizer) -> str:
     said = [f"the optimizer is {optimizer.name}"]
     if name.startswith("paged_"):
         said.append("its state stays on the device")
-    if optimizer.name == "adamw_8bit":
-        said.append("its blocks lie along the features of each matrix")
-    elif any(part in name for part in ("8bit", "4bit", "fp8")):
+    if any(part in name for part in ("8bit", "4bit", "fp8")):
         said.append("its state is float32")
     if optimizer.name == "muon":
         said.append("its updates are scaled as Moonlight does")

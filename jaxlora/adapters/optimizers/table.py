@@ -86,12 +86,6 @@ def _adamw(learning_rate: Any, weight_decay: Any, *, b1: Any, b2: Any, eps: Any)
     return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
 
-def _adamw_8bit(learning_rate: Any, weight_decay: Any, **moments: Any) -> Any:
-    from jaxlora.adapters.optimizers.adamw_8bit import adamw_8bit
-
-    return adamw_8bit(learning_rate, weight_decay, **moments)
-
-
 def _schedule_free(
     learning_rate: Any, weight_decay: Any, *, b1: Any, b2: Any, eps: Any
 ) -> Any:
@@ -176,12 +170,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     one.name: one
     for one in (
         ADAMW,
-        Optimizer(
-            name="adamw_8bit",
-            settings=_ADAM,
-            transformation=_adamw_8bit,
-            mixes_elements=True,
-        ),
         Optimizer(  # arXiv 2405.15682
             name="schedule_free_adamw",
             settings=_ADAM | {"b1": dataclasses.replace(_ADAM["b1"], is_positive=True)},
@@ -238,9 +226,7 @@ def find_by_other_name(name: str) -> Optimizer | None:
         name: A value of `optim` in transformers or of `optimizer` in Axolotl, such as
             `adamw_torch_fused` or `paged_lion_8bit`.
     """
-    first, _, rest = name.removeprefix("paged_").partition("_")
-    if first == "adamw" and "8bit" in rest:
-        first = "adamw_8bit"
+    first, _, _ = name.removeprefix("paged_").partition("_")
     return OPTIMIZERS.get(name) or OPTIMIZERS.get(first)
 
 

@@ -14,12 +14,10 @@ from jaxlora.adapters.optimizer import (
     Pending,
     optimizer_step,
 )
-from jaxlora.adapters.optimizers import adamw_8bit
 from jaxlora.adapters.optimizers.state import (
     evaluation_weights,
     own_shapes,
     state_shapes,
-    transformation,
 )
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.adapters.slot_state import write_slot, zero_state
@@ -160,7 +158,7 @@ def definition(name: str, learning_rate):
     }[name]()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "adamw_8bit"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_slot_steps_as_in_optax(name):
     """At its own rank, whatever the rank of the slots, and in each layer by itself."""
     state, slot = trained(NAMES), NAMES.index(name)
@@ -178,87 +176,6 @@ def test_a_slot_steps_as_in_optax(name):
         np.testing.assert_allclose(found[index], params["w"], rtol=2e-5, atol=2e-6)
         found[:, *own(name, stack)] = 0
         assert not found.any()
-
-
-def test_the_dynamic_map_has_the_values_of_bitsandbytes():
-    """The smallest, largest and middle values that its `create_dynamic_map` gives."""
-    signed = adamw_8bit.dynamic_map(is_signed=True)
-    unsigned = adamw_8bit.dynamic_map(is_signed=False)
-    for values in (signed, unsigned):
-        assert len(set(values.tolist())) == 256 and (np.diff(values) > 0).all()
-        assert values[-1] == 1 and 0 in values
-    np.testing.assert_allclose(signed[[0, 126, 128]], [-0.99296875, -5.5e-7, 5.5e-7])
-    np.testing.assert_allclose(unsigned[:3], [0, 3.25e-7, 7.75e-7], rtol=1e-6)
-    np.testing.assert_allclose(unsigned[-2], 1 - 0.9 / 256, rtol=1e-6)
-
-
-def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Values as they are after quantization along the first axis, in float64."""
-    out = np.zeros(values.shape)
-    for start in range(0, len(values), 256):
-        block = values[start : start + 256]
-        scale = np.abs(block).max(axis=0)
-        places = np.abs(block[..., None] / scale[:, None] - table).argmin(axis=-1)
-        out[start : start + 256] = table[places] * scale
-    return out
-
-
-def test_adamw_8bit_is_the_definition():
-    """Adam on moments that are stored as the nearest of 256 values in each block."""
-    name = "adamw_8bit"
-    state, slot = trained(NAMES), NAMES.index(name)
-    maps = [adamw_8bit.dynamic_map(is_signed=signed) for signed in (True, False)]
-    for stack in SHAPES:
-        # Blocks lie along the features.
-        turn = np.transpose if stack.endswith("b") else np.asarray
-        index = (0, *own(name, stack))
-        weight = turn(drawn(name, -1)[stack][index]).astype(np.float64)
-        mu = nu = np.zeros_like(weight)
-        for step in range(STEPS):
-            g = turn(drawn(name, step)[stack][index]).astype(np.float64)
-            mu, nu = 0.9 * mu + 0.1 * g, 0.999 * nu + 0.001 * g**2
-            m, v = mu / (1 - 0.9 ** (step + 1)), nu / (1 - 0.999 ** (step + 1))
-            rate = RATE * (step + 1) * (RATIO if stack.endswith("b") else 1)
-            weight = weight - rate * (m / (np.sqrt(v) + 1e-8) + DECAY * weight)
-            mu, nu = (nearest(x, t) for x, t in zip((mu, nu), maps, strict=True))
-        found = np.asarray(state.params[stack][slot])[index]
-        # A value between two codes may be rounded to either.
-        is_close = np.isclose(turn(found), weight, rtol=1e-4, atol=1e-5)
-        assert is_close.mean() > 0.995
-        codes = state.optimizer_state["adamw_8bit.mu_codes"][stack]
-        scales = state.optimizer_state["adamw_8bit.mu_scales"][stack]
-        assert codes.dtype == jnp.uint8
-        decoded = adamw_8bit.decode(
-            codes[slot, 0], scales[slot, 0], int(stack.endswith("b")), maps[0]
-        )
-        is_close = np.isclose(turn(np.asarray(decoded)[index[1:]]), mu, rtol=1e-4)
-        assert is_close.mean() > 0.995
-
-
-def test_losses_in_8_bits_are_close_to_those_of_adamw():
-    """On a noisy quadratic whose scales differ within a block: 1.5 % of the first."""
-    rng = np.random.default_rng(0)
-    scales = jnp.array(rng.lognormal(0, 1, (512, 4)), jnp.float32)
-    noise = jnp.array(rng.normal(size=(150, 512, 4)), jnp.float32)
-
-    def losses(name):
-        made = transformation(OPTIMIZERS[name], 0.01)
-
-        def step(kept, noise):
-            weight, state = kept
-            gradient = {"lora_a": scales * weight["lora_a"] + 0.1 * noise}
-            updates, state = made.update(gradient, state, weight, rank=4)
-            loss = jnp.mean(scales * weight["lora_a"] ** 2)
-            return (optax.apply_updates(weight, updates), state), loss
-
-        start = {"lora_a": jnp.ones((512, 4))}
-        return jax.jit(jax.lax.scan, static_argnums=0)(
-            step, (start, made.init(start)), noise
-        )[1]
-
-    exact, found = losses("adamw"), losses("adamw_8bit")
-    assert exact[-1] < 0.1 * exact[0]
-    assert 0 < jnp.abs(found - exact).max() < 0.015 * exact[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -347,7 +264,7 @@ def test_the_tables_of_a_rank_hold_the_state_of_a_smaller_one(name):
 
 
 def test_bytes_of_state():
-    """2.03 for a weight in 8 bits; two rows and columns for Adafactor."""
+    """A row and a column for Adafactor."""
     table = {"q.lora_a": jax.ShapeDtypeStruct((4096, 16), jnp.float32)}
 
     def num_bytes(name):
@@ -355,5 +272,4 @@ def test_bytes_of_state():
         return sum(np.prod(s.shape) * s.dtype.itemsize for s in shapes) / (4096 * 16)
 
     assert num_bytes("adamw") == 8
-    assert num_bytes("adamw_8bit") == 2 + 8 / 256
     assert num_bytes("adafactor") == 4 * (4096 + 16) / (4096 * 16)

@@ -139,7 +139,7 @@ def same(updates, state, params=None):
 @pytest.mark.parametrize(
     ("name", "function", "message"),
     [
-        ("lion", adagrad, "'lion' is taken: there are adamw, adamw_8bit"),
+        ("lion", adagrad, "'lion' is taken: there are adamw, schedule_free_adamw"),
         ("My-Own", adagrad, "'My-Own' must be lower-case letters, digits and '_'"),
         ("mine", optax.adamw(0.1), "and must be a function of learning_rate and"),
         ("mine", lambda rate: rate, r"the parameters \(rate\), and must begin with"),

@@ -52,7 +52,7 @@ def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh):
 @pytest.mark.grid
 def test_optimizers_that_combine_elements_and_dora(meshes, mesh_jobs):
     """Such optimizers need whole matrices, of which each device has a part."""
-    names = "adafactor", "muon", "schedule_free_adamw", "adamw_8bit"
+    names = "adafactor", "muon", "schedule_free_adamw", "sgd"
     plain = {"adam_eps": 1e-8, "lr_schedule": "constant", "weight_decay": 0.0}
     jobs = [
         job.replace(optimizer=name, use_dora=name == "muon", **plain)

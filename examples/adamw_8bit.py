@@ -1,4 +1,13 @@
-"""AdamW whose moments are kept in 8 bits (Dettmers et al., arXiv 2110.02861)."""
+"""An optimizer of your own: AdamW with moments in 8 bits (arXiv 2110.02861).
+
+It has the codes of bitsandbytes (`dynamic`, nearest value) and takes 2.03 bytes of
+state for each weight, where AdamW takes 8. Losses are close to those of AdamW, and not
+the same. bitsandbytes takes 256 neighbors of the flat matrix, and here a block is of
+one row of rank, so that it does not depend on the ranks of others.
+
+    python examples/tiny_model.py
+    python examples/adamw_8bit.py
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxlora.modules.trained_tensors import feature_axis
+import jaxlora
+from jaxlora import LoraJob, RunConfig, Trainer
 
 BLOCK = 256  # values that share a scale
+# Axis of the features in the matrices of an adapter, K r and r N.
+FEATURES = {"lora_a": 0, "lora_b": 1}
 
 
 class State8Bit(NamedTuple):
@@ -21,8 +33,8 @@ class State8Bit(NamedTuple):
         mu_scales: Largest magnitude of each block of them, float32.
         nu_codes: Second moments of matrices, uint8.
         nu_scales: Largest value of each block of them, float32.
-        mu: First moments of vectors, float32.
-        nu: Second moments of vectors, float32.
+        mu: First moments of other tensors, float32.
+        nu: Second moments of other tensors, float32.
     """
 
     count: Any
@@ -56,8 +68,7 @@ _MAPS = {"mu": dynamic_map(is_signed=True), "nu": dynamic_map(is_signed=False)}
 def encode(values: jax.Array, axis: int, table: np.ndarray) -> tuple[Any, Any]:
     """Quantizes a matrix to the nearest values of a table.
 
-    A block is 256 neighbors along one axis, so that it is of one row of rank, and does
-    not depend on the ranks of others. (bitsandbytes takes neighbors of the flat array.)
+    A block is 256 neighbors along one axis.
 
     Args:
         values: The matrix, float32.
@@ -97,12 +108,18 @@ def _flat(blocks: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
 
 
 def adamw_8bit(
-    learning_rate: Any, weight_decay: Any, *, b1: Any, b2: Any, eps: Any
+    learning_rate: Any,
+    weight_decay: Any,
+    *,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
 ) -> optax.GradientTransformation:
     """Makes AdamW with 8-bit moments of matrices, in blocks; see `encode`.
 
     A step decodes the moments, updates them in float32 and uses them, and encodes them
-    with new scales, as in bitsandbytes. Vectors are small: their moments are float32.
+    with new scales, as in bitsandbytes. Other tensors than those of `FEATURES` are
+    small: their moments are float32.
 
     Args:
         learning_rate: Learning rate.
@@ -117,10 +134,10 @@ def adamw_8bit(
         fields: dict[str, dict[str, Any]] = {name: {} for name in State8Bit._fields}
         for moment, table in _MAPS.items():
             for name, values in getattr(moments, moment).items():
-                if values.ndim != 2:
+                if name not in FEATURES:
                     fields[moment][name] = values
                     continue
-                codes, scales = encode(values, feature_axis(name), table)
+                codes, scales = encode(values, FEATURES[name], table)
                 fields[f"{moment}_codes"][name] = codes
                 fields[f"{moment}_scales"][name] = scales
         return State8Bit(**fields | {"count": moments.count})
@@ -131,7 +148,7 @@ def adamw_8bit(
             codes = getattr(state, f"{moment}_codes")
             scales = getattr(state, f"{moment}_scales")
             moments[moment] = getattr(state, moment) | {
-                name: decode(codes[name], scales[name], feature_axis(name), table)
+                name: decode(codes[name], scales[name], FEATURES[name], table)
                 for name in codes
             }
         return optax.ScaleByAdamState(count=state.count, **moments)
@@ -148,3 +165,28 @@ def adamw_8bit(
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+if __name__ == "__main__":
+    jaxlora.register_optimizer("adamw_8bit", adamw_8bit)
+    jobs = [
+        LoraJob(
+            name=name,
+            data={"path": "examples/data/orders.jsonl"},
+            optimizer=name,
+            learning_rate=1e-2,
+            steps=8,
+            batch_size=4,
+            max_length=400,
+        )
+        for name in ("adamw", "adamw_8bit")
+    ]
+    config = RunConfig(
+        model="models/tiny",
+        output_dir="runs/adamw_8bit",
+        microbatch_tokens=1024,
+        jobs=jobs,
+    )
+    result = Trainer(config).train()
+    for job in result.jobs:
+        print(f"{job.settings.name}: last loss {job.progress.last_loss:.4f}")
