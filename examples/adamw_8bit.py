@@ -9,6 +9,7 @@ one row of rank, so that it does not depend on the ranks of others.
     python examples/adamw_8bit.py
 """
 
+import shutil
 from typing import Any, NamedTuple
 
 import jax
@@ -168,6 +169,7 @@ def adamw_8bit(
 
 
 if __name__ == "__main__":
+    shutil.rmtree("runs/adamw_8bit", ignore_errors=True)  # of an earlier call
     jaxlora.register_optimizer("adamw_8bit", adamw_8bit)
     jobs = [
         LoraJob(
@@ -188,5 +190,4 @@ if __name__ == "__main__":
         jobs=jobs,
     )
     result = Trainer(config).train()
-    for job in result.jobs:
-        print(f"{job.settings.name}: last loss {job.progress.last_loss:.4f}")
+    jaxlora.print_summary(result)

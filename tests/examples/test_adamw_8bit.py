@@ -18,13 +18,19 @@ adamw_8bit = types.SimpleNamespace(**runpy.run_path("examples/adamw_8bit.py"))
 MAPS = [adamw_8bit.dynamic_map(is_signed=signed) for signed in (True, False)]
 
 
-@pytest.fixture
-def registered():
+@pytest.fixture(autouse=True)
+def table():
+    """Names that a test registers are free again after it."""
     before = dict(OPTIMIZERS)
-    register_optimizer("adamw_8bit", adamw_8bit.adamw_8bit)
-    yield OPTIMIZERS["adamw_8bit"]
+    yield
     OPTIMIZERS.clear()
     OPTIMIZERS.update(before)
+
+
+@pytest.fixture
+def registered(table):
+    register_optimizer("adamw_8bit", adamw_8bit.adamw_8bit)
+    return OPTIMIZERS["adamw_8bit"]
 
 
 def test_the_dynamic_map_has_the_values_of_bitsandbytes():
@@ -109,3 +115,10 @@ def test_bytes_of_state(registered):
     shapes = jax.tree.leaves(state_shapes([registered.name], table, axes=0))
     num_bytes = sum(np.prod(s.shape) * s.dtype.itemsize for s in shapes)
     assert num_bytes / (4096 * 16) == 2 + 8 / 256
+
+
+@pytest.mark.grid
+def test_it_trains_beside_adamw(clone):
+    found = runpy.run_path("examples/adamw_8bit.py", run_name="__main__")["result"]
+    losses = [job.progress.last_loss for job in found.jobs]
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05)
