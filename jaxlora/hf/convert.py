@@ -1,4 +1,4 @@
-"""Converts GGUF files and checkpoints to dense Hugging Face folders."""
+"""Converts checkpoints to dense Hugging Face folders."""
 
 import logging
 import pathlib
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlora.errors import ModelError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
-from jaxlora.hf.files import model_folder, tokenizer_files, warn_of_revision
+from jaxlora.hf.files import model_folder, tokenizer_files
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.save import save_checkpoint
 
@@ -33,8 +33,7 @@ def convert(
     Quantized linears are dequantized.
 
     Args:
-        source: A GGUF file of a Llama-architecture model, a checkpoint folder, or a hub
-            id.
+        source: A checkpoint folder, or a hub id.
         out: Folder to make.
         dtype: Dtype of the weights: bfloat16 or float32.
         revision: Branch, tag or commit of a hub id.
@@ -47,10 +46,10 @@ def convert(
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is unknown; there is: {', '.join(DTYPES)}.")
     if str(source).endswith(".gguf"):
-        from jaxlora.hf.gguf import convert_gguf
-
-        warn_of_revision(source, revision)
-        return convert_gguf(source, out, dtype=DTYPES[dtype])
+        raise ModelError(
+            f"{source}: GGUF files of models are not read. Use the checkpoint in "
+            "Hugging Face's format that it was made of."
+        )
     checkpoint = open_checkpoint(model_folder(source, revision))
     checkpoint.check()
     log_dequantized(checkpoint, dtype)

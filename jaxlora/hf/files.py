@@ -53,7 +53,7 @@ def model_folder(
     folder = find_local(source)
     if folder is None:
         return model_folder(_fetched(str(source), revision))
-    warn_of_revision(folder, revision)
+    _warn_of_revision(folder, revision)
     return folder
 
 
@@ -82,7 +82,7 @@ def find_local(source: str | pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-def warn_of_revision(source: str | pathlib.Path, revision: str | None) -> None:
+def _warn_of_revision(source: str | pathlib.Path, revision: str | None) -> None:
     """Warns that a revision has no effect for a local folder or file."""
     if revision is not None:
         logger.warning(

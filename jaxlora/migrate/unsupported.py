@@ -84,8 +84,8 @@ def find_doubt(model: str) -> str | None:
             )
     if name.endswith(".gguf") or _has_word(name, "gguf"):
         return (
-            f"{model} is, by its name, a GGUF model. Convert its file: `jaxlora "
-            "convert FILE.gguf FOLDER`, and give the folder."
+            f"{model} is, by its name, a GGUF model, which is not supported. "
+            f"{_USE_DENSE}"
         )
     for what, words in _ARCHITECTURES.items():
         is_family = what == "Models of this family"

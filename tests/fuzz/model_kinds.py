@@ -12,16 +12,13 @@ import safetensors.numpy
 from jaxlora import import_peft, load_model
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.hf.convert import convert
 from jaxlora.hf.names import linear_shapes
 from jaxlora.inspect import inspect_path
 from tests import tiny
-from tests.fuzz import gguf_file
 from tests.fuzz.data_kinds import CHATS, make_records, read_records
 from tests.fuzz.kind import Kind, quiet
 from tests.fuzz.mutate import (
     Damage,
-    damage_bytes,
     damage_json,
     damage_safetensors,
     damage_template,
@@ -138,16 +135,6 @@ def read_merged(folder: pathlib.Path) -> None:
     merge_adapter(folder / "model", folder / "adapter", out)
 
 
-def make_gguf(folder: pathlib.Path) -> None:
-    gguf_file.write(folder / "tiny.gguf")
-
-
-def read_gguf(folder: pathlib.Path) -> None:
-    out = folder / "out" / "converted"
-    shutil.rmtree(out.parent, ignore_errors=True)
-    convert(folder / "tiny.gguf", out)
-
-
 KINDS = {
     "chat_template": Kind(
         make=make_tokenizer_folder,
@@ -214,13 +201,6 @@ KINDS = {
         targets=("adapter/*", "model/config.json", "model/model.safetensors"),
         damage=damage_json_or_weights,
         read=read_merged,
-        num_cases=60,
-    ),
-    "gguf": Kind(
-        make=make_gguf,
-        targets=("tiny.gguf",),
-        damage=damage_bytes,
-        read=read_gguf,
         num_cases=60,
     ),
 }

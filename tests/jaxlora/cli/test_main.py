@@ -59,7 +59,7 @@ def said(capsys, *arguments) -> str:
         ([], ["train", "plan", "convert", "merge", "export", "inspect"]),
         (["train"], ["run_file", "--resume", "--output-dir", "--mesh"]),
         (["plan"], ["run_file", "--mesh", "--steps", "--picture"]),
-        (["convert"], ["GGUF", "--dtype"]),
+        (["convert"], ["quantized", "--dtype"]),
         (["merge"], ["base", "adapter", "out"]),
         (["export"], ["run_dir", "--job"]),
         (["inspect"], ["path"]),

@@ -46,7 +46,7 @@ IMPORTED_BY = {
         "jaxlora.scheduler.replicas.bound",
     ),
     "tensorboardX": ("jaxlora.trackers.tensorboard",),
-    "gguf": ("jaxlora.adapters.files.gguf_export", "jaxlora.hf.gguf_file"),
+    "gguf": ("jaxlora.adapters.files.gguf_export",),
     "huggingface_hub.errors": ("jaxlora.hf",),
     "pyarrow.parquet": ("jaxlora.data.records.files",),
 }

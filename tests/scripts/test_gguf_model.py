@@ -9,8 +9,7 @@ import pytest
 import tokenizers
 
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.errors import ModelError
-from jaxlora.hf.convert import convert
+from scripts.gguf_model import convert
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
 from tests.jaxlora.hf.test_load import assert_params_equal
@@ -107,46 +106,43 @@ def write(tmp_path):
     return make
 
 
+def rounded(weights):
+    return {name: array.astype(ml_dtypes.bfloat16) for name, array in weights.items()}
+
+
 def test_weights_and_config(write, tmp_path):
-    out = convert(write(), tmp_path / "out", dtype="float32")
-    base = load_model(out)
-    assert_params_equal(base, tiny.random_weights())
+    out = convert(write(), tmp_path / "out")
+    base = load_model(out, dtype="bfloat16")
+    assert_params_equal(base, rounded(tiny.random_weights()))
     plain = load_model(tiny.write_model(tmp_path / "plain"))
     assert base.config == plain.config
     written = json.loads((out / "config.json").read_text())
-    for key in ("rms_norm_eps", "tie_word_embeddings", "torch_dtype", "eos_token_id"):
+    assert written["torch_dtype"] == "bfloat16"
+    for key in ("rms_norm_eps", "tie_word_embeddings", "eos_token_id"):
         assert written[key] == tiny.CONFIG[key]
-
-
-def test_bfloat16_is_the_default(write, tmp_path):
-    out = convert(str(write()), tmp_path / "out")
-    weights = {
-        name: array.astype(ml_dtypes.bfloat16)
-        for name, array in tiny.random_weights().items()
-    }
-    assert_params_equal(load_model(out, dtype="bfloat16"), weights)
-    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_an_untied_head(write, tmp_path):
     head = np.random.default_rng(1).normal(size=(288, 32)).astype(np.float32)
     weights = {**tiny.random_weights(), "lm_head.weight": head}
-    base = load_model(convert(write(weights), tmp_path / "out", dtype="float32"))
+    base = load_model(convert(write(weights), tmp_path / "out"), dtype="bfloat16")
     assert not base.config.tie_embeddings
-    np.testing.assert_array_equal(np.asarray(base.params["lm_head.kernel"]), head.T)
+    found = np.asarray(base.params["lm_head.kernel"])
+    np.testing.assert_array_equal(found, head.T.astype(ml_dtypes.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "BF16", "F16"])
 def test_quantised_weights_are_expanded(write, tmp_path, kind):
     kind = gguf.GGMLQuantizationType[kind]
-    base = load_model(convert(write(quantize=kind), tmp_path / "out", dtype="float32"))
+    out = convert(write(quantize=kind), tmp_path / "out")
+    base = load_model(out, dtype="bfloat16")
     expected = {}
     for name, array in tiny.random_weights().items():
         if array.ndim == 2 and array.shape[1] % 32 == 0:
             # Blocks lie along a row, so that the order of rows does not matter.
             array = gguf.dequantize(gguf.quants.quantize(array, kind), kind)
         expected[name] = array.astype(np.float32)
-    assert_params_equal(base, expected)
+    assert_params_equal(base, rounded(expected))
     name = "model.layers.0.mlp.up_proj.weight"
     assert not np.array_equal(expected[name], tiny.random_weights()[name])
 
@@ -194,136 +190,14 @@ def test_digits_stand_alone_in_smollm(write, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"architecture": "gemma"}, "architecture 'gemma'; only 'llama'"),
-        ({"tokenizer_model": "llama"}, "tokenizer 'llama'; only byte-level BPE"),
-        ({"tokenizer_model": None}, "tokenizer None; only byte-level BPE"),
+        ({"architecture": "gemma"}, "architecture is 'gemma', not 'llama'"),
+        ({"tokenizer_model": "llama"}, "model is 'llama', not 'gpt2'"),
         ({"tokenizer_pre": "llama-bpe"}, "splits text the 'llama-bpe' way"),
-        ({"tokenizer_pre": None}, "splits text the None way"),
-        ({"token_merges": None}, r"lacks tokenizer\.ggml\.merges"),
-        ({"llama": {"block_count": None}}, r"lacks llama\.block_count"),
-        ({"llama": {"rope.dimension_count": 4}}, "rotates 4 of a head's 8 features"),
         ({"rope_scaling_factor": 8.0}, "scales its rotary frequencies"),
-        (
-            {"rename": {"model.norm.weight": "blk.0.ffn_gate_exps.weight"}},
-            r"holds blk\.0\.ffn_gate_exps\.weight, which is not known",
-        ),
-        ({"rename": {"model.norm.weight": "rope_freqs.weight"}}, "scales its rotary"),
-        ({"rename": {"model.norm.weight": "norm.weight"}}, r"holds norm\.weight, whic"),
     ],
 )
 def test_refused(write, tmp_path, fields, match):
     path = write(**fields)
-    with pytest.raises(ModelError, match=match):
+    with pytest.raises(ValueError, match=match):
         convert(path, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("content", [b"", b"not a GGUF file at all", None])
-def test_not_a_gguf_file(tmp_path, content):
-    path = tmp_path / "model.gguf"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ModelError, match=r"not a readable GGUF file|there is no such"):
-        convert(path, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("fields", "match"),
-    [
-        (
-            {"llama": {"block_count": 10**9}},
-            "as a config.json: .*num_hidden_layers=100",
-        ),
-        ({"llama": {"block_count": 3}}, "layers.2.*; its metadata calls for"),
-        ({"llama": {"block_count": 1}}, "layers.1.*; its metadata calls for None"),
-        ({"llama": {"embedding_length": 2**31}}, "rotates 8 of a head's 536870912"),
-        ({"llama": {"feed_forward_length": 2**31}}, "as a config.json: .*size=214748"),
-        (
-            {"llama": {"attention.head_count": 0}},
-            "head_count=0; wanted a positive whole",
-        ),
-        ({"llama": {"attention.head_count": 3}}, r"rotates 8 of a head's 10 features"),
-        ({"token_list": [*TOKENS[:-1], TOKENS[0]]}, "no tokens, or some of them twice"),
-        ({"token_list": list(range(288))}, r"tokens=\[0, .*; wanted a list of texts"),
-        ({"token_types": KINDS[:-1]}, "has 288 tokens, and a type for 287"),
-        ({"token_types": TOKENS}, "token_type=.*; wanted a list of whole numbers"),
-        ({"token_merges": ["t h e"]}, "merges 't h e'; wanted two tokens with a space"),
-        ({"token_merges": ["no such"]}, "its tokenizer: cannot be read"),
-        (
-            {"bos_token_id": 288},
-            "bos_token_id=288; wanted .* from 0 to 287",
-        ),
-        ({"eos_token_id": 2**31}, "eos_token_id=2147483648; wanted the id of a"),
-    ],
-)
-def test_metadata_that_lies(write, tmp_path, fields, match):
-    path = write(**fields)
-    with pytest.raises(ModelError, match=match):
-        convert(path, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_not_finite(write, tmp_path, value):
-    weights = tiny.random_weights()
-    weights["model.norm.weight"][3] = value
-    path = write(weights)
-    with pytest.raises(ModelError, match=r"output_norm\.weight holds (NaN|infinity)"):
-        convert(path, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [path]
-
-
-# Where a file says how many tensors and fields there are, and how long the first name.
-@pytest.mark.parametrize("position", [8, 16, 24])
-@pytest.mark.parametrize("count", [2**31, 2**63 - 1, 2**64 - 1])
-def test_counts_that_lie(write, tmp_path, position, count):
-    path = write()
-    content = bytearray(path.read_bytes())
-    content[position : position + 8] = count.to_bytes(8, "little")
-    path.write_bytes(content)
-    with pytest.raises(
-        ModelError, match=r"not a readable GGUF file: it has .* bytes, and"
-    ):
-        convert(path, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "match"),
-    [
-        (
-            b"general.architecture",
-            b"general.architectur\xff",
-            "not a readable GGUF file",
-        ),
-        (
-            b"<|im_start|>",
-            b"<|im_start|\xff",
-            "not a readable GGUF file: 'utf-8' codec",
-        ),
-        (
-            b"blk.0.attn_norm",
-            b"blk.0.attn_nor\xff",
-            "not a readable GGUF file: 'utf-8'",
-        ),
-        (
-            b"blk.0.attn_norm",
-            b"blk.x.attn_norm",
-            r"holds blk\.x\.attn_norm\.weight, wh",
-        ),
-        (b"blk.0.attn_norm", b"blk.7.attn_norm", "its metadata calls for"),
-    ],
-)
-def test_damaged_texts(write, tmp_path, old, new, match):
-    path = write()
-    path.write_bytes(path.read_bytes().replace(old, new, 1))
-    with pytest.raises(ModelError, match=match):
-        convert(path, tmp_path / "out")
-
-
-def test_truncated_file(write, tmp_path):
-    path = write()
-    whole = path.read_bytes()
-    for size in (20, 500, len(whole) // 2, len(whole) - 64):
-        path.write_bytes(whole[:size])
-        with pytest.raises(ModelError, match="not a readable GGUF file"):
-            convert(path, tmp_path / "out")
