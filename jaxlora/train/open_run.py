@@ -218,7 +218,8 @@ def open_run(
             _import_ahead(plan.config)
     model = _as_planned(plan, base.result())
     jobs = [start_job(job, model) for job in prepared.jobs]
-    agreement.check_inputs(model.fingerprint, prepared.jobs)
+    hashes = {job.settings.name: job.fingerprints for job in prepared.jobs}
+    agreement.check_inputs(model.fingerprint, hashes)
     decoder = SlotDecoder(layout, model.params)
     sampler, meter = _text_makers(plan, decoder, model, prepared.reader.tokenizer)
     return OpenedRun(
