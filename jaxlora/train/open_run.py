@@ -32,7 +32,7 @@ from jaxlora.run.folder import check_writable
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.run.saved_run import RunRecord
-from jaxlora.trackers.table import check_installed
+from jaxlora.trackers.tracker import check_installed
 from jaxlora.train.cloning import check_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.answers import AnswerMeter
