@@ -13,10 +13,9 @@ from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.run.folder import SWEEP_LEDGER
 from jaxlora.run.saved_run import checksum
-from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.driver import Driver, keep_adapter, remove_unused
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.placement import Group
-from jaxlora.sweeps.engine.pool import keep_adapter, remove_unused
 from jaxlora.sweeps.engine.result import _result, _trial, _work
 from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState

@@ -10,9 +10,8 @@ from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.config.search import SuggestedSettings
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.sweeps import optuna_search, suggesting
-from jaxlora.sweeps.optuna_search import Tried, suggestions
-from jaxlora.sweeps.suggesting import Suggestions
+from jaxlora.sweeps import suggesting
+from jaxlora.sweeps.suggesting import Suggestions, Tried, suggestions
 from jaxlora.train.job_state import JobState
 
 PARAMETERS = {
@@ -93,7 +92,7 @@ def test_one_job_is_searched():
 
 
 def test_without_optuna_the_cure_is_named(monkeypatch):
-    monkeypatch.setattr(optuna_search.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(suggesting.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxlora\[optuna\]'"):
         Suggestions(run())
 
