@@ -26,15 +26,10 @@ class TensorBoard(Tracker):
     one chart. The folder itself holds the metrics of the whole run.
     """
 
-    def on_event(self, event: Event) -> None:
-        """Writes the metrics of an event.
-
-        Raises:
-            StorageError: A file cannot be written.
-        """
+    def _follow(self, event: Event) -> None:
         if isinstance(event, WindowEvent):
             self._report("", run_metrics(event), event.round)
-        super().on_event(event)
+        super()._follow(event)
 
     def _open(self, job: str, settings: dict[str, Any], step: int) -> "_Board":
         folder = self._folder / "tensorboard" / job

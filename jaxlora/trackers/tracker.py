@@ -74,17 +74,23 @@ class Tracker(Callback, abc.ABC):
     """Opens a run of a tracker for each job that trains, and sends its metrics.
 
     Texts that a job generates are tables of one row, by the number of the prompt.
+
+    If the first metrics cannot be sent, the run ends: a wrong key or folder is found
+    at once, and nothing is lost yet. After that, an error is a warning, the tracker
+    gets no more events, and the run goes on.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, name: str, folder: pathlib.Path):
         """Makes the object; the tracker is opened when a job has a first metric.
 
         Args:
+            name: Name of the tracker in `report_to`.
             folder: Folder of the run, whose name groups the jobs.
         """
-        self._folder = folder
+        self._name, self._folder = name, folder
         self._infos: dict[str, JobInfo] = {}
         self._runs: dict[str, Any] = {}
+        self._has_sent = self._is_off = False
 
     @abc.abstractmethod
     def _open(self, job: str, settings: dict[str, Any], step: int) -> Any:
@@ -103,6 +109,21 @@ class Tracker(Callback, abc.ABC):
         """Ends a job's run in the tracker."""
 
     def on_event(self, event: Event) -> None:
+        """Sends an event, unless the tracker has failed.
+
+        Raises:
+            JaxloraError: The tracker fails before it has received any metrics.
+        """
+        if self._is_off:
+            return
+        try:
+            self._follow(event)
+        except Exception as error:  # whatever the tracker's package raises
+            if not self._has_sent:
+                raise self._cannot_start(error) from error
+            self._switch_off(error)
+
+    def _follow(self, event: Event) -> None:
         """Sends the metrics or the text of a job's event."""
         if isinstance(event, RunStartEvent):
             self._infos = {info.settings.name: info for info in event.jobs}
@@ -127,53 +148,14 @@ class Tracker(Callback, abc.ABC):
             settings = {} if info is None else hyperparameters(info)
             self._runs[job] = self._open(job, settings, step)
         self._send(self._runs[job], values, step)
+        self._has_sent = True
 
     def close(self) -> None:
-        """Ends the runs of all jobs, even if one of them cannot be ended."""
-        with contextlib.ExitStack() as stack:
-            while self._runs:
-                stack.callback(self._close, self._runs.popitem()[1])
-
-
-class GuardedTracker(Callback):
-    """Sends events to a tracker until it fails.
-
-    If the first metrics cannot be sent, the run ends: a wrong key or folder is found
-    at once, and nothing is lost yet. After that, an error is a warning, the tracker
-    gets no more events, and the run goes on.
-    """
-
-    def __init__(self, name: str, tracker: Tracker):
-        """Makes the object.
-
-        Args:
-            name: Name of the tracker in `report_to`.
-            tracker: The tracker.
-        """
-        self._name, self._tracker = name, tracker
-        self._has_sent = self._is_off = False
-
-    def on_event(self, event: Event) -> None:
-        """Sends an event, unless the tracker has failed.
-
-        Raises:
-            JaxloraError: The tracker fails before it has received any metrics.
-        """
-        if self._is_off:
-            return
+        """Ends the runs of all jobs; an error is a warning, too."""
         try:
-            self._tracker.on_event(event)
-        except Exception as error:  # whatever the tracker's package raises
-            if not self._has_sent:
-                raise self._cannot_start(error) from error
-            self._switch_off(error)
-        has_metrics = isinstance(event, StepEvent | EvalEvent | WindowEvent)
-        self._has_sent = self._has_sent or has_metrics
-
-    def close(self) -> None:
-        """Ends the tracker; an error is a warning, too."""
-        try:
-            self._tracker.close()
+            with contextlib.ExitStack() as stack:
+                while self._runs:
+                    stack.callback(self._close, self._runs.popitem()[1])
         except Exception as error:
             if not self._is_off:
                 self._switch_off(error)
@@ -218,16 +200,15 @@ def check_installed(names: Iterable[str]) -> None:
             )
 
 
-def open_trackers(names: Iterable[str], folder: pathlib.Path) -> list[GuardedTracker]:
+def open_trackers(names: Iterable[str], folder: pathlib.Path) -> list[Tracker]:
     """Opens trackers by name, whose errors do not end the run once it has begun.
 
     Args:
         names: Names of trackers.
         folder: Folder of the run.
     """
-    return [GuardedTracker(name, _open(name, folder)) for name in dict.fromkeys(names)]
-
-
-def _open(name: str, folder: pathlib.Path) -> Tracker:
-    module = importlib.import_module(f"jaxlora.trackers.{name}")
-    return getattr(module, TRACKERS[name])(folder)
+    found = []
+    for name in dict.fromkeys(names):
+        module = importlib.import_module(f"jaxlora.trackers.{name}")
+        found.append(getattr(module, TRACKERS[name])(name, folder))
+    return found
