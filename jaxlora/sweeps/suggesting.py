@@ -3,8 +3,8 @@
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import pydantic
 
@@ -13,7 +13,7 @@ from jaxlora.config.job_settings import axes_of
 from jaxlora.config.search import SuggestedSettings
 from jaxlora.config.space import Axis, is_place
 from jaxlora.config.sweep_config import Metric, Search
-from jaxlora.errors import CheckpointError, ConfigError, JaxloraError
+from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.problems import format_errors
 from jaxlora.run.job_progress import JobProgress
 
@@ -23,18 +23,8 @@ _STARTUP = 5  # results from which TPE is used; before, it draws at random
 _MOST_ASKED = 30  # suggestions for one configuration, until the space counts as empty
 
 
-@runtime_checkable
-class Candidate(Protocol):
-    """A configuration as a search sees it: a job of a run, or of a group's run."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def settings(self) -> LoraJob: ...
-
-    @property
-    def progress(self) -> JobProgress: ...
+# A configuration as a search sees it: a job of a run, or of a group's run.
+Candidate = tuple[LoraJob, JobProgress]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +73,6 @@ class Suggestions:
             check_installed()
         self.restore({})
 
-    @property
-    def is_open(self) -> bool:
-        """Whether further configurations may follow, like those that there were."""
-        return self._search is not None and len(self.points) < self._search.count
-
     def restore(self, suggested: dict[str, dict[str, float]]) -> None:
         """Takes over what was suggested before; the drawn ones come first.
 
@@ -111,26 +96,6 @@ class Suggestions:
         drawn = {} if self._search is None else self._search.points
         return {name: p for name, p in self.points.items() if name not in drawn}
 
-    def add_due(
-        self, jobs: Sequence[Candidate], num_slots: int, add: Callable[[LoraJob], None]
-    ) -> bool:
-        """Adds the configurations that are due now; returns whether there are any.
-
-        One that does not fit the run is left out, with a warning.
-
-        Args:
-            jobs: All jobs of the run, to which `add` adds one.
-            num_slots: Number of jobs that may run at the same time.
-            add: Adds a job.
-        """
-        before = len(jobs)
-        while (found := self.next(jobs, num_slots)) is not None:
-            try:
-                add(found)
-            except JaxloraError as error:
-                logger.warning("sweep: %s is left out: %s", found.name, error)
-        return len(jobs) > before
-
     def next(self, jobs: Sequence[Candidate], num_slots: int) -> LoraJob | None:
         """Returns a configuration to add now; None if none is due.
 
@@ -139,19 +104,20 @@ class Suggestions:
             num_slots: Number of jobs that may run at the same time.
         """
         search = self._search
-        if search is None or self._is_exhausted or not self.is_open:
+        is_open = search is not None and len(self.points) < search.count
+        if search is None or not is_open or self._is_exhausted:
             return None
-        mine = [job for job in jobs if job.name in self.points]
-        if sum(not job.progress.is_over for job in mine) >= num_slots:
+        mine = [job for job in jobs if job[0].name in self.points]
+        if sum(not progress.is_over for _, progress in mine) >= num_slots:
             return None
-        found = self._suggest(search, jobs, [self._tried(job) for job in mine])
+        found = self._suggest(search, jobs, [self._tried(*job) for job in mine])
         if found is None:
             self._is_exhausted = True
             logger.info("sweep: Optuna finds no other configuration in this space")
         return found
 
-    def _tried(self, job: Candidate) -> Tried:
-        progress, place = job.progress, self.points[job.name]
+    def _tried(self, job: LoraJob, progress: JobProgress) -> Tried:
+        place = self.points[job.name]
         best = progress.best_eval if self._metric.is_loss else progress.best_metric
         if not progress.is_over:
             return Tried(place=place, state="running")
@@ -165,9 +131,9 @@ class Suggestions:
     def _suggest(
         self, search: Search, jobs: Sequence[Candidate], tried: Sequence[Tried]
     ) -> LoraJob | None:
-        names = {job.name for job in jobs}
+        settings = [job for job, _ in jobs]
+        names = {job.name for job in settings}
         left_out = {n: place for n, place in self.points.items() if n not in names}
-        settings = [job.settings for job in jobs]
         made = SuggestedSettings(search, LoraJob, settings, left_out)
         number = len(self.points)
         found = suggestions(made.axes, search.seed, number, tried)
