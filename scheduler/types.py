@@ -117,24 +117,10 @@ class Pipeline:
         A transfer between two stages is hidden if they fall by two. This would not be
         so if all stages had the same number of further ticks in flight.
         """
-        first = self._window - 1
+        first = (self.in_flight or self.num_stages) - 1
         if stage == 0:
             return first
         return -(-first * (self.num_stages - 1 - stage) // (self.num_stages - 1))
-
-    def step_delay(self, stage: int) -> int:
-        """Returns how many ticks later than stage 0 a stage takes an optimizer step.
-
-        If tick k completes a batch, stage s takes the step after its backward pass of
-        tick k + step_delay(s). Stage 0 has then finished tick k, so the gradient norm
-        over all stages is known, and the next forward pass of stage s is that of tick
-        k + W0, the first that may belong to the job's next batch.
-        """
-        return self._window - 1 - self.warm_up(stage)
-
-    @property
-    def _window(self) -> int:
-        return self.in_flight or self.num_stages
 
 
 Microbatch = tuple[Sample, ...]

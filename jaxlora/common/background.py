@@ -80,15 +80,12 @@ class StopRequest:
 
     def _note(self, number: int, frame: Any) -> None:
         self.requested = True
-        self._restore()
+        self.__exit__()
         name = signal.Signals(number).name
         text = "%s: %s. Send it again to quit immediately."
         logger.warning(text, name, self._answer)
 
-    def _restore(self) -> None:
+    def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-
-    def __exit__(self, *_: Any) -> None:
-        self._restore()

@@ -15,10 +15,10 @@ from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.run.folder import ADAPTERS
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_fields import STRICT, Count, JobName
-from jaxlora.sweeps.decisions import Decided, Decisions, Standing
+from jaxlora.sweeps.decisions import Decisions, Standing
 from jaxlora.sweeps.engine.group_plan import GroupPlan
 from jaxlora.sweeps.engine.messages import JobFacts, Verdict
-from jaxlora.sweeps.rules import Stop
+from jaxlora.sweeps.rules import Decided, Stop
 
 GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
 Record = dict[str, Any]  # `kind`, and the parameters of `SweepState._on_<kind>`
