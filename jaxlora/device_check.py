@@ -95,8 +95,8 @@ def visible_gpu() -> str | None:
     if allowed is not None and not _A_GPU.fullmatch(allowed.split(",")[0].strip()):
         return None
     # A container may show the driver of its host in /proc, but no device.
-    for node in _device_nodes():
-        return node
+    if nodes := _device_nodes():
+        return nodes[0]
     return "nvidia-smi lists it" if _smi_lists_a_gpu() else None
 
 
@@ -122,11 +122,13 @@ def _reason() -> str:
 
     # The errors of back ends that failed while JAX chose one by itself.
     error = getattr(xla_bridge, "_backend_errors", {}).get("cuda")
-    for plugin in (plugins := _cuda_plugins()):
-        try:
-            error = error or plugin.load().initialize()  # JAX only logs why it fails
-        except Exception as raised:  # whatever the plugin raises is the reason
-            error = raised
+    plugins = _cuda_plugins()
+    if error is None:
+        for plugin in plugins:
+            try:
+                plugin.load().initialize()  # JAX only logs why it fails
+            except Exception as raised:  # whatever the plugin raises is the reason
+                error = raised
     if error is not None:
         return f"its CUDA back end failed to start: {_sentence(error)}"
     if plugins:
