@@ -7,7 +7,6 @@ them.
 """
 
 import functools
-import math
 import re
 import time
 import warnings
@@ -22,7 +21,9 @@ _SECONDS = 1.0
 # `regex` expands repetitions when it compiles an expression, so a{1000} nested four
 # times would exhaust the memory.
 _MAX_SIZE = 100_000
-_REPEATED = re.compile(r"\{(\d+)")
+_TOKEN = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>\d+)(?:,\d*)?\}|.", re.DOTALL
+)
 # In `regex`, `[[:alpha:]]` is a class and `{e<=1}` allows errors, unlike in `re`.
 _OTHER_MEANING = re.compile(r"\[:|\{(?!\d*,?\d*\})")
 
@@ -58,10 +59,16 @@ class Patterns:
             _compiled(_name_end(expression) if is_end else expression)
         # The last three are raised for conflicting flags, repetitions beyond 32
         # bits and parentheses beyond the stack.
-        except (re.error, regex.error, ValueError, OverflowError, RecursionError) as e:
+        except (
+            re.error,
+            regex.error,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ConfigError(
                 f"{self._where}: {setting} {_cut(expression)} is not a valid regular "
-                f"expression: {e}."
+                f"expression: {error}."
             ) from None
 
     def fullmatch(self, expression: str, name: str) -> bool:
@@ -105,9 +112,8 @@ def _name_end(expression: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(expression: str) -> regex.Pattern:
-    counts = (max(1, int(count)) for count in _REPEATED.findall(expression))
-    if len(expression) * math.prod(counts) > _MAX_SIZE:
-        raise re.error(f"written out, it could have more than {_MAX_SIZE} parts")
+    if _written_out(expression) > _MAX_SIZE:
+        raise re.error(f"written out, it has more than {_MAX_SIZE} parts")
     with warnings.catch_warnings():
         # The warning is that later versions of Python may interpret a set differently.
         warnings.simplefilter("ignore", FutureWarning)
@@ -115,6 +121,25 @@ def _compiled(expression: str) -> regex.Pattern:
         if found := _OTHER_MEANING.search(expression):
             raise re.error(f"{found[0]!r} cannot match the name of a module")
         return regex.compile(expression, regex.VERSION0)
+
+
+def _written_out(expression: str) -> int:
+    """Estimates the length of an expression with its repetitions expanded."""
+    groups, last = [0], 0
+    for token in _TOKEN.finditer(expression):
+        if token["least"]:
+            more = last * (max(1, int(token["least"])) - 1)
+            groups[-1] += more
+            last += more
+        elif token[0] == "(":
+            groups.append(0)
+        elif token[0] == ")" and len(groups) > 1:
+            last = groups.pop() + 1
+            groups[-1] += last
+        else:
+            last = 1
+            groups[-1] += 1
+    return sum(groups)
 
 
 def _cut(expression: str) -> str:
