@@ -2,7 +2,7 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,17 +43,18 @@ def check_settings(config: RunConfig) -> None:
     processes.check_same(values, _SAME_FILES)
 
 
-def check_inputs(base: str, jobs: Mapping[str, Mapping[str, str | None]]) -> None:
+def check_inputs(base: str, jobs: Sequence[Any]) -> None:
     """Checks that all processes have read the same base model and data.
 
     Args:
         base: Fingerprint of the base model.
-        jobs: Hashes of the inputs that each job's settings only name, by job.
+        jobs: The prepared jobs.
 
     Raises:
         ConfigError: They differ.
     """
-    values = {"the fingerprint of the base model": base} | _of_jobs(jobs)
+    values: dict[str, Any] = {"the fingerprint of the base model": base}
+    values |= _of_jobs({job.settings.name: job.fingerprints for job in jobs})
     processes.check_same(values, _SAME_FILES)
 
 
@@ -108,21 +109,25 @@ def check_newest(folder: pathlib.Path, newest: int | None) -> None:
     )
 
 
-def added_everywhere(added: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def added_everywhere(added: Sequence[Any]) -> list[str]:
     """Returns the names of the jobs that every process has added, in the same order.
 
     Args:
-        added: Settings and hashes of the inputs of the jobs that were added on this
-            process and have not joined the run, by name.
+        added: Prepared jobs that were added on this process and have not joined the
+            run.
 
     Raises:
         ConfigError: The processes have added jobs of the same name that differ.
     """
-    names = processes.gather(list(added))
+    by_name = {job.settings.name: job for job in added}
+    names = processes.gather(list(by_name))
     taken = [name for name in names[0] if all(name in other for other in names)]
     if taken:
-        values = _of_jobs({name: added[name] for name in taken})
-        processes.check_same(values, "Add the same job on every process.")
+        values = {}
+        for name in taken:
+            job = by_name[name]
+            values[name] = job.settings.model_dump(mode="json") | job.fingerprints
+        processes.check_same(_of_jobs(values), "Add the same job on every process.")
     return taken
 
 

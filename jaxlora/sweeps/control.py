@@ -1,11 +1,9 @@
 """The rules, the search and the report of a sweep, as what controls its run."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.errors import JaxloraError
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.run.saved_run import SavedSweep
 from jaxlora.sweeps.decisions import (
@@ -22,8 +20,6 @@ from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.summary import RunResult
-
-logger = logging.getLogger(__name__)
 
 
 class SweepControl(Control[SweepReport]):
@@ -98,17 +94,8 @@ class SweepControl(Control[SweepReport]):
     def suggest(
         self, jobs: Sequence[JobState], num_slots: int, add: Callable[[LoraJob], None]
     ) -> bool:
-        """Adds what the search suggests now; see `Control.suggest`.
-
-        A configuration that does not fit the run is left out, with a warning.
-        """
-        before, now = len(jobs), lambda: [(job.settings, job.progress) for job in jobs]
-        while (found := self._suggestions.next(now(), num_slots)) is not None:
-            try:
-                add(found)
-            except JaxloraError as error:
-                logger.warning("sweep: %s is left out: %s", found.name, error)
-        return len(jobs) > before
+        """Adds what the search suggests now; see `Control.suggest`."""
+        return self._suggestions.add_due(jobs, num_slots, add)
 
     def wants_eval(self, job: JobState) -> bool:
         """Whether a job is to be evaluated here because a rule compares it here."""

@@ -1,47 +1,38 @@
 """Suggests further configurations of a sweep as others end."""
 
-import dataclasses
-import importlib.util
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import pydantic
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.job_settings import axes_of
 from jaxlora.config.search import SuggestedSettings
-from jaxlora.config.space import Axis, is_place
+from jaxlora.config.space import is_place
 from jaxlora.config.sweep_config import Metric, Search
-from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.errors import CheckpointError, JaxloraError
 from jaxlora.problems import format_errors
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.sweeps.optuna_search import Tried, check_installed, suggestions
 
 logger = logging.getLogger(__name__)
 
-_STARTUP = 5  # results from which TPE is used; before, it draws at random
 _MOST_ASKED = 30  # suggestions for one configuration, until the space counts as empty
 
 
-# A configuration as a search sees it: a job of a run, or of a group's run.
-Candidate = tuple[LoraJob, JobProgress]
+@runtime_checkable
+class Candidate(Protocol):
+    """A configuration as a search sees it: a job of a run, or of a group's run."""
 
+    @property
+    def name(self) -> str: ...
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Tried:
-    """A configuration that was tried, or is being tried.
+    @property
+    def settings(self) -> LoraJob: ...
 
-    Attributes:
-        place: Its place on each axis, by name.
-        state: `running`; `complete`; or `pruned`: it ended early.
-        step: Optimizer steps done.
-        cost: What is lower for better ones; None: it is not known.
-    """
-
-    place: Mapping[str, float]
-    state: Literal["running", "complete", "pruned"]
-    step: int = 0
-    cost: float | None = None
+    @property
+    def progress(self) -> JobProgress: ...
 
 
 class Suggestions:
@@ -73,6 +64,11 @@ class Suggestions:
             check_installed()
         self.restore({})
 
+    @property
+    def is_open(self) -> bool:
+        """Whether further configurations may follow, like those that there were."""
+        return self._search is not None and len(self.points) < self._search.count
+
     def restore(self, suggested: dict[str, dict[str, float]]) -> None:
         """Takes over what was suggested before; the drawn ones come first.
 
@@ -96,6 +92,26 @@ class Suggestions:
         drawn = {} if self._search is None else self._search.points
         return {name: p for name, p in self.points.items() if name not in drawn}
 
+    def add_due(
+        self, jobs: Sequence[Candidate], num_slots: int, add: Callable[[LoraJob], None]
+    ) -> bool:
+        """Adds the configurations that are due now; returns whether there are any.
+
+        One that does not fit the run is left out, with a warning.
+
+        Args:
+            jobs: All jobs of the run, to which `add` adds one.
+            num_slots: Number of jobs that may run at the same time.
+            add: Adds a job.
+        """
+        before = len(jobs)
+        while (found := self.next(jobs, num_slots)) is not None:
+            try:
+                add(found)
+            except JaxloraError as error:
+                logger.warning("sweep: %s is left out: %s", found.name, error)
+        return len(jobs) > before
+
     def next(self, jobs: Sequence[Candidate], num_slots: int) -> LoraJob | None:
         """Returns a configuration to add now; None if none is due.
 
@@ -104,20 +120,19 @@ class Suggestions:
             num_slots: Number of jobs that may run at the same time.
         """
         search = self._search
-        is_open = search is not None and len(self.points) < search.count
-        if search is None or not is_open or self._is_exhausted:
+        if search is None or self._is_exhausted or not self.is_open:
             return None
-        mine = [job for job in jobs if job[0].name in self.points]
-        if sum(not progress.is_over for _, progress in mine) >= num_slots:
+        mine = [job for job in jobs if job.name in self.points]
+        if sum(not job.progress.is_over for job in mine) >= num_slots:
             return None
-        found = self._suggest(search, jobs, [self._tried(*job) for job in mine])
+        found = self._suggest(search, jobs, [self._tried(job) for job in mine])
         if found is None:
             self._is_exhausted = True
             logger.info("sweep: Optuna finds no other configuration in this space")
         return found
 
-    def _tried(self, job: LoraJob, progress: JobProgress) -> Tried:
-        place = self.points[job.name]
+    def _tried(self, job: Candidate) -> Tried:
+        progress, place = job.progress, self.points[job.name]
         best = progress.best_eval if self._metric.is_loss else progress.best_metric
         if not progress.is_over:
             return Tried(place=place, state="running")
@@ -131,9 +146,9 @@ class Suggestions:
     def _suggest(
         self, search: Search, jobs: Sequence[Candidate], tried: Sequence[Tried]
     ) -> LoraJob | None:
-        settings = [job for job, _ in jobs]
-        names = {job.name for job in settings}
+        names = {job.name for job in jobs}
         left_out = {n: place for n, place in self.points.items() if n not in names}
+        settings = [job.settings for job in jobs]
         made = SuggestedSettings(search, LoraJob, settings, left_out)
         number = len(self.points)
         found = suggestions(made.axes, search.seed, number, tried)
@@ -149,79 +164,3 @@ class Suggestions:
             self.points[job.name] = place
             return job
         return None
-
-
-# ---- Optuna --------------------------------------------------------------------------
-
-
-def check_installed() -> None:
-    """Checks that Optuna is installed.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if importlib.util.find_spec("optuna") is None:
-        raise ConfigError(
-            "sweep.method: optuna needs the package optuna, which is not installed. "
-            "Run: pip install 'jaxlora[optuna]', or set `method: random`."
-        )
-
-
-def suggestions(
-    axes: Sequence[Axis], seed: int, number: int, tried: Sequence[Tried]
-) -> Iterator[dict[str, float]]:
-    """Yields places on the axes, the most promising first, without an end.
-
-    They are those of Optuna's TPE, as a pure function of the results so far. Optuna
-    keeps nothing: for each suggestion, a fresh study in memory gets the results, and a
-    seed of its own. So a run that is resumed suggests what it would have suggested.
-
-    Args:
-        axes: The axes.
-        seed: Random seed of the search.
-        number: Number of configurations before this suggestion.
-        tried: Those that were suggested or drawn so far, in their order.
-    """
-    import optuna
-    from optuna.distributions import (
-        BaseDistribution,
-        CategoricalDistribution,
-        FloatDistribution,
-    )
-    from optuna.trial import TrialState, create_trial
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    space: dict[str, BaseDistribution] = {
-        axis.name: FloatDistribution(0.0, 1.0)
-        if axis.space.values is None
-        else CategoricalDistribution(list(range(len(axis.space.values))))
-        for axis in axes
-    }
-    sampler = optuna.samplers.TPESampler(
-        seed=1_000_003 * seed + number, n_startup_trials=_STARTUP, constant_liar=True
-    )
-    study = optuna.create_study(sampler=sampler)
-    states = {
-        "running": TrialState.RUNNING,
-        "complete": TrialState.COMPLETE,
-        "pruned": TrialState.PRUNED,
-    }
-    for one in tried:
-        is_pruned = one.state == "pruned" and one.cost is not None
-        values = {one.step: one.cost} if is_pruned and one.cost is not None else {}
-        place = {
-            axis.name: one.place[axis.name]
-            if axis.space.values is None
-            else int(one.place[axis.name])
-            for axis in axes
-        }
-        trial = create_trial(
-            params=place,
-            distributions=space,
-            state=states[one.state],
-            value=one.cost if one.state == "complete" else None,
-            intermediate_values=values,
-        )
-        study.add_trial(trial)
-    while True:
-        yield dict(study.ask(space).params)

@@ -12,7 +12,7 @@ from tensorboardX.summary import hparams, text
 
 from jaxlora.common.atomic import make_folder, wrap_os_errors
 from jaxlora.run.events import Event, WindowEvent
-from jaxlora.trackers.tracker import EVAL_LOSS, TRAIN_LOSS, Tracker, run_metrics
+from jaxlora.trackers.table import EVAL_LOSS, TRAIN_LOSS, Tracker, run_metrics
 
 _proto: Any = event_pb2  # its classes are made when it is imported
 _summaries: Any = summary_pb2

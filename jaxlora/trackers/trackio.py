@@ -6,7 +6,7 @@ TRACKIO_PROJECT names the project, and TRACKIO_DIR the local folder.
 import os
 from typing import Any
 
-from jaxlora.trackers.tracker import Tracker
+from jaxlora.trackers.table import Tracker
 
 
 class Trackio(Tracker):

@@ -8,7 +8,7 @@ import hashlib
 import os
 from typing import Any
 
-from jaxlora.trackers.tracker import Tracker
+from jaxlora.trackers.table import Tracker
 
 
 class Wandb(Tracker):

@@ -1,7 +1,10 @@
-"""Errors that end a run early: of failing devices, or of a removed folder."""
+"""Ends a run early: on signals, failing devices or a removed folder."""
 
 import contextlib
+import logging
 import pathlib
+import signal
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -12,6 +15,46 @@ from jaxlora.run.lock import RunLock
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Context manager in which the first SIGINT or SIGTERM only sets `requested`.
+
+    A second signal is handled as it was before. Outside the main thread, where Python
+    cannot install signal handlers, the context manager does nothing.
+
+    Attributes:
+        requested: Whether a signal has arrived.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self._before = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in _SIGNALS}
+        return self
+
+    def _note(self, number: int, frame) -> None:
+        self.requested = True
+        self._restore()
+        logger.warning(
+            "%s: finishing what is in flight, then writing a checkpoint. Send it again "
+            "to quit immediately.",
+            signal.Signals(number).name,
+        )
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(self, *_) -> None:
+        self._restore()
 
 
 @contextlib.contextmanager

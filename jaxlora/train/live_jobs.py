@@ -153,8 +153,7 @@ class LiveJobs:
             The jobs.
         """
         waiting = {job.name: job for job in tuple(self._waiting)}
-        added = {name: job.prepared.identity for name, job in waiting.items()}
-        names = agreement.added_everywhere(added)
+        names = agreement.added_everywhere([job.prepared for job in waiting.values()])
         taken = [waiting[name] for name in names]
         for job in taken:
             self._waiting.remove(job)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 from jaxlora.adapters.parked_slot import ReadSlot
-from jaxlora.common.background import StopRequest
 from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, JaxloraError
@@ -14,6 +13,7 @@ from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import clean_up
 from jaxlora.run.saved_stream import SavedStream
+from jaxlora.train.ending import StopRequest
 from jaxlora.train.execute.run_programs import FurtherPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.stream import Border, Stream
@@ -54,8 +54,7 @@ class Loop:
         """
         run, store = self._run, self._run.store
         # Signals take effect between microbatches, and interrupt no checkpoint.
-        answer = "finishing what is in flight, then writing a checkpoint"
-        with StopRequest(answer) as stop, contextlib.ExitStack() as opened:
+        with StopRequest() as stop, contextlib.ExitStack() as opened:
             opened.callback(store.close)  # waits for the last checkpoint
             self._open_inbox(opened)
             own = open_callbacks(self._config, self._folder, store.latest(), opened)

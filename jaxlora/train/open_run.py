@@ -32,7 +32,7 @@ from jaxlora.run.folder import check_writable
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.run.saved_run import RunRecord
-from jaxlora.trackers.tracker import check_installed
+from jaxlora.trackers.table import check_installed
 from jaxlora.train.cloning import check_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.answers import AnswerMeter
@@ -218,8 +218,7 @@ def open_run(
             _import_ahead(plan.config)
     model = _as_planned(plan, base.result())
     jobs = [start_job(job, model) for job in prepared.jobs]
-    hashes = {job.settings.name: job.fingerprints for job in prepared.jobs}
-    agreement.check_inputs(model.fingerprint, hashes)
+    agreement.check_inputs(model.fingerprint, prepared.jobs)
     decoder = SlotDecoder(layout, model.params)
     sampler, meter = _text_makers(plan, decoder, model, prepared.reader.tokenizer)
     return OpenedRun(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.common.comparison import NOT_KNOWN, Comparison
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import agreement, processes
 from jaxlora.hf.load import FrozenModel
@@ -25,13 +26,7 @@ from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 from jaxlora.train.live_run import LiveRun
 from jaxlora.train.loop import Loop
 from jaxlora.train.open_run import open_run
-from jaxlora.train.report.summary import (
-    NOT_KNOWN,
-    Comparison,
-    Ranking,
-    RunResult,
-    job_result,
-)
+from jaxlora.train.report.summary import Ranking, RunResult, job_result
 from jaxlora.train.restore import check_may_resume, continue_jobs, restore
 from jaxlora.train.saved.run_store import RunStore
 

@@ -24,11 +24,20 @@ from jaxlora.sweeps.engine.ledger import Journal, Ledger
 from jaxlora.sweeps.engine.placement import Group, choose, free_slots, moves
 from jaxlora.sweeps.engine.state import GROUPS, Configuration, Record, SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers
-from jaxlora.sweeps.suggesting import Candidate, Suggestions
+from jaxlora.sweeps.suggesting import Suggestions
 
 logger = logging.getLogger(__name__)
 
 _REMOVE_SECONDS = 10.0  # between two looks for checkpoints that nobody needs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Candidate:
+    """A configuration as the search sees it."""
+
+    name: str
+    settings: LoraJob
+    progress: JobProgress
 
 
 class Driver:
@@ -149,11 +158,15 @@ class Driver:
         logger.info("sweep: Optuna suggests %s", job.name)
         return True
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self) -> Iterator[_Candidate]:
         for found in self.state.configurations.values():
             if found.name not in self._jobs:
                 self._jobs[found.name] = LoraJob.model_validate(found.settings)
-            yield self._jobs[found.name], found.progress
+            yield _Candidate(
+                name=found.name,
+                settings=self._jobs[found.name],
+                progress=found.progress,
+            )
 
     def _is_over(self) -> bool:
         return self.state.is_over() and not self._suggest()

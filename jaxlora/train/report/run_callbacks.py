@@ -15,7 +15,7 @@ from jaxlora.run.folder import RUN_FILE_COPY, SAMPLES_FILE
 from jaxlora.run.live.status_file import StatusFile
 from jaxlora.run.log import METRICS_FILE, RunLog, read_events
 from jaxlora.run.status import StatusTracker
-from jaxlora.trackers.tracker import open_trackers
+from jaxlora.trackers.table import open_trackers
 from jaxlora.train.report.plot import LossPlot
 from jaxlora.train.report.progress import Progress
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import rich.box
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlora.common.atomic import write_text
+from jaxlora.common.comparison import NOT_KNOWN, Comparison
 from jaxlora.common.console import literal, show
 from jaxlora.config.clone import CloneOf
 from jaxlora.plan.memory.device_memory import format_bytes
@@ -24,30 +25,6 @@ from jaxlora.run.status_view import format_seconds
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.plot import plot_losses
 from jaxlora.train.report.progress import format_losses
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """A prediction beside what was measured in this process; None: it is not known."""
-
-    predicted: float | None = None
-    measured: float | None = None
-
-    def line(self, name: str, show: Callable[[float], str]) -> Iterator[str]:
-        """Yields a line with both, if both are known.
-
-        Args:
-            name: What they are.
-            show: Formats either.
-        """
-        if not self.predicted or self.measured is None:
-            return
-        more = self.measured / self.predicted - 1
-        off = f"{abs(more):.1%} {'more' if more >= 0 else 'less'}"
-        yield f"{name}: {show(self.measured)}, {show(self.predicted)} predicted ({off})"
-
-
-NOT_KNOWN = Comparison()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,9 @@ from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.config.search import SuggestedSettings
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.sweeps import suggesting
-from jaxlora.sweeps.control import SweepControl
-from jaxlora.sweeps.suggesting import Suggestions, Tried, suggestions
+from jaxlora.sweeps import optuna_search, suggesting
+from jaxlora.sweeps.optuna_search import Tried, suggestions
+from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.job_state import JobState
 
 PARAMETERS = {
@@ -93,7 +93,7 @@ def test_one_job_is_searched():
 
 
 def test_without_optuna_the_cure_is_named(monkeypatch):
-    monkeypatch.setattr(suggesting.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(optuna_search.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxlora\[optuna\]'"):
         Suggestions(run())
 
@@ -119,7 +119,7 @@ def scripted(monkeypatch):
 def searched(config: RunConfig, interrupt_at: int | None = None) -> list[LoraJob]:
     """Plays a sweep whose jobs end in an order of their own."""
     jobs = [Job(settings) for settings in config.jobs]
-    search, rng = SweepControl(config), random.Random(5)
+    search, rng = Suggestions(config), random.Random(5)
     for number in range(100):
         running = [job for job in jobs if not job.progress.is_over]
         if not running:
@@ -128,10 +128,10 @@ def searched(config: RunConfig, interrupt_at: int | None = None) -> list[LoraJob
         stopped_by = "asha" if rng.random() < 0.4 else None
         job.end(rng.random(), stopped_by=stopped_by)
         if number == interrupt_at:
-            again = SweepControl(config)
-            again.restore(None, search.suggested())
+            again = Suggestions(config)
+            again.restore(search.saved())
             search = again
-        search.suggest(jobs, 3, lambda settings: jobs.append(Job(settings)))
+        search.add_due(jobs, 3, lambda settings: jobs.append(Job(settings)))
         assert sum(not job.progress.is_over for job in jobs) <= 10
     raise AssertionError("it does not end")
 
@@ -163,32 +163,34 @@ def test_a_space_that_is_exhausted_ends_the_search(scripted):
 def test_one_that_does_not_fit_is_left_out(scripted, caplog):
     config = run(initial=2, count=5)
     jobs = [Job(settings) for settings in config.jobs]
-    search = SweepControl(config)
+    search = Suggestions(config)
 
     def add(settings: LoraJob) -> None:
         raise ConfigError("its rank is too large")
 
-    assert not search.suggest(jobs, 3, add)
+    assert search.is_open
+    assert not search.add_due(jobs, 3, add)
+    assert not search.is_open
     assert "is left out: its rank is too large" in caplog.text
-    assert len(search.suggested()) == 3
+    assert len(search.points) == 5
 
 
 def test_one_that_does_not_fit_is_not_suggested_again(scripted):
     config = run(parameters={"rank": [4, 8, 16]}, initial=1, count=9)
     jobs, asked = [Job(settings) for settings in config.jobs], []
     (first,) = (job.settings.rank for job in jobs)
-    search = SweepControl(config)
+    search = Suggestions(config)
 
     def add(settings: LoraJob) -> None:
         asked.append((settings.name, settings.rank))
         assert len(asked) < 9, "it is suggested again and again"
         raise ConfigError("it does not fit")
 
-    search.suggest(jobs, 3, add)
+    search.add_due(jobs, 3, add)
     assert sorted(rank for _, rank in asked) == sorted({4, 8, 16} - {first})
-    again = SweepControl(config)
-    again.restore(None, search.suggested())
-    assert not again.suggest(jobs, 3, add)
+    again = Suggestions(config)
+    again.restore(search.saved())
+    assert again.next(jobs, 3) is None
 
 
 @needs_optuna

@@ -10,8 +10,8 @@ from tensorboardX.proto import event_pb2
 from jaxlora import RunConfig
 from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError, JaxloraError, StorageError
-from jaxlora.trackers import tracker as trackers
-from jaxlora.trackers.tracker import (
+from jaxlora.trackers import table
+from jaxlora.trackers.table import (
     check_installed,
     hyperparameters,
     job_metrics,
@@ -181,7 +181,7 @@ def test_a_tracker_that_cannot_start_ends_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_package_that_is_missing(name, monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(table.importlib.util, "find_spec", lambda name: None)
     check_installed(["tensorboard"])
     with pytest.raises(ConfigError, match=rf"pip install 'jaxlora\[{name}\]'"):
         check_installed(["tensorboard", name])

@@ -14,7 +14,7 @@ from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.run import log as run_log
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.trackers import tensorboard
-from jaxlora.trackers.tracker import open_trackers
+from jaxlora.trackers.table import open_trackers
 from jaxlora.train.report.summary import RunResult, write_report
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import read_newest

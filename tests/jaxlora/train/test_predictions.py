@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.common.comparison import Comparison
 from jaxlora.costs import device_profile
 from jaxlora.costs.device_profile import PassCost
 from jaxlora.pallas_kernels import device
@@ -18,7 +19,6 @@ from jaxlora.sweeps.files import print_summary
 from jaxlora.train import trainer
 from jaxlora.train.execute.executor import Outcomes, TickWork
 from jaxlora.train.execute.stream import _Moment, _WindowCounts
-from jaxlora.train.report.summary import Comparison
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.train.conftest import TWO_SLOTS
 
