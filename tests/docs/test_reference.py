@@ -88,8 +88,8 @@ def test_no_tag_and_no_field_is_there_twice():
     text = (pages.DOCS / "reference" / "metrics.md").read_text()
     tables = re.findall(r"^\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
     assert len(tables) == 3
-    for table in tables[1:]:  # the first one is that of the log
-        cells = [row.split("|")[1] for row in table.splitlines()]
+    for found in tables[1:]:  # the first one is that of the log
+        cells = [row.split("|")[1] for row in found.splitlines()]
         names = re.findall(r"`([^`]+)`", " ".join(cells))
         assert sorted(set(names)) == sorted(names)
 
