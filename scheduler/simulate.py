@@ -43,8 +43,8 @@ def simulate(
     the communication time. It takes as long as the slowest lane. A no-op has a place in
     the order, but takes no time and waits for no other stage.
 
-    After the tick that completes a batch, each stage takes an optimizer step,
-    which takes no time.
+    After the tick that completes a batch, each stage takes an optimizer step, as
+    `Pipeline.step_delay` says. The step takes no time.
 
     Args:
         schedule: The schedule. It need not be legal.

@@ -122,6 +122,16 @@ class Pipeline:
             return first
         return -(-first * (self.num_stages - 1 - stage) // (self.num_stages - 1))
 
+    def step_delay(self, stage: int) -> int:
+        """Returns how many ticks later than stage 0 a stage takes an optimizer step.
+
+        If tick k completes a batch, stage s takes the step after its backward pass of
+        tick k + step_delay(s). Stage 0 has then finished tick k, so the gradient norm
+        over all stages is known, and the next forward pass of stage s is that of tick
+        k + W0, the first that may belong to the job's next batch.
+        """
+        return self.warm_up(0) - self.warm_up(stage)
+
 
 Microbatch = tuple[Sample, ...]
 

@@ -96,17 +96,6 @@ def costs(draw, num_stages):
     )
 
 
-def step_delay(pipeline: Pipeline, stage: int) -> int:
-    """Returns how many ticks later than stage 0 a stage takes an optimizer step.
-
-    If tick k completes a batch, stage s takes the step after its backward pass of tick
-    k + step_delay(s). Stage 0 has then finished tick k, so the gradient norm over all
-    stages is known, and the next forward pass of stage s is that of tick k + W0, the
-    first that may belong to the job's next batch.
-    """
-    return pipeline.warm_up(0) - pipeline.warm_up(stage)
-
-
 def num_stale_batches(
     schedule: Schedule, pipeline: Pipeline, ran: Simulation, num_lanes: int = 1
 ) -> int:
@@ -120,7 +109,7 @@ def num_stale_batches(
     for i, tick in enumerate(ticks):
         for key in {(s.owner, s.batch) for microbatch in tick for s in microbatch}:
             positions.setdefault(key, []).append(i)
-    delays = np.array([step_delay(pipeline, s) for s in range(pipeline.num_stages)])
+    delays = np.array([pipeline.step_delay(s) for s in range(pipeline.num_stages)])
     num_stale = 0
     for previous, following in itertools.pairwise(sorted(positions)):
         if previous[0] == following[0]:

@@ -27,7 +27,6 @@ from tests.scheduler.strategies import (
     costs,
     job_mixes,
     num_stale_batches,
-    step_delay,
     window_sum,
 )
 
@@ -229,7 +228,7 @@ def test_optimizer_steps_know_the_norm_of_all_stages():
         pipeline = Pipeline.one_f_one_b(num_stages, in_flight)
         ran = simulate(stream(*[10] * 30), equal(num_stages), pipeline)
         for stage in range(num_stages):
-            stepped = ran.backward_end[stage, 9 + step_delay(pipeline, stage)]
+            stepped = ran.backward_end[stage, 9 + pipeline.step_delay(stage)]
             following = ran.forward_start[stage, 9 + pipeline.distance]
             assert ran.backward_end[0, 9] <= stepped <= following
             assert ran.forward_end[stage, 8 + pipeline.distance] <= stepped
