@@ -8,21 +8,19 @@ import importlib.metadata
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Mapping
 from concurrent.futures import Future
 
+from jaxlora.common.background import in_background
 from jaxlora.errors import DeviceError
 
 _SECONDS = 20.0  # without its daemon, the driver starts anew for each query
 _A_GPU = re.compile(r"\d+|(GPU|MIG)-.*")  # an entry of CUDA_VISIBLE_DEVICES
 _MEANT = "To compute on the CPU, say so: --device cpu, or JAX_PLATFORMS=cpu."
+_CHECK = "from jaxlora.device_check import check_device; check_device()"
 
-
-_starting: list[Future[None]] = []  # what `start_backend` has begun
+_starting: list[Future[str]] = []  # what `start_backend` has begun
 
 
 def start_backend() -> None:
@@ -34,27 +32,7 @@ def start_backend() -> None:
     """
     import jax
 
-    future: Future[None] = Future()
-
-    def start() -> None:
-        try:
-            jax.default_backend()
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)
-
-    _starting[:] = [future]
-    # Python waits for it at exit: it cannot be ended while CUDA starts.
-    threading.Thread(target=start, name="jaxlora-backend").start()
-
-
-def _default_backend() -> str:
-    import jax
-
-    # If a back end fails, JAX may raise the error only to the first who asks.
-    if _starting:
-        _starting.pop().result()
-    return jax.default_backend()
+    _starting[:] = [in_background(jax.default_backend)]
 
 
 def check_device() -> None:
@@ -66,14 +44,15 @@ def check_device() -> None:
     Raises:
         DeviceError: JAX uses another device, or does not start.
     """
+    import jax
+
     try:
-        backend = _default_backend()
+        # If a back end fails, JAX may raise the error only to the first who asks.
+        backend = _starting.pop().result() if _starting else jax.default_backend()
     except RuntimeError as error:
         raise DeviceError(f"JAX does not start here: {_sentence(error)}") from error
-    if backend == "gpu" or _is_told():
-        return
-    seen = visible_gpu(os.environ)
-    if seen is None:
+    is_told = jax.config.jax_platforms or os.environ.get("JAX_PLATFORM_NAME")
+    if backend == "gpu" or is_told or (seen := visible_gpu()) is None:
         return
     raise DeviceError(
         f"an NVIDIA GPU is visible here ({seen}), but JAX would compute on the "
@@ -89,14 +68,15 @@ def check_device_in_child() -> None:
     Raises:
         DeviceError: See `check_device`.
     """
-    if os.environ.get("JAX_PLATFORMS") or visible_gpu(os.environ) is None:
+    if os.environ.get("JAX_PLATFORMS") or visible_gpu() is None:
         return
-    command = [sys.executable, "-m", "jaxlora.device_check"]
+    command = [sys.executable, "-c", _CHECK]
     environ = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     if done.returncode:
-        lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
-        raise DeviceError(lines[-1] if lines else "JAX does not start here.")
+        found = re.search(r"^jaxlora\.errors\.DeviceError: (.*)", done.stderr, re.M)
+        last = f"JAX does not start here: {_sentence(done.stderr[-300:])}"
+        raise DeviceError(found[1] if found else last)
 
 
 def use_cpu() -> None:
@@ -108,19 +88,15 @@ def use_cpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def visible_gpu(environ: Mapping[str, str]) -> str | None:
-    """Says by what an NVIDIA GPU is known to be visible here; None if none is.
-
-    Args:
-        environ: Environment variables; CUDA_VISIBLE_DEVICES may hide all GPUs.
-    """
-    allowed = environ.get("CUDA_VISIBLE_DEVICES")
+def visible_gpu() -> str | None:
+    """Says by what an NVIDIA GPU is known to be visible here; None if none is."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     # CUDA ignores what follows an invalid entry.
     if allowed is not None and not _A_GPU.fullmatch(allowed.split(",")[0].strip()):
         return None
     # A container may show the driver of its host in /proc, but no device.
-    if node := next(iter(_device_nodes()), None):
-        return node
+    if nodes := _device_nodes():
+        return nodes[0]
     return "nvidia-smi lists it" if _smi_lists_a_gpu() else None
 
 
@@ -131,8 +107,6 @@ def _device_nodes() -> list[str]:
 
 def _smi_lists_a_gpu() -> bool:
     """Whether `nvidia-smi` lists a GPU, which in WSL has no device node of its own."""
-    if shutil.which("nvidia-smi") is None:
-        return False
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS
@@ -142,24 +116,24 @@ def _smi_lists_a_gpu() -> bool:
     return done.returncode == 0 and "GPU " in done.stdout
 
 
-def _is_told() -> bool:
-    """Whether JAX was told which platform to use."""
-    import jax
-
-    return bool(jax.config.jax_platforms or os.environ.get("JAX_PLATFORM_NAME"))
-
-
 def _reason() -> str:
     """Says why JAX does not use the GPU, and what to do, in whole sentences."""
-    errors = _backend_errors()
-    if (error := errors.get("cuda")) is not None:
+    from jax._src import xla_bridge
+
+    # The errors of back ends that failed while JAX chose one by itself.
+    error = getattr(xla_bridge, "_backend_errors", {}).get("cuda")
+    plugins = _cuda_plugins()
+    if error is None:
+        for plugin in plugins:
+            try:
+                plugin.load().initialize()  # JAX only logs why it fails
+            except Exception as raised:  # whatever the plugin raises is the reason
+                error = raised
+    if error is not None:
         return f"its CUDA back end failed to start: {_sentence(error)}"
-    if (error := _load_error()) is not None:
-        return f"its CUDA back end failed to load: {_sentence(error)}"
-    packages = _cuda_packages()
-    if packages:
+    if plugins:
         return (
-            f"its CUDA back end ({', '.join(packages)}) did not load. `python -c "
+            "its CUDA back end is installed and did not start. `python -c "
             "'import jax; jax.devices()'` shows why."
         )
     return (
@@ -168,44 +142,12 @@ def _reason() -> str:
     )
 
 
-def _load_error() -> Exception | None:
-    """Returns why JAX's CUDA plugin does not load, which JAX only logs."""
-    for plugin in importlib.metadata.entry_points(group="jax_plugins"):
-        if "cuda" in plugin.name:
-            try:
-                plugin.load().initialize()
-            except Exception as error:  # whatever the plugin raises is the reason
-                return error
-    return None
-
-
-def _backend_errors() -> Mapping[str, str]:
-    """Returns the errors of back ends that failed while JAX chose one by itself."""
-    from jax._src import xla_bridge
-
-    return getattr(xla_bridge, "_backend_errors", {})
-
-
-def _cuda_packages() -> list[str]:
-    names = (d.metadata["Name"] for d in importlib.metadata.distributions())
-    found = {name for name in names if name}
-    return sorted(n for n in found if re.fullmatch(r"jax[-_]cuda\d+[-_]plugin", n))
+def _cuda_plugins() -> list[importlib.metadata.EntryPoint]:
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return [plugin for plugin in plugins if "cuda" in plugin.name]
 
 
 def _sentence(error: object) -> str:
     """Returns an error on one line, with a full stop."""
     text = " ".join(str(error).split())
     return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def _main() -> int:
-    try:
-        check_device()
-    except DeviceError as error:
-        print(error)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

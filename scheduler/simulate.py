@@ -1,14 +1,12 @@
 """Simulates a schedule on a pipeline that runs in 1F1B order."""
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
 
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.lanes import Tick, ticks_of
-from jaxlora.scheduler.types import Limits, Pipeline, Schedule, padded_tokens
+from jaxlora.scheduler.lanes import ticks_of
+from jaxlora.scheduler.types import Pipeline, Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,11 +19,6 @@ class Simulation:
         makespan: End of the last pass.
         bubble: Fraction of the time of all stages in which nothing runs.
         utilization: Fraction of the makespan in which each stage computes.
-        peak_tokens: For each stage, the most tokens on a lane of ticks whose forward
-            pass has started and whose backward pass has not ended.
-        num_stale_batches: Global batches that start on some stage before that stage has
-            taken the optimizer step of the job's previous batch. They would be trained
-            with stale weights.
         forward_start, forward_end: Start and end of each forward pass.
         backward_start, backward_end: Start and end of each backward pass.
     """
@@ -33,8 +26,6 @@ class Simulation:
     makespan: float
     bubble: float
     utilization: tuple[float, ...]
-    peak_tokens: tuple[int, ...]
-    num_stale_batches: int
     forward_start: np.ndarray
     forward_end: np.ndarray
     backward_start: np.ndarray
@@ -56,8 +47,7 @@ def simulate(
     `Pipeline.step_delay` says. The step takes no time.
 
     Args:
-        schedule: The schedule. It need not be legal: `num_stale_batches` counts the
-            batches that start too early.
+        schedule: The schedule. It need not be legal.
         cost: Times of the passes, for the number of stages that `pipeline` has.
         pipeline: The pipeline.
         num_lanes: Number of microbatches in a tick.
@@ -87,16 +77,11 @@ def simulate(
     )
     makespan = float(backward_end.max(initial=0.0))
     work = (forward + backward).sum(axis=1)
-    forward_start = forward_end - forward
     return Simulation(
         makespan=makespan,
         bubble=float(1 - work.sum() / (len(work) * makespan)) if makespan else 0.0,
         utilization=tuple((work / makespan).tolist()) if makespan else (),
-        peak_tokens=_peak_tokens(ticks, schedule.limits, cost, pipeline),
-        num_stale_batches=_num_stale_batches(
-            ticks, pipeline, forward_start, backward_end
-        ),
-        forward_start=forward_start,
+        forward_start=forward_end - forward,
         forward_end=forward_end,
         backward_start=backward_end - backward,
         backward_end=backward_end,
@@ -180,43 +165,3 @@ def check_stages(cost: CostModel, pipeline: Pipeline) -> None:
             f"the cost model has {cost.num_stages} stages and the pipeline "
             f"{pipeline.num_stages}. Give one StageCost for each stage."
         )
-
-
-def _peak_tokens(
-    ticks: Sequence[Tick], limits: Limits, cost: CostModel, pipeline: Pipeline
-) -> tuple[int, ...]:
-    # The passes of a stage run one after the other, so only their order matters.
-    rows = lambda m: cost.bucket_tokens(padded_tokens(m, limits))
-    tokens = [max(map(rows, tick)) for tick in ticks]
-    return tuple(
-        _most_in_flight(tokens, pipeline.warm_up(s)) for s in range(cost.num_stages)
-    )
-
-
-def _most_in_flight(tokens: Sequence[int], warm_up: int) -> int:
-    in_flight = peak = sum(tokens[:warm_up])
-    for i, done in enumerate(tokens):
-        in_flight += tokens[i + warm_up] if i + warm_up < len(tokens) else 0
-        peak = max(peak, in_flight)
-        in_flight -= done
-    return peak
-
-
-def _num_stale_batches(
-    ticks: Sequence[Tick], pipeline: Pipeline, start: np.ndarray, end: np.ndarray
-) -> int:
-    """Counts stale batches from the starts of forward and ends of backward passes."""
-    positions: dict[tuple[int, int], list[int]] = {}
-    for i, tick in enumerate(ticks):
-        for key in {(s.owner, s.batch) for microbatch in tick for s in microbatch}:
-            positions.setdefault(key, []).append(i)
-    delays = np.array([pipeline.step_delay(s) for s in range(pipeline.num_stages)])
-    num_stale = 0
-    for previous, following in itertools.pairwise(sorted(positions)):
-        if previous[0] == following[0]:
-            step_after = np.minimum(positions[previous][-1] + delays, len(ticks) - 1)
-            stepped = end[np.arange(len(end)), step_after]
-            started = start[:, positions[following]].min(axis=1)
-            # Both are sums of the same times, but in different orders.
-            num_stale += bool((started < stepped - 1e-9 * abs(stepped)).any())
-    return num_stale

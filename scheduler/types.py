@@ -117,7 +117,7 @@ class Pipeline:
         A transfer between two stages is hidden if they fall by two. This would not be
         so if all stages had the same number of further ticks in flight.
         """
-        first = self._window - 1
+        first = (self.in_flight or self.num_stages) - 1
         if stage == 0:
             return first
         return -(-first * (self.num_stages - 1 - stage) // (self.num_stages - 1))
@@ -130,11 +130,7 @@ class Pipeline:
         over all stages is known, and the next forward pass of stage s is that of tick
         k + W0, the first that may belong to the job's next batch.
         """
-        return self._window - 1 - self.warm_up(stage)
-
-    @property
-    def _window(self) -> int:
-        return self.in_flight or self.num_stages
+        return self.warm_up(0) - self.warm_up(stage)
 
 
 Microbatch = tuple[Sample, ...]

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
 from jaxlora.adapters.initial import DRAWN, kept_start, loftq_start
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.adapters.vera import VeraMatrices
-from jaxlora.common.cores import num_cores
 from jaxlora.config import LoraJob
 from jaxlora.config.starts import LOFTQ
 from jaxlora.models.score import SCORE
@@ -88,7 +88,7 @@ def fresh_adapter(
 
     # NumPy draws without the interpreter's lock. A thread gets many modules, as small
     # ones are drawn faster than they are handed over.
-    names, num_threads = tuple(modules), min(num_cores(), _MAX_THREADS)
+    names, num_threads = tuple(modules), min(len(os.sched_getaffinity(0)), _MAX_THREADS)
     with ThreadPoolExecutor(num_threads) as pool:
         parts = (names[start::num_threads] for start in range(num_threads))
         found = pool.map(lambda part: {name: drawn(name) for name in part}, parts)

@@ -2,13 +2,19 @@
 
 import atexit
 import functools
+import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _NAME = "jaxlora-background"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def in_background[T](run: Callable[[], T]) -> Future:
@@ -46,3 +52,40 @@ def end_process(status: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+class StopRequest:
+    """Context manager in which the first SIGINT or SIGTERM only asks for the end.
+
+    A second signal is handled as it was before. Outside the main thread, where Python
+    cannot install signal handlers, the context manager does nothing.
+
+    Attributes:
+        requested: Whether a signal has arrived.
+    """
+
+    def __init__(self, answer: str):
+        """Makes the object.
+
+        Args:
+            answer: Text that says what happens now, for the log.
+        """
+        self.requested, self._answer = False, answer
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in _SIGNALS}
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.requested = True
+        self.__exit__()
+        name = signal.Signals(number).name
+        text = "%s: %s. Send it again to quit immediately."
+        logger.warning(text, name, self._answer)
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,9 +1,23 @@
-"""The folder for files that a later run can use again, and that may be removed."""
+"""The user's cache: files that a later run can use again, and that may be removed.
+
+Only files that nobody but this user may have written are read.
+"""
 
 import errno
+import logging
 import os
 import pathlib
+import re
 import stat
+from collections.abc import Callable
+
+import pydantic
+
+from jaxlora.common.json_file import cut, open_regular_file
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 2**20  # of a device's file
 
 
 def cache_home() -> pathlib.Path:
@@ -43,3 +57,78 @@ def check_private(found: os.stat_result, path: pathlib.Path) -> None:
         mode = stat.S_IMODE(found.st_mode)
         why = f"other users may write to it (mode {mode:o}). If it is yours"
         raise OSError(errno.EPERM, f"{why}, run: chmod go-w {path}")
+
+
+# ---- files of a kind of device -------------------------------------------------------
+
+
+def device_path(folder: str, device_kind: str) -> pathlib.Path:
+    """Returns the path of a device's file in a folder of the user's cache.
+
+    Raises:
+        RuntimeError: There is no home folder.
+    """
+    return cache_home() / folder / file_name(device_kind)
+
+
+def file_name(device_kind: str) -> str:
+    """Returns the name of a device's file."""
+    name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-") or "unnamed"
+    return f"{name}.json"
+
+
+class DeviceFile(pydantic.BaseModel):
+    """The content of a file.
+
+    Attributes:
+        device: JAX's name of the device.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    device: str
+
+
+def validated[F: DeviceFile](kind: type[F], text: str, device_kind: str) -> F:
+    """Returns the content of the text of a file.
+
+    Raises:
+        ValueError: The text is not of this kind, or of another device.
+    """
+    try:
+        found = kind.model_validate_json(text)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}") from error
+    if found.device != device_kind:
+        raise ValueError(f"it is of the device {found.device!r:.80}")
+    return found
+
+
+def read_private[T](
+    path: pathlib.Path, what: str, parse: Callable[[str], T]
+) -> T | None:
+    """Reads a file; None, with a line in the log, if it cannot be used.
+
+    Only a file of this user, in a folder of this user, is read.
+
+    Args:
+        path: The file.
+        what: What it holds, for the log.
+        parse: Returns what its text holds; raises ValueError if it is damaged.
+    """
+    try:
+        check_private(path.parent.stat(), path.parent)
+        with open_regular_file(path, follow=False) as file:
+            check_private(os.fstat(file.fileno()), path)
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+        return parse(data.decode())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or cut(error)
+        logger.warning("%s: %s is not used: %s", what, path, why)
+        return None

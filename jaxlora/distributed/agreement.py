@@ -2,17 +2,16 @@
 
 import contextlib
 import pathlib
-import socket
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 
 from jaxlora import __version__
 from jaxlora.common.counted import counted
-from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config import RunConfig
 from jaxlora.distributed import processes
-from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.errors import ConfigError
 
 _SAME_FILES = (
     "Give all processes the same run file, data, base model and version of jaxlora; "
@@ -21,21 +20,6 @@ _SAME_FILES = (
 # Each host may have its own copies and caches of files; their contents are compared.
 _FILES = ("model", "jobs", "token_cache")
 _JOB_FILES = ("data", "eval_data", "init_from", "continue_from")
-
-
-@runtime_checkable
-class ReadJob(Protocol):
-    """A job whose data are read."""
-
-    @property
-    def settings(self) -> LoraJob:
-        """The job's settings."""
-        ...
-
-    @property
-    def fingerprints(self) -> dict[str, str | None]:
-        """Hashes of the inputs that the settings only name."""
-        ...
 
 
 def check_settings(config: RunConfig) -> None:
@@ -59,18 +43,16 @@ def check_settings(config: RunConfig) -> None:
     processes.check_same(values, _SAME_FILES)
 
 
-def check_inputs(base: str, jobs: Sequence[ReadJob]) -> None:
+def check_inputs(base: str, jobs: Sequence[Any]) -> None:
     """Checks that all processes have read the same base model and data.
 
     Args:
         base: Fingerprint of the base model.
-        jobs: The jobs.
+        jobs: The prepared jobs.
 
     Raises:
         ConfigError: They differ.
     """
-    if processes.count() == 1:
-        return
     values: dict[str, Any] = {"the fingerprint of the base model": base}
     values |= _of_jobs({job.settings.name: job.fingerprints for job in jobs})
     processes.check_same(values, _SAME_FILES)
@@ -118,23 +100,21 @@ def check_newest(folder: pathlib.Path, newest: int | None) -> None:
         newest: Number of the newest checkpoint that this process sees there, if any.
 
     Raises:
-        CheckpointError: A process sees another one.
+        ConfigError: They see different ones.
     """
-    first = processes.from_first(lambda: newest)
-    if newest != first:
-        raise CheckpointError(
-            f"process {processes.index()} on {socket.gethostname()} sees checkpoint "
-            f"{newest} in {folder}, and process 0 sees {first}. To resume, every "
-            "process reads the checkpoint, so output_dir must be on a file system that "
-            "all hosts share."
-        )
+    processes.check_same(
+        {f"the newest checkpoint in {folder}": newest},
+        "To resume, every process reads the checkpoint, so output_dir must be on a "
+        "file system that all hosts share.",
+    )
 
 
-def added_everywhere(added: Sequence[ReadJob]) -> list[str]:
+def added_everywhere(added: Sequence[Any]) -> list[str]:
     """Returns the names of the jobs that every process has added, in the same order.
 
     Args:
-        added: Jobs that were added on this process and have not joined the run.
+        added: Prepared jobs that were added on this process and have not joined the
+            run.
 
     Raises:
         ConfigError: The processes have added jobs of the same name that differ.
@@ -142,7 +122,7 @@ def added_everywhere(added: Sequence[ReadJob]) -> list[str]:
     by_name = {job.settings.name: job for job in added}
     names = processes.gather(list(by_name))
     taken = [name for name in names[0] if all(name in other for other in names)]
-    if processes.count() > 1 and taken:
+    if taken:
         values = {}
         for name in taken:
             job = by_name[name]

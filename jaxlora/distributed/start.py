@@ -12,8 +12,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import jax
 
@@ -22,7 +21,6 @@ from jaxlora.errors import ConfigError, DeviceError, ProcessError
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 300
 LOST_SECONDS = 60
 _FLAGS = {
     "coordinator": ("--coordinator", "JAX_COORDINATOR_ADDRESS"),
@@ -35,39 +33,18 @@ _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """The place of this process among those of a run, as far as it is known.
+    """The place of this process among those of a run.
 
     Attributes:
-        coordinator: Host and port at which process 0 coordinates the others.
+        coordinator: Host and port at which process 0 coordinates the others; None, like
+            the others, where a cluster's scheduler has started them, which JAX asks.
         num_processes: Number of processes.
         process_id: Number of this process, from 0.
-
-    All three are None where a cluster's scheduler has started the processes, which JAX
-    asks.
-
-    Raises:
-        ConfigError: A value is invalid.
     """
 
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
-
-    def __post_init__(self):
-        if self.coordinator is None:
-            return
-        host, _, port = self.coordinator.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ConfigError(
-                f"coordinator {self.coordinator!r} is not host:port. Give the address "
-                "of process 0 and a free port there, such as node1:9000."
-            )
-        assert self.num_processes is not None and self.process_id is not None
-        if not 0 <= self.process_id < self.num_processes:
-            raise ConfigError(
-                f"process id {self.process_id} is out of range: the ids of "
-                f"{self.num_processes} processes are 0 to {self.num_processes - 1}."
-            )
 
 
 def find_membership(
@@ -92,37 +69,52 @@ def find_membership(
     Raises:
         ConfigError: A value is invalid, or some but not all of them are given.
     """
-    given: dict[str, Any] = {
-        "coordinator": coordinator,
-        "num_processes": num_processes,
-        "process_id": process_id,
-    }
-    for name, (flag, variable) in _FLAGS.items():
-        if given[name] is not None or not (value := os.environ.get(variable)):
-            continue
-        if name != "coordinator" and not re.fullmatch(r"-?\d{1,9}", value):
-            raise ConfigError(
-                f"{variable} (or {flag}) is {value!r}, which is not a number."
-            )
-        given[name] = value if name == "coordinator" else int(value)
-    if given["num_processes"] == 1:
+    coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
+    num_processes = _number("num_processes", num_processes)
+    process_id = _number("process_id", process_id)
+    if num_processes == 1:
         return None
+    given = dict(zip(_FLAGS, (coordinator, num_processes, process_id), strict=True))
     missing = [name for name, value in given.items() if value is None]
-    if not missing:
-        return Membership(**given)
-    if len(missing) < len(given):
-        there = [name for name in given if name not in missing]
+    if len(missing) == len(given):
+        counts = [os.environ.get(variable, "") for variable in _CLUSTERS]
+        is_one_of_several = any(n.isdecimal() and int(n) > 1 for n in counts)
+        return Membership() if is_one_of_several else None
+    if coordinator is None or num_processes is None or process_id is None:
         raise ConfigError(
-            f"{_listed(there)} is given without {_listed(missing)}. A run of several "
-            "processes needs all three, for each process; an ordinary run needs none."
+            f"{_listed(given.keys() - missing)} is given without {_listed(missing)}. A "
+            "run of several processes needs all three, for each process; an ordinary "
+            "run needs none."
         )
-    counts = [os.environ.get(variable, "") for variable in _CLUSTERS]
-    is_one_of_several = any(n.isdecimal() and int(n) > 1 for n in counts)
-    return Membership() if is_one_of_several else None
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            f"coordinator {coordinator!r} is not host:port. Give the address of "
+            "process 0 and a free port there, such as node1:9000."
+        )
+    if not 0 <= process_id < num_processes:
+        raise ConfigError(
+            f"process id {process_id} is out of range: the ids of {num_processes} "
+            f"processes are 0 to {num_processes - 1}."
+        )
+    return Membership(
+        coordinator=coordinator, num_processes=num_processes, process_id=process_id
+    )
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"{_FLAGS[n][0]} (or {_FLAGS[n][1]})" for n in names)
+def _number(name: str, given: int | None) -> int | None:
+    """Returns a number that is given by a flag, or else by its variable, if any is."""
+    flag, variable = _FLAGS[name]
+    if given is not None or not (text := os.environ.get(variable)):
+        return given
+    if not re.fullmatch(r"-?\d{1,9}", text):
+        raise ConfigError(f"{variable} (or {flag}) is {text!r}, which is not a number.")
+    return int(text)
+
+
+def _listed(names: Collection[str]) -> str:
+    flags = (_FLAGS[name] for name in _FLAGS if name in names)
+    return ", ".join(f"{flag} (or {variable})" for flag, variable in flags)
 
 
 def local_device_ids() -> tuple[int, ...] | None:
@@ -151,12 +143,7 @@ def local_device_ids() -> tuple[int, ...] | None:
 
 
 @contextlib.contextmanager
-def joined(
-    member: Membership,
-    *,
-    start_seconds: int = START_SECONDS,
-    lost_seconds: int = LOST_SECONDS,
-) -> Iterator[None]:
+def joined(member: Membership, *, lost_seconds: int = LOST_SECONDS) -> Iterator[None]:
     """Connects this process to the others for the time of the block.
 
     No JAX computation may have run before. If a process fails or is lost, the others
@@ -165,14 +152,20 @@ def joined(
 
     Args:
         member: The place of this process in the run.
-        start_seconds: Time for all processes to connect.
         lost_seconds: Time without a sign of life after which a process is lost.
 
     Raises:
         ConfigError: The processes do not find each other.
         ProcessError: A computation failed, probably as another process has ended.
     """
-    _connect(member, start_seconds, lost_seconds)
+    _connect(member, lost_seconds)
+    logger.info(
+        "process %d of %d, %d of %d devices",
+        processes.index(),
+        processes.count(),
+        jax.local_device_count(),
+        jax.device_count(),
+    )
     if not processes.is_first():
         logging.getLogger("jaxlora").setLevel(logging.WARNING)
     try:
@@ -193,18 +186,15 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-def _connect(member: Membership, start_seconds: int, lost_seconds: int) -> None:
+def _connect(member: Membership, lost_seconds: int) -> None:
     # JAX would take the handler of SIGTERM, which a run needs to stop between windows.
     jax.config.update("jax_enable_preemption_service", False)
     is_given = member.coordinator is not None
     try:
         jax.distributed.initialize(
-            member.coordinator,
-            member.num_processes,
-            member.process_id,
+            *dataclasses.astuple(member),
             local_device_ids=local_device_ids() or (),  # (): all
             cluster_detection_method="deactivate" if is_given else None,
-            initialization_timeout=start_seconds,
             heartbeat_timeout_seconds=lost_seconds,
         )
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
@@ -213,13 +203,6 @@ def _connect(member: Membership, start_seconds: int, lost_seconds: int) -> None:
             f"({member.coordinator or 'as the cluster says'}): {error}. Start each of "
             "them, with ids from 0, and leave the port free on the host of process 0."
         ) from error
-    logger.info(
-        "process %d of %d, %d of %d devices",
-        processes.index(),
-        processes.count(),
-        jax.local_device_count(),
-        jax.device_count(),
-    )
 
 
 def _explain(error: Exception) -> str:

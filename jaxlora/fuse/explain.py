@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -155,11 +155,17 @@ class Explanation:
         yield f"{found}; times are predicted for {describe_device(self.device).title}"
         if self.sites:
             yield _site_table(self.sites)
-            yield from _reasons(self.sites)
+            yield from _by_reason(map(_reason, self.sites))
         if any(_is_shown(region) for region in self.regions):
             yield _region_table(self.regions)
-        yield from _left_to_xla(self.regions)
-        yield from _near_misses(self.refusals)
+        yield from _by_reason(
+            ("input by XLA", reason, location)
+            for region in self.regions
+            for location, reason in region.refusals
+        )
+        yield from _by_reason(
+            ("near miss", r.reason, r.location) for r in self.refusals
+        )
         yield f"the function: {_change(self.before, self.after)}"
         if self.sites:
             both = _change(self.training_before, self.training_after)
@@ -293,14 +299,20 @@ def _site_table(sites: Sequence[ExplainedSite]) -> Table:
     return table
 
 
-def _reasons(sites: Sequence[ExplainedSite]) -> Iterator[str]:
-    """Returns a line for each reason, with the places of the sites that have it."""
-    places: dict[tuple[bool, str], list[str]] = {}
-    for site in sites:
-        why = site.decision.fused, site.decision.reason
-        places.setdefault(why, []).append(_short(site.location))
-    for (fused, reason), found in places.items():
-        yield f"{'fused' if fused else 'not fused'}, {_counted(found)}: {reason}"
+def _reason(site: ExplainedSite) -> tuple[str, str, str]:
+    decision = site.decision
+    return "fused" if decision.fused else "not fused", decision.reason, site.location
+
+
+def _by_reason(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """Returns a line for each (what it is, reason), with the places that have it."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for what, reason, location in found:
+        places.setdefault((what, reason), []).append(_short(location))
+    for (what, reason), names in places.items():
+        counts = collections.Counter(names)
+        each = (p if n == 1 else f"{p} ({n} times)" for p, n in counts.items())
+        yield f"{what}, {', '.join(each)}: {reason}"
 
 
 def _is_shown(region: ExplainedRegion) -> bool:
@@ -337,16 +349,6 @@ def _region_table(regions: Sequence[ExplainedRegion]) -> Table:
     return table
 
 
-def _left_to_xla(regions: Sequence[ExplainedRegion]) -> Iterator[str]:
-    """Returns a line for each reason why a row-wise function is left to XLA."""
-    places: dict[str, list[str]] = {}
-    for region in regions:
-        for location, reason in region.refusals:
-            places.setdefault(reason, []).append(_short(location))
-    for reason, found in places.items():
-        yield f"input by XLA, {_counted(found)}: {reason}"
-
-
 def _bars(region: ExplainedRegion, runs: float) -> Bars:
     seconds = {
         "XLA, predicted": region.before.both.seconds,
@@ -356,21 +358,6 @@ def _bars(region: ExplainedRegion, runs: float) -> Bars:
         seconds["XLA, measured"], seconds["chosen, measured"] = region.measured
     times = "" if runs == 1 else f", {runs:g} times"
     return Bars(f"{region.name}\n{region.calls}{times}", seconds)
-
-
-def _near_misses(refusals: Sequence[Refusal]) -> Iterator[str]:
-    """Returns a line for each reason, with the places of the sums that have it."""
-    places: dict[str, list[str]] = {}
-    for refusal in refusals:
-        places.setdefault(refusal.reason, []).append(_short(refusal.location))
-    for reason, found in places.items():
-        yield f"near miss, {_counted(found)}: {reason}"
-
-
-def _counted(places: Sequence[str]) -> str:
-    """Joins places, with the number of times of those that occur more than once."""
-    counts = collections.Counter(places)
-    return ", ".join(p if n == 1 else f"{p} ({n} times)" for p, n in counts.items())
 
 
 def _times(before: Cost, after: Cost) -> str:

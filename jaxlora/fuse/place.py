@@ -7,13 +7,18 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from jaxlora.fuse.regions.call import part_call
 from jaxlora.fuse.regions.choose import Choice
 from jaxlora.fuse.regions.part import Part
-from jaxlora.fuse.signature import signature
+from jaxlora.fuse.regions.row_expression import RowExpression
+from jaxlora.fuse.site import Index
 from jaxlora.fuse.trace import Call, Opened
+
+# Fields of a part that say where it is.
+_PLACE = ("path", "location", "jaxpr", "equations", "sizes", "products")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -213,7 +218,7 @@ def part_equations(
     """
     inputs = part.inputs
     context = placed.maker(part.outputs[0]).ctx
-    key = signature(part), context.cur_abstract_mesh
+    key = _signature(part), context.cur_abstract_mesh
     if key not in traces:
         # As a call of jit, the kernels' own gradient also runs in an eager shard_map.
         call = jax.jit(part_call(part))
@@ -239,3 +244,35 @@ def _renamed(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterable[Any]:
         yield eqn.replace(
             invars=[read(v) for v in eqn.invars], outvars=[env[v] for v in eqn.outvars]
         )
+
+
+def _signature(part: Part) -> Hashable:
+    """Describes a part without its place, its variables and the names of its indices.
+
+    Calls of parts with equal signatures differ only in their variables, such as those
+    of the layers of a decoder.
+    """
+    places = {v: i for i, v in enumerate(part.inputs)}
+    sizes = part.site.sizes
+    names: dict[Index, int] = {}
+
+    def describe(value: Any, *, is_index: bool = False) -> Hashable:
+        if isinstance(value, tuple):
+            return tuple(describe(part, is_index=True) for part in value)
+        if isinstance(value, core.Var):
+            return places.get(value), value.aval
+        if isinstance(value, RowExpression):
+            return value
+        if isinstance(value, core.Literal):
+            return np.asarray(value.val).tobytes(), value.aval
+        if dataclasses.is_dataclass(value):
+            fields = (f.name for f in dataclasses.fields(value))
+            return (
+                type(value).__name__,
+                *(describe(getattr(value, f)) for f in fields if f not in _PLACE),
+            )
+        if is_index and type(value) is int:  # all tuples of int hold indices
+            return names.setdefault(value, len(names)), sizes[value]
+        return value
+
+    return describe(part)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxlora
-from jaxlora.common.cores import num_cores
 from jaxlora.device_check import check_device
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.families.model_config import ModelConfig
@@ -248,7 +248,7 @@ def _load(
     results = run_tasks(
         tasks,
         max_bytes=min(MAX_BYTES, max(MIN_BYTES, int(FRACTION * total))),
-        num_threads=min(_MAX_THREADS, num_cores()),
+        num_threads=min(_MAX_THREADS, len(os.sched_getaffinity(0))),
     )
     seconds, gib = time.perf_counter() - began, total / 2**30
     logger.info(

@@ -6,7 +6,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -72,7 +72,8 @@ def _inspect(
         _model(path, console, revision)
 
 
-def _rows(console: Console, title: str, rows: dict[str, object]) -> None:
+def print_rows(console: Console, title: str, rows: Mapping[str, object]) -> None:
+    """Prints a table of two columns below its title."""
     # The title is printed separately, because rich would wrap it at the table's width.
     show(console, title, soft_wrap=True)
     table = Table(show_header=False)
@@ -108,7 +109,7 @@ def _model(source: str, console: Console, revision: str | None) -> None:
         "linears for LoRA": ", ".join(f"{name} x {n}" for name, n in linears.items()),
         "tensors missing": ", ".join(sorted(missing)) or "none",
     }
-    _rows(console, f"base model {folder}", settings | extra)
+    print_rows(console, f"base model {folder}", settings | extra)
 
 
 def _weights(checkpoint: Checkpoint) -> str:
@@ -140,7 +141,7 @@ def _adapter(folder: pathlib.Path, console: Console) -> None:
     keys = (re.split(r"\.(?:lora|vera_lambda)_", name) for name in file.names())
     modules = {key[0] for key in keys if len(key) > 1}
     rows |= {"modules": len(modules), "parameters": f"{count:,}"}
-    _rows(console, f"PEFT adapter {folder}", rows)
+    print_rows(console, f"PEFT adapter {folder}", rows)
 
 
 def _run(folder: pathlib.Path, console: Console) -> None:
@@ -177,7 +178,7 @@ def _short(value: object) -> str:
 def _run_file(path: pathlib.Path, console: Console, overrides: Sequence[str]) -> None:
     run = RunFile.read(path, overrides).config({})
     shared = json.loads(run.model_dump_json(exclude={"jobs"}))
-    _rows(console, f"run file {path}", shared)
+    print_rows(console, f"run file {path}", shared)
     for job in run.jobs:
         changed = json.loads(job.model_dump_json(exclude_defaults=True))
-        _rows(console, f"job {job.name}", changed)
+        print_rows(console, f"job {job.name}", changed)

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax._src.lib import cuda_versions
 from rich.console import Console
-from rich.table import Table
 
-from jaxlora.common.console import literal, show
 from jaxlora.device_check import check_device
 from jaxlora.hf.config import model_config
+from jaxlora.inspect.artifacts import print_rows
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import BACKENDS, FORMATS, LinearShape
 from jaxlora.plan.job.kernel_choice import (
@@ -62,14 +61,14 @@ def inspect_device(console: Console) -> None:
     facts = _device_facts()
     if share is not None:
         facts["memory of a run"] = share.text
-    _print(console, "device", facts | _versions())
+    print_rows(console, "device", facts | _versions())
     kernels = {name: b.unsupported(_LINEAR) for name, b in BACKENDS.items()}
     why_not = {
         name: b.why_not(kernels[name], is_auto=True) for name, b in BACKENDS.items()
     }
     title = "LoRA kernels, for a linear of 4096 x 4096 in bfloat16, rank 16"
     _print_support(console, title, kernels, why_not)
-    _print(console, "formats of a quantized base, for the same linear", _formats())
+    print_rows(console, "formats of a quantized base, for the same linear", _formats())
     model = model_config(_MODEL)
     attentions = {
         name: choice.unsupported(jnp.bfloat16, model)
@@ -132,14 +131,6 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _print(console: Console, title: str, rows: dict[str, str]) -> None:
-    show(console, title, soft_wrap=True)
-    table = Table(show_header=False)
-    for key, value in rows.items():
-        table.add_row(key, literal(value))
-    show(console, table)
-
-
 def _print_support(
     console: Console,
     title: str,
@@ -162,4 +153,4 @@ def _print_support(
             rows[name] += f"; auto passes over it, as it {why_not[name]}"
         if name == chosen:
             rows[name] += "; auto takes it"
-    _print(console, title, rows)
+    print_rows(console, title, rows)

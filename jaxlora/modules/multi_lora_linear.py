@@ -16,7 +16,6 @@ from jaxlora.modules.base_param import BaseParam, SlotVariable
 from jaxlora.modules.quantized_kernel import QuantizedKernel, as_dense, make_kernel
 from jaxlora.modules.routing import LinearInput, Place, Routing
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_bias import with_trained_bias
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -348,13 +347,22 @@ class MultiLoraLinear(nnx.Module):
     def with_trained_bias(
         self, y: Float[Array, "T N"], routing: Routing
     ) -> Float[Array, "T N"]:
-        """Returns its output with the bias that each block's slot trains, if any."""
+        """Returns its output with the bias that each block's slot trains, if any.
+
+        Biases are selected, and gradients are summed by block and then by slot, so
+        slots do not reach each other, and the order of a sum is always the same.
+        """
         assert self.slots is not None
         if (frozen := self._bias) is None or not self.slots.trains_bias:
             return y
         table = counted_once(getattr(self, TRAINED_BIAS.name)[...], self.input_parts)
-        is_used, blocks = self.trains_bias[...], routing.block_adapter
-        return with_trained_bias(y, frozen, table, is_used, blocks)
+        slots = jnp.arange(len(table))[:, None]
+        mine = (routing.block_adapter == slots) & self.trains_bias[...][:, None]
+        own = jnp.where(mine[:, :, None], table[:, None], 0.0).sum(axis=0)
+        replaces = mine.any(axis=0)[:, None, None]
+        blocks = y.reshape(mine.shape[1], -1, y.shape[1]).astype(jnp.float32)
+        changed = blocks - frozen.astype(jnp.float32) + own[:, None]
+        return jnp.where(replaces, changed, blocks).astype(y.dtype).reshape(y.shape)
 
     @property
     def place(self) -> Place:

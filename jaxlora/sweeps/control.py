@@ -7,7 +7,6 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.run.saved_run import SavedSweep
 from jaxlora.sweeps.decisions import (
-    Decided,
     Decisions,
     Standing,
     check_same_rungs,
@@ -16,7 +15,7 @@ from jaxlora.sweeps.decisions import (
 )
 from jaxlora.sweeps.files import write_result
 from jaxlora.sweeps.ranking import SweepReport, Trial
-from jaxlora.sweeps.rules import Stop
+from jaxlora.sweeps.rules import Decided, Stop
 from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState

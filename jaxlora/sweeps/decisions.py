@@ -10,7 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.errors import CheckpointError
-from jaxlora.sweeps.rules import Curve, Stop, cut, is_awaited, is_late, judge, rungs
+from jaxlora.sweeps.rules import (
+    Curve,
+    Decided,
+    Stop,
+    cut,
+    is_awaited,
+    is_late,
+    judge,
+    rungs,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,19 +44,6 @@ class Standing:
 # The configurations, in the order in which they are given. Each is looked at only when
 # a rule needs it.
 Standings = Mapping[str, Standing]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Decided:
-    """The decisions that follow from an evaluation or an end.
-
-    Attributes:
-        cutoffs: Highest loss that goes on, for each rung that was decided.
-        stops: The configurations that end, with the reasons.
-    """
-
-    cutoffs: tuple[float, ...] = ()
-    stops: Mapping[str, Stop] = dataclasses.field(default_factory=dict)
 
 
 class Decisions:
@@ -117,9 +113,9 @@ class Decisions:
             found = cut(curves, rule, len(self.cutoffs))
             if found is None:
                 break
-            cutoffs.append(found.cutoff)
+            cutoffs += found.cutoffs
             stops |= found.stops
-            self.repeat(Decided(cutoffs=(found.cutoff,), stops=found.stops))
+            self.repeat(found)
         return Decided(cutoffs=tuple(cutoffs), stops=stops)
 
     def _awaits(self, curves: Mapping[str, Curve], rule: ExitRule) -> bool:

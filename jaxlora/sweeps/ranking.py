@@ -131,7 +131,7 @@ class SweepReport:
                 if trial.cost(metric) < math.inf
             ),
             varied=varied_settings([trial.settings for trial in trials]),
-            curves=_curves(events, "eval_loss" if metric.is_loss else "metric"),
+            curves=curves_of(events, "eval_loss" if metric.is_loss else "metric"),
             seconds={n: num_devices * s for n, s in _seconds(events).items()},
         )
 
@@ -237,7 +237,8 @@ def _cell(value: Any) -> str:
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
 
 
-def _curves(events: Iterable[Mapping[str, Any]], key: str) -> dict[str, Points]:
+def curves_of(events: Iterable[Mapping[str, Any]], key: str) -> dict[str, Points]:
+    """Returns (steps done, value of a key) of the evaluations of each job, by name."""
     found: dict[str, list[tuple[int, float]]] = {}
     for event in events:
         if event["event"] == "eval":

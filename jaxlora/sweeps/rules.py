@@ -104,6 +104,19 @@ class Stop:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Decided:
+    """The decisions that follow from an evaluation or an end.
+
+    Attributes:
+        cutoffs: Highest loss that goes on, for each rung that was decided.
+        stops: The configurations that end, with the reasons.
+    """
+
+    cutoffs: tuple[float, ...] = ()
+    stops: Mapping[str, Stop] = dataclasses.field(default_factory=dict)
+
+
 def rungs(rule: ExitRule, num_steps: int) -> list[int]:
     """Returns the optimizer steps at which a configuration is compared."""
     shares = [rule.first]
@@ -261,21 +274,6 @@ _RULES = {
 # ---- halving -----------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """The decision at a rung.
-
-    Attributes:
-        cutoff: Highest loss that goes on.
-        num_in: Configurations that were compared, with those that have failed.
-        stops: The configurations that end, with the reasons.
-    """
-
-    cutoff: float
-    num_in: int
-    stops: Mapping[str, Stop]
-
-
 def is_awaited(curve: Curve, rule: ExitRule, number: int) -> bool:
     """Whether a rung of halving cannot be decided before a configuration comes to it.
 
@@ -289,7 +287,7 @@ def is_awaited(curve: Curve, rule: ExitRule, number: int) -> bool:
     return not (is_there or curve.is_over or curve.is_held)
 
 
-def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Cut | None:
+def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Decided | None:
     """Decides about a rung when all configurations have come as far.
 
     The best 1/eta go on, rounded up. Those that have failed on the way from the rung
@@ -336,7 +334,7 @@ def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Cut | None:
         for place, name in enumerate(ranked, 1)
         if place > num_kept and not curves[name].is_over
     }
-    return Cut(cutoff=cutoff, num_in=num_in, stops=stops)
+    return Decided(cutoffs=(cutoff,), stops=stops)
 
 
 def is_late(curve: Curve, rule: ExitRule, cutoffs: Sequence[float]) -> Stop | None:

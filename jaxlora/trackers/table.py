@@ -1,51 +1,112 @@
 """The experiment trackers that a run can report to, by the names in `report_to`.
 
+Names of metrics are those of the Hugging Face trainers, so that curves of both overlay.
+A job has the same names in every tracker, and each job is a run of its own there.
+
 A run goes on when a tracker fails, for example because the network is lost.
 """
 
+import abc
+import contextlib
 import importlib
 import importlib.util
 import logging
 import pathlib
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.printable import one_line
 from jaxlora.run.callback import Callback
-from jaxlora.run.events import EvalEvent, Event, StepEvent, WindowEvent
+from jaxlora.run.events import (
+    EvalEvent,
+    Event,
+    JobAddEvent,
+    JobEndEvent,
+    JobEvent,
+    JobInfo,
+    RunStartEvent,
+    SampleEvent,
+    StepEvent,
+    WindowEvent,
+)
 
 logger = logging.getLogger(__name__)
 
-
-@runtime_checkable
-class Tracker(Protocol):
-    """An experiment tracker of a run."""
-
-    def on_event(self, event: Event) -> None:
-        """Reports an event."""
-
-    def close(self) -> None:
-        """Sends what is left, and ends."""
+TRAIN_LOSS, EVAL_LOSS, EVAL_METRIC = "train/loss", "eval/loss", "eval/metric"
 
 
-class GuardedTracker(Callback):
-    """Sends events to a tracker until it fails.
+def job_metrics(event: Event) -> dict[str, float]:
+    """Returns the metrics of a job's step or evaluation; empty for other events."""
+    if isinstance(event, StepEvent):
+        return {
+            TRAIN_LOSS: event.loss,
+            "train/grad_norm": event.grad_norm,
+            "train/learning_rate": event.learning_rate,
+            "train/num_tokens": float(event.progress.num_tokens),
+            **{f"train/{name}": value for name, value in event.metrics.items()},
+        }
+    if isinstance(event, EvalEvent):
+        metric = {} if event.metric is None else {EVAL_METRIC: event.metric}
+        more = {f"eval/{name}": value for name, value in event.metrics.items()}
+        return {EVAL_LOSS: event.eval_loss, **metric, **more}
+    return {}
+
+
+def run_metrics(event: WindowEvent) -> dict[str, float]:
+    """Returns the metrics of a whole run, whose step is its round."""
+    return {"run/tokens_per_second": event.tokens_per_second, "run/fill": event.fill}
+
+
+def hyperparameters(info: JobInfo) -> dict[str, str | float | bool]:
+    """Returns the settings of a job in plain values; those that are None are absent."""
+    found: dict[str, str | float | bool] = {}
+    for name, value in info.settings.model_dump(mode="json").items():
+        if value is None or name == "name":
+            continue
+        is_plain = isinstance(value, str | int | float | bool)
+        found[name] = value if is_plain else str(value)
+    paths = ", ".join(one.path for one in info.settings.data.sets)
+    return found | {"data": paths, "num_steps": info.num_steps}
+
+
+class Tracker(Callback, abc.ABC):
+    """Opens a run of a tracker for each job that trains, and sends its metrics.
+
+    Texts that a job generates are tables of one row, by the number of the prompt.
 
     If the first metrics cannot be sent, the run ends: a wrong key or folder is found
     at once, and nothing is lost yet. After that, an error is a warning, the tracker
     gets no more events, and the run goes on.
     """
 
-    def __init__(self, name: str, tracker: Tracker):
-        """Makes the object.
+    def __init__(self, name: str, folder: pathlib.Path):
+        """Makes the object; the tracker is opened when a job has a first metric.
 
         Args:
             name: Name of the tracker in `report_to`.
-            tracker: The tracker.
+            folder: Folder of the run, whose name groups the jobs.
         """
-        self._name, self._tracker = name, tracker
+        self._name, self._folder = name, folder
+        self._infos: dict[str, JobInfo] = {}
+        self._runs: dict[str, Any] = {}
         self._has_sent = self._is_off = False
+
+    @abc.abstractmethod
+    def _open(self, job: str, settings: dict[str, Any], step: int) -> Any:
+        """Opens a job's run in the tracker, whose first values are of a step."""
+
+    @abc.abstractmethod
+    def _send(self, run: Any, values: dict[str, Any], step: int) -> None:
+        """Sends metrics or tables of one step, by name."""
+
+    @abc.abstractmethod
+    def _table(self, row: dict[str, Any]) -> Any:
+        """Makes a table of one row, with its values by column."""
+
+    @abc.abstractmethod
+    def _close(self, run: Any) -> None:
+        """Ends a job's run in the tracker."""
 
     def on_event(self, event: Event) -> None:
         """Sends an event, unless the tracker has failed.
@@ -56,18 +117,45 @@ class GuardedTracker(Callback):
         if self._is_off:
             return
         try:
-            self._tracker.on_event(event)
+            self._follow(event)
         except Exception as error:  # whatever the tracker's package raises
             if not self._has_sent:
                 raise self._cannot_start(error) from error
             self._switch_off(error)
-        has_metrics = isinstance(event, StepEvent | EvalEvent | WindowEvent)
-        self._has_sent = self._has_sent or has_metrics
+
+    def _follow(self, event: Event) -> None:
+        """Sends the metrics or the text of a job's event."""
+        if isinstance(event, RunStartEvent):
+            self._infos = {info.settings.name: info for info in event.jobs}
+        elif isinstance(event, JobAddEvent):
+            self._infos[event.info.settings.name] = event.info
+        elif isinstance(event, JobEvent):
+            self._on_job(event)
+
+    def _on_job(self, event: JobEvent) -> None:
+        values: dict[str, Any] = dict(job_metrics(event))
+        if isinstance(event, SampleEvent):
+            row = {"step": event.step, "prompt": event.prompt, "text": event.text}
+            values = {f"samples/{event.number}": self._table(row)}
+        if values:
+            self._report(event.job, values, event.step)
+        elif isinstance(event, JobEndEvent) and event.job in self._runs:
+            self._close(self._runs.pop(event.job))
+
+    def _report(self, job: str, values: dict[str, Any], step: int) -> None:
+        if job not in self._runs:
+            info = self._infos.get(job)
+            settings = {} if info is None else hyperparameters(info)
+            self._runs[job] = self._open(job, settings, step)
+        self._send(self._runs[job], values, step)
+        self._has_sent = True
 
     def close(self) -> None:
-        """Ends the tracker; an error is a warning, too."""
+        """Ends the runs of all jobs; an error is a warning, too."""
         try:
-            self._tracker.close()
+            with contextlib.ExitStack() as stack:
+                while self._runs:
+                    stack.callback(self._close, self._runs.popitem()[1])
         except Exception as error:
             if not self._is_off:
                 self._switch_off(error)
@@ -112,16 +200,15 @@ def check_installed(names: Iterable[str]) -> None:
             )
 
 
-def open_trackers(names: Iterable[str], folder: pathlib.Path) -> list[GuardedTracker]:
+def open_trackers(names: Iterable[str], folder: pathlib.Path) -> list[Tracker]:
     """Opens trackers by name, whose errors do not end the run once it has begun.
 
     Args:
         names: Names of trackers.
         folder: Folder of the run.
     """
-    return [GuardedTracker(name, _open(name, folder)) for name in dict.fromkeys(names)]
-
-
-def _open(name: str, folder: pathlib.Path) -> Tracker:
-    module = importlib.import_module(f"jaxlora.trackers.{name}")
-    return getattr(module, TRACKERS[name])(folder)
+    found = []
+    for name in dict.fromkeys(names):
+        module = importlib.import_module(f"jaxlora.trackers.{name}")
+        found.append(getattr(module, TRACKERS[name])(name, folder))
+    return found

@@ -1,6 +1,5 @@
 """Writes TensorBoard files: a run for each job, with the same tags for all."""
 
-import contextlib
 import os
 import pathlib
 import socket
@@ -12,90 +11,38 @@ from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import hparams, text
 
 from jaxlora.common.atomic import make_folder, wrap_os_errors
-from jaxlora.run.callback import Callback
-from jaxlora.run.events import (
-    Event,
-    JobAddEvent,
-    JobEndEvent,
-    JobEvent,
-    JobInfo,
-    RunStartEvent,
-    SampleEvent,
-    WindowEvent,
-)
-from jaxlora.trackers.tracker import (
-    EVAL_LOSS,
-    TRAIN_LOSS,
-    hyperparameters,
-    job_metrics,
-    run_metrics,
-)
+from jaxlora.run.events import Event, WindowEvent
+from jaxlora.trackers.table import EVAL_LOSS, TRAIN_LOSS, Tracker, run_metrics
 
 _proto: Any = event_pb2  # its classes are made when it is imported
 _summaries: Any = summary_pb2
 _FLUSH_SECONDS = 30.0
 
 
-class TensorBoard(Callback):
+class TensorBoard(Tracker):
     """Writes each job's metrics and settings to a folder of its own.
 
     `tensorboard --logdir` shows each folder as a run, so the curves of all jobs are in
     one chart. The folder itself holds the metrics of the whole run.
     """
 
-    def __init__(self, folder: pathlib.Path):
-        """Makes the object; files are opened when they are needed.
+    def _follow(self, event: Event) -> None:
+        if isinstance(event, WindowEvent):
+            self._report("", run_metrics(event), event.round)
+        super()._follow(event)
 
-        Args:
-            folder: Folder of the run, where a folder `tensorboard` is made.
-        """
-        self._folder = folder / "tensorboard"
-        self._infos: dict[str, JobInfo] = {}
-        self._boards: dict[str, _Board] = {}  # by job; that of the run is ""
+    def _open(self, job: str, settings: dict[str, Any], step: int) -> "_Board":
+        folder = self._folder / "tensorboard" / job
+        return _Board(folder, settings, first_step=step)
 
-    def on_event(self, event: Event) -> None:
-        """Writes the metrics of an event.
+    def _send(self, run: "_Board", values: dict[str, Any], step: int) -> None:
+        run.add(values, step)
 
-        Raises:
-            StorageError: A file cannot be written.
-        """
-        if isinstance(event, RunStartEvent):
-            self._infos = {info.settings.name: info for info in event.jobs}
-        elif isinstance(event, JobAddEvent):
-            self._infos[event.info.settings.name] = event.info
-        elif isinstance(event, WindowEvent):
-            self._board("", event.round).add(run_metrics(event), event.round)
-        elif isinstance(event, JobEvent):
-            self._on_job(event)
+    def _table(self, row: dict[str, Any]) -> str:
+        return f"{row['prompt']}\n\n---\n\n{row['text']}"
 
-    def _on_job(self, event: JobEvent) -> None:
-        job, metrics = event.job, job_metrics(event)
-        if metrics:
-            is_new = job not in self._boards
-            board = self._board(job, event.step)
-            if is_new and job in self._infos:
-                board.add_settings(hyperparameters(self._infos[job]))
-            board.add(metrics, event.step)
-        elif isinstance(event, SampleEvent):
-            tag, board = f"samples/{event.number}", self._board(job, event.step)
-            board.add_text(tag, f"{event.prompt}\n\n---\n\n{event.text}", event.step)
-        elif isinstance(event, JobEndEvent) and job in self._boards:
-            self._boards.pop(job).close()
-
-    def _board(self, job: str, first_step: int) -> "_Board":
-        if job not in self._boards:
-            self._boards[job] = _Board(self._folder / job, first_step=first_step)
-        return self._boards[job]
-
-    def close(self) -> None:
-        """Closes all files, even if the last values of one cannot be written.
-
-        Raises:
-            StorageError: The last values cannot be written.
-        """
-        with contextlib.ExitStack() as stack:
-            while self._boards:
-                stack.callback(self._boards.popitem()[1].close)
+    def _close(self, run: "_Board") -> None:
+        run.close()
 
 
 class _Board:
@@ -104,7 +51,9 @@ class _Board:
     The writer of tensorboardX uses a thread, which only prints its errors.
     """
 
-    def __init__(self, folder: pathlib.Path, *, first_step: int):
+    def __init__(
+        self, folder: pathlib.Path, settings: dict[str, Any], *, first_step: int
+    ):
         # Two runs that start in the same second must not share a file.
         name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
@@ -117,26 +66,23 @@ class _Board:
             # TensorBoard drops what a killed process wrote from this step on.
             start = _proto.SessionLog(status=_proto.SessionLog.START)
             self._write(step=first_step, session_log=start)
+            if settings:  # for TensorBoard's table of hyperparameters
+                metrics = {TRAIN_LOSS: 0.0, EVAL_LOSS: 0.0}
+                for summary in hparams(settings, metrics)[:2]:
+                    self._write(summary=summary)
         except BaseException:
             self._writer.close()
             raise
 
-    def add_settings(self, settings: dict[str, str | float | bool]) -> None:
-        """Writes the settings of a job for TensorBoard's table of hyperparameters."""
-        metrics = {TRAIN_LOSS: 0.0, EVAL_LOSS: 0.0}
-        experiment, start, _ = hparams(settings, metrics)
-        self._write(summary=experiment)
-        self._write(summary=start)
-
-    def add(self, metrics: dict[str, float], step: int) -> None:
-        """Writes values of one step, by tag, as one record."""
-        value = _summaries.Summary.Value
-        values = [value(tag=tag, simple_value=metrics[tag]) for tag in metrics]
-        self._write(step=step, summary=_summaries.Summary(value=values))
-
-    def add_text(self, tag: str, markdown: str, step: int) -> None:
-        """Writes a text of one step."""
-        self._write(step=step, summary=text(tag, markdown))
+    def add(self, values: dict[str, float | str], step: int) -> None:
+        """Writes numbers and texts of one step, by tag, as one record."""
+        found = []
+        for tag, value in values.items():
+            if isinstance(value, str):
+                found += text(tag, value).value
+            else:
+                found.append(_summaries.Summary.Value(tag=tag, simple_value=value))
+        self._write(step=step, summary=_summaries.Summary(value=found))
 
     def _write(self, **fields: Any) -> None:
         event = _proto.Event(wall_time=time.time(), **fields)

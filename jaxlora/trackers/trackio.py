@@ -6,16 +6,16 @@ TRACKIO_PROJECT names the project, and TRACKIO_DIR the local folder.
 import os
 from typing import Any
 
-from jaxlora.trackers.tracker import JobTracker
+from jaxlora.trackers.table import Tracker
 
 
-class Trackio(JobTracker):
+class Trackio(Tracker):
     """Sends each job's metrics and texts to a run of Trackio.
 
     A resumed job continues its run.
     """
 
-    def _open(self, job: str, settings: dict[str, Any]) -> Any:
+    def _open(self, job: str, settings: dict[str, Any], step: int) -> Any:
         import trackio
 
         return trackio.init(

@@ -8,17 +8,17 @@ import hashlib
 import os
 from typing import Any
 
-from jaxlora.trackers.tracker import JobTracker
+from jaxlora.trackers.table import Tracker
 
 
-class Wandb(JobTracker):
+class Wandb(Tracker):
     """Sends each job's metrics and texts to a run of W&B.
 
     A resumed job continues its run, as the run's id follows from the folder's path and
     the job's name.
     """
 
-    def _open(self, job: str, settings: dict[str, Any]) -> Any:
+    def _open(self, job: str, settings: dict[str, Any], step: int) -> Any:
         import wandb
 
         identity = f"{self._folder.absolute()}/{job}".encode()

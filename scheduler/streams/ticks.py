@@ -78,11 +78,7 @@ def pack_ticks(
 
 
 def pack_lanes(
-    samples: Sequence[Sample],
-    limits: Limits,
-    lanes: Lanes,
-    cost: CostModel,
-    effort: joint.Effort = joint.DEFAULT_EFFORT,
+    samples: Sequence[Sample], limits: Limits, lanes: Lanes, cost: CostModel
 ) -> Schedule:
     """Packs jointly in several ways, and returns the schedule with the shortest run.
 
@@ -91,7 +87,6 @@ def pack_lanes(
         limits: Limits of a microbatch.
         lanes: The lanes, of which there are several.
         cost: Times of a microbatch on one lane.
-        effort: How hard to plan.
     """
     n, pipeline = lanes.num_lanes, lanes.pipeline
     queue = queue_of(joint.job_batches(samples), limits, lanes, cost)
@@ -103,7 +98,7 @@ def pack_lanes(
     ]
     for part in POOL_PARTS:
         together, pooled_cost = pool(limits, lanes, cost, part)
-        packed = joint.pack(samples, together, pipeline, pooled_cost, effort)
+        packed = joint.pack(samples, together, pipeline, pooled_cost)
         ways.append(split_ticks(packed.microbatches, limits, n, cost))
     if (in_rounds := rounds.pack(samples, limits, lanes, cost)) is not None:
         ways.append(in_rounds)

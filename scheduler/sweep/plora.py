@@ -217,7 +217,7 @@ class _Program:
     """
 
     def __init__(self, kinds: Kinds, shape: Shape, left: Counts, may: Sequence[int]):
-        self._kinds, self._may = kinds, may
+        self._kinds = kinds
         self._problem = problem = pulp.LpProblem("F", pulp.LpMaximize)
         self._x = {
             k: problem.add_variable(f"x_{k}", 0, left[k], cat="Integer") for k in may

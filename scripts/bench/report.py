@@ -214,6 +214,16 @@ def sections(tables: Mapping[str, str]) -> str:
     return "\n\n".join(f"### {name}\n\n{made}" for name, made in tables.items() if made)
 
 
+def titled_tables(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """Formats the rows of each table, which have its name as `table`."""
+    hidden = {"table", "commit", "device", "versions", "date"}
+    out = {}
+    for name in names:
+        of = [row for row in rows if row["table"] == name]
+        out[name] = table(of, [key for key in (of or [{}])[0] if key not in hidden])
+    return sections(out)
+
+
 def add_output_dir(parser: argparse.ArgumentParser) -> None:
     """Adds the option that asks for files."""
     parser.add_argument(

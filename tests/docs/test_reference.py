@@ -14,7 +14,7 @@ from jaxlora.config.space import Space
 from jaxlora.config.sweep_config import Metric, RuleName, Sweep
 from jaxlora.run import events
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.trackers import tracker
+from jaxlora.trackers import table
 from tests.docs import pages
 
 _ROW = re.compile(r"^\| (`[^|]*) \|([^|]*)\|", re.M)
@@ -88,8 +88,8 @@ def test_no_tag_and_no_field_is_there_twice():
     text = (pages.DOCS / "reference" / "metrics.md").read_text()
     tables = re.findall(r"^\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
     assert len(tables) == 3
-    for table in tables[1:]:  # the first one is that of the log
-        cells = [row.split("|")[1] for row in table.splitlines()]
+    for found in tables[1:]:  # the first one is that of the log
+        cells = [row.split("|")[1] for row in found.splitlines()]
         names = re.findall(r"`([^`]+)`", " ".join(cells))
         assert sorted(set(names)) == sorted(names)
 
@@ -103,7 +103,7 @@ def event_kinds() -> list[type[events.Event]]:
 
 def test_every_tag_and_every_field_of_the_summary():
     text = (pages.DOCS / "reference" / "metrics.md").read_text()
-    source = pathlib.Path(tracker.__file__).read_text()
+    source = pathlib.Path(table.__file__).read_text()
     tags = re.findall(r'"((?:train|eval|run)/\w+)"', source)
     names = [field.name for field in dataclasses.fields(JobProgress)]
     assert len(tags) >= 7

@@ -225,7 +225,6 @@ def test_tracebacks_in_the_log_are_escaped():
 # Modules that print data for programs, or escape it by themselves.
 PRINTING = {
     "common/console.py",
-    "device_check.py",
     "cli/status.py",
     "cli/migrate.py",
     "cli/generate.py",

@@ -102,6 +102,11 @@ def test_what_is_no_expression(expression):
         Patterns("job 'a'").check("key", expression, is_end=True)
 
 
+def test_many_repetitions_beside_each_other_are_short():
+    expression = "|".join(rf"layers\.\d{{2}}\.part{i}" for i in range(40))
+    Patterns("job 'a'").check("key", expression)
+
+
 def test_escaped_names_match_themselves():
     patterns = Patterns("here")
     for name in NAMES:

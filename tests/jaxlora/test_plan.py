@@ -143,7 +143,6 @@ def test_a_plan_is_whole(config, mesh):
     rules = dict(distance=sizes.stage, num_lanes=sizes.num_lanes)
     whole = planned.whole
     assert not violations(whole.schedule, samples, **rules)
-    assert whole.simulation.num_stale_batches == 0
     assert whole.gap >= 0
 
 

@@ -1,5 +1,7 @@
 """Random jobs, pipelines and costs for property tests."""
 
+import itertools
+
 import hypothesis.strategies as st
 import numpy as np
 
@@ -10,7 +12,9 @@ from jaxlora.scheduler import (
     Pipeline,
     Sample,
     Schedule,
+    Simulation,
 )
+from jaxlora.scheduler.lanes import ticks_of
 from jaxlora.scheduler.simulate import slowest_per_cycle
 
 LIMITS = Limits(capacity=512, block_tokens=32)
@@ -90,3 +94,28 @@ def costs(draw, num_stages):
         last_stage=draw(st.sampled_from([1.0, 1.3])),
         communication=draw(st.sampled_from([0.0, 17.0])),
     )
+
+
+def num_stale_batches(
+    schedule: Schedule, pipeline: Pipeline, ran: Simulation, num_lanes: int = 1
+) -> int:
+    """Counts batches that start on a stage before it has taken their job's last step.
+
+    They would be trained with stale weights.
+    """
+    ticks = ticks_of(schedule.microbatches, num_lanes)
+    start, end = ran.forward_start, ran.backward_end
+    positions: dict[tuple[int, int], list[int]] = {}
+    for i, tick in enumerate(ticks):
+        for key in {(s.owner, s.batch) for microbatch in tick for s in microbatch}:
+            positions.setdefault(key, []).append(i)
+    delays = np.array([pipeline.step_delay(s) for s in range(pipeline.num_stages)])
+    num_stale = 0
+    for previous, following in itertools.pairwise(sorted(positions)):
+        if previous[0] == following[0]:
+            step_after = np.minimum(positions[previous][-1] + delays, len(ticks) - 1)
+            stepped = end[np.arange(len(end)), step_after]
+            started = start[:, positions[following]].min(axis=1)
+            # Both are sums of the same times, but in different orders.
+            num_stale += bool((started < stepped - 1e-9 * abs(stepped)).any())
+    return num_stale

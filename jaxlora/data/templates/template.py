@@ -27,7 +27,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlora.common.cores import num_cores
 from jaxlora.data.templates.template_task import (
     OUT_OF_MEMORY,
     Payload,
@@ -283,7 +282,7 @@ def _command(limits: TemplateLimits) -> list[str]:
 @functools.cache
 def shared_pool() -> TemplatePool:
     """Returns the child processes that all threads share."""
-    return TemplatePool(min(_MAX_PROCESSES, num_cores()))
+    return TemplatePool(min(_MAX_PROCESSES, len(os.sched_getaffinity(0))))
 
 
 # The children of a process serve no fork of it.

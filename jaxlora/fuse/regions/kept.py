@@ -23,11 +23,11 @@ import pydantic
 
 from jaxlora._version import __version__
 from jaxlora.common.atomic import write_bytes
-from jaxlora.common.cache_home import make_private
-from jaxlora.common.device_file import (
+from jaxlora.common.cache_home import (
     DeviceFile,
     device_path,
     file_name,
+    make_private,
     read_private,
     validated,
 )

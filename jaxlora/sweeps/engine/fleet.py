@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jaxlora.common.counted import counted
 from jaxlora.errors import ProcessError
 from jaxlora.sweeps.engine import messages as m
-from jaxlora.sweeps.engine.journal import Journal
+from jaxlora.sweeps.engine.ledger import Journal
 from jaxlora.sweeps.engine.placement import Group
 from jaxlora.sweeps.engine.state import GROUPS, SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlora.common.type_adapter import type_adapter
 from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError, ProcessError
 from jaxlora.run.saved_fields import Size
@@ -63,12 +64,7 @@ class GroupPlans:
     @staticmethod
     def of(values: Mapping[str, Any]) -> "GroupPlans":
         """Returns the groups that JSON values describe."""
-        groups = [one | {"names": tuple(one["names"])} for one in values["groups"]]
-        return GroupPlans(
-            groups=tuple(GroupPlan(**one) for one in groups),
-            ranks=values["ranks"],
-            seconds=values["seconds"],
-        )
+        return type_adapter(GroupPlans).validate_python(values)
 
 
 def plan_in_process(config: RunConfig) -> GroupPlans:

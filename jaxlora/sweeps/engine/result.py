@@ -1,8 +1,10 @@
 """The report of a sweep over several groups."""
 
+import itertools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlora.common.atomic import write_text
@@ -15,6 +17,8 @@ from jaxlora.sweeps.engine.state import GROUPS, Configuration, SweepState
 from jaxlora.sweeps.importance import is_number
 from jaxlora.sweeps.ranking import SweepReport, Trial
 from jaxlora.train.report.summary import JobResult, RunResult
+
+_Event = dict[str, Any]
 
 
 def write_result(
@@ -38,13 +42,15 @@ def write_result(
     """
     folder = pathlib.Path(config.output_dir)
     found = list(state.configurations.values())
-    events = sorted(_events(folder), key=lambda event: event.get("time", 0.0))
+    logs = {run: list(_logged(run)) for run in sorted((folder / GROUPS).glob("*"))}
+    events = itertools.chain.from_iterable(logs.values())
+    events = sorted(events, key=lambda event: event.get("time", 0.0))
     lines = "".join(json.dumps(event) + "\n" for event in events)
     write_text(folder / METRICS_FILE, lines)
     assert config.sweep is not None
     trials = [_trial(folder, c) for c in found]
     report = SweepReport.of(
-        config.sweep, trials, [*_work(folder), *_evaluations(state)]
+        config.sweep, trials, [*_work(logs.values()), *_evaluations(state)]
     )
     jobs = tuple(map(_result, found, trials))
     result = RunResult(
@@ -52,7 +58,7 @@ def write_result(
         output_dir=folder,
         interrupted=interrupted,
         num_compilations=0,
-        seconds=Comparison(predicted=predicted, measured=_seconds(folder) or None),
+        seconds=Comparison(predicted=predicted, measured=_seconds(logs) or None),
         sweep=report,
     )
     files.write_result(result, config)
@@ -82,17 +88,11 @@ def _result(found: Configuration, trial: Trial) -> JobResult:
     )
 
 
-def _events(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields what all workers have logged."""
-    for run in sorted((folder / GROUPS).glob("*")):
-        yield from _logged(run)
-
-
 # Numbers of events that the report reads, beside those that every log must have.
 _NUMBERS = {"window": "seconds", "step": "num_tokens"}
 
 
-def _logged(run: pathlib.Path) -> Iterator[dict[str, Any]]:
+def _logged(run: pathlib.Path) -> Iterator[_Event]:
     """Yields what a worker has logged.
 
     Raises:
@@ -110,27 +110,23 @@ def _logged(run: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def _work(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+def _work(logs: Iterable[Sequence[_Event]]) -> Iterator[_Event]:
     """Yields the steps and windows of one worker after the other."""
-    for run in sorted((folder / GROUPS).glob("*")):
-        for event in _logged(run):
-            if event["event"] in ("step", "window"):
-                yield event
+    for events in logs:
+        yield from (event for event in events if event["event"] in ("step", "window"))
         yield {"event": "window", "seconds": 0.0}  # steps whose window was not reported
 
 
-def _seconds(folder: pathlib.Path) -> float:
+def _seconds(logs: Mapping[pathlib.Path, Sequence[_Event]]) -> float:
     """Returns the time of all windows of the group in which they took longest."""
-    found: dict[str, float] = {}
-    for run in (folder / GROUPS).glob("*"):
-        group = run.name.partition("-")[0]
-        for event in _logged(run):
-            if event["event"] == "window":
-                found[group] = found.get(group, 0.0) + event["seconds"]
+    found: Counter[str] = Counter()
+    for run, events in logs.items():
+        seconds = (e["seconds"] for e in events if e["event"] == "window")
+        found[run.name.partition("-")[0]] += sum(seconds)  # pyrefly: ignore
     return max(found.values(), default=0.0)
 
 
-def _evaluations(state: SweepState) -> Iterator[dict[str, Any]]:
+def _evaluations(state: SweepState) -> Iterator[_Event]:
     """Yields each evaluation once, as the decisions have seen it."""
     found = state.decisions
     for name, points in found.points.items():

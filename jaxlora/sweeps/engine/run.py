@@ -5,14 +5,13 @@ import json
 import logging
 import math
 import pathlib
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxlora.common.atomic import remove_leftovers
+from jaxlora.common.background import StopRequest
 from jaxlora.common.counted import counted
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
@@ -92,8 +91,8 @@ def run_groups(
         meshes = [MeshSizes.parse(group.run["mesh"]) for group in groups]
         with _open_workers(config, meshes) as workers:
             driver = Driver(folder, state, ledger, workers, groups, search)
-            with _StopRequest() as stop:
-                interrupted = driver.run(stop.is_requested, Desk(folder))
+            with StopRequest("the groups write their checkpoints and end") as stop:
+                interrupted = driver.run(lambda: stop.requested, Desk(folder))
         from jaxlora.sweeps.engine.result import write_result
 
         predicted = None if plans is None else plans.seconds
@@ -283,37 +282,3 @@ def _open_workers(config: RunConfig, meshes: Sequence[MeshSizes]) -> Iterator[Wo
 
     with joined_cluster(config.sweep.ray, COMMAND, meshes) as workers:
         yield workers
-
-
-class _StopRequest:
-    """Context manager in which the first SIGINT or SIGTERM only asks for the end.
-
-    Outside the main thread, where Python cannot install handlers, it does nothing.
-    """
-
-    def __init__(self):
-        self._requested, self._before = False, {}
-
-    def is_requested(self) -> bool:
-        return self._requested
-
-    def __enter__(self) -> "_StopRequest":
-        if threading.current_thread() is not threading.main_thread():
-            return self
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, frame: Any) -> None:
-        self._requested = True
-        self.__exit__()
-        logger.warning(
-            "%s: the groups write their checkpoints and end. Send it again to quit "
-            "immediately.",
-            signal.Signals(number).name,
-        )
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}

@@ -15,10 +15,10 @@ from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.run.folder import ADAPTERS
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_fields import STRICT, Count, JobName
-from jaxlora.sweeps.decisions import Decided, Decisions, Standing
+from jaxlora.sweeps.decisions import Decisions, Standing
 from jaxlora.sweeps.engine.group_plan import GroupPlan
 from jaxlora.sweeps.engine.messages import JobFacts, Verdict
-from jaxlora.sweeps.rules import Stop
+from jaxlora.sweeps.rules import Decided, Stop
 
 GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
 Record = dict[str, Any]  # `kind`, and the parameters of `SweepState._on_<kind>`
@@ -114,7 +114,6 @@ class SweepState(Mapping[str, Standing]):
         decisions: The evaluations and decisions.
         folders: Folder of each worker that may still live, by group.
         starts: Workers that were started for each group so far.
-        num_drivers: Drivers that have begun.
         places: The place on each axis of the search of the configurations that it has
             suggested, by name.
     """
@@ -137,7 +136,6 @@ class SweepState(Mapping[str, Standing]):
         self.places: dict[str, dict[str, float]] = {}
         self.folders: dict[int, str] = {}
         self.starts: dict[int, int] = {}
-        self.num_drivers = 0
         self._queue: list[Configuration] | None = None
         self._held_by: dict[int, dict[str, Configuration]] = {}
         self._copies: list[Configuration] = []
@@ -186,7 +184,6 @@ class SweepState(Mapping[str, Standing]):
         """Does nothing: the driver has got the groups of the plan."""
 
     def _on_begin(self) -> None:
-        self.num_drivers += 1
         for group in list(self.folders):
             self._on_lost(group=group, reason="")
 

@@ -21,7 +21,7 @@ from jaxlora.errors import (
     ModelError,
 )
 from jaxlora.sweeps.engine import messages as m
-from jaxlora.sweeps.engine.link import Link
+from jaxlora.sweeps.engine.messages import Link
 
 logger = logging.getLogger(__name__)
 

@@ -102,7 +102,7 @@ class RunStore:
             keep: Number of checkpoints to keep.
 
         Raises:
-            CheckpointError: Processes see different checkpoints.
+            ConfigError: Processes see different checkpoints.
         """
         self._folder, self._lock = folder, lock
         self._found = found

@@ -24,9 +24,9 @@ from jaxlora.bench.report import Rows, add_output_dir, table
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import ConfigError
 from jaxlora.run.log import METRICS_FILE, read_events
+from jaxlora.sweeps.ranking import Points, curves_of
 from jaxlora.sweeps.rules import Curve
 
-Points = tuple[tuple[int, float], ...]
 _CURE = "Give the folder of a sweep whose configurations were evaluated to their ends."
 RULES = (
     ExitRule(type="halving"),
@@ -46,7 +46,10 @@ def read_curves(path: pathlib.Path) -> dict[str, Curve]:
         ConfigError: There are none.
     """
     try:
-        losses = _of_run(path) if path.is_dir() else _of_file(path)
+        if path.is_dir():
+            losses = curves_of(read_events(path / METRICS_FILE), "eval_loss")
+        else:
+            losses = _of_file(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} holds no curves ({error}). {_CURE}") from error
     last = max((curve[-1][0] for curve in losses.values() if curve), default=0)
@@ -58,15 +61,6 @@ def read_curves(path: pathlib.Path) -> dict[str, Curve]:
     if not whole:
         raise ConfigError(f"{path} holds no curves with an end. {_CURE}")
     return whole
-
-
-def _of_run(folder: pathlib.Path) -> dict[str, Points]:
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for event in read_events(folder / METRICS_FILE):
-        if event["event"] == "eval":
-            point = event["step"], event["eval_loss"]
-            curves.setdefault(event["job"], []).append(point)
-    return {name: tuple(points) for name, points in curves.items()}
 
 
 def _of_file(path: pathlib.Path) -> dict[str, Points]:

@@ -53,7 +53,7 @@ def replay(
             found = cut(seen, halving, len(cutoffs))
             if found is None:
                 return
-            cutoffs.append(found.cutoff)
+            cutoffs.extend(found.cutoffs)
             for name in found.stops:
                 end(name)
             on = [name for name in parked if name not in found.stops]

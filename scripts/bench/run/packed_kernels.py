@@ -13,13 +13,12 @@ _WIDTHS = {
     "7B attention": (3584, 3584),
     "7B MLP": (3584, 18944),
 }
+_TOKENS, _RANK = 1024, 64  # of each adapter
 _PASSES = ("forward", "backward")
 _REPEATS, _SECONDS = 12, 0.15  # calls, and seconds of calls back to back
 
 
-def kernel_rows(
-    known: Sequence[Mapping[str, Any]] = (), tokens: int = 1024, rank: int = 64
-) -> Iterator[dict[str, Any]]:
+def kernel_rows(known: Sequence[Mapping[str, Any]] = ()) -> Iterator[dict[str, Any]]:
     """Yields the speed of a call over as many calls with one adapter each.
 
     `linear` is by device time with the frozen product, `adapters` without it, by
@@ -27,15 +26,13 @@ def kernel_rows(
 
     Args:
         known: Rows that are not measured again.
-        tokens: Tokens of each adapter: a sample.
-        rank: Rank of each.
     """
     done = {(row.get("layer"), row.get("adapters")) for row in known}
     for name, shape in _WIDTHS.items():
         counts = [count for count in _COUNTS if (name, count) not in done]
-        one = _times(shape, 1, tokens, rank) if counts else {}
+        one = _times(shape, 1) if counts else {}
         for count in counts:
-            many = _times(shape, count, tokens, rank)
+            many = _times(shape, count)
             row: dict[str, Any] = {"row": "kernels", "layer": name, "adapters": count}
             for key in one:
                 alone, packed = one[key], many[key]
@@ -44,15 +41,13 @@ def kernel_rows(
             yield row | {"paper": _PAPER[count]}
 
 
-def _times(
-    shape: tuple[int, int], count: int, tokens: int, rank: int
-) -> dict[str, float]:
+def _times(shape: tuple[int, int], count: int) -> dict[str, float]:
     """Returns microseconds of a call with `count` adapters."""
     from jaxlora.bench.kernels.benchmark import time_jax
     from jaxlora.bench.kernels.methods import FROZEN
 
     k, n = shape
-    case = KernelCase("", count * tokens, ((k, (n,)),), (rank,) * count, rate=0.0)
+    case = KernelCase("", count * _TOKENS, ((k, (n,)),), (_RANK,) * count, rate=0.0)
     found = {
         (method, what): timing.median
         for method, what, timing in time_jax(

@@ -29,8 +29,7 @@ from jaxlora.bench.report import (
     Rows,
     about,
     add_output_dir,
-    sections,
-    table,
+    titled_tables,
     versions,
 )
 from jaxlora.scheduler.sweep import (
@@ -284,12 +283,7 @@ _SHOWN = ("models", "ranks", "bound")
 
 def tables(rows: Sequence[Row]) -> str:
     """Formats all rows."""
-    hidden = {"table", "commit", "device", "versions", "date"}
-    out = {}
-    for name in _SHOWN:
-        of = [row for row in rows if row["table"] == name]
-        out[name] = table(of, [key for key in (of or [{}])[0] if key not in hidden])
-    return sections(out)
+    return titled_tables(rows, _SHOWN)
 
 
 def add_options(out: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlora
-from jaxlora.common.device_file import device_path
+from jaxlora.common.cache_home import device_path
 from jaxlora.errors import ConfigError
 from jaxlora.fuse import api
 from jaxlora.fuse.api import FuseOptions, trace_call

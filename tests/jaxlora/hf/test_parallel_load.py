@@ -235,7 +235,7 @@ def test_bytes_of_weights_being_loaded_are_bounded(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(load, "_load_weight", counted)
-    monkeypatch.setattr(load, "num_cores", lambda: 16)
+    monkeypatch.setattr(load.os, "sched_getaffinity", lambda process: range(16))
     for bound in (1, 50_000, 200_000):
         monkeypatch.setattr(load, "MIN_BYTES", bound)
         monkeypatch.setattr(load, "MAX_BYTES", bound)

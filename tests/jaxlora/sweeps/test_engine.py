@@ -18,11 +18,10 @@ from jaxlora.sweeps import suggesting
 from jaxlora.sweeps.engine import fleet
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.desk import Desk
-from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.driver import Driver, keep_adapter
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.local_workers import Worker
 from jaxlora.sweeps.engine.placement import Group, choose, moves
-from jaxlora.sweeps.engine.pool import keep_adapter
 from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Lost, Workers

@@ -13,7 +13,7 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine import worker
 from jaxlora.sweeps.engine.group_control import GroupControl
-from jaxlora.sweeps.engine.link import Link
+from jaxlora.sweeps.engine.messages import Link
 from jaxlora.train.ending import StopRequest
 from jaxlora.train.job_state import JobState
 

@@ -13,11 +13,10 @@ from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.run.folder import SWEEP_LEDGER
 from jaxlora.run.saved_run import checksum
-from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.driver import Driver, keep_adapter, remove_unused
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.placement import Group
-from jaxlora.sweeps.engine.pool import keep_adapter, remove_unused
-from jaxlora.sweeps.engine.result import _result, _trial, _work
+from jaxlora.sweeps.engine.result import _logged, _result, _trial
 from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.workers import Workers
@@ -258,7 +257,7 @@ def test_logs_of_groups_are_checked(tmp_path, event):
     line = json.dumps({"round": 1, **event}) + "\n"
     (run / "metrics.jsonl").write_text(2 * line)
     with pytest.raises(CheckpointError, match=r"metrics.jsonl holds a .* without its"):
-        list(_work(tmp_path))
+        list(_logged(run))
 
 
 def test_links_lead_nothing_out_of_a_sweep(sweep, tmp_path):

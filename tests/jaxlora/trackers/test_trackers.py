@@ -11,8 +11,12 @@ from jaxlora import RunConfig
 from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError, JaxloraError, StorageError
 from jaxlora.trackers import table
-from jaxlora.trackers.table import check_installed, open_trackers
-from jaxlora.trackers.tracker import hyperparameters, job_metrics
+from jaxlora.trackers.table import (
+    check_installed,
+    hyperparameters,
+    job_metrics,
+    open_trackers,
+)
 from tests.jaxlora.run import made_events
 
 EVENTS = [

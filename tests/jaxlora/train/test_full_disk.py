@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.run import log as run_log
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.trackers import tensorboard
+from jaxlora.trackers.table import open_trackers
 from jaxlora.train.report.summary import RunResult, write_report
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import read_newest
@@ -86,13 +88,17 @@ def test_the_log(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("at", ["write", "flush"])
-def test_tensorboard(tmp_path, monkeypatch, capfd, at):
-    board = tensorboard.TensorBoard(tmp_path)
+def test_tensorboard(tmp_path, monkeypatch, capfd, caplog, at):
+    (board,) = open_trackers(["tensorboard"], tmp_path)
     monkeypatch.setattr(tensorboard.RecordWriter, at, no_space)
     match = r"tensorboard/events.* cannot be written: No space"
-    with pytest.raises(StorageError, match=match):
+    if at == "write":
+        with pytest.raises(StorageError, match=match):
+            board.on_event(made_events.window(1))
+    else:
         board.on_event(made_events.window(1))
         board.close()
+        assert re.search(match, caplog.text)
     assert capfd.readouterr().err == ""
 
 

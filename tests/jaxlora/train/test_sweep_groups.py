@@ -147,12 +147,17 @@ def metrics(config: RunConfig, kind: str) -> list[dict]:
 def test_a_sweep_that_was_killed_goes_on(make, model, workers, monkeypatch):
     config = make(early_exit="none")
 
-    class StopsAtSteps(run._StopRequest):
-        def is_requested(self):
+    class StopsAtSteps(run.StopRequest):
+        @property
+        def requested(self):
             return len(metrics(config, "step")) > 8
 
+        @requested.setter
+        def requested(self, value):
+            """Signals do not count."""
+
     with monkeypatch.context() as patched:
-        patched.setattr(run, "_StopRequest", StopsAtSteps)
+        patched.setattr(run, "StopRequest", StopsAtSteps)
         assert run.run_groups(config).interrupted
     with pytest.raises(CheckpointError, match="already holds a"):
         run.run_groups(config)
@@ -177,8 +182,9 @@ def test_a_copy_goes_on_from_the_state_of_another(make, model, workers, monkeypa
     folder, name = pathlib.Path(config.output_dir), config.jobs[0].name
     asked: list = []
 
-    class Asks(run._StopRequest):
-        def is_requested(self):
+    class Asks(run.StopRequest):
+        @property
+        def requested(self):
             steps = [event["job"] for event in metrics(config, "step")]
             if not asked and name in steps:
                 values = {"learning_rate": 1e-3, "name": "copy"}
@@ -190,7 +196,11 @@ def test_a_copy_goes_on_from_the_state_of_another(make, model, workers, monkeypa
                 driven.kill(0 if driven.drivers[0].control._jobs.get("copy") else 1)
             return False
 
-    monkeypatch.setattr(run, "_StopRequest", Asks)
+        @requested.setter
+        def requested(self, value):
+            """Signals do not count."""
+
+    monkeypatch.setattr(run, "StopRequest", Asks)
     result = run.run_groups(config)
     assert Mailbox(folder).take_answer(asked[0]).is_accepted
     assert len(list((folder / "groups").iterdir())) == 3  # one was started again

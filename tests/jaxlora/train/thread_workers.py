@@ -6,8 +6,7 @@ import queue
 import threading
 
 from jaxlora.sweeps.engine import run, worker
-from jaxlora.sweeps.engine.link import Link
-from jaxlora.sweeps.engine.messages import decode, encode
+from jaxlora.sweeps.engine.messages import Link, decode, encode
 from jaxlora.sweeps.engine.workers import Lost, Workers
 
 
