@@ -5,7 +5,7 @@ error says how to convert them.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -21,45 +21,18 @@ class OtherNames:
     same: Mapping[str, str]
     hints: Mapping[str, str]
 
-    def translate(
-        self, values: Mapping[str, Any], own: Collection[str] = ()
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """Finds which of our settings each key gives; unknown keys stay.
-
-        Args:
-            values: The settings that were given.
-            own: Names of our settings, which need no hint.
-
-        Returns:
-            Our name of each key that can be taken, and for each other key the reason: a
-            setting that is given by two names, or that has another meaning here.
-        """
-        ours: dict[str, str] = {}
-        refused: dict[str, str] = {}
-        first: dict[str, str] = {}
-        for key, value in values.items():
-            if key in self.hints and key not in own:
-                refused[key] = (
-                    f"{key!r} is not a setting here. {self._hint(key, value)}"
-                )
-                continue
-            name = self.same.get(key, key)
-            if name in first:
-                refused[key] = (
-                    f"{first[name]!r} and {key!r} are two names of {name!r}. Keep one."
-                )
-                continue
-            ours[key] = name
-            first[name] = key
-        return ours, refused
-
-    def _hint(self, key: str, value: Any) -> str:
-        hint = self.hints[key]
+    def hint(self, key: str, value: Any) -> str | None:
+        """Returns what to write instead of another tool's setting, for its value."""
+        if (hint := self.hints.get(key)) is None:
+            return None
         if _is_off(value):
             hint = HINTS_IF_OFF.get(key, hint)
         if value in (None, "", [], {}) and not hint.startswith(_LEAVE_OUT):
             hint = f"{_LEAVE_OUT}."
         return hint
+
+
+NO_NAMES = OtherNames(same={}, hints={})
 
 
 def _is_off(value: Any) -> bool:

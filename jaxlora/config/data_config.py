@@ -15,6 +15,7 @@ from jaxlora.config.strict import (
     NonNegativeInt,
     PositiveInt,
     StrictModel,
+    Wrong,
 )
 
 _OF_SEVERAL = ("mix", "probabilities", "stopping_strategy")
@@ -22,106 +23,87 @@ _OF_SEVERAL = ("mix", "probabilities", "stopping_strategy")
 _ROUNDING = 1e-8
 
 
-def _has_records(data: Any) -> tuple[str, str] | None:
-    if data.path or data.datasets:
-        return None
-    return "path", (
-        "give path: a file, a folder or a hub id. Or list several in datasets."
-    )
-
-
-def _settings_are_of_one_or_several(data: Any) -> tuple[str, str] | None:
+def _one_or_several(data: Any, wrong: Wrong) -> None:
     fields = DataConfig.model_fields
-    if not data.datasets:
-        for name in _OF_SEVERAL:
-            if getattr(data, name) != fields[name].default:
-                return name, (
-                    f"{name} is for several data sets: list them in datasets, or leave "
-                    f"{name} out."
-                )
-        return None
-    for name in fields.keys() - {"datasets", *_OF_SEVERAL}:
-        if getattr(data, name) != fields[name].default:
-            return name, f"{name} belongs to each item of datasets. Put it there."
-    return None
-
-
-def _data_sets_are_plain(data: Any) -> tuple[str, str] | None:
+    is_set = lambda name: getattr(data, name) != fields[name].default
+    if not data.path and not data.datasets:
+        wrong["path"] = (
+            "give path: a file, a folder or a hub id. Or list several in datasets."
+        )
+    for name in _OF_SEVERAL:
+        if is_set(name) and not data.datasets:
+            wrong[name] = (
+                f"{name} is for several data sets: list them in datasets, or leave "
+                f"{name} out."
+            )
+    for name in fields if data.datasets else ():
+        if name not in ("datasets", *_OF_SEVERAL) and is_set(name):
+            wrong[name] = f"{name} belongs to each item of datasets. Put it there."
     if any(one.datasets for one in data.datasets):
-        return "datasets", (
+        wrong["datasets"] = (
             "an item of datasets has a path, and no datasets of its own. Put all of "
             "them in one list."
         )
-    return None
-
-
-def _only_interleaved_sets_are_drawn(data: Any) -> tuple[str, str] | None:
-    if data.mix == "interleave":
-        return None
     for name in ("probabilities", "stopping_strategy"):
-        default = DataConfig.model_fields[name].default
-        if data.datasets and getattr(data, name) != default:
-            return name, f"{name} needs `mix: interleave`. Set it, or leave {name} out."
-    return None
+        if data.datasets and data.mix != "interleave" and is_set(name):
+            wrong[name] = (
+                f"{name} needs `mix: interleave`. Set it, or leave {name} out."
+            )
 
 
-def _probabilities_fit(data: Any) -> tuple[str, str] | None:
+def _shares(data: Any, wrong: Wrong) -> None:
     shares, num = data.probabilities, len(data.datasets)
     if shares is None or not num:
-        return None
+        return
+    total = sum(shares)
     if len(shares) != num:
-        return "probabilities", (
+        wrong["probabilities"] = (
             f"there are {len(shares)} probabilities and {num} datasets. Give one for "
             "each, in the same order."
         )
-    total = sum(shares)
-    if abs(total - 1) > _ROUNDING:
+    elif abs(total - 1) > _ROUNDING:
         cure = "Give positive numbers."
         if total > 0:
             cure = f"Give [{', '.join(f'{share / total:.4g}' for share in shares)}]."
-        return "probabilities", f"their sum is {total:g}, and must be 1. {cure}"
-    if 0 in shares and data.stopping_strategy != "first_exhausted":
-        return "probabilities", (
+        wrong["probabilities"] = f"their sum is {total:g}, and must be 1. {cure}"
+    elif 0 in shares and data.stopping_strategy != "first_exhausted":
+        wrong["probabilities"] = (
             f"a data set of probability 0 is never read, so {data.stopping_strategy} "
             "would never end. Leave the data set out."
         )
-    return None
 
 
-def _only_shards_are_streamed(data: Any) -> tuple[str, str] | None:
+def _streams(data: Any, wrong: Wrong) -> None:
     fields = DataConfig.model_fields
     for name in ("skip", "shuffle_buffer"):
         if not data.streaming and getattr(data, name) != fields[name].default:
-            return name, f"{name} needs `streaming: true`. Set it, or leave {name} out."
+            wrong[name] = (
+                f"{name} needs `streaming: true`. Set it, or leave {name} out."
+            )
     if data.limit and data.shuffle_buffer != fields["shuffle_buffer"].default:
-        return "shuffle_buffer", (
+        wrong["shuffle_buffer"] = (
             "with limit, the first records are read before training and shuffled as a "
             "whole. Leave shuffle_buffer out, or limit."
         )
-    return None
-
-
-def _mixed_streams_have_no_end(data: Any) -> tuple[str, str] | None:
     is_stream = [one.is_stream for one in data.datasets]
     if not any(is_stream):
-        return None
+        return
     if not all(is_stream):
-        return "datasets", (
+        wrong["datasets"] = (
             "some data sets are streamed, and others have an end. Set `streaming: "
             "true` in each, which a file may have, too; or limit, to read the first "
             "records of those that are streamed."
         )
-    if data.mix != "interleave":
-        return "mix", (
+    elif data.mix != "interleave":
+        wrong["mix"] = (
             "data sets that are streamed have no end, after which another could come. "
             "Set `mix: interleave`."
         )
-    if data.stopping_strategy != "first_exhausted":
-        return "stopping_strategy", (
+    elif data.stopping_strategy != "first_exhausted":
+        wrong["stopping_strategy"] = (
             "data sets that are streamed have no end: a set of which all records were "
             "read begins anew. Leave it out."
         )
-    return None
 
 
 # Variables of chat templates that do not come from settings.
@@ -281,15 +263,7 @@ class DataConfig(StrictModel):
     """
 
     aliases = OF_DATA
-    rules = (
-        _has_records,
-        _settings_are_of_one_or_several,
-        _data_sets_are_plain,
-        _only_interleaved_sets_are_drawn,
-        _probabilities_fit,
-        _only_shards_are_streamed,
-        _mixed_streams_have_no_end,
-    )
+    rules = (_one_or_several, _shares, _streams)
 
     path: InputPath = ""
     split: str | None = None
@@ -377,9 +351,6 @@ class DataConfig(StrictModel):
                 "datasets."
             )
         return weight
-
-
-DataConfig.nested = {"datasets": DataConfig}
 
 
 def _stem(data: DataConfig) -> str:

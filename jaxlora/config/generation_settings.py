@@ -12,6 +12,7 @@ from jaxlora.config.strict import (
     Number,
     PositiveInt,
     StrictModel,
+    Wrong,
 )
 
 TopP = Annotated[float, Field(gt=0.0, le=1.0), Number]
@@ -53,16 +54,11 @@ class GenerationSettings(StrictModel):
         return stop
 
 
-def _there_are_prompts(samples: Any) -> tuple[str, str] | None:
+def _samples(samples: Any, wrong: Wrong) -> None:
     if not samples.prompts:
-        return "prompts", "prompts is empty. Give prompts, or leave samples out."
-    return None
-
-
-def _system_is_of_a_chat(samples: Any) -> tuple[str, str] | None:
+        wrong["prompts"] = "prompts is empty. Give prompts, or leave samples out."
     if samples.system is not None and not samples.chat:
-        return "system", "system is a message of a chat: set `chat: true`."
-    return None
+        wrong["system"] = "system is a message of a chat: set `chat: true`."
 
 
 class SamplesConfig(GenerationSettings):
@@ -75,7 +71,7 @@ class SamplesConfig(GenerationSettings):
         max_new_tokens: Largest number of tokens to generate.
     """
 
-    rules = (_there_are_prompts, _system_is_of_a_chat)
+    rules = (_samples,)
 
     prompts: tuple[str, ...]
     chat: Bool = False

@@ -126,7 +126,6 @@ class LoraJob(StrictModel):
 
     aliases = OF_JOB
     rules = OF_A_JOB
-    nested = {"clone_of": CloneOf, "data": DataConfig, "eval_data": DataConfig}
 
     name: str
     data: DataConfig

@@ -7,8 +7,7 @@ from typing import Any, get_args
 
 from jaxlora.common.yaml_file import parse_yaml
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.job_settings import part_of, types_of
-from jaxlora.config.strict import StrictModel, closest
+from jaxlora.config.strict import StrictModel, closest, types_of
 from jaxlora.errors import ConfigError
 from jaxlora.problems import Path
 
@@ -184,7 +183,7 @@ def _within(
 
 def _part(name: str, kind: type[StrictModel]) -> type[StrictModel] | None:
     """Returns the configuration in a setting, or in the items of its list."""
-    if (part := part_of(name, kind)) is not None:
+    if (part := kind.part(name)) is not None:
         return part
     items = get_args(kind.model_fields[name].annotation)
     parts = [i for i in items if isinstance(i, type) and issubclass(i, StrictModel)]

@@ -12,15 +12,16 @@ import pydantic
 
 from jaxlora.common.yaml_file import line_finder, parse_yaml
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.expansion import Origin, expand_run
+from jaxlora.config.expansion import Expansion, expand_run
 from jaxlora.config.overrides import Override, override
+from jaxlora.config.strict import StrictModel
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.printable import one_line
 from jaxlora.problems import (
     UNKNOWN,
     Path,
     Problem,
-    YamlWords,
+    Source,
     problem_of,
     problems_of,
     settings_error,
@@ -123,8 +124,8 @@ class RunFile:
                 option = self.options.get(str(one.path[0]), one.path[0])
                 raise ConfigError(f"{one.text}: {option} is given as well. Keep one.")
         values = {**self.values, **settings}
-        words = self._words(settings)
-        return run_config(values, words=words, find_missing=find_missing)
+        source = self._source(settings)
+        return run_config(values, source=source, find_missing=find_missing)
 
     @contextlib.contextmanager
     def rewords(self, settings: Mapping[str, Any]) -> Iterator[None]:
@@ -134,17 +135,11 @@ class RunFile:
         except JaxloraError as error:
             if not error.problems:
                 raise
-            raise self._reworded(error, settings) from error
+            places = _Places(self.values, expand_run(_with_defaults(self.values)))
+            placed = map(places.find, error.problems)
+            raise settings_error(placed, self._source(settings)) from error
 
-    def _reworded(
-        self, error: JaxloraError, settings: Mapping[str, Any]
-    ) -> JaxloraError:
-        places = _Places.of(self.values)
-        keys = {name: key for key, name in RunConfig.known(self.values)[0].items()}
-        placed = [places.find(p.renamed(keys)) for p in error.problems]
-        return settings_error(placed, self._words(settings))
-
-    def _words(self, settings: Mapping[str, Any]) -> YamlWords:
+    def _source(self, settings: Mapping[str, Any]) -> Source:
         named: dict[Path, str] = {
             (key,): self.options[key] for key in settings if key in self.options
         }
@@ -155,7 +150,7 @@ class RunFile:
         def line(path: Path) -> int | None:
             return None if path[:1] and path[0] in settings else find_line(path)
 
-        return YamlWords(str(self.path), line, named)
+        return Source(str(self.path), line, named)
 
 
 def begun_defaults(path: pathlib.Path) -> dict[str, Any]:
@@ -199,8 +194,8 @@ def load_job(path: str | pathlib.Path, defaults: Mapping[str, Any]) -> LoraJob:
                 f"{values[key]!r:.100} cannot be that of one job. Give {key} in the "
                 "job file."
             ) from None
-        words = YamlWords(str(path), line_finder(text))
-        raise settings_error(problems_of(error), words) from None
+        source = Source(str(path), line_finder(text))
+        raise settings_error(problems_of(error), source) from None
 
 
 def _read_mapping(
@@ -225,42 +220,43 @@ def _read_mapping(
 
 
 def run_config(
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     *,
-    where: str = "run",
-    words: YamlWords | None = None,
+    source: Source | None = None,
     find_missing: FindMissing | None = None,
 ) -> RunConfig:
     """Checks the contents of a run file; see `load_run`.
 
     Args:
         values: The contents.
-        where: Describes the file in errors.
-        words: Writes the errors; None: without the lines of a file.
+        source: Describes the file in errors; None: as `run`.
         find_missing: See `RunFile.config`.
     """
-    words = words or YamlWords(where)
+    source = source or Source("run")
     defaults = values.get("defaults") or {}
     if not isinstance(defaults, dict):
         wrong = Problem(path=("defaults",), kind="dict_type", text="", given=defaults)
-        raise settings_error([wrong], words)
+        raise settings_error([wrong], source)
     _, refused = LoraJob.known(defaults)
     problems = [
         Problem(path=("defaults", key), kind=UNKNOWN, text=text, given=defaults[key])
         for key, text in refused.items()
     ]
-    found: list[Problem] = []
+    expansion = expand_run(_with_defaults(values))
+    problems += expansion.problems
+    places = _Places(values, expansion)
     try:
-        config = RunConfig.model_validate(_with_defaults(values))
+        config = RunConfig.model_validate(expansion.values)
         if not problems:
+            config._notes = expansion.notes
             return config
     except pydantic.ValidationError as error:
-        found = problems_of(error)
-    places = _Places.of(values)
-    problems += map(places.find, found)
+        problems += map(places.find, problems_of(error))
     if find_missing is not None:
-        problems += _missing(find_missing, values, places)
-    raise settings_error(_first_of_swept(problems), words)
+        known, _ = RunConfig.known(expansion.values)
+        ours = {name: expansion.values[key] for key, name in known.items()}
+        problems += (places.find(problem_of(*one)) for one in find_missing(ours))
+    raise settings_error(_first_of_swept(problems), source)
 
 
 def _first_of_swept(problems: list[Problem]) -> list[Problem]:
@@ -270,20 +266,6 @@ def _first_of_swept(problems: list[Problem]) -> list[Problem]:
         is_swept = problem.path[:2] == ("sweep", "parameters")
         found.setdefault((problem.path, problem.kind) if is_swept else number, problem)
     return list(found.values())
-
-
-def _missing(
-    find_missing: FindMissing, values: Mapping[str, Any], places: "_Places"
-) -> list[Problem]:
-    """Returns the missing files of a run, in the places that name them."""
-    known, _ = RunConfig.known(values)
-    expanded = expand_run(_with_defaults(values), LoraJob).values
-    found = find_missing(
-        {n: expanded[key] for key, n in known.items() if key in expanded}
-    )
-    keys = {name: key for key, name in known.items()}
-    problems = [problem_of(*missing).renamed(keys) for missing in found]
-    return [places.find(problem) for problem in problems]
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,57 +291,55 @@ def _job_with_defaults(job: Any, defaults: Any, ours: dict[str, str]) -> Any:
     return {k: defaults[k] for k, name in ours.items() if name not in own} | job
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Places:
-    """The places where a run file has the settings of its jobs.
+    """Finds the places where a run file has the settings of its run.
 
     Attributes:
-        jobs: The jobs of the file.
-        defaults: Our name of each key of the defaults.
-        origins: Where each job of the run comes from.
+        values: The contents of the file.
+        expansion: The run.
     """
 
-    jobs: Any
-    defaults: Mapping[str, str]
-    origins: tuple[Origin, ...]
-
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> "_Places":
-        """Looks at the settings of a run file."""
-        defaults = values.get("defaults")
-        ours, _ = LoraJob.known(defaults if isinstance(defaults, dict) else {})
-        expansion = expand_run(_with_defaults(values), LoraJob)
-        return _Places(
-            jobs=values.get("jobs"), defaults=ours, origins=expansion.origins
-        )
+    values: Mapping[str, Any]
+    expansion: Expansion
 
     def find(self, problem: Problem) -> Problem:
         """Returns a problem in the place where the run file has the setting."""
-        match problem.path:
+        return dataclasses.replace(problem, path=self._find(problem.path))
+
+    def _find(self, path: Path) -> Path:
+        match path:
             case ("jobs", int(number), setting, *rest):
-                pass
-            case _:
-                return problem
-        if number < len(self.origins):
-            origin = self.origins[number]
-            parts = setting, *rest
-            for end in (2, 1):
-                if path := origin.varied.get(".".join(map(str, parts[:end]))):
-                    path = *path, *parts[end:]
-                    return dataclasses.replace(problem, path=path)
+                return self._find_of_job(number, (str(setting), *rest))
+            case (setting, *rest):
+                return _key_of(setting, self.values, RunConfig), *rest
+        return path
+
+    def _find_of_job(self, number: int, parts: Path) -> Path:
+        """Returns the path of a setting of the job with this number in the run."""
+        if number < len(self.expansion.origins):
+            origin = self.expansion.origins[number]
             number = origin.template
-            path = "jobs", number, setting, *rest
-            problem = dataclasses.replace(problem, path=path)
-        jobs, job = self.jobs, None
+            for end in (2, 1):
+                where = origin.varied.get(".".join(map(str, parts[:end])))
+                if where is not None and where[0] == "sweep":
+                    return *where, *parts[end:]
+        setting, *rest = parts
+        jobs, job = self.values.get("jobs"), None
         if isinstance(jobs, list) and number < len(jobs):
             job = jobs[number]
-        names = LoraJob.aliases.same
-        for key in job if isinstance(job, dict) else ():
-            if setting in (key, names.get(key)):
-                return dataclasses.replace(problem, path=("jobs", number, key, *rest))
-        if job is not None and not isinstance(job, dict):  # it joined later
-            return problem
-        for key, name in self.defaults.items():
-            if setting in (key, name):
-                return dataclasses.replace(problem, path=("defaults", key, *rest))
-        return problem
+        defaults = self.values.get("defaults") or {}
+        for where, given in ((("jobs", number), job), (("defaults",), defaults)):
+            key = _key_of(setting, given, LoraJob)
+            if isinstance(given, dict) and key in given:
+                return *where, key, *rest
+            if given is not None and not isinstance(given, dict):  # it joined later
+                break
+        return "jobs", number, setting, *rest
+
+
+def _key_of(setting: int | str, values: Any, kind: type[StrictModel]) -> int | str:
+    """Returns the key by which settings of a file have a setting."""
+    same = kind.aliases.same
+    keys = values if isinstance(values, dict) else ()
+    return next((k for k in keys if setting in (k, same.get(k))), setting)

@@ -7,29 +7,30 @@ cannot be given as true or as "8", and a boolean must be true or false.
 import difflib
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 import numpy as np
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jaxlora.config.aliases import OtherNames
+from jaxlora.config.aliases import NO_NAMES, OtherNames
 from jaxlora.problems import (
     MAPPING,
     RULE,
     UNKNOWN,
-    Path,
     Problem,
-    PythonWords,
+    Source,
     problems_of,
     settings_error,
     validation_error,
 )
 
-# Returns the setting that breaks the rule, and the rule with the cure; None if none.
-Rule = Callable[[Any], tuple[str, str] | None]
+# Settings that break a rule, and for each one the rule with the cure.
+Wrong = dict[str, str]
+# Adds the settings of a configuration that break some rules.
+Rules = Callable[[Any, Wrong], None]
 
 # Linux has no longer names and paths, in bytes.
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
@@ -127,16 +128,13 @@ class StrictModel(pydantic.BaseModel):
     Attributes:
         aliases: Names that other tools have for the settings.
         belongs: For settings of other configurations, whose they are and where they go.
-        rules: Rules between several settings.
-        nested: Configurations in the settings that the rules look into.
-        is_part: Whether it holds the valid ones of settings that are not all valid.
+        rules: Rules between several settings, in groups. Where a setting is invalid,
+            what a group says after it reads that setting is left out.
     """
 
-    aliases: ClassVar[OtherNames] = OtherNames(same={}, hints={})
+    aliases: ClassVar[OtherNames] = NO_NAMES
     belongs: ClassVar[Mapping[str, str]] = {}
-    rules: ClassVar[tuple[Rule, ...]] = ()
-    nested: ClassVar[Mapping[str, type["StrictModel"]]] = {}
-    is_part: ClassVar[bool] = False
+    rules: ClassVar[tuple[Rules, ...]] = ()
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
@@ -151,8 +149,8 @@ class StrictModel(pydantic.BaseModel):
         try:
             super().__init__(**settings)
         except pydantic.ValidationError as found:
-            words = PythonWords(type(self).__name__)
-            raise settings_error(problems_of(found), words) from None
+            source = Source(type(self).__name__)
+            raise settings_error(problems_of(found), source) from None
 
     # Without this mark, pydantic would also call it for configurations in others.
     __init__.__pydantic_base_init__ = True  # pyrefly: ignore[missing-attribute]
@@ -179,16 +177,36 @@ class StrictModel(pydantic.BaseModel):
             The setting that each known key gives, and for each other key the reason
             why it cannot be used.
         """
-        ours, refused = cls.aliases.translate(values, cls.model_fields)
-        for key in [key for key, name in ours.items() if name not in cls.model_fields]:
-            del ours[key]
-            place = cls.belongs.get(key)
-            refused[key] = (
-                f"{key!r} is a setting of {place}."
-                if place
-                else unknown_key(str(key), list(cls.model_fields))
-            )
+        ours: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        first: dict[str, str] = {}
+        for key, value in values.items():
+            name = cls.aliases.same.get(key, key)
+            if name not in cls.model_fields:
+                refused[key] = cls._why_not(key, value)
+            elif name in first:
+                refused[key] = (
+                    f"{first[name]!r} and {key!r} are two names of {name!r}. Keep one."
+                )
+            else:
+                ours[key], first[name] = name, key
         return ours, refused
+
+    @classmethod
+    def _why_not(cls, key: Any, value: Any) -> str:
+        """Returns why a key that names no setting cannot be used."""
+        if (hint := cls.aliases.hint(key, value)) is not None:
+            return f"{key!r} is not a setting here. {hint}"
+        if (place := cls.belongs.get(key)) is not None:
+            return f"{key!r} is a setting of {place}."
+        return unknown_key(str(key), list(cls.model_fields))
+
+    @classmethod
+    def part(cls, name: str) -> type["StrictModel"] | None:
+        """Returns the class of the configuration that a setting holds, if it does."""
+        types = types_of(cls.model_fields[name].annotation)
+        parts = (t for t in types if isinstance(t, type) and issubclass(t, StrictModel))
+        return next(parts, None)
 
     @pydantic.model_validator(mode="wrap")
     @classmethod
@@ -217,10 +235,9 @@ class StrictModel(pydantic.BaseModel):
             ]
         seen = made
         if problems:
-            bad: list[Path] = [problem.path for problem in problems]
-            bad += [(name,) for name in hidden if name is not None]
-            seen = _Partial(cls, given, bad)
-        problems += _broken(cls.rules, seen, given)
+            seen = _valid_part(cls, given, hidden | {p.path[0] for p in problems})
+        for setting, text in _find_wrong(cls.rules, seen, is_whole=seen is made):
+            problems.append(_problem(setting, RULE, text, given.get(setting, ())))
         if not problems:
             return made
         keys = {name: key for key, name in ours.items()}
@@ -229,95 +246,38 @@ class StrictModel(pydantic.BaseModel):
         )
 
 
-class _UnknownError(Exception):
-    """A rule reads a setting that has no valid value."""
+def _valid_part(kind: type[StrictModel], given: Mapping[str, Any], bad: set) -> Any:
+    """Returns the valid settings; reading another one raises AttributeError."""
+    valid = {name: value for name, value in given.items() if name not in bad}
+    part = _with_optional_settings(kind).model_validate(valid)
+    for name in bad.union(_required(kind)) - valid.keys():
+        part.__dict__.pop(name, None)
+    return part
 
 
 @functools.cache
-def _part_of(kind: type[StrictModel]) -> type[StrictModel]:
-    """Returns a class that takes a part of the settings of one, and has no rules."""
+def _with_optional_settings(kind: type[StrictModel]) -> type[StrictModel]:
+    """Returns a class of which no setting is required, and that has no rules."""
     optional: dict[str, Any] = {
         name: (kind.model_fields[name].annotation, Field(None, validate_default=False))
         for name in _required(kind)
     }
     part = pydantic.create_model(kind.__name__, __base__=kind, **optional)
-    part.rules, part.is_part = (), True
+    part.rules = ()
     return part
 
 
-class _Partial:
-    """Settings, some of which are invalid.
-
-    A rule that reads one of these is skipped: reading it raises `_UnknownError`. The
-    others have their checked values, so a rule never meets a value of a wrong type.
-    """
-
-    def __init__(
-        self, kind: type[StrictModel], given: Mapping[str, Any], bad: Sequence[Path]
-    ):
-        self._kind, self._given = kind, given
-        self._bad = _by_first(bad)
-        valid = {name: v for name, v in given.items() if name not in self._bad}
-        self._valid = _part_of(kind).model_validate(valid)
-        self._parts: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        field = self._kind.model_fields.get(name)
-        if field is None:  # a property or a method
-            return getattr(self._kind, name).__get__(self)
-        if name not in self._bad:
-            if field.is_required() and name not in self._given:
-                raise _UnknownError(name)
-            return getattr(self._valid, name)
-        if name not in self._parts:
-            self._parts[name] = self._looked_into(name, self._bad[name])
-        return self._parts[name]
-
-    def _looked_into(self, name: str, bad: Sequence[Path]) -> Any:
-        """Returns a setting of which some parts are invalid, and others are not."""
-        value = self._given.get(name)
-        if name not in self._kind.nested or () in bad:
-            raise _UnknownError(name)
-        if not isinstance(value, list | tuple):
-            return self._part(name, value, bad)
-        inner = _by_first(bad)
-        return [self._part(name, v, inner.get(i, [])) for i, v in enumerate(value)]
-
-    def _part(self, name: str, value: Any, bad: Sequence[Path]) -> Any:
-        kind = self._kind.nested[name]
-        if isinstance(value, kind) and not bad:
-            return value
-        if () in bad or not isinstance(value, dict):
-            raise _UnknownError(name)
-        ours, refused = kind.known(value)
-        # Paths have the keys that the user gave.
-        paths = [(ours.get(str(path[0]), path[0]), *path[1:]) for path in bad]
-        hidden = [closest(str(key), kind.model_fields) for key in refused]
-        given = {setting: value[key] for key, setting in ours.items()}
-        return _Partial(kind, given, [*paths, *((name,) for name in hidden if name)])
-
-
-def _by_first(paths: Sequence[Path]) -> dict[int | str, list[Path]]:
-    """Returns what follows the first part of each path, by that part."""
-    found: dict[int | str, list[Path]] = {}
-    for path in paths:
-        found.setdefault(path[0] if path else "", []).append(path[1:])
-    return found
-
-
-def _broken(
-    rules: Sequence[Rule], settings: Any, given: Mapping[str, Any]
-) -> list[Problem]:
-    problems = []
-    for rule in rules:
+def _find_wrong(
+    rules: Iterable[Rules], settings: Any, *, is_whole: bool
+) -> Iterator[tuple[str, str]]:
+    for group in rules:
+        wrong: Wrong = {}
         try:
-            broken = rule(settings)
-        except _UnknownError:
-            continue
-        if broken is not None:
-            setting, text = broken
-            problems.append(_problem(setting, RULE, text, given.get(setting, ())))
-    return problems
+            group(settings, wrong)
+        except AttributeError:  # the group reads a setting that is not valid
+            if is_whole:
+                raise
+        yield from wrong.items()
 
 
 def _problem(key: str, kind: str, text: str, given: Any) -> Problem:
@@ -339,6 +299,18 @@ def _is_text(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return "\0" not in value
+
+
+def types_of(annotation: Any) -> set[Any]:
+    """Returns the types in an annotation, without their parameters."""
+    origin = get_origin(annotation)
+    if origin in (tuple, list, dict):
+        return {origin}
+    if hasattr(annotation, "__metadata__"):
+        return types_of(get_args(annotation)[0])
+    if arguments := get_args(annotation):
+        return set().union(*map(types_of, arguments))
+    return {annotation}
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:

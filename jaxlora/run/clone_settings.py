@@ -7,7 +7,7 @@ from jaxlora.config import LoraJob
 from jaxlora.config.clone import CHANGEABLE
 from jaxlora.config.configuration_names import Namer
 from jaxlora.errors import ConfigError
-from jaxlora.problems import UNKNOWN, Problem, YamlWords, settings_error
+from jaxlora.problems import UNKNOWN, Problem, Source, settings_error
 from jaxlora.run.identity import FIXED_IN_JOB
 
 _DATA = "a copy goes on where the other job is in its data"
@@ -43,7 +43,7 @@ def clone_settings(
                 Problem(path=(key,), kind=UNKNOWN, text=text, given=changes[key])
             )
     if problems:
-        raise settings_error(problems, YamlWords("the copy"))
+        raise settings_error(problems, Source("the copy"))
     values = {setting: changes[key] for key, setting in ours.items()}
     if name is None and not values:
         raise ConfigError(

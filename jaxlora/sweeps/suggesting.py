@@ -1,14 +1,21 @@
 """Suggests further configurations of a sweep as others end."""
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import pydantic
 
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.job_settings import axes_of
-from jaxlora.config.search import SuggestedSettings
+from jaxlora.config.configuration_names import Namer
+from jaxlora.config.job_settings import (
+    axes_of,
+    by_our_names,
+    resolve_point,
+    settings_key,
+    values_at,
+    with_settings,
+)
 from jaxlora.config.space import is_place
 from jaxlora.config.sweep_config import Metric, Search
 from jaxlora.errors import CheckpointError, JaxloraError
@@ -76,7 +83,7 @@ class Suggestions:
             CheckpointError: A place is not on the axes of the search.
         """
         search = self._search
-        axes = [] if search is None else axes_of(search.parameters, LoraJob, [])
+        axes = [] if search is None else axes_of(search.parameters, [])
         for name, place in suggested.items():
             if search is not None and not is_place(place, axes):
                 raise CheckpointError(
@@ -149,7 +156,7 @@ class Suggestions:
         names = {job.name for job in jobs}
         left_out = {n: place for n, place in self.points.items() if n not in names}
         settings = [job.settings for job in jobs]
-        made = SuggestedSettings(search, LoraJob, settings, left_out)
+        made = SuggestedSettings(search, settings, left_out)
         number = len(self.points)
         found = suggestions(made.axes, search.seed, number, tried)
         for _ in range(_MOST_ASKED):
@@ -164,3 +171,57 @@ class Suggestions:
             self.points[job.name] = place
             return job
         return None
+
+
+class SuggestedSettings:
+    """Makes the settings of configurations that are suggested.
+
+    Attributes:
+        axes: The axes of the search.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        jobs: Sequence[LoraJob],
+        left_out: Mapping[str, Mapping[str, float]] | None = None,
+    ):
+        """Makes the object.
+
+        Args:
+            search: The search.
+            jobs: The jobs that there are, none of which is made again.
+            left_out: The place on each axis of those that were suggested and did not
+                fit the run, by name. None of them is made again either.
+        """
+        self.axes = axes_of(search.parameters, [])
+        self._template, self._namer = by_our_names(search.template), Namer()
+        others = [
+            LoraJob.model_validate(self._settings_at(place)[1] | {"name": name})
+            for name, place in (left_out or {}).items()
+        ]
+        self._there = {_key(job) for job in (*jobs, *others)}
+        for job in (*jobs, *others):
+            self._namer.reserve(job.name)
+
+    def at(self, places: Mapping[str, float]) -> dict[str, Any]:
+        """Returns the settings of the configuration at places on the axes."""
+        settings, made = self._settings_at(places)
+        prefix = self._template.get("name", "")
+        return made | {"name": self._namer.name(prefix, settings, self.axes)}
+
+    def _settings_at(
+        self, places: Mapping[str, float]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the settings that are varied, and all but the name."""
+        point = values_at(self.axes, places)
+        settings = resolve_point(point, self.axes, self._template)
+        return settings, with_settings(self._template, settings)
+
+    def is_there(self, job: LoraJob) -> bool:
+        """Whether there is a job of equal settings."""
+        return _key(job) in self._there
+
+
+def _key(job: LoraJob) -> str:
+    return settings_key(job.model_dump(mode="json"))

@@ -6,7 +6,7 @@ from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError
 
 JOB = {"name": "a", "data": {"path": "x.jsonl"}}
-A_LIST = "expected a list: in brackets, or with '- ' before each item"
+A_LIST = "expected a list, such as [a, b]"
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ A_LIST = "expected a list: in brackets, or with '- ' before each item"
         (
             {"data": {"path": "a", "weight": 0.5}},
             "data.weight: expected the field of the records that has their weights. A "
-            "share of a data set is set by mix: interleave and probabilities beside "
+            "share of a data set is set by `mix: interleave` and probabilities beside "
             "datasets. (given: 0.5)",
         ),
         (

@@ -173,7 +173,7 @@ def test_in_python():
     found = RunConfig(model="m", jobs=[job], sweep=sweep)
     assert settings(found, "rank", "learning_rate") == [(4, 1e-4), (4, 3e-4)]
     assert found.sweep is not None and found.sweep.early_exit == ()
-    with pytest.raises(ConfigError, match=r"RunConfig: jobs\[0\]\.rank"):
+    with pytest.raises(ConfigError, match=r"RunConfig: jobs\.0\.rank"):
         RunConfig(model="m", jobs=[job], sweep=Sweep(parameters={"rank": [0]}))
 
 

@@ -7,12 +7,11 @@ import types
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Sweep
-from jaxlora.config.search import SuggestedSettings
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps import optuna_search, suggesting
 from jaxlora.sweeps.optuna_search import Tried, suggestions
-from jaxlora.sweeps.suggesting import Suggestions
+from jaxlora.sweeps.suggesting import SuggestedSettings, Suggestions
 from jaxlora.train.job_state import JobState
 
 PARAMETERS = {
@@ -64,11 +63,11 @@ def test_the_first_ones_are_the_draws_of_a_random_search():
 
 def test_a_place_gives_the_settings_that_a_draw_gives():
     config = run()
-    made = SuggestedSettings(config.sweep.search, LoraJob, [])
+    made = SuggestedSettings(config.sweep.search, [])
     for job in config.jobs:
         settings = made.at(config.sweep.search.points[job.name])
         assert LoraJob.model_validate(settings) == job
-        assert SuggestedSettings(config.sweep.search, LoraJob, [job]).is_there(
+        assert SuggestedSettings(config.sweep.search, [job]).is_there(
             job.replace(name="other")
         )
 
@@ -77,7 +76,7 @@ def test_a_place_gives_the_settings_that_a_draw_gives():
     ("sweep", "words"),
     [
         ({"count": None}, "needs a number of configurations"),
-        ({"method": "random", "initial": 3}, "initial is of method=.optuna."),
+        ({"method": "random", "initial": 3}, "initial is of `method: optuna`"),
     ],
 )
 def test_mistakes(sweep, words):
@@ -196,7 +195,7 @@ def test_one_that_does_not_fit_is_not_suggested_again(scripted):
 @needs_optuna
 def test_optuna_learns_from_results():
     """The suggestions are near the best rate, and the same for the same results."""
-    made = SuggestedSettings(run().sweep.search, LoraJob, [])
+    made = SuggestedSettings(run().sweep.search, [])
     rng = random.Random(0)
     places = [
         {"learning_rate": rng.random(), "rank": i % 3, "lora_alpha": 0, "dropout": 0}

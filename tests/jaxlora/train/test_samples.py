@@ -117,7 +117,7 @@ def test_samples_that_cannot_be_made_are_refused(jobs, model, tmp_path):
         RunConfig(jobs=[blind], samples=SAMPLES, **run)
     with pytest.raises(ValueError, match="prompts is empty"):
         SamplesConfig(prompts=())
-    with pytest.raises(ValueError, match="set chat=True"):
+    with pytest.raises(ValueError, match="set `chat: true`"):
         SamplesConfig(prompts=("a",), system="b")
     long = SAMPLES.replace(prompts=("a" * 600,))
     with pytest.raises(ConfigError, match=r"the prompt 'a*' has 600 tokens"):

@@ -134,8 +134,8 @@ def test_a_plan_takes_the_first_window_for_all(model, tmp_path, ordinary):
         ({"steps": None}, "length of an epoch is not known .* set steps"),
         ({"eval_fraction": 0.1}, "Give eval_data: .*; or the first records, by limit"),
         ({"too_long": "error"}, "Set truncate or drop"),
-        ({"data.bad_records": "error"}, "Set bad_records=.drop. in data"),
-        ({"data.streaming": False}, "skip needs streaming=True"),
+        ({"data.bad_records": "error"}, "Set .bad_records: drop. in data"),
+        ({"data.streaming": False}, "skip needs `streaming: true`"),
         ({"data.limit": 3}, "Leave shuffle_buffer out, or limit"),
         ({"eval_data": {"path": "x", "streaming": True}}, "set limit, the number of f"),
         (

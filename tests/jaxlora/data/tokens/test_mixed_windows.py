@@ -112,9 +112,9 @@ def test_both_answers_of_a_pair_are_in_a_window(reader, tmp_path):
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        ({"mix": "concat"}, "have no end, .* Set mix=.interleave"),
+        ({"mix": "concat"}, "have no end, .* Set `mix: interleave"),
         ({"stopping_strategy": "all_exhausted"}, "begins anew. Leave it out"),
-        ({"datasets": ["x", {"path": "y", "streaming": True}]}, "Set streaming=True"),
+        ({"datasets": ["x", {"path": "y", "streaming": True}]}, "Set `streaming: true"),
         (
             {"datasets": [{"path": "x", "streaming": True}] * 2},
             "in each item of datasets",
