@@ -3,9 +3,8 @@
 import contextlib
 import dataclasses
 import re
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Union, cast, get_args, get_origin
+from typing import Any, cast
 
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -21,6 +20,8 @@ UNKNOWN = "unknown"
 MAPPING = "mapping"
 # A setting at the beginning of an error.
 _NAMED = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")
+# Names of members of unions in the paths of pydantic.
+_MEMBER = re.compile(r"(int|float|str|bool)$|[a-z]+\[|(constrained|function)-")
 _A_LIST = "expected a list, such as [a, b]"
 # Expected types, in words that users of YAML and of Python read alike.
 _TYPES = {
@@ -95,23 +96,19 @@ def problem_of(
 
 
 def problems_of(
-    found: pydantic.ValidationError, kind: type[pydantic.BaseModel] | None = None
+    found: pydantic.ValidationError, given: Mapping[str, Any] | None = None
 ) -> list[Problem]:
     """Returns the problems that pydantic has collected, one for each value.
 
     Args:
         found: The error.
-        kind: The class that was to be made; None: paths hold no members of unions.
+        given: The settings that were checked; None: paths hold no members of unions.
     """
     out: dict[Path, Problem] = {}
     for number, item in enumerate(found.errors(include_url=False)):
         path, is_of_union = tuple(item["loc"]), False
-        if kind is None:
-            path = tuple(p for p in path if not str(p).startswith("function-"))
-        if kind is not None and path and path[0] in kind.model_fields:
-            field = kind.model_fields[str(path[0])]
-            rest, is_of_union = _without_members(field.annotation, path[1:])
-            path = path[0], *rest
+        if given is not None:
+            path, is_of_union = _without_members(path, given)
         text = item["msg"].removeprefix("Value error, ")
         text = re.sub("^Input should be", "must be", text)
         text = re.sub("^Exceeds the limit .*", "expected a smaller number", text)
@@ -129,44 +126,30 @@ def problems_of(
     return [one for key, one in out.items() if key != one.path or key not in within]
 
 
-def _without_members(annotation: Any, path: Path) -> tuple[Path, bool]:
+def _without_members(path: Path, given: Any) -> tuple[Path, bool]:
     """Leaves out the names that pydantic gives to members of unions, such as `float`.
 
     Args:
-        annotation: Type of a setting.
-        path: The rest of a path, behind the setting.
+        path: A path of an error.
+        given: What it leads through, as far as that is known: a mapping may have keys
+            that are called like a member.
 
     Returns:
         The path, and whether it ends at a member of a union.
     """
-    while hasattr(annotation, "__metadata__"):
-        annotation = get_args(annotation)[0]
-    inner = [one for one in get_args(annotation) if one is not type(None)]
-    if not path:
-        return (), False
-    if get_origin(annotation) in (Union, types.UnionType):
-        if len(inner) == 1:
-            return _without_members(inner[0], path)
-        if len(path) == 1:
-            return (), True
-        # The others have no parts that a path could lead to.
-        parted = next((i for i in inner if _has_parts(i, path[1])), None)
-        return _without_members(parted, path[1:])
-    if get_origin(annotation) in (tuple, list, dict) and inner:
-        if path[1:] == ("[key]",):
-            return path[:1], False
-        rest, is_of_union = _without_members(
-            inner[-1 if get_origin(annotation) is dict else 0], path[1:]
-        )
-        return (path[0], *rest), is_of_union
-    return path, False
-
-
-def _has_parts(annotation: Any, key: int | str) -> bool:
-    while hasattr(annotation, "__metadata__"):
-        annotation = get_args(annotation)[0]
-    kinds = (tuple, list) if isinstance(key, int) else (dict,)
-    return get_origin(annotation) in kinds
+    out: list[int | str] = []
+    is_member = False
+    for part in path:
+        is_key = isinstance(given, dict) and part in given
+        is_member = not is_key and _MEMBER.match(str(part)) is not None
+        if is_member or part == "[key]":
+            continue
+        out.append(part)
+        try:
+            given = given[part]
+        except (LookupError, TypeError):
+            given = None
+    return tuple(out), is_member
 
 
 def validation_error(

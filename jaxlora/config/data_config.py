@@ -3,9 +3,10 @@
 import math
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
+from pydantic import BeforeValidator
 
 from jaxlora.config.aliases import OF_DATA
 from jaxlora.config.strict import (
@@ -281,7 +282,9 @@ class DataConfig(StrictModel):
     weight: str | None = None
     chat: Bool = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[
+        dict[str, Any], BeforeValidator(check_template_kwargs)
+    ] = {}
     system: str | None = None
     roles: dict[str, str] = {}
     loss_on: Literal["completion", "last", "all"] = "completion"
@@ -318,11 +321,6 @@ class DataConfig(StrictModel):
             if len(set(names)) == len(names):
                 return names
         return tuple(f"{n}-{i}" for i, n in enumerate(map(_stem, self.sets), start=1))
-
-    @pydantic.field_validator("chat_template_kwargs", mode="before")
-    @classmethod
-    def _kwargs_are_plain(cls, kwargs: object) -> object:
-        return check_template_kwargs(kwargs)
 
     @pydantic.field_validator("datasets", mode="before")
     @classmethod

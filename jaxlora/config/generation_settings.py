@@ -10,6 +10,7 @@ from jaxlora.config.strict import (
     NonNegativeFloat,
     NonNegativeInt,
     Number,
+    OneOrMore,
     PositiveInt,
     StrictModel,
     Wrong,
@@ -35,13 +36,8 @@ class GenerationSettings(StrictModel):
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeFloat = 0.0
     top_p: TopP = 1.0
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], OneOrMore] = ()
     seed: Seed = 0
-
-    @pydantic.field_validator("stop", mode="before")
-    @classmethod
-    def _one_text_is_a_list_of_one(cls, stop: object) -> object:
-        return (stop,) if isinstance(stop, str) else stop
 
     @pydantic.field_validator("stop")
     @classmethod

@@ -4,7 +4,7 @@ Each function adds the settings that break its rules, with the rule and the cure
 """
 
 import collections
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxlora.config.clone import copies_follow_their_jobs
 from jaxlora.config.schedules import schedule_problem
@@ -126,7 +126,8 @@ def row_tokens(tokens: Any) -> Any:
 
 
 # Modules of which rows, or whole copies, are trained.
-WHOLE_MODULES = "embed_tokens", "lm_head"
+WholeModule = Literal["embed_tokens", "lm_head"]
+WHOLE_MODULES = get_args(WholeModule)
 
 
 def whole_modules(modules: Any) -> Any:

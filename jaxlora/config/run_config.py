@@ -1,8 +1,9 @@
 """The settings of a run: a base model, its jobs, and how the machine is used."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
+from pydantic import BeforeValidator
 
 from jaxlora.common.note import Note
 from jaxlora.config.aliases import OF_JOB, OF_RUN
@@ -133,7 +134,10 @@ class RunConfig(BaseSettings):
     slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
-    replicas: Literal["auto"] | tuple[ReplicaConfig, ...] | None = None
+    replicas: Annotated[
+        Literal["auto"] | tuple[ReplicaConfig, ...] | None,
+        BeforeValidator(check_listed),
+    ] = None
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: Tokens | Literal["auto"] = "auto"
@@ -237,11 +241,6 @@ class RunConfig(BaseSettings):
         if not isinstance(mesh, str) or mesh == "auto":
             return mesh
         return str(MeshSizes.parse(mesh))
-
-    @pydantic.field_validator("replicas", mode="before")
-    @classmethod
-    def _replicas_are_listed(cls, replicas: object) -> object:
-        return check_listed(replicas)
 
     @pydantic.field_validator("report_to", mode="before")
     @classmethod

@@ -116,7 +116,8 @@ Steps = Annotated[int, Field(gt=0, le=MOST_STEPS), Number]
 # Bounds a microbatch. More are a slip of the keyboard, and take minutes to compile.
 MOST_TOKENS = 2**20
 Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS), Number]
-Indices = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
+OneOrMore = BeforeValidator(_as_tuple)
+Indices = Annotated[tuple[NonNegativeInt, ...], OneOrMore]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
@@ -230,7 +231,7 @@ class StrictModel(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             problems += [
                 problem
-                for problem in problems_of(error, cls)
+                for problem in problems_of(error, given)
                 if problem.kind != "missing" or problem.path[0] not in hidden
             ]
         seen = made
