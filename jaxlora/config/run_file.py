@@ -14,7 +14,6 @@ from jaxlora.common.yaml_file import line_finder, parse_yaml
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.expansion import Expansion, expand_run
 from jaxlora.config.overrides import Override, override
-from jaxlora.config.strict import StrictModel
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.printable import one_line
 from jaxlora.problems import (
@@ -310,36 +309,24 @@ class _Places:
     def _find(self, path: Path) -> Path:
         match path:
             case ("jobs", int(number), setting, *rest):
-                return self._find_of_job(number, (str(setting), *rest))
+                pass
             case (setting, *rest):
-                return _key_of(setting, self.values, RunConfig), *rest
-        return path
-
-    def _find_of_job(self, number: int, parts: Path) -> Path:
-        """Returns the path of a setting of the job with this number in the run."""
+                return RunConfig.key_of(setting, self.values) or setting, *rest
+            case _:
+                return path
         if number < len(self.expansion.origins):
             origin = self.expansion.origins[number]
             number = origin.template
             for end in (2, 1):
-                where = origin.varied.get(".".join(map(str, parts[:end])))
-                if where is not None and where[0] == "sweep":
-                    return *where, *parts[end:]
-        setting, *rest = parts
-        jobs, job = self.values.get("jobs"), None
-        if isinstance(jobs, list) and number < len(jobs):
-            job = jobs[number]
-        defaults = self.values.get("defaults") or {}
-        for where, given in ((("jobs", number), job), (("defaults",), defaults)):
-            key = _key_of(setting, given, LoraJob)
-            if isinstance(given, dict) and key in given:
-                return *where, key, *rest
-            if given is not None and not isinstance(given, dict):  # it joined later
-                break
-        return "jobs", number, setting, *rest
-
-
-def _key_of(setting: int | str, values: Any, kind: type[StrictModel]) -> int | str:
-    """Returns the key by which settings of a file have a setting."""
-    same = kind.aliases.same
-    keys = values if isinstance(values, dict) else ()
-    return next((k for k in keys if setting in (k, same.get(k))), setting)
+                parts = path[2:][:end]
+                where = origin.varied.get(".".join(map(str, parts)), ())
+                if where[:1] == ("sweep",):
+                    return *where, *path[2 + end :]
+        jobs = self.values.get("jobs")
+        job = jobs[number] if isinstance(jobs, list) and number < len(jobs) else {}
+        if (key := LoraJob.key_of(setting, job)) is not None:
+            return "jobs", number, key, *rest
+        key = LoraJob.key_of(setting, self.values.get("defaults"))
+        if key is None or not isinstance(job, dict):  # it joined later
+            return "jobs", number, setting, *rest
+        return "defaults", key, *rest

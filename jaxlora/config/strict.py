@@ -204,10 +204,16 @@ class StrictModel(pydantic.BaseModel):
 
     @classmethod
     def part(cls, name: str) -> type["StrictModel"] | None:
-        """Returns the class of the configuration that a setting holds, if it does."""
-        types = types_of(cls.model_fields[name].annotation)
-        parts = (t for t in types if isinstance(t, type) and issubclass(t, StrictModel))
-        return next(parts, None)
+        """Returns the class of the configurations that a setting holds, if it does."""
+        return _part(cls.model_fields[name].annotation)
+
+    @classmethod
+    def key_of(cls, setting: int | str, values: Any) -> str | None:
+        """Returns the key by which a mapping has a setting, which may be an alias."""
+        same = cls.aliases.same
+        name = same.get(str(setting), setting)
+        keys = values if isinstance(values, dict) else ()
+        return next((key for key in keys if same.get(key, key) == name), None)
 
     @pydantic.model_validator(mode="wrap")
     @classmethod
@@ -300,6 +306,12 @@ def _is_text(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return "\0" not in value
+
+
+def _part(annotation: Any) -> type[StrictModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, StrictModel):
+        return annotation
+    return next(filter(None, map(_part, get_args(annotation))), None)
 
 
 def types_of(annotation: Any) -> set[Any]:

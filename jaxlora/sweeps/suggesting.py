@@ -1,5 +1,6 @@
 """Suggests further configurations of a sweep as others end."""
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +17,7 @@ from jaxlora.config.job_settings import (
     values_at,
     with_settings,
 )
-from jaxlora.config.space import is_place
+from jaxlora.config.space import Axis, is_place
 from jaxlora.config.sweep_config import Metric, Search
 from jaxlora.errors import CheckpointError, JaxloraError
 from jaxlora.problems import format_errors
@@ -67,8 +68,12 @@ class Suggestions:
         self._metric = Metric() if sweep is None else sweep.metric
         self.points: dict[str, dict[str, float]] = {}
         self._is_exhausted = False
+        self._axes: list[Axis] = []
+        self._template: dict[str, Any] = {}
         if self._search is not None:
             check_installed()
+            self._axes = axes_of(self._search.parameters, [])
+            self._template = by_our_names(self._search.template)
         self.restore({})
 
     @property
@@ -83,9 +88,8 @@ class Suggestions:
             CheckpointError: A place is not on the axes of the search.
         """
         search = self._search
-        axes = [] if search is None else axes_of(search.parameters, [])
         for name, place in suggested.items():
-            if search is not None and not is_place(place, axes):
+            if search is not None and not is_place(place, self._axes):
                 raise CheckpointError(
                     f"{name} was suggested at {place}, which is not a point in the "
                     "space of the sweep's parameters. Restore these, or choose another "
@@ -154,73 +158,37 @@ class Suggestions:
         self, search: Search, jobs: Sequence[Candidate], tried: Sequence[Tried]
     ) -> LoraJob | None:
         names = {job.name for job in jobs}
-        left_out = {n: place for n, place in self.points.items() if n not in names}
         settings = [job.settings for job in jobs]
-        made = SuggestedSettings(search, settings, left_out)
-        number = len(self.points)
-        found = suggestions(made.axes, search.seed, number, tried)
-        for _ in range(_MOST_ASKED):
-            place = next(found)
+        # Those that did not fit the run are not suggested again either.
+        for name, place in self.points.items():
+            if name not in names:
+                values = self.settings_at(place)[1] | {"name": name}
+                settings.append(LoraJob.model_validate(values))
+        namer, there = Namer(), {_key(one) for one in settings}
+        for one in settings:
+            namer.reserve(one.name)
+        found = suggestions(self._axes, search.seed, len(self.points), tried)
+        for place in itertools.islice(found, _MOST_ASKED):
+            varied, values = self.settings_at(place)
+            prefix = self._template.get("name", "")
+            name = namer.name(prefix, varied, self._axes)
             try:
-                job = LoraJob.model_validate(made.at(place))
+                job = LoraJob.model_validate(values | {"name": name})
             except pydantic.ValidationError as error:
                 logger.warning("%s", format_errors(error, "a suggestion of Optuna"))
                 continue
-            if made.is_there(job):
-                continue
-            self.points[job.name] = place
-            return job
+            if _key(job) not in there:
+                self.points[job.name] = place
+                return job
         return None
 
-
-class SuggestedSettings:
-    """Makes the settings of configurations that are suggested.
-
-    Attributes:
-        axes: The axes of the search.
-    """
-
-    def __init__(
-        self,
-        search: Search,
-        jobs: Sequence[LoraJob],
-        left_out: Mapping[str, Mapping[str, float]] | None = None,
-    ):
-        """Makes the object.
-
-        Args:
-            search: The search.
-            jobs: The jobs that there are, none of which is made again.
-            left_out: The place on each axis of those that were suggested and did not
-                fit the run, by name. None of them is made again either.
-        """
-        self.axes = axes_of(search.parameters, [])
-        self._template, self._namer = by_our_names(search.template), Namer()
-        others = [
-            LoraJob.model_validate(self._settings_at(place)[1] | {"name": name})
-            for name, place in (left_out or {}).items()
-        ]
-        self._there = {_key(job) for job in (*jobs, *others)}
-        for job in (*jobs, *others):
-            self._namer.reserve(job.name)
-
-    def at(self, places: Mapping[str, float]) -> dict[str, Any]:
-        """Returns the settings of the configuration at places on the axes."""
-        settings, made = self._settings_at(places)
-        prefix = self._template.get("name", "")
-        return made | {"name": self._namer.name(prefix, settings, self.axes)}
-
-    def _settings_at(
-        self, places: Mapping[str, float]
+    def settings_at(
+        self, place: Mapping[str, float]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the settings that are varied, and all but the name."""
-        point = values_at(self.axes, places)
-        settings = resolve_point(point, self.axes, self._template)
-        return settings, with_settings(self._template, settings)
-
-    def is_there(self, job: LoraJob) -> bool:
-        """Whether there is a job of equal settings."""
-        return _key(job) in self._there
+        """Returns the settings that are varied at a place on the axes, and all."""
+        point = values_at(self._axes, place)
+        varied = resolve_point(point, self._axes, self._template)
+        return varied, with_settings(self._template, varied)
 
 
 def _key(job: LoraJob) -> str:
