@@ -47,17 +47,17 @@ class Problem:
 
     Attributes:
         path: Keys and list indices that lead to the setting; empty: the whole.
-        kind: Pydantic's name of the error, or a key of the table above.
         text: The rule and the cure.
+        kind: Pydantic's name of the error, or one of those above.
         given: The value; a list or mapping is not shown.
         others: (kind, text) of the other forms that the setting may have, none of which
             the value has either.
     """
 
     path: Path
-    kind: str
     text: str
-    given: Any
+    kind: str = RULE
+    given: Any = ()
     others: tuple[tuple[str, str], ...] = ()
 
     def renamed(self, keys: Mapping[str, str]) -> "Problem":
@@ -92,7 +92,7 @@ def problem_of(
         where = named
     if found and where:
         path, text = where, text[found.end() :]
-    return Problem(path=path, kind="input", text=text, given=())
+    return Problem(path=path, kind="input", text=text)
 
 
 def problems_of(

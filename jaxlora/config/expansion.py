@@ -21,7 +21,6 @@ from jaxlora.config.job_settings import (
     check_axis,
     given_by,
     given_twice,
-    make_problem,
     our_name,
     resolve_point,
     setting_of,
@@ -33,7 +32,7 @@ from jaxlora.config.lora_job import LoraJob
 from jaxlora.config.space import Axis, Space, draw, first_of, grid
 from jaxlora.config.strict import StrictModel, types_of
 from jaxlora.config.sweep_config import Sweep
-from jaxlora.problems import RULE, Path, Problem
+from jaxlora.problems import Path, Problem
 
 # Configurations that a run may have, with those that a search is still to suggest.
 MOST_CONFIGURATIONS = 100_000
@@ -114,7 +113,7 @@ def expand_run(values: Mapping[str, Any]) -> Expansion:
         and not problems
         and (len(jobs) != 1 or num_points != len(expander.jobs))
     ):
-        problems.append(make_problem(("sweep", "method"), RULE, ONE_JOB))
+        problems.append(Problem(path=("sweep", "method"), text=ONE_JOB))
     if sweep is not None and not problems:
         over = {"parameters": {}, "method": None, "count": None, "initial": None}
         if searches:
@@ -163,13 +162,7 @@ def _num_first(sweep: Sweep | None, values: Mapping[str, Any]) -> int | None:
 def _search_of(
     sweep: Sweep, job: Any, points: Mapping[str, dict[str, float]]
 ) -> dict[str, Any]:
-    """Returns the settings of a sweep whose further configurations are suggested.
-
-    Args:
-        sweep: The sweep.
-        job: The job that it varies, unchecked.
-        points: The place on each axis of the configurations that were drawn, by name.
-    """
+    """Returns the settings of a sweep whose further configurations are suggested."""
     search = {
         "template": _plain(job),
         "parameters": sweep.parameters,
@@ -192,13 +185,7 @@ def _plain(job: Any) -> dict[str, Any]:
 def _slots_of(
     values: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]], axes: Sequence[Axis]
 ) -> dict[str, Any]:
-    """Returns the settings of slots that hold whatever may be suggested.
-
-    Args:
-        values: The settings of the run, unchecked.
-        jobs: The configurations that were drawn.
-        axes: The axes of the search.
-    """
+    """Returns the settings of slots that hold whatever may be suggested."""
     out: dict[str, Any] = {}
     for name, setting in (("rank", "slot_rank"), ("dropout", "slot_dropout")):
         if values.get(setting) is not None:
@@ -313,7 +300,7 @@ class _Expander:
             f"there would be {total:,.0f} configurations, and a run has at most "
             f"{MOST_CONFIGURATIONS:,}. {cure}"
         )
-        self.problems.append(make_problem(path, RULE, text))
+        self.problems.append(Problem(path=path, text=text))
         return True
 
     def _distinct(

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from jaxlora.config.lora_job import LoraJob
 from jaxlora.config.space import Axis, Space, value_at
 from jaxlora.config.strict import StrictModel, types_of
-from jaxlora.problems import RULE, UNKNOWN, Path, Problem
+from jaxlora.problems import UNKNOWN, Path, Problem
 
 
 def axes_of(parameters: Mapping[str, Space], problems: list[Problem]) -> list[Axis]:
@@ -31,7 +31,7 @@ def axes_of(parameters: Mapping[str, Space], problems: list[Problem]) -> list[Ax
         names = list(dict.fromkeys(axis.name for axis in error.args[1]))
         how = " follow from each other" if names[1:] else " follows from itself"
         text = f"{' and '.join(names)}{how}. Remove a times or a when."
-        problems.append(make_problem(error.args[1][0].path, RULE, text))
+        problems.append(Problem(path=error.args[1][0].path, text=text))
         return []
 
 
@@ -75,7 +75,7 @@ def given_twice(axes: Sequence[Axis]) -> list[Problem]:
             if other is not axis:
                 where = ".".join(map(str, other.path))
                 text = f"{where} gives {name!r}, too. Keep one of them."
-                found.append(make_problem(path, RULE, text))
+                found.append(Problem(path=path, text=text))
     return found
 
 
@@ -84,15 +84,12 @@ def _never_met(axes: Sequence[Axis]) -> list[Problem]:
 
     Such a setting would be left as it is in all configurations.
     """
-    lists = {
-        axis.name: axis.space.values
-        for axis in axes
-        if axis.space.times is None and not axis.space.when
-    }
+    own = {a.name: a.space for a in axes if a.space.times is None and not a.space.when}
     found = []
     for axis in axes:
         for key, wanted in axis.space.when.items():
-            values = lists.get(our_name(key))
+            space = own.get(our_name(key))
+            values = None if space is None else space.values
             if isinstance(wanted, list | tuple) and not wanted:
                 text = "the list is empty. Give the values that the setting must have."
             elif values is not None and not any(_is_met(v, wanted) for v in values):
@@ -100,7 +97,8 @@ def _never_met(axes: Sequence[Axis]) -> list[Problem]:
                 text = f"no value of {key} in the sweep is that: {shown}."
             else:
                 continue
-            found.append(make_problem((*axis.path, "when", key), RULE, text, wanted))
+            path = *axis.path, "when", key
+            found.append(Problem(path=path, text=text, given=wanted))
     return found
 
 
@@ -136,10 +134,12 @@ def check_axis(key: str, space: Space) -> list[Problem]:
                 mappings.append(((*path, number), value))
                 continue
             text = "expected a mapping of settings, such as {rank: 8}"
-            found.append(make_problem((*path, number), "dict_type", text, value))
+            found.append(
+                Problem(path=(*path, number), text=text, kind="dict_type", given=value)
+            )
         if space.values is None:
             text = "settings that belong together have a list of values."
-            found.append(make_problem(path, RULE, text))
+            found.append(Problem(path=path, text=text))
     for where, mapping in mappings:
         names += [((*where, name), name) for name in mapping]
         found += _two_names(where, mapping)
@@ -148,14 +148,14 @@ def check_axis(key: str, space: Space) -> list[Problem]:
     for where, name in names:
         ours, reason = find_setting(name)
         if reason:
-            found.append(make_problem(where, UNKNOWN, reason))
+            found.append(Problem(path=where, text=reason, kind=UNKNOWN))
         elif where == (*path, "times"):
             field = _field(ours)
             if field is not None and not types_of(field.annotation) & {int, float}:
                 text = f"{name} is not a number, so a value cannot be multiplied by it."
-                found.append(make_problem(where, RULE, text, name))
+                found.append(Problem(path=where, text=text, given=name))
     if not found and (reason := _axis(key, space).problem()):
-        found.append(make_problem(path, RULE, reason))
+        found.append(Problem(path=path, text=reason))
     return found
 
 
@@ -165,12 +165,8 @@ def _two_names(where: Path, values: Mapping[str, Any]) -> list[Problem]:
         name = our_name(key)
         if name and (other := seen.setdefault(name, key)) != key:
             text = f"{other!r} and {key!r} are two names of {name!r}. Keep one."
-            found.append(make_problem((*where, key), RULE, text))
+            found.append(Problem(path=(*where, key), text=text))
     return found
-
-
-def make_problem(path: Path, kind: str, text: str, given: Any = ()) -> Problem:
-    return Problem(path=path, kind=kind, text=text, given=given)
 
 
 def our_name(key: str) -> str:

@@ -133,7 +133,7 @@ def _filled(job: dict[str, Any], values: dict[str, Any], rest: str) -> dict[str,
     Only a setting in parts needs it, as its other parts are kept.
     """
     head, is_in_parts, _ = rest.partition(".")
-    defaults = values.get("defaults")
+    defaults = values.get("defaults") or {}
     if not is_in_parts or LoraJob.key_of(head, job) is not None:
         return job
     key = LoraJob.key_of(head, defaults)

@@ -249,14 +249,6 @@ class RunConfig(BaseSettings):
             return ()
         return (names,) if isinstance(names, str) else names
 
-    @pydantic.field_validator("microbatch_tokens", mode="before")
-    @classmethod
-    def _tokens_or_auto(cls, tokens: object) -> object:
-        is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
-        if tokens != "auto" and not (is_number and tokens >= 1):
-            raise ValueError("expected a positive number of tokens, or auto.")
-        return tokens
-
     @pydantic.field_validator("implementation")
     @classmethod
     def _implementation_is_known(cls, name: str) -> str:

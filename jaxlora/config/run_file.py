@@ -14,10 +14,10 @@ from jaxlora.common.yaml_file import line_finder, parse_yaml
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.expansion import Expansion, expand_run
 from jaxlora.config.overrides import Override, override
+from jaxlora.config.strict import unknown
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.printable import one_line
 from jaxlora.problems import (
-    UNKNOWN,
     Path,
     Problem,
     Source,
@@ -237,10 +237,7 @@ def run_config(
         wrong = Problem(path=("defaults",), kind="dict_type", text="", given=defaults)
         raise settings_error([wrong], source)
     _, refused = LoraJob.known(defaults)
-    problems = [
-        Problem(path=("defaults", key), kind=UNKNOWN, text=text, given=defaults[key])
-        for key, text in refused.items()
-    ]
+    problems = unknown(defaults, refused, "defaults")
     expansion = expand_run(_with_defaults(values))
     problems += expansion.problems
     places = _Places(values, expansion)

@@ -18,7 +18,6 @@ from pydantic_core import PydanticCustomError
 from jaxlora.config.aliases import NO_NAMES, OtherNames
 from jaxlora.problems import (
     MAPPING,
-    RULE,
     UNKNOWN,
     Problem,
     Source,
@@ -70,27 +69,23 @@ def _as_tuple(value: Any) -> Any:
 
 def _check_path(path: str) -> str:
     longest = max(path.split("/"), key=_num_bytes)
-    if (count := _num_bytes(longest)) > _LONGEST_NAME:
-        raise ValueError(
-            f"the name {longest[:30]!r}... has {count} bytes, and a file or folder can "
-            f"have a name of at most {_LONGEST_NAME}. Choose a shorter one"
-        )
-    return _check_length(path, _LONGEST_PATH)
+    _check_length("name", longest, _LONGEST_NAME)
+    return _check_length("path", path, _LONGEST_PATH)
 
 
 def _check_output(path: str) -> str:
     _check_path(path)
-    _check_length(os.path.abspath(path), _LONGEST_PATH - _ROOM)
+    _check_length("path", os.path.abspath(path), _LONGEST_PATH - _ROOM)
     return path
 
 
-def _check_length(path: str, most: int) -> str:
-    if (count := _num_bytes(path)) > most:
+def _check_length(kind: str, text: str, most: int) -> str:
+    if (count := _num_bytes(text)) > most:
         raise ValueError(
-            f"the path {path[:30]!r}... has {count} bytes, and can have at most "
+            f"the {kind} {text[:30]!r}... has {count} bytes, and can have at most "
             f"{most}. Choose a shorter one"
         )
-    return path
+    return text
 
 
 def _num_bytes(text: str) -> int:
@@ -224,9 +219,9 @@ class StrictModel(pydantic.BaseModel):
             example = next(name for name in [*_required(cls), *cls.model_fields])
             raise PydanticCustomError(MAPPING, "{example}", {"example": example})
         ours, refused = cls.known(values)
-        problems = [_problem(k, UNKNOWN, why, values[k]) for k, why in refused.items()]
+        problems = unknown(values, refused)
         spoilt = [key for key in ours if not _is_text(values[key])]
-        problems += [_problem(key, RULE, _NO_TEXT, values[key]) for key in spoilt]
+        problems += [Problem(path=(key,), text=_NO_TEXT) for key in spoilt]
         given = {name: values[k] for k, name in ours.items() if k not in spoilt}
         # Settings that are given, but with a misspelt key or a text that is none.
         hidden = {closest(str(key), cls.model_fields) for key in refused}
@@ -244,13 +239,24 @@ class StrictModel(pydantic.BaseModel):
         if problems:
             seen = _valid_part(cls, given, hidden | {p.path[0] for p in problems})
         for setting, text in _find_wrong(cls.rules, seen, is_whole=seen is made):
-            problems.append(_problem(setting, RULE, text, given.get(setting, ())))
+            value = given.get(setting, ())
+            problems.append(Problem(path=(setting,), text=text, given=value))
         if not problems:
             return made
         keys = {name: key for key, name in ours.items()}
         raise validation_error(
             cls.__name__, [problem.renamed(keys) for problem in problems]
         )
+
+
+def unknown(
+    values: Mapping[str, Any], refused: Mapping[str, str], *path: str
+) -> list[Problem]:
+    """Returns a problem for each key of settings at a path that is refused."""
+    return [
+        Problem(path=(*path, key), kind=UNKNOWN, text=text, given=values[key])
+        for key, text in refused.items()
+    ]
 
 
 def _valid_part(kind: type[StrictModel], given: Mapping[str, Any], bad: set) -> Any:
@@ -285,10 +291,6 @@ def _find_wrong(
             if is_whole:
                 raise
         yield from wrong.items()
-
-
-def _problem(key: str, kind: str, text: str, given: Any) -> Problem:
-    return Problem(path=(key,), kind=kind, text=text, given=given)
 
 
 def _required(kind: type[pydantic.BaseModel]) -> list[str]:
