@@ -37,7 +37,6 @@ _TYPES = {
     "bool_type": "expected true or false",
     "number": "expected a number, without quotes, such as 8 or 2e-4",
     "string_type": "expected text, in quotes if need be",
-    "texts": "expected text, or a list of texts, such as [q_proj, v_proj]",
 }
 
 

@@ -108,7 +108,7 @@ def _one_step_ahead(
 
 
 def _warm_from_rate(
-    step: Step, *, warmup_lr_rate: float | None, **others: Any
+    step: Step, *, warmup_lr_rate: float | None = None, **others: Any
 ) -> float:
     if warmup_lr_rate is None:
         return (step.number + 1) / step.warmup
@@ -127,7 +127,7 @@ def _inverse_sqrt(step: Step, *, timescale: float | None = None) -> float:
 
 
 def _warm_stable(
-    step: Step, *, warmup_type: str, min_lr_ratio: float, **others: Any
+    step: Step, *, warmup_type: str = "linear", min_lr_ratio: float = 0.0, **others: Any
 ) -> float:
     done = step.number / step.warmup
     risen = {
@@ -246,6 +246,5 @@ def learning_rate(job: Any, step: int, num_steps: int) -> float:
         return 0.0
     schedule = SCHEDULES[job.lr_schedule]
     found = Step(number=step, warmup=warmup, total=num_steps, peak=job.learning_rate)
-    settings = {**schedule.settings, **job.lr_schedule_args}
     factor = schedule.warm if step < warmup else schedule.factor
-    return job.learning_rate * factor(found, **settings)
+    return job.learning_rate * factor(found, **job.lr_schedule_args)

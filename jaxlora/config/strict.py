@@ -45,23 +45,6 @@ def _check_number(value: Any) -> Any:
     return value
 
 
-def _check_bool(value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise PydanticCustomError("bool_type", "expected true or false")
-    return value
-
-
-def _check_texts(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list | tuple):
-        raise PydanticCustomError("texts", "expected text, or a list of texts")
-    for item in value:
-        if not isinstance(item, str):
-            raise ValueError(f"{item!r:.80} in the list is not text: put it in quotes")
-    return value
-
-
 def _as_tuple(value: Any) -> Any:
     is_one = isinstance(value, int | float | str) and not isinstance(value, bool)
     return (value,) if is_one else value
@@ -95,10 +78,10 @@ def _num_bytes(text: str) -> int:
 # This validator must come after the constraints of a number.
 Number = BeforeValidator(_check_number)
 
-Texts = Annotated[str | tuple[str, ...], BeforeValidator(_check_texts)]
+Texts = str | tuple[str, ...]
 InputPath = Annotated[str, AfterValidator(_check_path)]
 OutputPath = Annotated[str, AfterValidator(_check_output)]
-Bool = Annotated[bool, BeforeValidator(_check_bool)]
+Bool = pydantic.StrictBool
 Int = Annotated[int, Field(ge=-_LARGEST_INT, le=_LARGEST_INT), Number]
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST_INT), Number]

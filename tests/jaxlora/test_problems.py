@@ -219,8 +219,8 @@ def test_many_problems_are_counted_and_the_file_is_parsed_once(here, monkeypatch
         ),
         (
             {"target_modules": 3},
-            "target_modules: expected text, or a list of texts, such as "
-            "[q_proj, v_proj] (given: 3)",
+            "target_modules: expected text, in quotes if need be; or expected a list, "
+            "such as [a, b] (given: 3)",
         ),
     ],
 )
