@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -25,20 +25,18 @@ _ROUNDING = 1e-8
 
 
 def _one_or_several(data: Any, wrong: Wrong) -> None:
-    fields = DataConfig.model_fields
-    is_set = lambda name: getattr(data, name) != fields[name].default
     if not data.path and not data.datasets:
         wrong["path"] = (
             "give path: a file, a folder or a hub id. Or list several in datasets."
         )
     for name in _OF_SEVERAL:
-        if is_set(name) and not data.datasets:
+        if data.changes(name) and not data.datasets:
             wrong[name] = (
                 f"{name} is for several data sets: list them in datasets, or leave "
                 f"{name} out."
             )
-    for name in fields if data.datasets else ():
-        if name not in ("datasets", *_OF_SEVERAL) and is_set(name):
+    for name in DataConfig.model_fields if data.datasets else ():
+        if name not in ("datasets", *_OF_SEVERAL) and data.changes(name):
             wrong[name] = f"{name} belongs to each item of datasets. Put it there."
     if any(one.datasets for one in data.datasets):
         wrong["datasets"] = (
@@ -46,7 +44,7 @@ def _one_or_several(data: Any, wrong: Wrong) -> None:
             "them in one list."
         )
     for name in ("probabilities", "stopping_strategy"):
-        if data.datasets and data.mix != "interleave" and is_set(name):
+        if data.datasets and data.mix != "interleave" and data.changes(name):
             wrong[name] = (
                 f"{name} needs `mix: interleave`. Set it, or leave {name} out."
             )
@@ -75,13 +73,12 @@ def _shares(data: Any, wrong: Wrong) -> None:
 
 
 def _streams(data: Any, wrong: Wrong) -> None:
-    fields = DataConfig.model_fields
     for name in ("skip", "shuffle_buffer"):
-        if not data.streaming and getattr(data, name) != fields[name].default:
+        if not data.streaming and data.changes(name):
             wrong[name] = (
                 f"{name} needs `streaming: true`. Set it, or leave {name} out."
             )
-    if data.limit and data.shuffle_buffer != fields["shuffle_buffer"].default:
+    if data.limit and data.changes("shuffle_buffer"):
         wrong["shuffle_buffer"] = (
             "with limit, the first records are read before training and shuffled as a "
             "whole. Leave shuffle_buffer out, or limit."
@@ -316,11 +313,14 @@ class DataConfig(StrictModel):
     @property
     def set_names(self) -> tuple[str, ...]:
         """Short and different names of the data sets, for logs and metrics."""
-        for name in _NAMES:
-            names = tuple(map(name, self.sets))
-            if len(set(names)) == len(names):
+        paths = [one.path for one in self.sets]
+        stems = [pathlib.PurePath(path).stem for path in paths]
+        parts = [(one.subset, one.split) for one in self.sets]
+        join = lambda name, more: ".".join(filter(None, (name, *more)))
+        for found in (stems, map(join, stems, parts), map(join, paths, parts)):
+            if len(set(names := tuple(found))) == len(paths):
                 return names
-        return tuple(f"{n}-{i}" for i, n in enumerate(map(_stem, self.sets), start=1))
+        return tuple(f"{stem}-{i}" for i, stem in enumerate(stems, start=1))
 
     @pydantic.field_validator("datasets", mode="before")
     @classmethod
@@ -349,18 +349,3 @@ class DataConfig(StrictModel):
                 "datasets."
             )
         return weight
-
-
-def _stem(data: DataConfig) -> str:
-    return pathlib.PurePath(data.path).stem
-
-
-def _stem_and_part(data: DataConfig) -> str:
-    return ".".join(filter(None, (_stem(data), data.subset, data.split)))
-
-
-def _whole_path(data: DataConfig) -> str:
-    return ".".join(filter(None, (data.path, data.subset, data.split)))
-
-
-_NAMES: tuple[Callable[[DataConfig], str], ...] = (_stem, _stem_and_part, _whole_path)

@@ -161,27 +161,27 @@ def _whole_modules(job: Any, wrong: Wrong) -> None:
         )
 
 
-# Settings of LoRA that VeRA does not have, and their defaults.
-NOT_OF_VERA = {
-    "use_dora": False,
-    "use_rslora": False,
-    "init_lora_weights": True,
-    "lora_alpha": 32.0,
-    "lora_plus_ratio": 1.0,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "trainable_token_indices": (),
-    "train_bias": False,
-}
+# Settings of LoRA that VeRA does not have.
+NOT_OF_VERA = (
+    "use_dora",
+    "use_rslora",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_plus_ratio",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+    "train_bias",
+)
 
 
 def _vera(job: Any, wrong: Wrong) -> None:
-    for setting, default in NOT_OF_VERA.items():
-        if job.use_vera and (value := getattr(job, setting)) != default:
+    for setting in NOT_OF_VERA if job.use_vera else ():
+        if job.changes(setting):
             wrong[setting] = (
-                f"{setting}={value} cannot be combined with use_vera: in PEFT, VeRA "
-                "has one rank, no scaling, and nothing but its vectors to train. Leave "
-                f"{setting} out of this job."
+                f"{setting}={getattr(job, setting)} cannot be combined with use_vera: "
+                "in PEFT, VeRA has one rank, no scaling, and nothing but its vectors to "
+                f"train. Leave {setting} out of this job."
             )
     if not job.use_vera and job.projection_prng_key:
         wrong["projection_prng_key"] = (

@@ -148,6 +148,10 @@ class StrictModel(pydantic.BaseModel):
         given = {n: getattr(self, n) for n in self.model_fields_set if n not in new}
         return kind(**given | changes)
 
+    def changes(self, setting: str) -> bool:
+        """Whether a setting has another value than its default."""
+        return getattr(self, setting) != type(self).model_fields[setting].default
+
     @classmethod
     def known(cls, values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
         """Finds the settings among keys, which may be names of other tools.

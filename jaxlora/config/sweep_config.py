@@ -33,8 +33,7 @@ def _of_answers(metric: Any, wrong: Wrong) -> None:
     if metric.is_loss and metric.goal == "maximize":
         wrong["goal"] = "a loss is minimized. Leave goal out."
     for name in ("max_new_tokens", "limit"):
-        default = Metric.model_fields[name].default
-        if metric.is_loss and getattr(metric, name) != default:
+        if metric.is_loss and metric.changes(name):
             wrong[name] = f"{name} is of generated answers, and a loss has none."
 
 
@@ -109,8 +108,7 @@ _OWN_SETTINGS: Mapping[str, tuple[str, ...]] = {
 
 def _of_the_type(rule: Any, wrong: Wrong) -> None:
     for name, types in _OWN_SETTINGS.items():
-        default = ExitRule.model_fields[name].default
-        if getattr(rule, name) != default and rule.type not in types:
+        if rule.changes(name) and rule.type not in types:
             wrong[name] = (
                 f"{name} is a setting of {' and '.join(types)}, and type is "
                 f"{rule.type}. Leave it out."
