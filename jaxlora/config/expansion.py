@@ -29,7 +29,7 @@ from jaxlora.config.job_settings import (
     with_settings,
 )
 from jaxlora.config.lora_job import LoraJob
-from jaxlora.config.space import Axis, Space, draw, first_of, grid
+from jaxlora.config.space import Axis, Space, draw, grid, value_at
 from jaxlora.config.strict import StrictModel, types_of
 from jaxlora.config.sweep_config import Sweep
 from jaxlora.problems import Path, Problem
@@ -98,21 +98,13 @@ def expand_run(values: Mapping[str, Any]) -> Expansion:
     swept = [] if sweep is None else axes_of(sweep.parameters, problems)
     expander = _Expander(swept, sweep or Sweep(), _num_first(sweep, values))
     if problems or (sweep is None and values.get("sweep") is not None):
-        # The sweep would have named them.
-        jobs = [
-            {"name": f"c{i}", **job} if isinstance(job, dict) else job
-            for i, job in enumerate(jobs, start=1)
-        ]
+        jobs = _named(jobs)
     expander.add_all(jobs)
     problems += expander.problems
     out = {**values, "jobs": expander.jobs}
     searches = sweep is not None and sweep.method == "optuna" and bool(swept)
-    num_points = len(expander.points)
-    if (
-        searches
-        and not problems
-        and (len(jobs) != 1 or num_points != len(expander.jobs))
-    ):
+    is_one_job = len(jobs) == 1 and len(expander.points) == len(expander.jobs)
+    if searches and not problems and not is_one_job:
         problems.append(Problem(path=("sweep", "method"), text=ONE_JOB))
     if sweep is not None and not problems:
         over = {"parameters": {}, "method": None, "count": None, "initial": None}
@@ -218,13 +210,6 @@ class _Expander:
     """
 
     def __init__(self, swept: Sequence[Axis], sweep: Sweep, num_drawn: int | None):
-        """Makes the object.
-
-        Args:
-            swept: The axes of the sweep.
-            sweep: The sweep.
-            num_drawn: Number of configurations to draw for each job, of a search.
-        """
         self.jobs: list[Any] = []
         self.points: dict[str, dict[str, float]] = {}
         self.origins: list[Origin] = []
@@ -243,9 +228,14 @@ class _Expander:
             for number, template in enumerate(templates)
         ]
         if self._are_too_many(listed):
-            # Few are made, for the other checks.
-            listed = [list(map(first_of, axes)) for axes in listed]
-            self._swept, self._num_drawn = list(map(first_of, self._swept)), None
+            # One of each job is left for the other checks.
+            jobs = list(jobs)
+            for number, axes in enumerate(listed):
+                if axes:
+                    first = {axis.name: value_at(axis, 0) for axis in axes}
+                    jobs[number] = with_settings(templates[number] or {}, first)
+            jobs = _named(jobs)
+            self._swept, listed = (), [[]] * len(jobs)
         for number, (job, template) in enumerate(zip(jobs, templates, strict=True)):
             if template is not None and (listed[number] or self._swept):
                 self._add(number, template, listed[number])
@@ -276,11 +266,7 @@ class _Expander:
             self.origins.append(Origin(template=number, varied=varied))
 
     def _are_too_many(self, listed: Sequence[Sequence[Axis]]) -> bool:
-        """Counts all configurations before one is made; too many are a problem.
-
-        Args:
-            listed: Axes of the lists in each job.
-        """
+        """Counts all configurations before one is made; too many are a problem."""
         swept = self._num_all or math.prod(axis.num_points for axis in self._swept)
         nums = [
             swept * math.prod(axis.num_points for axis in axes)
@@ -342,6 +328,14 @@ class _Expander:
         for i in itertools.count():
             places = {axis.name: draw(axis, self._seed, i) for axis in self._swept}
             yield values_at(self._swept, places), places
+
+
+def _named(jobs: Sequence[Any]) -> list[Any]:
+    """Returns jobs with names, which a sweep would have given them."""
+    return [
+        {"name": f"c{i}", **job} if isinstance(job, dict) else job
+        for i, job in enumerate(jobs, start=1)
+    ]
 
 
 def _template(job: Any) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any
 
-import pydantic
 from pydantic import Field
 
 from jaxlora.config.strict import (
@@ -17,6 +16,7 @@ from jaxlora.config.strict import (
 )
 
 TopP = Annotated[float, Field(gt=0.0, le=1.0), Number]
+_Text = Annotated[str, Field(min_length=1)]
 Seed = Annotated[NonNegativeInt, Field(lt=2**31)]
 
 
@@ -36,18 +36,8 @@ class GenerationSettings(StrictModel):
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeFloat = 0.0
     top_p: TopP = 1.0
-    stop: Annotated[tuple[str, ...], OneOrMore] = ()
+    stop: Annotated[tuple[_Text, ...], OneOrMore] = ()
     seed: Seed = 0
-
-    @pydantic.field_validator("stop")
-    @classmethod
-    def _texts_are_not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
-            raise ValueError(
-                "stop holds an empty text, which would end every answer at once. "
-                "Remove it."
-            )
-        return stop
 
 
 def _samples(samples: Any, wrong: Wrong) -> None:

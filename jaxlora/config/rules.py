@@ -180,8 +180,8 @@ def _vera(job: Any, wrong: Wrong) -> None:
         if job.changes(setting):
             wrong[setting] = (
                 f"{setting}={getattr(job, setting)} cannot be combined with use_vera: "
-                "in PEFT, VeRA has one rank, no scaling, and nothing but its vectors to "
-                f"train. Leave {setting} out of this job."
+                "in PEFT, VeRA has one rank, no scaling, and nothing but its vectors "
+                f"to train. Leave {setting} out of this job."
             )
     if not job.use_vera and job.projection_prng_key:
         wrong["projection_prng_key"] = (

@@ -185,15 +185,12 @@ def load_job(path: str | pathlib.Path, defaults: Mapping[str, Any]) -> LoraJob:
     try:
         return LoraJob.model_validate(values)
     except pydantic.ValidationError as error:
-        wrong = {problem.path[0] for problem in problems_of(error) if problem.path}
-        taken = (key for key in values if key not in own)
-        if key := next((key for key in taken if {key, ours[key]} & wrong), None):
-            raise ConfigError(
-                f"{path}: {key} comes from the defaults of the run's file, and "
-                f"{values[key]!r:.100} cannot be that of one job. Give {key} in the "
-                "job file."
-            ) from None
-        source = Source(str(path), line_finder(text))
+        taken: dict[Path, str] = {
+            (key,): f"{path}: {key}, from the defaults of the run's file (give another "
+            "one in the job file)"
+            for key in values.keys() - own.keys()
+        }
+        source = Source(str(path), line_finder(text), taken)
         raise settings_error(problems_of(error), source) from None
 
 

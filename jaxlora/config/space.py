@@ -285,29 +285,16 @@ def draw(axis: Axis, seed: int, number: int) -> float:
     space, u = axis.space, random.Random(f"{seed}/{number}/{axis.name}").random()
     if space.values is None:
         return u
-    chances = space.probabilities or [1 / len(space.values)] * len(space.values)
-    for index, reached in enumerate(itertools.accumulate(chances)):
-        if u < reached:
-            return index
-    return len(space.values) - 1
-
-
-def first_of(axis: Axis) -> Axis:
-    """Returns an axis that has only the first value of another one."""
-    keep = {"times": axis.space.times, "when": axis.space.when}
-    space = Space(values=(value_at(axis, 0),), **keep)
-    return dataclasses.replace(axis, space=space)
+    num = len(space.values)
+    reached = itertools.accumulate(space.probabilities or [1 / num] * num)
+    return next((i for i, share in enumerate(reached) if u < share), num - 1)
 
 
 def is_place(places: Mapping[str, float], axes: Sequence[Axis]) -> bool:
     """Whether there is a place on each of the axes, by name, as `draw` returns it."""
-    if places.keys() != {axis.name for axis in axes}:
-        return False
-    sizes = {a.name: len(a.space.values) for a in axes if a.space.values is not None}
-    return all(
-        0 <= place < sizes[name] and place == int(place)
-        if name in sizes
-        else 0 <= place <= 1
+    sizes = {axis.name: len(axis.space.values or ()) for axis in axes}
+    return places.keys() == sizes.keys() and all(
+        place in range(sizes[name]) if sizes[name] else 0 <= place <= 1
         for name, place in places.items()
     )
 
