@@ -36,6 +36,7 @@ _TYPES = {
     "float_type": "expected a number, such as 8 or 2e-4",
     "bool_type": "expected true or false",
     "number": "expected a number, without quotes, such as 8 or 2e-4",
+    "too_short": "the list is empty. Give at least one",
     "string_too_short": "expected text that is not empty",
     "string_type": "expected text, in quotes if need be",
 }

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jaxlora.config.strict import (
+    AtLeastOne,
     Bool,
     NonNegativeFloat,
     NonNegativeInt,
@@ -16,7 +17,7 @@ from jaxlora.config.strict import (
 )
 
 TopP = Annotated[float, Field(gt=0.0, le=1.0), Number]
-_Text = Annotated[str, Field(min_length=1)]
+_Text = Annotated[str, AtLeastOne]
 Seed = Annotated[NonNegativeInt, Field(lt=2**31)]
 
 
@@ -41,8 +42,6 @@ class GenerationSettings(StrictModel):
 
 
 def _samples(samples: Any, wrong: Wrong) -> None:
-    if not samples.prompts:
-        wrong["prompts"] = "prompts is empty. Give prompts, or leave samples out."
     if samples.system is not None and not samples.chat:
         wrong["system"] = "system is a message of a chat: set `chat: true`."
 
@@ -59,7 +58,7 @@ class SamplesConfig(GenerationSettings):
 
     rules = (_samples,)
 
-    prompts: tuple[str, ...]
+    prompts: Annotated[tuple[str, ...], AtLeastOne]
     chat: Bool = False
     system: str | None = None
     max_new_tokens: PositiveInt = 64

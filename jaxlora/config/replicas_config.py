@@ -68,24 +68,6 @@ def describe_list(shapes: Sequence[ReplicaShape]) -> str:
     return " + ".join(parts)
 
 
-def check_listed(replicas: object) -> object:
-    """Returns a value of `replicas`: a list, `auto` or None.
-
-    Raises:
-        ValueError: It is a word other than `auto`, or no list, or empty.
-    """
-    if replicas is None or replicas == "auto":
-        return replicas
-    if not isinstance(replicas, list | tuple):
-        raise ValueError(
-            "expected auto, or a list such as [{microbatch_tokens: 8192}, "
-            "{microbatch_tokens: 2048, count: 3}]."
-        )
-    if not replicas:
-        raise ValueError("replicas is empty. List them, or leave replicas out.")
-    return replicas
-
-
 def replica_rules(run: Any, wrong: Wrong) -> None:
     """Yields the settings of a run that do not fit its replicas."""
     if run.replicas is None:

@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BeforeValidator
 
 from jaxlora.common.note import Note
 from jaxlora.config.aliases import OF_JOB, OF_RUN
@@ -14,12 +13,12 @@ from jaxlora.config.lora_job import LoraJob
 from jaxlora.config.replicas_config import (
     ReplicaConfig,
     ReplicaShape,
-    check_listed,
     in_order,
     replica_rules,
 )
 from jaxlora.config.rules import OF_A_RUN, mesh_text
 from jaxlora.config.strict import (
+    AtLeastOne,
     Bool,
     InputPath,
     NonNegativeFloat,
@@ -134,10 +133,9 @@ class RunConfig(BaseSettings):
     slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
-    replicas: Annotated[
-        Literal["auto"] | tuple[ReplicaConfig, ...] | None,
-        BeforeValidator(check_listed),
-    ] = None
+    replicas: (
+        Literal["auto"] | Annotated[tuple[ReplicaConfig, ...], AtLeastOne] | None
+    ) = None
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: Tokens | Literal["auto"] = "auto"

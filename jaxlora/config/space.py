@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxlora.config.aliases import OtherNames
 from jaxlora.config.strict import (
+    AtLeastOne,
     Number,
     PositiveFloat,
     PositiveInt,
@@ -69,8 +70,6 @@ def _form(space: Any, wrong: Wrong) -> None:
                 f"{name} is of a range, and values is a list. Leave one of them out."
             )
             return
-    if not space.values:
-        wrong["values"] = "values is empty. Give at least one."
     if space.distribution not in (None, "constant", "categorical"):
         wrong["distribution"] = (
             f"{space.distribution} is of a range with min and max, and values is a "
@@ -139,7 +138,7 @@ class Space(StrictModel):
         },
     )
 
-    values: tuple[Any, ...] | None = None
+    values: Annotated[tuple[Any, ...], AtLeastOne] | None = None
     probabilities: tuple[Annotated[float, Number], ...] | None = None
     min: _Bound | None = None
     max: _Bound | None = None

@@ -95,6 +95,7 @@ Steps = Annotated[int, Field(gt=0, le=MOST_STEPS), Number]
 MOST_TOKENS = 2**20
 Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS), Number]
 OneOrMore = BeforeValidator(_as_tuple)
+AtLeastOne = Field(min_length=1)
 Indices = Annotated[tuple[NonNegativeInt, ...], OneOrMore]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]

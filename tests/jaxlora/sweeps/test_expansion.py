@@ -229,7 +229,7 @@ def test_all_mistakes_are_named_at_once(tmp_path):
         ({"rank": {"min": 1, "max": 9}}, {"method": "grid"}, "a grid needs points"),
         ({"rank": [1]}, {"method": "random"}, "set count"),
         ({"rank": [1]}, {"method": "grid", "count": 3}, "count is of a random search"),
-        ({"rank": []}, {}, "values is empty"),
+        ({"rank": []}, {}, "the list is empty"),
         ({"rank": {"min": 1}}, {}, "max is missing"),
         ({"_": [3]}, {}, "expected a mapping"),
         ({"_": [{"rnk": 3}]}, {}, "unknown key 'rnk'"),
