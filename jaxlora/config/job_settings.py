@@ -226,14 +226,7 @@ def resolve_point(
     settings: dict[str, Any] = {}
 
     def value_of(key: str) -> Any:
-        name = our_name(key)
-        if name in settings:
-            return settings[name]
-        # A setting may be within another one that is varied.
-        has_whole = name.partition(".")[0] in settings
-        return setting_of(
-            with_settings(template, settings) if has_whole else template, name
-        )
+        return setting_of(with_settings(template, settings), our_name(key))
 
     for axis in sorted(axes, key=lambda a: a.order):
         if not all(_is_met(value_of(k), v) for k, v in axis.space.when.items()):

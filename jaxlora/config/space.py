@@ -54,23 +54,21 @@ _MOST_STEPS = 2.0**53  # of q within a range, which differ as floats
 
 
 def _form(space: Any, wrong: Wrong) -> None:
-    if space.values is None:
-        for name in ("min", "max"):
-            if getattr(space, name) is None:
-                wrong[name] = (
-                    f"{name} is missing: give a list of values, or a range with min "
-                    "and max."
-                )
-                return
-        _range(space, wrong)
-        return
-    for name in ("min", "max", "q", "num"):
+    is_list = space.values is not None
+    for name in () if is_list else ("min", "max"):
+        if getattr(space, name) is None:
+            wrong[name] = (
+                f"{name} is missing: give a list of values, or a range with min and "
+                "max."
+            )
+    for name in ("min", "max", "q", "num") if is_list else ():
         if getattr(space, name) is not None:
             wrong[name] = (
                 f"{name} is of a range, and values is a list. Leave one of them out."
             )
-            return
-    if space.distribution not in (None, "constant", "categorical"):
+    if not is_list and not wrong:
+        _range(space, wrong)
+    if is_list and space.distribution not in (None, "constant", "categorical"):
         wrong["distribution"] = (
             f"{space.distribution} is of a range with min and max, and values is a "
             "list. Leave distribution out."

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from jaxlora.config.aliases import OtherNames
 from jaxlora.config.rules import mesh_text
 from jaxlora.config.space import Space
 from jaxlora.config.strict import (
     MOST_DEVICES,
+    AtLeastOne,
     Bool,
     Devices,
     Int,
@@ -201,20 +202,21 @@ class Search(StrictModel):
     points: dict[str, dict[str, float]]
 
 
-_GROUPS = (
-    "Give a number of groups such as 4, the number of devices or the mesh of each "
-    "one, such as [2, 2, 4], or auto."
-)
-
-
 def _group_mesh(given: object) -> str:
     """Returns the mesh of a group, which is given by it or by a number of devices."""
     words = mesh_text(given)
     if isinstance(given, int) and not isinstance(given, bool):
         words = f"fsdp={given}"
     if not isinstance(words, str):
-        raise ValueError(f"groups has {given!r}. {_GROUPS}")
+        raise ValueError(
+            "give the number of devices of the group, or its mesh, such as fsdp=2."
+        )
     return str(MeshSizes.parse(words))
+
+
+_Meshes = Annotated[
+    tuple[Annotated[str, BeforeValidator(_group_mesh)], ...], AtLeastOne
+]
 
 
 class Sweep(StrictModel):
@@ -275,7 +277,7 @@ class Sweep(StrictModel):
     keep_others: Bool = True
     merge_best: Bool = False
     search: Search | None = None
-    groups: Devices | Literal["auto"] | tuple[str, ...] = 1
+    groups: Devices | Literal["auto"] | _Meshes = 1
     ray: str | None = None
 
     @property
@@ -306,23 +308,17 @@ class Sweep(StrictModel):
         is_search = self.method in ("random", "optuna")
         return is_search or (self.method is None and self.count is not None)
 
-    @pydantic.field_validator("groups", mode="before")
+    @pydantic.field_validator("groups")
     @classmethod
-    def _groups_have_meshes(cls, given: object) -> object:
-        if isinstance(given, bool):
-            raise ValueError(f"groups is {given}. {_GROUPS}")
-        if not isinstance(given, list | tuple):
-            return given
-        if not given:
-            raise ValueError(f"groups is empty. {_GROUPS}")
-        meshes = tuple(_group_mesh(one) for one in given)
+    def _groups_can_be_divided(cls, groups: Any) -> Any:
+        meshes = groups if isinstance(groups, tuple) else ()
         num_devices = sum(MeshSizes.parse(mesh).num_devices for mesh in meshes)
         if num_devices > MOST_DEVICES:
             raise ValueError(
                 f"the groups have {num_devices:,} devices, and at most "
                 f"{MOST_DEVICES:,} can be divided. Give smaller groups."
             )
-        return meshes
+        return groups
 
     @pydantic.field_validator("metric", mode="before")
     @classmethod
