@@ -61,13 +61,6 @@ class Problem:
     given: Any = ()
     others: tuple[tuple[str, str], ...] = ()
 
-    def renamed(self, keys: Mapping[str, str]) -> "Problem":
-        """Returns the problem with the key that the user gave for the setting."""
-        if not self.path:
-            return self
-        first, *rest = self.path
-        return dataclasses.replace(self, path=(keys.get(str(first), first), *rest))
-
 
 def problem_of(
     path: Path, error: JaxloraError, settings: Collection[str] = ()

@@ -4,6 +4,7 @@ All problems of a configuration, and of those in it, are reported together. A nu
 cannot be given as true or as "8", and a boolean must be true or false.
 """
 
+import dataclasses
 import difflib
 import functools
 import os
@@ -231,10 +232,12 @@ class StrictModel(pydantic.BaseModel):
             problems.append(Problem(path=(setting,), text=text, given=value))
         if not problems:
             return made
-        keys = {name: key for key, name in ours.items()}
-        raise validation_error(
-            cls.__name__, [problem.renamed(keys) for problem in problems]
-        )
+        keys: dict[Any, str] = {name: key for key, name in ours.items()}
+        for number, problem in enumerate(problems):
+            first, *rest = problem.path
+            path = keys.get(first, first), *rest
+            problems[number] = dataclasses.replace(problem, path=path)
+        raise validation_error(cls.__name__, problems)
 
 
 def unknown(
