@@ -72,7 +72,18 @@ def replica_rules(run: Any, wrong: Wrong) -> None:
     """Yields the settings of a run that do not fit its replicas."""
     if run.replicas is None:
         return
-    _blocks_of_replicas(run, wrong)
+    for one in run.replica_shapes:
+        if one.tokens % run.block_tokens:
+            wrong["replicas"] = (
+                f"microbatch_tokens={one.tokens} of a replica is not a multiple of "
+                f"block_tokens={run.block_tokens}."
+            )
+        if run.block_tokens % one.tensor:
+            wrong["replicas"] = (
+                f"tensor={one.tensor} of a replica does not divide block_tokens="
+                f"{run.block_tokens}, and its devices divide the rows of microbatches. "
+                f"Set block_tokens to a multiple of {one.tensor}."
+            )
     first = run.replica_shapes[:1]
     if run.microbatch_tokens not in ("auto", *(one.tokens for one in first)):
         wrong["microbatch_tokens"] = (
@@ -99,21 +110,3 @@ def replica_rules(run: Any, wrong: Wrong) -> None:
         wrong["sweep"] = (
             "sweep.groups and replicas both divide the devices. Leave one of them out."
         )
-
-
-def _blocks_of_replicas(run: Any, wrong: Wrong) -> None:
-    for one in run.replica_shapes:
-        if one.tokens % run.block_tokens:
-            wrong["replicas"] = (
-                f"microbatch_tokens={one.tokens} of a replica is not a multiple of "
-                f"block_tokens={run.block_tokens}."
-            )
-        elif run.block_tokens % one.tensor:
-            wrong["replicas"] = (
-                f"tensor={one.tensor} of a replica does not divide block_tokens="
-                f"{run.block_tokens}, and its devices divide the rows of microbatches. "
-                f"Set block_tokens to a multiple of {one.tensor}."
-            )
-        else:
-            continue
-        return

@@ -31,9 +31,6 @@ def _evaluation(job: Any, wrong: Wrong) -> None:
             )
     if job.early_stopping and not job.eval_every:
         wrong["early_stopping"] = "early_stopping counts evaluations: set eval_every."
-
-
-def _held_out_sets(job: Any, wrong: Wrong) -> None:
     if job.eval_data is None:
         return
     if job.eval_data.mix != "concat":
@@ -81,7 +78,7 @@ def _schedule(job: Any, wrong: Wrong) -> None:
         wrong["lr_schedule_args"] = problem
 
 
-def _adapted_layers(job: Any, wrong: Wrong) -> None:
+def _trained_modules(job: Any, wrong: Wrong) -> None:
     targets = job.target_modules
     is_regex = isinstance(targets, str) and targets.lower() != "all-linear"
     if job.layers_pattern and not job.layers_to_transform:
@@ -93,6 +90,11 @@ def _adapted_layers(job: Any, wrong: Wrong) -> None:
         wrong["layers_to_transform"] = (
             "layers_to_transform selects layers of a list of target_modules, or of "
             "all-linear; a regular expression selects them by itself."
+        )
+    if both := [m for m in job.modules_to_save if job.token_ids[m]]:
+        wrong["modules_to_save"] = (
+            f"modules_to_save trains all rows of {both[0]}, and "
+            "trainable_token_indices some of them. Keep one."
         )
 
 
@@ -151,14 +153,6 @@ def whole_modules(modules: Any) -> Any:
             f"{others[0]}. Leave it out; a reward model has its score head without it."
         )
     return tuple(sorted(set(names)))
-
-
-def _whole_modules(job: Any, wrong: Wrong) -> None:
-    if both := [m for m in job.modules_to_save if job.token_ids[m]]:
-        wrong["modules_to_save"] = (
-            f"modules_to_save trains all rows of {both[0]}, and "
-            "trainable_token_indices some of them. Keep one."
-        )
 
 
 # Settings of LoRA that VeRA does not have.
@@ -250,11 +244,17 @@ def _pipeline(run: Any, wrong: Wrong) -> None:
         )
 
 
-def _groups(run: Any, wrong: Wrong) -> None:
-    if run.sweep is None or not run.sweep.has_groups:
+def _sweep(run: Any, wrong: Wrong) -> None:
+    if run.sweep is None:
         return
+    if not all(map(_is_evaluated, run.jobs)):
+        job = next(job for job in run.jobs if not _is_evaluated(job))
+        wrong["sweep"] = (
+            "configurations are ranked by their loss on held-out records, and job "
+            f"{job.name!r} has none: set eval_fraction or eval_data."
+        )
     groups = run.sweep.groups
-    if run.mesh == "auto" and isinstance(groups, int):
+    if run.sweep.has_groups and run.mesh == "auto" and isinstance(groups, int):
         wrong["mesh"] = (
             "mesh is auto, which one process chooses for all devices, and sweep.groups "
             f"is {groups}. Give the mesh of a group, such as fsdp=2, or list the "
@@ -267,16 +267,6 @@ def _groups(run: Any, wrong: Wrong) -> None:
         )
 
 
-def _configurations(run: Any, wrong: Wrong) -> None:
-    for job in run.jobs if run.sweep is not None else ():
-        if not _is_evaluated(job):
-            wrong["sweep"] = (
-                f"configurations are ranked by their loss on held-out records, and job "
-                f"{job.name!r} has none: set eval_fraction or eval_data."
-            )
-            return
-
-
 def mesh_text(mesh: Any) -> Any:
     """Returns the sizes of a mesh as text, if they are given as a mapping."""
     if isinstance(mesh, dict):
@@ -286,20 +276,17 @@ def mesh_text(mesh: Any) -> Any:
 
 OF_A_JOB: tuple[Rules, ...] = (
     _evaluation,
-    _held_out_sets,
     _streams,
     _schedule,
     start_rules,
-    _whole_modules,
     _vera,
-    _adapted_layers,
+    _trained_modules,
 )
 OF_A_RUN: tuple[Rules, ...] = (
     _job_names,
     _microbatches,
     _samples,
     _pipeline,
-    _configurations,
-    _groups,
+    _sweep,
     copies_follow_their_jobs,
 )
