@@ -5,6 +5,7 @@ of a random search are the same whatever `count` is, so a sweep can be continued
 more of them.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -18,7 +19,6 @@ from jaxlora.config.configuration_names import Namer
 from jaxlora.config.job_settings import (
     axes_of,
     by_our_names,
-    check_axis,
     given_by,
     given_twice,
     our_name,
@@ -94,10 +94,12 @@ def expand_run(values: Mapping[str, Any]) -> Expansion:
     if not isinstance(jobs, list | tuple):
         return Expansion(values=dict(values))
     problems: list[Problem] = []
-    sweep = _read_sweep(values.get("sweep"), problems)
+    given, sweep = values.get("sweep"), None
+    with contextlib.suppress(pydantic.ValidationError):  # the checks that follow say it
+        sweep = None if given is None else Sweep.model_validate(given)
     swept = [] if sweep is None else axes_of(sweep.parameters, problems)
     expander = _Expander(swept, sweep or Sweep(), _num_first(sweep, values))
-    if problems or (sweep is None and values.get("sweep") is not None):
+    if problems or (sweep is None and given is not None):
         jobs = _named(jobs)
     expander.add_all(jobs)
     problems += expander.problems
@@ -118,24 +120,6 @@ def expand_run(values: Mapping[str, Any]) -> Expansion:
         problems=tuple(problems),
         notes=tuple(Note(f"sweep: {note}") for note in expander.notes),
     )
-
-
-def _read_sweep(given: Any, problems: list[Problem]) -> Sweep | None:
-    if given is None or isinstance(given, Sweep):
-        return given
-    try:
-        return Sweep.model_validate(given)
-    except pydantic.ValidationError:
-        # The checks that follow report it; the names of settings are looked at here.
-        parameters = given.get("parameters") if isinstance(given, dict) else None
-        for name, one in parameters.items() if isinstance(parameters, dict) else ():
-            key = str(name)
-            try:
-                space = Space.model_validate(one)
-            except pydantic.ValidationError:
-                space = Space(values=({},) if key.startswith("_") else (1,))
-            problems += check_axis(key, space)
-        return None
 
 
 # ---- a search that goes on while the run trains --------------------------------------

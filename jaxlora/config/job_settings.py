@@ -19,7 +19,7 @@ def axes_of(parameters: Mapping[str, Space], problems: list[Problem]) -> list[Ax
     """Returns the axes of a space, and adds its problems."""
     axes = []
     for key, space in parameters.items():
-        found = check_axis(key, space)
+        found = _check_axis(key, space)
         if not found:
             axes.append(_axis(key, space))
         problems += found
@@ -123,7 +123,7 @@ def _in_order(axes: Sequence[Axis]) -> list[Axis]:
     ]
 
 
-def check_axis(key: str, space: Space) -> list[Problem]:
+def _check_axis(key: str, space: Space) -> list[Problem]:
     """Returns the problems of one parameter of a sweep."""
     found, path = [], ("sweep", "parameters", key)
     names: list[tuple[Path, str]] = [] if key.startswith("_") else [(path, key)]

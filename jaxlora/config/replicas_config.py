@@ -69,7 +69,7 @@ def describe_list(shapes: Sequence[ReplicaShape]) -> str:
 
 
 def replica_rules(run: Any, wrong: Wrong) -> None:
-    """Yields the settings of a run that do not fit its replicas."""
+    """Adds the settings of a run that do not fit its replicas."""
     if run.replicas is None:
         return
     for one in run.replica_shapes:
