@@ -1,6 +1,5 @@
 """Settings of the command line, such as `jobs.orders.rank=32`, in a run file."""
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,37 +13,9 @@ from jaxlora.problems import Path
 _EXAMPLES = "such as defaults.learning_rate=1e-4 or jobs.NAME.rank=32"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Override:
-    """One setting of the command line.
-
-    Attributes:
-        text: The argument, as it was given.
-        path: Keys and list indices of the setting in the run file.
-        value: The value.
-        before: The value that it replaces; None if there was none.
-        untouched: Names of jobs that have their own value of an overridden default.
-    """
-
-    text: str
-    path: Path
-    value: Any
-    before: Any
-    untouched: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        notes = [] if self.before is None else [f"before: {_short(self.before)}"]
-        notes += [f"job {name} has its own" for name in self.untouched]
-        return f"{self.text} ({'; '.join(notes)})" if notes else self.text
-
-
-def _short(value: Any) -> str:
-    return f"{json.dumps(value, default=str):.60}"
-
-
 def override(
     values: Mapping[str, Any], texts: Sequence[str]
-) -> tuple[dict[str, Any], tuple[Override, ...]]:
+) -> tuple[dict[str, Any], dict[Path, str], list[str]]:
     """Replaces settings of a run file, one after the other.
 
     Args:
@@ -55,12 +26,15 @@ def override(
             YAML.
 
     Returns:
-        The contents with the other values, and what was replaced.
+        The contents with the other values; the argument of each path that it has
+        replaced; and for each argument a note of what was replaced.
 
     Raises:
         ConfigError: An argument has no value, or names an unknown setting or job.
     """
-    out, found = dict(values), []
+    out = dict(values)
+    found: dict[Path, str] = {}
+    notes = []
     for text in texts:
         key, is_given, yaml_text = text.partition("=")
         if not is_given:
@@ -70,18 +44,15 @@ def override(
             path, out = _find(out, key, value)
         except ConfigError as error:
             raise ConfigError(f"{text}: {error}") from None
-        if any(path == other.path for other in found):
+        if path in found:
             raise ConfigError(f"{text}: {key} is given twice. Keep one.")
-        one = Override(
-            text=text,
-            path=path,
-            value=value,
-            before=_at(out, path),
-            untouched=_with_own(out, path),
-        )
-        found.append(one)
+        found[path] = text
+        said = [f"job {name} has its own" for name in _with_own(out, path)]
+        if (before := _at(out, path)) is not None:
+            said.insert(0, f"before: {json.dumps(before, default=str):.60}")
+        notes.append(f"{text} ({'; '.join(said)})" if said else text)
         out = _put(out, path, value)
-    return out, tuple(found)
+    return out, found, notes
 
 
 def _find(values: dict[str, Any], key: str, value: Any) -> tuple[Path, dict[str, Any]]:

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import logging
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -13,7 +13,7 @@ import pydantic
 from jaxlora.common.yaml_file import line_finder, parse_yaml
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.expansion import Expansion, expand_run
-from jaxlora.config.overrides import Override, override
+from jaxlora.config.overrides import override
 from jaxlora.config.strict import unknown
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.printable import one_line
@@ -61,14 +61,15 @@ class RunFile:
         text: Its contents.
         values: Its settings, unchecked, with those of the command line.
         options: Names of options of the command line, by the setting that they replace.
-        overrides: Settings of the command line that are in `values`.
+        overrides: Arguments of the command line that have set a part of `values`, by
+            its path.
     """
 
     path: pathlib.Path
     text: str
     values: Mapping[str, Any]
     options: Mapping[str, str]
-    overrides: tuple[Override, ...] = ()
+    overrides: Mapping[Path, str]
 
     @classmethod
     def read(
@@ -86,9 +87,9 @@ class RunFile:
         """
         keys = "the keys model, output_dir and jobs"
         text, values = _read_mapping(path, "run file", keys)
-        values, found = override(values, overrides)
-        if found:
-            logger.info("%s: overridden: %s", path, "; ".join(map(str, found)))
+        values, found, notes = override(values, overrides)
+        if notes:
+            logger.info("%s: overridden: %s", path, "; ".join(notes))
         return cls(
             path=pathlib.Path(path),
             text=text,
@@ -102,7 +103,8 @@ class RunFile:
 
         `begun_defaults` reads them.
         """
-        lines = [f"{_OVERRIDDEN}{one_line(one.text)}\n" for one in self.overrides]
+        given = self.overrides.values()
+        lines = [f"{_OVERRIDDEN}{one_line(text)}\n" for text in given]
         return "".join([*lines, self.text])
 
     def config(
@@ -118,10 +120,10 @@ class RunFile:
         Raises:
             ConfigError: Settings break rules; the message lists them all.
         """
-        for one in self.overrides:
-            if one.path[0] in settings:
-                option = self.options.get(str(one.path[0]), one.path[0])
-                raise ConfigError(f"{one.text}: {option} is given as well. Keep one.")
+        for path, text in self.overrides.items():
+            if path[0] in settings:
+                option = self.options.get(str(path[0]), path[0])
+                raise ConfigError(f"{text}: {option} is given as well. Keep one.")
         values = {**self.values, **settings}
         source = self._source(settings)
         return run_config(values, source=source, find_missing=find_missing)
@@ -134,15 +136,15 @@ class RunFile:
         except JaxloraError as error:
             if not error.problems:
                 raise
-            places = _Places(self.values, expand_run(_with_defaults(self.values)))
-            placed = map(places.find, error.problems)
+            expansion = expand_run(_with_defaults(self.values))
+            placed = _placed(error.problems, self.values, expansion)
             raise settings_error(placed, self._source(settings)) from error
 
     def _source(self, settings: Mapping[str, Any]) -> Source:
         named: dict[Path, str] = {
             (key,): self.options[key] for key in settings if key in self.options
         }
-        named |= {one.path: one.text for one in self.overrides}
+        named |= self.overrides
 
         find_line = line_finder(self.text)
 
@@ -163,7 +165,7 @@ def begun_defaults(path: pathlib.Path) -> dict[str, Any]:
     """
     text, values = _read_mapping(path, "run file", "the keys model and jobs")
     lines = itertools.takewhile(lambda s: s.startswith(_OVERRIDDEN), text.splitlines())
-    values, _ = override(values, [line.removeprefix(_OVERRIDDEN) for line in lines])
+    values, *_ = override(values, [line.removeprefix(_OVERRIDDEN) for line in lines])
     return values.get("defaults") or {}
 
 
@@ -237,18 +239,18 @@ def run_config(
     problems = unknown(defaults, refused, "defaults")
     expansion = expand_run(_with_defaults(values))
     problems += expansion.problems
-    places = _Places(values, expansion)
     try:
         config = RunConfig.model_validate(expansion.values)
         if not problems:
             config._notes = expansion.notes
             return config
     except pydantic.ValidationError as error:
-        problems += map(places.find, problems_of(error))
+        problems += _placed(problems_of(error), values, expansion)
     if find_missing is not None:
         known, _ = RunConfig.known(expansion.values)
         ours = {name: expansion.values[key] for key, name in known.items()}
-        problems += (places.find(problem_of(*one)) for one in find_missing(ours))
+        missing = [problem_of(*one) for one in find_missing(ours)]
+        problems += _placed(missing, values, expansion)
     raise settings_error(_first_of_swept(problems), source)
 
 
@@ -284,43 +286,35 @@ def _job_with_defaults(job: Any, defaults: Any, ours: dict[str, str]) -> Any:
     return {k: defaults[k] for k, name in ours.items() if name not in own} | job
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Places:
-    """Finds the places where a run file has the settings of its run.
+def _placed(
+    problems: Iterable[Problem], values: Mapping[str, Any], expansion: Expansion
+) -> list[Problem]:
+    """Returns problems of a run in the places where its file has the settings."""
+    place = lambda problem: _place(problem.path, values, expansion)
+    return [dataclasses.replace(one, path=place(one)) for one in problems]
 
-    Attributes:
-        values: The contents of the file.
-        expansion: The run.
-    """
 
-    values: Mapping[str, Any]
-    expansion: Expansion
-
-    def find(self, problem: Problem) -> Problem:
-        """Returns a problem in the place where the run file has the setting."""
-        return dataclasses.replace(problem, path=self._find(problem.path))
-
-    def _find(self, path: Path) -> Path:
-        match path:
-            case ("jobs", int(number), setting, *rest):
-                pass
-            case (setting, *rest):
-                return RunConfig.key_of(setting, self.values) or setting, *rest
-            case _:
-                return path
-        if number < len(self.expansion.origins):
-            origin = self.expansion.origins[number]
-            number = origin.template
-            for end in (2, 1):
-                parts = path[2:][:end]
-                where = origin.varied.get(".".join(map(str, parts)), ())
-                if where[:1] == ("sweep",):
-                    return *where, *path[2 + end :]
-        jobs = self.values.get("jobs")
-        job = jobs[number] if isinstance(jobs, list) and number < len(jobs) else {}
-        if (key := LoraJob.key_of(setting, job)) is not None:
-            return "jobs", number, key, *rest
-        key = LoraJob.key_of(setting, self.values.get("defaults"))
-        if key is None or not isinstance(job, dict):  # it joined later
-            return "jobs", number, setting, *rest
-        return "defaults", key, *rest
+def _place(path: Path, values: Mapping[str, Any], expansion: Expansion) -> Path:
+    match path:
+        case ("jobs", int(number), setting, *rest):
+            pass
+        case (setting, *rest):
+            return RunConfig.key_of(setting, values) or setting, *rest
+        case _:
+            return path
+    if number < len(expansion.origins):
+        origin = expansion.origins[number]
+        number = origin.template
+        for end in (2, 1):
+            parts = path[2:][:end]
+            where = origin.varied.get(".".join(map(str, parts)), ())
+            if where[:1] == ("sweep",):
+                return *where, *path[2 + end :]
+    jobs = values.get("jobs")
+    job = jobs[number] if isinstance(jobs, list) and number < len(jobs) else {}
+    if (key := LoraJob.key_of(setting, job)) is not None:
+        return "jobs", number, key, *rest
+    key = LoraJob.key_of(setting, values.get("defaults"))
+    if key is None or not isinstance(job, dict):  # it joined later
+        return "jobs", number, setting, *rest
+    return "defaults", key, *rest
