@@ -1,11 +1,10 @@
-"""Problems of settings, and how they are written for users of YAML and of Python."""
+"""Problems of settings, and how errors describe them."""
 
 import contextlib
 import dataclasses
 import re
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Union, cast, get_args, get_origin
+from typing import Any, cast
 
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -21,12 +20,11 @@ UNKNOWN = "unknown"
 MAPPING = "mapping"
 # A setting at the beginning of an error.
 _NAMED = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")
-# Validators put settings that a user is to write between these, as in YAML.
-_QUOTED = re.compile(r"`([a-z_0-9]+): ([^`\s]+)`")
-_YAML_VALUES = {"true": "True", "false": "False", "null": "None"}
-_A_LIST = "expected a list: in brackets, or with '- ' before each item"
-_NUMBER = "expected a number, without quotes, such as 8 or 2e-4"
-_YAML_TYPES = {
+# Names of members of unions in the paths of pydantic.
+_MEMBER = re.compile(r"(int|float|str|bool)$|[a-z]+\[|(constrained|function)-")
+_A_LIST = "expected a list, such as [a, b]"
+# Expected types, in words that users of YAML and of Python read alike.
+_TYPES = {
     "missing": "this key is required",
     "tuple_type": _A_LIST,
     "list_type": _A_LIST,
@@ -37,18 +35,10 @@ _YAML_TYPES = {
     "int_parsing_size": "expected a smaller whole number",
     "float_type": "expected a number, such as 8 or 2e-4",
     "bool_type": "expected true or false",
-    "number": _NUMBER,
-    "texts": "expected text, or a list of texts, such as [q_proj, v_proj]",
-}
-_PYTHON_TYPES = _YAML_TYPES | {
-    "missing": "this argument is required",
-    "tuple_type": "expected a list or tuple",
-    "list_type": "expected a list",
-    "model_type": "expected a dict",
-    "dict_type": "expected a dict, such as {'name': value}",
-    "number": "expected a number, such as 8 or 2e-4",
-    "bool_type": "expected True or False",
-    "texts": "expected a str, or a list of str, such as ['q_proj', 'v_proj']",
+    "number": "expected a number, without quotes, such as 8 or 2e-4",
+    "too_short": "the list is empty. Give at least one",
+    "string_too_short": "expected text that is not empty",
+    "string_type": "expected text, in quotes if need be",
 }
 
 
@@ -58,25 +48,18 @@ class Problem:
 
     Attributes:
         path: Keys and list indices that lead to the setting; empty: the whole.
-        kind: Pydantic's name of the error, or a key of the tables above.
         text: The rule and the cure.
+        kind: Pydantic's name of the error, or one of those above.
         given: The value; a list or mapping is not shown.
         others: (kind, text) of the other forms that the setting may have, none of which
             the value has either.
     """
 
     path: Path
-    kind: str
     text: str
-    given: Any
+    kind: str = RULE
+    given: Any = ()
     others: tuple[tuple[str, str], ...] = ()
-
-    def renamed(self, keys: Mapping[str, str]) -> "Problem":
-        """Returns the problem with the key that the user gave for the setting."""
-        if not self.path:
-            return self
-        first, *rest = self.path
-        return dataclasses.replace(self, path=(keys.get(str(first), first), *rest))
 
 
 def problem_of(
@@ -103,27 +86,23 @@ def problem_of(
         where = named
     if found and where:
         path, text = where, text[found.end() :]
-    return Problem(path=path, kind="input", text=text, given=())
+    return Problem(path=path, kind="input", text=text)
 
 
 def problems_of(
-    found: pydantic.ValidationError, kind: type[pydantic.BaseModel] | None = None
+    found: pydantic.ValidationError, given: Mapping[str, Any] | None = None
 ) -> list[Problem]:
     """Returns the problems that pydantic has collected, one for each value.
 
     Args:
         found: The error.
-        kind: The class that was to be made; None: paths hold no members of unions.
+        given: The settings that were checked; None: paths hold no members of unions.
     """
     out: dict[Path, Problem] = {}
     for number, item in enumerate(found.errors(include_url=False)):
         path, is_of_union = tuple(item["loc"]), False
-        if kind is None:
-            path = tuple(p for p in path if not str(p).startswith("function-"))
-        if kind is not None and path and path[0] in kind.model_fields:
-            field = kind.model_fields[str(path[0])]
-            rest, is_of_union = _without_members(field.annotation, path[1:])
-            path = path[0], *rest
+        if given is not None:
+            path, is_of_union = _without_members(path, given)
         text = item["msg"].removeprefix("Value error, ")
         text = re.sub("^Input should be", "must be", text)
         text = re.sub("^Exceeds the limit .*", "expected a smaller number", text)
@@ -141,44 +120,30 @@ def problems_of(
     return [one for key, one in out.items() if key != one.path or key not in within]
 
 
-def _without_members(annotation: Any, path: Path) -> tuple[Path, bool]:
+def _without_members(path: Path, given: Any) -> tuple[Path, bool]:
     """Leaves out the names that pydantic gives to members of unions, such as `float`.
 
     Args:
-        annotation: Type of a setting.
-        path: The rest of a path, behind the setting.
+        path: A path of an error.
+        given: What it leads through, as far as that is known: a mapping may have keys
+            that are called like a member.
 
     Returns:
         The path, and whether it ends at a member of a union.
     """
-    while hasattr(annotation, "__metadata__"):
-        annotation = get_args(annotation)[0]
-    inner = [one for one in get_args(annotation) if one is not type(None)]
-    if not path:
-        return (), False
-    if get_origin(annotation) in (Union, types.UnionType):
-        if len(inner) == 1:
-            return _without_members(inner[0], path)
-        if len(path) == 1:
-            return (), True
-        # The others have no parts that a path could lead to.
-        parted = next((i for i in inner if _has_parts(i, path[1])), None)
-        return _without_members(parted, path[1:])
-    if get_origin(annotation) in (tuple, list, dict) and inner:
-        if path[1:] == ("[key]",):
-            return path[:1], False
-        rest, is_of_union = _without_members(
-            inner[-1 if get_origin(annotation) is dict else 0], path[1:]
-        )
-        return (path[0], *rest), is_of_union
-    return path, False
-
-
-def _has_parts(annotation: Any, key: int | str) -> bool:
-    while hasattr(annotation, "__metadata__"):
-        annotation = get_args(annotation)[0]
-    kinds = (tuple, list) if isinstance(key, int) else (dict,)
-    return get_origin(annotation) in kinds
+    out: list[int | str] = []
+    is_member = False
+    for part in path:
+        is_key = isinstance(given, dict) and part in given
+        is_member = not is_key and _MEMBER.match(str(part)) is not None
+        if is_member or part == "[key]":
+            continue
+        out.append(part)
+        try:
+            given = given[part]
+        except (LookupError, TypeError):
+            given = None
+    return tuple(out), is_member
 
 
 def validation_error(
@@ -202,30 +167,11 @@ def validation_error(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PythonWords:
-    """Words of Python.
+class Source:
+    """The place where a user gave settings: a file, a command, or a class of Python.
 
     Attributes:
-        what: Name of the function or class that was given the settings.
-    """
-
-    what: str
-
-    def line(self, problem: Problem) -> str:
-        """Returns the place, the rule, the cure and the given value."""
-        path = ""
-        for part in problem.path:
-            path += f"[{part}]" if isinstance(part, int) else f".{part}"
-        text = _text(problem, _PYTHON_TYPES, _in_python)
-        return _join(self.what, path.lstrip("."), text, problem.given, repr)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class YamlWords:
-    """Words of a YAML file and of the command line.
-
-    Attributes:
-        where: The file, or the command.
+        where: The file, the command or the class.
         find_line: Returns the line of the file that holds a setting, if any.
         options: Argument of the command line, by the path of the setting it sets.
     """
@@ -234,33 +180,31 @@ class YamlWords:
     find_line: Callable[[Path], int | None] = lambda path: None
     options: Mapping[Path, str] = dataclasses.field(default_factory=dict)
 
-    def line(self, problem: Problem) -> str:
+    def describe(self, problem: Problem) -> str:
         """Returns the place, the rule, the cure and the given value."""
-        text = _text(problem, _YAML_TYPES, without_quotes)
-        for end in range(len(problem.path), 0, -1):
-            option = self.options.get(problem.path[:end])
-            if option is not None:
-                rest = ".".join(map(str, problem.path[end:]))
-                return _join(option, rest, text, problem.given, _in_yaml)
-        number = self.find_line(problem.path)
-        where = self.where if number is None else f"{self.where}, line {number}"
-        path = ".".join(map(str, problem.path))
-        return _join(where, path, text, problem.given, _in_yaml)
-
-
-# Writes problems in the words of the interface that the user has used.
-Words = PythonWords | YamlWords
+        path, given = problem.path, problem.given
+        for end in range(len(path), 0, -1):
+            if (where := self.options.get(path[:end])) is not None:
+                path = path[end:]
+                break
+        else:
+            line = self.find_line(path)
+            where = self.where if line is None else f"{self.where}, line {line}"
+        key = f"{'.'.join(map(str, path))}: " if path else ""
+        is_nested = isinstance(given, dict | list | tuple | pydantic.BaseModel)
+        shown = "" if is_nested else f" (given: {_shown(given)})"
+        return f"{where}: {key}{_text(problem)}{shown}"
 
 
 _MOST_LINES = 50
 
 
-def format_problems(problems: Iterable[Problem], words: Words) -> str:
+def format_problems(problems: Iterable[Problem], source: Source) -> str:
     """Writes one line for each of the first problems, and the number of the others."""
     rest = iter(problems)
     lines: dict[str, None] = {}
     for problem in rest:
-        lines[words.line(problem)] = None
+        lines[source.describe(problem)] = None
         if len(lines) == _MOST_LINES:
             break
     num_left = sum(1 for _ in rest)
@@ -270,13 +214,13 @@ def format_problems(problems: Iterable[Problem], words: Words) -> str:
 
 def format_errors(found: pydantic.ValidationError, where: str) -> str:
     """Formats one line per error of a file: the key, the reason, and the value."""
-    return format_problems(problems_of(found), YamlWords(where))
+    return format_problems(problems_of(found), Source(where))
 
 
-def settings_error(problems: Iterable[Problem], words: Words) -> ConfigError:
+def settings_error(problems: Iterable[Problem], source: Source) -> ConfigError:
     """Returns an error that lists problems, and carries them in its `problems`."""
     listed = tuple(problems)
-    found = ConfigError(format_problems(listed, words))
+    found = ConfigError(format_problems(listed, source))
     found.problems = listed
     return found
 
@@ -312,80 +256,33 @@ class Problems:
         """Raises what was collected; a single error keeps its type and message."""
         problems = [problem_of(*one, self._settings) for one in self._errors]
         if len(problems) > 1:
-            raise settings_error(problems, PythonWords("RunConfig"))
+            raise settings_error(problems, Source("RunConfig"))
         for _, error in self._errors:
             error.problems = tuple(problems)
             raise error
 
 
-def _text(
-    problem: Problem, texts: Mapping[str, str], write: Callable[[str], str]
-) -> str:
+def _text(problem: Problem) -> str:
     """Describes what a value should have been, in each of the forms it may have."""
     forms = [(problem.kind, problem.text), *problem.others]
-    each = [dataclasses.replace(problem, kind=k, text=t, others=()) for k, t in forms]
-    found = [_type_text(one, texts) or write(one.text) for one in each]
+    found = [_form(kind, text, problem.given) for kind, text in forms]
     return "; or ".join(dict.fromkeys(found))
 
 
-def _type_text(problem: Problem, texts: Mapping[str, str]) -> str | None:
-    """Describes what a value of the wrong type should have been.
-
-    Returns:
-        The description; None for problems that are not about types.
-    """
-    is_python = texts is _PYTHON_TYPES
-    if problem.kind == "string_type":
-        if isinstance(problem.given, list | tuple):
-            return "expected one text, not a list"
-        return "expected a str" if is_python else "expected text, in quotes if need be"
-    if problem.kind == MAPPING:
-        if is_python:
-            return f"expected a dict, such as {{{problem.text!r}: ...}}"
-        return f"expected a mapping, such as {{{problem.text}: ...}}"
-    if problem.kind == UNKNOWN and is_python:
-        text = _in_python(problem.text)
-        return re.sub(r"\b(unknown|Known) key", r"\1 argument", text)
-    return texts.get(problem.kind)
+def _form(kind: str, text: str, given: Any) -> str:
+    if kind == "string_type" and isinstance(given, list | tuple):
+        return "expected one text, not a list"
+    if kind == MAPPING:
+        return f"expected a mapping, such as {{{text}: ...}}"
+    return _TYPES.get(kind, text)
 
 
-def _join(
-    where: str, path: str, text: str, given: Any, show: Callable[[Any], str]
-) -> str:
-    shown = "" if _is_nested(given) else f" (given: {_shown(given, show)})"
-    return f"{where}: {path + ': ' if path else ''}{text}{shown}"
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, dict | list | tuple | pydantic.BaseModel)
-
-
-def _shown(value: Any, show: Callable[[Any], str]) -> str:
-    try:
-        return f"{show(value):.100}"
-    except ValueError:  # an integer with more digits than Python prints
-        return "a number with thousands of digits"
-
-
-def _in_yaml(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return "nothing" if value is None else repr(value)
-
-
-def without_quotes(text: str) -> str:
-    """Returns a text with the settings in it as YAML has them."""
-    return _QUOTED.sub(r"\1: \2", text)
-
-
-def _in_python(text: str) -> str:
-    """Replaces settings as YAML has them by arguments of Python."""
-
-    def argument(found: re.Match) -> str:
-        name, value = found.groups()
-        if value in _YAML_VALUES:
-            return f"{name}={_YAML_VALUES[value]}"
-        is_number = re.fullmatch(r"[0-9.e-]+", value)
-        return f"{name}={value}" if is_number else f"{name}={value!r}"
-
-    return _QUOTED.sub(argument, text)
+    if value is None:
+        return "nothing"
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # an integer with more digits than Python prints
+        return "a number with thousands of digits"

@@ -126,6 +126,7 @@ def _given_settings(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 def _job(path: str, settings: dict[str, Any]) -> "LoraJob":
     """Makes a job that reads one data set."""
     from jaxlora.config.run_file import run_config
+    from jaxlora.problems import Source
 
     job: dict[str, Any] = {"name": "data", "data": {"path": path}}
     if "max_length" in settings:
@@ -135,7 +136,8 @@ def _job(path: str, settings: dict[str, Any]) -> "LoraJob":
         job["objective"] = "kto"  # it learns from both
     if settings.get("kind") == "distill":
         job["objective"] = "distill"
-    return run_config({"model": "none", "jobs": [job]}, where="jaxlora data").jobs[0]
+    source = Source("jaxlora data")
+    return run_config({"model": "none", "jobs": [job]}, source=source).jobs[0]
 
 
 COMMAND = Command(

@@ -75,50 +75,28 @@ def parse_yaml(text: str, where: str, *, any_keys: bool = False) -> Any:
 def line_finder(text: str) -> Callable[[Sequence[int | str]], int | None]:
     """Returns a function that finds lines in a document that `parse_yaml` reads.
 
-    The document is parsed again when the function is called first.
+    The document is parsed again when the function is called first. The function takes
+    the keys and list indices that lead to a value. It returns the line of the innermost
+    part of the path that exists, from 1; None if not even the first key exists.
     """
-    compose = functools.cache(lambda: yaml.compose(text, Loader=_Composer))
-    return lambda path: _find_line(compose(), path)
 
+    @functools.cache
+    def read() -> tuple[Any, _Constructor]:
+        constructor = _Constructor("")
+        root = yaml.compose(text, Loader=_Composer)
+        return None if root is None else constructor.value(root), constructor
 
-def _find_line(node: yaml.Node | None, path: Sequence[int | str]) -> int | None:
-    """Returns the line of a value in a document, from 1.
+    def find(path: Sequence[int | str]) -> int | None:
+        value, constructor = read()
+        line = None
+        for part in path:
+            try:
+                line, value = constructor.lines[id(value)][part], value[part]
+            except (LookupError, TypeError):
+                break
+        return line
 
-    Args:
-        node: The document.
-        path: Keys and list indices that lead to the value. If it does not exist, the
-            line is that of the innermost part of the path that does.
-
-    Returns:
-        The line; None if not even the first key exists.
-    """
-    line = None
-    for part in path:
-        child, line_of_child = _child(node, part)
-        if child is None:
-            break
-        node, line = child, line_of_child
-    return line
-
-
-def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Node | None, int]:
-    """Returns a part of a list or mapping, and its line."""
-    if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-        item = node.value[part] if part < len(node.value) else None
-        return item, 0 if item is None else item.start_mark.line + 1
-    if not isinstance(node, yaml.MappingNode):
-        return None, 0
-    for key, value in node.value:
-        if key.tag != _MERGE and key.value == part:
-            return value, key.start_mark.line + 1
-    for key, value in node.value:
-        if key.tag == _MERGE:
-            sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            for source in sources:
-                found, line = _child(source, part)
-                if found is not None:
-                    return found, line
-    return None, 0
+    return find
 
 
 def dump_yaml(values: Any) -> str:
@@ -168,13 +146,18 @@ def _explain(error: yaml.MarkedYAMLError, where: str) -> str:
 
 
 class _Constructor:
-    """Makes Python values from YAML nodes."""
+    """Makes Python values from YAML nodes.
+
+    Attributes:
+        lines: Line of each part of a list or mapping, by the identity of that.
+    """
 
     def __init__(self, where: str, *, any_keys: bool = False):
         self._any_keys = any_keys
         self._where = where
         self._values: dict[yaml.Node, Any] = {}
         self._sizes: dict[yaml.Node, int] = {}
+        self.lines: dict[int, Any] = {}
 
     def value(self, node: yaml.Node) -> Any:
         """Returns the value of a node; an alias has the value of its anchor."""
@@ -188,7 +171,9 @@ class _Constructor:
     def _construct(self, node: yaml.Node) -> Any:
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
-            return [self._part(node, item) for item in node.value]
+            items = [self._part(node, item) for item in node.value]
+            self.lines[id(items)] = [item.start_mark.line + 1 for item in node.value]
+            return items
         if isinstance(node, yaml.MappingNode) and kind == "map":
             return self._mapping(node)
         if not isinstance(node, yaml.ScalarNode) or kind not in ("str", *_PLAIN):
@@ -226,7 +211,7 @@ class _Constructor:
         return value
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
+        merged: list[Any] = []
         own: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -237,28 +222,26 @@ class _Constructor:
             if not isinstance(key, str):
                 reason = f"the key {key!r:.80} is not a string. Put it in quotes"
                 raise self._error(key_node, reason)
-            line = key_node.start_mark.line + 1
             if key in lines:
                 reason = f"the key {key!r} is also in line {lines[key]}. Keep one"
                 raise self._error(key_node, reason)
-            lines[key] = line
+            lines[key] = key_node.start_mark.line + 1
             value = self._part(node, value_node)
-            if is_merge:
-                merged = self._merged(value_node, value)
-            else:
+            if not is_merge:
                 own[key] = value
-        return merged | own
-
-    def _merged(self, node: yaml.Node, value: Any) -> dict[str, Any]:
-        """Merges the mappings of a `<<`; of duplicate keys, the first one counts."""
-        sources = value if isinstance(value, list) else [value]
-        merged: dict[str, Any] = {}
-        for source in sources:
-            if not isinstance(source, dict):
+                continue
+            merged = value if isinstance(value, list) else [value]
+            if not all(isinstance(source, dict) for source in merged):
                 reason = "<< merges a mapping or a list of mappings, and nothing else"
-                raise self._error(node, reason)
-            merged = source | merged
-        return merged
+                raise self._error(value_node, reason)
+        values: dict[str, Any] = {}
+        all_lines: dict[str, int] = {}
+        for source in reversed(merged):  # of duplicate keys, the first one counts
+            values |= source
+            all_lines |= self.lines[id(source)]
+        values |= own
+        self.lines[id(values)] = all_lines | lines
+        return values
 
     def _error(self, node: yaml.Node, reason: str) -> ConfigError:
         mark = node.start_mark

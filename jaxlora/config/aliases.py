@@ -5,7 +5,7 @@ error says how to convert them.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -21,45 +21,18 @@ class OtherNames:
     same: Mapping[str, str]
     hints: Mapping[str, str]
 
-    def translate(
-        self, values: Mapping[str, Any], own: Collection[str] = ()
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """Finds which of our settings each key gives; unknown keys stay.
-
-        Args:
-            values: The settings that were given.
-            own: Names of our settings, which need no hint.
-
-        Returns:
-            Our name of each key that can be taken, and for each other key the reason: a
-            setting that is given by two names, or that has another meaning here.
-        """
-        ours: dict[str, str] = {}
-        refused: dict[str, str] = {}
-        first: dict[str, str] = {}
-        for key, value in values.items():
-            if key in self.hints and key not in own:
-                refused[key] = (
-                    f"{key!r} is not a setting here. {self._hint(key, value)}"
-                )
-                continue
-            name = self.same.get(key, key)
-            if name in first:
-                refused[key] = (
-                    f"{first[name]!r} and {key!r} are two names of {name!r}. Keep one."
-                )
-                continue
-            ours[key] = name
-            first[name] = key
-        return ours, refused
-
-    def _hint(self, key: str, value: Any) -> str:
-        hint = self.hints[key]
-        if _is_off(value):
-            hint = HINTS_IF_OFF.get(key, hint)
-        if value in (None, "", [], {}) and not hint.startswith(_LEAVE_OUT):
+    def hint(self, key: str, value: Any) -> str | None:
+        """Returns what to write instead of another tool's setting, for its value."""
+        if (hint := self.hints.get(key)) is None:
+            return None
+        if _is_off(value) and not hint.startswith(_LEAVE_OUT):
             hint = f"{_LEAVE_OUT}."
+        if _is_off(value) and value not in (None, "", [], {}):
+            hint = HINTS_IF_OFF.get(key, hint)
         return hint
+
+
+NO_NAMES = OtherNames(same={}, hints={})
 
 
 def _is_off(value: Any) -> bool:
@@ -135,54 +108,25 @@ _OF_MODELS = {
     "chat_template": _TEMPLATE,
 }
 
-_NOT_QUANTIZED = (
-    "Leave it out: without quantize_base, the base keeps the format of its checkpoint."
-)
-_NO_REMAT = "Leave it out: nothing is recomputed unless remat of the run is set."
 _NO_BFLOAT16 = "Leave it out; for float32, set `dtype: float32` of the run."
 _NOT_FUSED = "Leave it out, or set `attention: xla` of the run."
 _NO_CHECKPOINTS = (
     "Set `checkpoint_every: null` of the run, for a checkpoint at the end only."
 )
-_NOT_HELD_OUT = (
-    "Leave it out: no records are held out unless eval_fraction or eval_data is set."
-)
-_ONE_DEVICE = "Leave it out: a run uses one device unless mesh is set."
-_NOT_EVALUATED = (
-    "Leave it out: without eval_fraction or eval_data, a job is not evaluated."
-)
-_ON_ANSWERS = (
-    "Leave it out: only answers are trained on, unless data has `loss_on: all`."
-)
 _ON_ALL = "Set `loss_on: all` in data, to train on every token."
 
 # Hints at what to write instead of a setting that is off: false, null, 0, no or none.
-# The other hints fit settings that are off as well.
+# Without one, it can be left out.
 HINTS_IF_OFF: Mapping[str, str] = {
-    "load_in_4bit": _NOT_QUANTIZED,
-    "load_in_8bit": _NOT_QUANTIZED,
-    "quantization_bit": _NOT_QUANTIZED,
     "bf16": _NO_BFLOAT16,
     "fp16": _NO_BFLOAT16,
-    "gradient_checkpointing": _NO_REMAT,
-    "use_gradient_checkpointing": _NO_REMAT,
     "flash_attention": _NOT_FUSED,
     "flash_attn": _NOT_FUSED,
     "save_steps": _NO_CHECKPOINTS,
     "save_strategy": _NO_CHECKPOINTS,
     "saves_per_epoch": _NO_CHECKPOINTS,
-    "eval_strategy": _NOT_EVALUATED,
-    "evals_per_epoch": _NOT_EVALUATED,
-    "val_set_size": _NOT_HELD_OUT,
-    "test_size": _NOT_HELD_OUT,
-    "test_split_size": _NOT_HELD_OUT,
-    "deepspeed": _ONE_DEVICE,
-    "fsdp": _ONE_DEVICE,
-    "fsdp_config": _ONE_DEVICE,
     "lora_target_linear": "Leave it out, and set target_modules to a list of suffixes: "
     "otherwise all linears are adapted.",
-    "train_on_inputs": _ON_ANSWERS,
-    "train_on_prompt": _ON_ANSWERS,
     "completion_only_loss": _ON_ALL,
     "assistant_only_loss": _ON_ALL,
 }

@@ -2,18 +2,17 @@
 
 from typing import Any, Literal
 
-from jaxlora.config.strict import StrictModel
+from jaxlora.config.strict import StrictModel, Wrong
 
 QuantizedFormat = Literal["fp8", "int8", "nf4"]
 
 
-def _something_is_kept_from(base: Any) -> tuple[str, str] | None:
+def _kept_linears(base: Any, wrong: Wrong) -> None:
     if base.keep_bf16 and base.quantize_base is None:
-        return "keep_bf16", (
+        wrong["keep_bf16"] = (
             "keep_bf16 chooses linears that quantize_base leaves out: set "
             "quantize_base, or leave keep_bf16 out."
         )
-    return None
 
 
 class BaseSettings(StrictModel):
@@ -33,7 +32,7 @@ class BaseSettings(StrictModel):
             matches, as in `rank_pattern`, keeps its weights in the run's dtype.
     """
 
-    rules = (_something_is_kept_from,)
+    rules = (_kept_linears,)
 
     quantize_base: QuantizedFormat | None = None
     quantize_base_args: dict[str, bool | int | float | str] = {}

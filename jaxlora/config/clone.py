@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlora.config.strict import PositiveInt, StrictModel
+from jaxlora.config.strict import PositiveInt, StrictModel, Wrong
 
 # Settings that a copy may change: no saved tensor and no position in the data follows
 # from them. Dropout masks are hashed from the seed and the step.
@@ -49,28 +49,24 @@ def fixed_differences(parent: Any, clone: Any) -> list[str]:
         parent: Settings of the job that is copied.
         clone: Settings of the copy.
     """
-    # A job with other mistakes has no fields here; those come first.
-    fields = getattr(type(clone), "model_fields", {})
-    names = fields.keys() - CHANGEABLE - _OWN
+    names = type(clone).model_fields.keys() - CHANGEABLE - _OWN
     return sorted(n for n in names if getattr(parent, n) != getattr(clone, n))
 
 
-def copies_follow_their_jobs(run: Any) -> tuple[str, str] | None:
-    """A rule of a run: each copy names a job whose state it can take."""
+def copies_follow_their_jobs(run: Any, wrong: Wrong) -> None:
+    """Adds a problem if a copy names no job whose state it can take."""
     jobs: Mapping[str, Any] = {job.name: job for job in run.jobs}
     for job in run.jobs:
-        if job.clone_of is None:
+        if (origin := job.clone_of) is None:
             continue
-        origin = job.clone_of
         start = f"job {job.name!r} is a copy of {origin.job!r}"
         parent = jobs.get(origin.job)
         if parent is None or parent is job:
-            return "jobs", f"{start}, which is no other job of this run."
-        if origin.step is None:
-            return "jobs", f"{start}: give clone_of a step, from which it goes on."
-        if found := fixed_differences(parent, job):
-            return "jobs", (
+            wrong["jobs"] = f"{start}, which is no other job of this run."
+        elif origin.step is None:
+            wrong["jobs"] = f"{start}: give clone_of a step, from which it goes on."
+        elif found := fixed_differences(parent, job):
+            wrong["jobs"] = (
                 f"{start}, and {', '.join(found)} cannot differ. A copy may change "
                 f"{', '.join(sorted(CHANGEABLE))}."
             )
-    return None

@@ -2,10 +2,11 @@
 
 import math
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import pydantic
+from pydantic import BeforeValidator
 
 from jaxlora.config.aliases import OF_DATA
 from jaxlora.config.strict import (
@@ -14,6 +15,7 @@ from jaxlora.config.strict import (
     NonNegativeFloat,
     PositiveInt,
     StrictModel,
+    Wrong,
 )
 
 _OF_SEVERAL = ("mix", "probabilities", "stopping_strategy")
@@ -21,70 +23,52 @@ _OF_SEVERAL = ("mix", "probabilities", "stopping_strategy")
 _ROUNDING = 1e-8
 
 
-def _has_records(data: Any) -> tuple[str, str] | None:
-    if data.path or data.datasets:
-        return None
-    return "path", (
-        "give path: a file, a folder or a hub id. Or list several in datasets."
-    )
-
-
-def _settings_are_of_one_or_several(data: Any) -> tuple[str, str] | None:
-    fields = DataConfig.model_fields
-    if not data.datasets:
-        for name in _OF_SEVERAL:
-            if getattr(data, name) != fields[name].default:
-                return name, (
-                    f"{name} is for several data sets: list them in datasets, or leave "
-                    f"{name} out."
-                )
-        return None
-    for name in fields.keys() - {"datasets", *_OF_SEVERAL}:
-        if getattr(data, name) != fields[name].default:
-            return name, f"{name} belongs to each item of datasets. Put it there."
-    return None
-
-
-def _data_sets_are_plain(data: Any) -> tuple[str, str] | None:
+def _one_or_several(data: Any, wrong: Wrong) -> None:
+    if not data.path and not data.datasets:
+        wrong["path"] = (
+            "give path: a file, a folder or a hub id. Or list several in datasets."
+        )
+    for name in _OF_SEVERAL:
+        if data.changes(name) and not data.datasets:
+            wrong[name] = (
+                f"{name} is for several data sets: list them in datasets, or leave "
+                f"{name} out."
+            )
+    for name in DataConfig.model_fields if data.datasets else ():
+        if name not in ("datasets", *_OF_SEVERAL) and data.changes(name):
+            wrong[name] = f"{name} belongs to each item of datasets. Put it there."
     if any(one.datasets for one in data.datasets):
-        return "datasets", (
+        wrong["datasets"] = (
             "an item of datasets has a path, and no datasets of its own. Put all of "
             "them in one list."
         )
-    return None
-
-
-def _only_interleaved_sets_are_drawn(data: Any) -> tuple[str, str] | None:
-    if data.mix == "interleave":
-        return None
     for name in ("probabilities", "stopping_strategy"):
-        default = DataConfig.model_fields[name].default
-        if data.datasets and getattr(data, name) != default:
-            return name, f"{name} needs `mix: interleave`. Set it, or leave {name} out."
-    return None
+        if data.datasets and data.mix != "interleave" and data.changes(name):
+            wrong[name] = (
+                f"{name} needs `mix: interleave`. Set it, or leave {name} out."
+            )
 
 
-def _probabilities_fit(data: Any) -> tuple[str, str] | None:
+def _shares(data: Any, wrong: Wrong) -> None:
     shares, num = data.probabilities, len(data.datasets)
     if shares is None or not num:
-        return None
+        return
+    total = sum(shares)
     if len(shares) != num:
-        return "probabilities", (
+        wrong["probabilities"] = (
             f"there are {len(shares)} probabilities and {num} datasets. Give one for "
             "each, in the same order."
         )
-    total = sum(shares)
-    if abs(total - 1) > _ROUNDING:
+    elif abs(total - 1) > _ROUNDING:
         cure = "Give positive numbers."
         if total > 0:
             cure = f"Give [{', '.join(f'{share / total:.4g}' for share in shares)}]."
-        return "probabilities", f"their sum is {total:g}, and must be 1. {cure}"
-    if 0 in shares and data.stopping_strategy != "first_exhausted":
-        return "probabilities", (
+        wrong["probabilities"] = f"their sum is {total:g}, and must be 1. {cure}"
+    elif 0 in shares and data.stopping_strategy != "first_exhausted":
+        wrong["probabilities"] = (
             f"a data set of probability 0 is never read, so {data.stopping_strategy} "
             "would never end. Leave the data set out."
         )
-    return None
 
 
 # Variables of chat templates that do not come from settings.
@@ -236,13 +220,7 @@ class DataConfig(StrictModel):
     """
 
     aliases = OF_DATA
-    rules = (
-        _has_records,
-        _settings_are_of_one_or_several,
-        _data_sets_are_plain,
-        _only_interleaved_sets_are_drawn,
-        _probabilities_fit,
-    )
+    rules = (_one_or_several, _shares)
 
     path: InputPath = ""
     split: str | None = None
@@ -260,7 +238,9 @@ class DataConfig(StrictModel):
     weight: str | None = None
     chat: Bool = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[
+        dict[str, Any], BeforeValidator(check_template_kwargs)
+    ] = {}
     system: str | None = None
     roles: dict[str, str] = {}
     loss_on: Literal["completion", "last", "all"] = "completion"
@@ -282,16 +262,14 @@ class DataConfig(StrictModel):
     @property
     def set_names(self) -> tuple[str, ...]:
         """Short and different names of the data sets, for logs and metrics."""
-        for name in _NAMES:
-            names = tuple(map(name, self.sets))
-            if len(set(names)) == len(names):
+        paths = [one.path for one in self.sets]
+        stems = [pathlib.PurePath(path).stem for path in paths]
+        parts = [(one.subset, one.split) for one in self.sets]
+        join = lambda name, more: ".".join(filter(None, (name, *more)))
+        for found in (stems, map(join, stems, parts), map(join, paths, parts)):
+            if len(set(names := tuple(found))) == len(paths):
                 return names
-        return tuple(f"{n}-{i}" for i, n in enumerate(map(_stem, self.sets), start=1))
-
-    @pydantic.field_validator("chat_template_kwargs", mode="before")
-    @classmethod
-    def _kwargs_are_plain(cls, kwargs: object) -> object:
-        return check_template_kwargs(kwargs)
+        return tuple(f"{stem}-{i}" for i, stem in enumerate(stems, start=1))
 
     @pydantic.field_validator("datasets", mode="before")
     @classmethod
@@ -320,21 +298,3 @@ class DataConfig(StrictModel):
                 "datasets."
             )
         return weight
-
-
-DataConfig.nested = {"datasets": DataConfig}
-
-
-def _stem(data: DataConfig) -> str:
-    return pathlib.PurePath(data.path).stem
-
-
-def _stem_and_part(data: DataConfig) -> str:
-    return ".".join(filter(None, (_stem(data), data.subset, data.split)))
-
-
-def _whole_path(data: DataConfig) -> str:
-    return ".".join(filter(None, (data.path, data.subset, data.split)))
-
-
-_NAMES: tuple[Callable[[DataConfig], str], ...] = (_stem, _stem_and_part, _whole_path)

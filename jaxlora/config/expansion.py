@@ -5,6 +5,7 @@ of a random search are the same whatever `count` is, so a sweep can be continued
 more of them.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,31 +14,36 @@ from typing import Any
 
 import pydantic
 
+from jaxlora.common.note import Note
 from jaxlora.config.configuration_names import Namer
 from jaxlora.config.job_settings import (
     axes_of,
-    check_axis,
+    by_our_names,
     given_by,
     given_twice,
-    make_problem,
-    part_of,
+    our_name,
     resolve_point,
+    setting_of,
     settings_key,
-    types_of,
     values_at,
     with_settings,
 )
-from jaxlora.config.search import ONE_JOB, drawn_first, search_of, slots_of
-from jaxlora.config.space import Axis, Space, draw, first_of, grid
-from jaxlora.config.strict import StrictModel
+from jaxlora.config.lora_job import LoraJob
+from jaxlora.config.space import Axis, Space, draw, grid, value_at
+from jaxlora.config.strict import StrictModel, types_of
 from jaxlora.config.sweep_config import Sweep
-from jaxlora.problems import RULE, Path, Problem
+from jaxlora.problems import Path, Problem
 
 # Configurations that a run may have, with those that a search is still to suggest.
 MOST_CONFIGURATIONS = 100_000
 # Draws without a new configuration, for each one that was found, or of the first ones
 # that are wanted, until a small space counts as exhausted.
 _DRAWS, _FIRST = 50, 400
+_LEAST_INITIAL = 10  # draws before Optuna suggests
+ONE_JOB = (
+    "`method: optuna` searches the settings of one job, whose values are all in "
+    "parameters. Give one job without lists, or set `method: random`."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +57,7 @@ class Origin:
     """
 
     template: int
-    varied: Mapping[str, Path]
+    varied: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,24 +68,23 @@ class Expansion:
         values: The settings of the run. Its sweep has no parameters any more.
         origins: The origin of each job.
         problems: Problems of the sweep.
-        notes: Lines that say what was made.
+        notes: Lines for the log that say what was made.
     """
 
     values: dict[str, Any]
     origins: tuple[Origin, ...] = ()
     problems: tuple[Problem, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
-def expand_run(values: Mapping[str, Any], kind: type[StrictModel]) -> Expansion:
+def expand_run(values: Mapping[str, Any]) -> Expansion:
     """Expands the jobs of a run by its sweep, and by lists in the jobs.
 
     A list in the place of a setting that takes none stands for one job for each value.
 
     Args:
         values: The settings of the run, unchecked. Jobs may be mappings or instances of
-            `kind`, and have their defaults.
-        kind: The class of a job.
+            `LoraJob`, and have their defaults.
 
     Returns:
         The expanded run. Settings that cannot be expanded are left as they are, for the
@@ -89,59 +94,89 @@ def expand_run(values: Mapping[str, Any], kind: type[StrictModel]) -> Expansion:
     if not isinstance(jobs, list | tuple):
         return Expansion(values=dict(values))
     problems: list[Problem] = []
-    sweep = _read_sweep(values.get("sweep"), kind, problems)
-    swept = [] if sweep is None else axes_of(sweep.parameters, kind, problems)
-    drawn = Sweep() if sweep is None else drawn_first(sweep, values)
-    expander = _Expander(kind, drawn, swept)
-    if sweep is not None and sweep.is_random:
-        expander.num_drawn = sweep.count or 0
-    is_broken = bool(problems) or (sweep is None and values.get("sweep") is not None)
-    expander.count(jobs)
-    for number, job in enumerate(jobs):
-        if is_broken and isinstance(job, dict):
-            job = {"name": f"c{number + 1}", **job}  # the sweep would have named it
-        expander.add(number, job)
-    out = {**values, "jobs": expander.jobs}
+    given, sweep = values.get("sweep"), None
+    with contextlib.suppress(pydantic.ValidationError):  # the checks that follow say it
+        sweep = None if given is None else Sweep.model_validate(given)
+    swept = [] if sweep is None else axes_of(sweep.parameters, problems)
+    expander = _Expander(swept, sweep or Sweep(), _num_first(sweep, values))
+    if problems or (sweep is None and given is not None):
+        jobs = _named(jobs)
+    expander.add_all(jobs)
     problems += expander.problems
+    out = {**values, "jobs": expander.jobs}
     searches = sweep is not None and sweep.method == "optuna" and bool(swept)
-    if (
-        searches
-        and not problems
-        and not (len(jobs) == 1 and len(expander.points) == len(out["jobs"]))
-    ):
-        problems.append(make_problem(("sweep", "method"), RULE, ONE_JOB))
+    is_one_job = len(jobs) == 1 and len(expander.points) == len(expander.jobs)
+    if searches and not problems and not is_one_job:
+        problems.append(Problem(path=("sweep", "method"), text=ONE_JOB))
     if sweep is not None and not problems:
         over = {"parameters": {}, "method": None, "count": None, "initial": None}
         if searches:
-            over |= search_of(sweep, jobs[0], expander.points)
-            out |= slots_of(values, expander.jobs, swept, kind)
+            over |= _search_of(sweep, jobs[0], expander.points)
+            out |= _slots_of(values, expander.jobs, swept)
         out["sweep"] = sweep.replace(**over)
     return Expansion(
         values=out,
         origins=tuple(expander.origins),
         problems=tuple(problems),
-        notes=tuple(expander.notes),
+        notes=tuple(Note(f"sweep: {note}") for note in expander.notes),
     )
 
 
-def _read_sweep(
-    given: Any, kind: type[StrictModel], problems: list[Problem]
-) -> Sweep | None:
-    if given is None or isinstance(given, Sweep):
-        return given
-    try:
-        return Sweep.model_validate(given)
-    except pydantic.ValidationError:
-        # The checks that follow report it; the names of settings are looked at here.
-        parameters = given.get("parameters") if isinstance(given, dict) else None
-        for name, one in parameters.items() if isinstance(parameters, dict) else ():
-            key = str(name)
-            try:
-                space = Space.model_validate(one)
-            except pydantic.ValidationError:
-                space = Space(values=({},) if key.startswith("_") else (1,))
-            problems += check_axis(key, space, kind)
-        return None
+# ---- a search that goes on while the run trains --------------------------------------
+
+
+def _num_first(sweep: Sweep | None, values: Mapping[str, Any]) -> int | None:
+    """Returns the number of configurations that are drawn at the start, if any are."""
+    if sweep is None or sweep.method != "optuna" or sweep.count is None:
+        return None if sweep is None else sweep.count
+    initial, slots = sweep.initial, values.get("max_concurrent_jobs")
+    if initial is None:
+        initial = max(_LEAST_INITIAL, slots if type(slots) is int else 0)
+    return min(sweep.count, initial)
+
+
+def _search_of(
+    sweep: Sweep, job: Any, points: Mapping[str, dict[str, float]]
+) -> dict[str, Any]:
+    """Returns the settings of a sweep whose further configurations are suggested."""
+    search = {
+        "template": _plain(job),
+        "parameters": sweep.parameters,
+        "count": sweep.count,
+        "seed": sweep.seed,
+        "points": dict(points),
+    }
+    is_chosen = "early_exit" in sweep.model_fields_set
+    return {"search": search} | ({} if is_chosen else {"early_exit": "asha"})
+
+
+def _plain(job: Any) -> dict[str, Any]:
+    """Returns the settings of a job as JSON values."""
+    if isinstance(job, StrictModel):
+        return job.model_dump(mode="json", exclude_unset=True)
+    is_part = lambda value: isinstance(value, StrictModel)
+    return {k: _plain(v) if is_part(v) else v for k, v in job.items()}
+
+
+def _slots_of(
+    values: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]], axes: Sequence[Axis]
+) -> dict[str, Any]:
+    """Returns the settings of slots that hold whatever may be suggested."""
+    out: dict[str, Any] = {}
+    for name, setting in (("rank", "slot_rank"), ("dropout", "slot_dropout")):
+        if values.get(setting) is not None:
+            continue
+        found = [setting_of(job, name) for job in jobs]
+        for axis in axes:
+            given: Any = axis.space.values or ()
+            if axis.name.startswith("_"):
+                pairs = (pair for one in given for pair in one.items())
+                found += [value for key, value in pairs if our_name(key) == name]
+            elif axis.name == name and axis.space.times is None:
+                found += given or [axis.range[1]]
+        most = max((n for n in found if isinstance(n, int | float)), default=0)
+        out[setting] = most > 0 if name == "dropout" else most
+    return out
 
 
 # ---- the jobs ----------------------------------------------------------------------
@@ -156,114 +191,87 @@ class _Expander:
         origins: The origin of each.
         notes: Lines that say what was made.
         problems: Values that cannot be combined.
-        num_drawn: Number of configurations of a search, for each job.
     """
 
-    def __init__(self, kind: type[StrictModel], sweep: Sweep, swept: Sequence[Axis]):
+    def __init__(self, swept: Sequence[Axis], sweep: Sweep, num_drawn: int | None):
         self.jobs: list[Any] = []
         self.points: dict[str, dict[str, float]] = {}
         self.origins: list[Origin] = []
         self.notes: list[str] = []
-        self._kind, self._sweep, self._swept = kind, sweep, swept
-        self._namer = Namer()
         self.problems: list[Problem] = []
-        self.num_drawn, self._is_cut = 0, False
+        self._swept, self._seed = swept, sweep.seed
+        self._num_drawn = (num_drawn or 0) if swept and sweep.is_random else None
+        self._num_all = sweep.count if self._num_drawn else None
+        self._namer = Namer()
 
-    def add(self, number: int, job: Any) -> None:
-        """Adds the configurations of a job of the run file, or the job itself."""
-        template = self._template(job)
-        if template is None:
-            return self._keep(number, job)
-        listed = self._listed(number, template)
+    def add_all(self, jobs: Sequence[Any]) -> None:
+        """Adds the configurations of the jobs of a run file."""
+        templates = list(map(_template, jobs))
+        listed = [
+            [] if template is None else _listed(number, template)
+            for number, template in enumerate(templates)
+        ]
+        if self._are_too_many(listed):
+            # One of each job is left for the other checks.
+            jobs = list(jobs)
+            for number, axes in enumerate(listed):
+                if axes:
+                    first = {axis.name: value_at(axis, 0) for axis in axes}
+                    jobs[number] = with_settings(templates[number] or {}, first)
+            jobs = _named(jobs)
+            self._swept, listed = (), [[]] * len(jobs)
+        for number, (job, template) in enumerate(zip(jobs, templates, strict=True)):
+            if template is not None and (listed[number] or self._swept):
+                self._add(number, template, listed[number])
+                continue
+            self.jobs.append(job)
+            self.origins.append(Origin(template=number))
+            self._namer.reserve(str(None if template is None else template.get("name")))
+
+    def _add(
+        self, number: int, template: dict[str, Any], listed: Sequence[Axis]
+    ) -> None:
         self.notes += (
             f"{'.'.join(map(str, axis.path))} is a list of {int(axis.num_points)} "
             "values: one job for each of them"
             for axis in listed
         )
-        if not (listed or self._swept):
-            return self._keep(number, job)
-        listed = list(map(first_of, listed)) if self._is_cut else listed
         axes = [*listed, *self._swept]
-        self.problems += given_twice(axes, self._kind) if listed else ()
-        places = {n: axis.path for axis in axes for n in given_by(axis, self._kind)}
+        self.problems += given_twice(axes) if listed else ()
+        places = {name: axis.path for axis in axes for name in given_by(axis)}
         for settings, point in self._distinct(template, listed):
             name = template.get("name", "")
             if isinstance(name, str):
                 name = self._namer.name(name, settings, axes)
-            made = with_settings(template, settings, self._kind) | {"name": name}
-            self.jobs.append(made)
+            self.jobs.append(with_settings(template, settings) | {"name": name})
             if point is not None:
-                self.points[str(made["name"])] = point
+                self.points[str(name)] = point
             varied = {n: places[n] for n in settings}
             self.origins.append(Origin(template=number, varied=varied))
-        return None
 
-    def count(self, jobs: Sequence[Any]) -> None:
-        """Counts all configurations before one is made; of too many, few are made."""
-        drawn = self.num_drawn if self._swept else 0
-        swept = drawn or math.prod(axis.num_points for axis in self._swept)
-        total, largest = 0.0, 0.0
-        path: Path = ()
-        for number, job in enumerate(jobs):
-            template = self._template(job)
-            listed = [] if template is None else self._listed(number, template)
-            if template is None or not (listed or self._swept):
-                continue
-            num = swept * math.prod(axis.num_points for axis in listed)
-            total += num
-            if num > largest:
-                largest, path = num, (self._swept or listed)[0].path[:2]
+    def _are_too_many(self, listed: Sequence[Sequence[Axis]]) -> bool:
+        """Counts all configurations before one is made; too many are a problem."""
+        swept = self._num_all or math.prod(axis.num_points for axis in self._swept)
+        nums = [
+            swept * math.prod(axis.num_points for axis in axes)
+            if axes or self._swept
+            else 0.0
+            for axes in listed
+        ]
+        total = sum(nums)
         if total <= MOST_CONFIGURATIONS:
-            return
-        if not self.problems:
-            path = ("sweep", "count") if drawn else path
-            fewer = "Give fewer values, or set `method: random` and count to draw some."
-            text = (
-                f"there would be {total:,.0f} configurations, and a run has at most "
-                f"{MOST_CONFIGURATIONS:,}. {'Lower it.' if drawn else fewer}"
-            )
-            self.problems.append(make_problem(path, RULE, text))
-        self._swept, self._sweep = list(map(first_of, self._swept)), Sweep()
-        self._is_cut = True
-
-    def _template(self, job: Any) -> dict[str, Any] | None:
-        """Returns the settings of a job of the run file; None if it has none."""
-        if isinstance(job, self._kind):
-            return {name: getattr(job, name) for name in job.model_fields_set}
-        return job if isinstance(job, dict) else None
-
-    def _keep(self, number: int, job: Any) -> None:
-        self.jobs.append(job)
-        self.origins.append(Origin(template=number, varied={}))
-        name = job.get("name") if isinstance(job, dict) else getattr(job, "name", "")
-        self._namer.reserve(str(name))
-
-    def _listed(self, number: int, template: Mapping[str, Any]) -> list[Axis]:
-        """Returns an axis for each list that stands for several values."""
-        ours, _ = self._kind.known(template)
-        axes = []
-        for key, name in ours.items():
-            value, types = (
-                template[key],
-                types_of(self._kind.model_fields[name].annotation),
-            )
-            if name == "name" or tuple in types or not isinstance(value, list):
-                continue
-            if len(value) < 2 or self._is_path_list(name, value):
-                continue
-            axis = Axis(
-                name=name,
-                path=("jobs", number, key),
-                space=Space(values=tuple(value)),
-                is_integer=False,
-            )
-            axes.append(axis)
-        return axes
-
-    def _is_path_list(self, name: str, value: list[Any]) -> bool:
-        """Whether a list stands for a mapping, which is an error of its own."""
-        is_mapping = part_of(name, self._kind) is not None
-        return is_mapping and not all(isinstance(item, dict) for item in value)
+            return False
+        most = listed[nums.index(max(nums))]
+        path: Path = (self._swept or most)[0].path[:2]
+        cure = "Give fewer values, or set `method: random` and count to draw some."
+        if self._num_all:
+            path, cure = ("sweep", "count"), "Lower it."
+        text = (
+            f"there would be {total:,.0f} configurations, and a run has at most "
+            f"{MOST_CONFIGURATIONS:,}. {cure}"
+        )
+        self.problems.append(Problem(path=path, text=text))
+        return True
 
     def _distinct(
         self, template: Mapping[str, Any], listed: Sequence[Axis]
@@ -273,34 +281,71 @@ class _Expander:
         With them comes the place on each axis, if they were drawn.
         """
         found: dict[str, tuple[dict[str, Any], dict[str, float] | None]] = {}
-        num_equal = 0
+        num_equal, count = 0, self._num_drawn
         for row in grid(listed):
-            own = with_settings(template, row, self._kind)
-            count = self._sweep.count or 0
-            wanted, num_missed = len(found) + count, 0
+            own = with_settings(template, row)
+            wanted, num_missed = len(found) + (count or 0), 0
             for point, places in self._points():
-                most = _DRAWS * max(len(found), min(count, _FIRST))
-                if places and (len(found) == wanted or num_missed == most):
-                    break
-                settings = row | resolve_point(point, self._swept, own, self._kind)
-                key = settings_key(with_settings(template, settings, self._kind))
+                if count is not None:
+                    most = _DRAWS * max(len(found), min(count, _FIRST))
+                    if len(found) == wanted or num_missed == most:
+                        break
+                settings = row | resolve_point(point, self._swept, own)
+                key = settings_key(with_settings(template, settings))
                 num_equal += key in found
                 num_missed = num_missed + 1 if key in found else 0
                 found.setdefault(key, (settings, places))
-            if self._sweep.is_random and self._swept and len(found) < wanted:
+            if len(found) < wanted:
                 self.notes.append(
-                    f"count is {self._sweep.count}, and the space has only "
-                    f"{len(found)} different configurations"
+                    f"count is {count}, and the space has only {len(found)} different "
+                    "configurations"
                 )
-        if num_equal and not self._sweep.is_random:
+        if num_equal and count is None:
             text = "configurations that equal another one are left out"
             self.notes.append(f"{num_equal} {text}")
         return list(found.values())
 
     def _points(self) -> Iterator[tuple[dict[str, Any], dict[str, float] | None]]:
-        if not self._sweep.is_random or not self._swept:
+        if self._num_drawn is None:
             yield from ((point, None) for point in grid(self._swept))
             return
         for i in itertools.count():
-            places = {a.name: draw(a, self._sweep.seed, i) for a in self._swept}
+            places = {axis.name: draw(axis, self._seed, i) for axis in self._swept}
             yield values_at(self._swept, places), places
+
+
+def _named(jobs: Sequence[Any]) -> list[Any]:
+    """Returns jobs with names, which a sweep would have given them."""
+    return [
+        {"name": f"c{i}", **job} if isinstance(job, dict) else job
+        for i, job in enumerate(jobs, start=1)
+    ]
+
+
+def _template(job: Any) -> dict[str, Any] | None:
+    """Returns the settings of a job by our names; None if it has none."""
+    if isinstance(job, LoraJob):
+        return {name: getattr(job, name) for name in job.model_fields_set}
+    return by_our_names(job) if isinstance(job, dict) else None
+
+
+def _listed(number: int, template: Mapping[str, Any]) -> list[Axis]:
+    """Returns an axis for each list that stands for several values.
+
+    A list in the place of a mapping is an error of its own.
+    """
+    axes = []
+    for name, value in template.items():
+        if name not in LoraJob.model_fields or name == "name":
+            continue
+        if not isinstance(value, list) or len(value) < 2:
+            continue
+        is_mapping = LoraJob.part(name) is not None
+        if tuple in types_of(LoraJob.model_fields[name].annotation) or (
+            is_mapping and not all(isinstance(item, dict) for item in value)
+        ):
+            continue
+        space = Space(values=tuple(value))
+        path = "jobs", number, name
+        axes.append(Axis(name=name, path=path, space=space, is_integer=False))
+    return axes

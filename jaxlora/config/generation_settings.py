@@ -2,19 +2,22 @@
 
 from typing import Annotated, Any
 
-import pydantic
 from pydantic import Field
 
 from jaxlora.config.strict import (
+    AtLeastOne,
     Bool,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
+    OneOrMore,
     PositiveInt,
     StrictModel,
+    Wrong,
 )
 
 TopP = Annotated[float, Field(gt=0.0, le=1.0), Number]
+_Text = Annotated[str, AtLeastOne]
 Seed = Annotated[NonNegativeInt, Field(lt=2**31)]
 
 
@@ -34,35 +37,13 @@ class GenerationSettings(StrictModel):
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeFloat = 0.0
     top_p: TopP = 1.0
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[_Text, ...], OneOrMore] = ()
     seed: Seed = 0
 
-    @pydantic.field_validator("stop", mode="before")
-    @classmethod
-    def _one_text_is_a_list_of_one(cls, stop: object) -> object:
-        return (stop,) if isinstance(stop, str) else stop
 
-    @pydantic.field_validator("stop")
-    @classmethod
-    def _texts_are_not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
-            raise ValueError(
-                "stop holds an empty text, which would end every answer at once. "
-                "Remove it."
-            )
-        return stop
-
-
-def _there_are_prompts(samples: Any) -> tuple[str, str] | None:
-    if not samples.prompts:
-        return "prompts", "prompts is empty. Give prompts, or leave samples out."
-    return None
-
-
-def _system_is_of_a_chat(samples: Any) -> tuple[str, str] | None:
+def _samples(samples: Any, wrong: Wrong) -> None:
     if samples.system is not None and not samples.chat:
-        return "system", "system is a message of a chat: set `chat: true`."
-    return None
+        wrong["system"] = "system is a message of a chat: set `chat: true`."
 
 
 class SamplesConfig(GenerationSettings):
@@ -75,9 +56,9 @@ class SamplesConfig(GenerationSettings):
         max_new_tokens: Largest number of tokens to generate.
     """
 
-    rules = (_there_are_prompts, _system_is_of_a_chat)
+    rules = (_samples,)
 
-    prompts: tuple[str, ...]
+    prompts: Annotated[tuple[str, ...], AtLeastOne]
     chat: Bool = False
     system: str | None = None
     max_new_tokens: PositiveInt = 64

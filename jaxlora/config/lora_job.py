@@ -3,13 +3,13 @@
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxlora.common.job_name import check_job_name
 from jaxlora.config.aliases import OF_JOB
 from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
-from jaxlora.config.rules import OF_A_JOB, row_tokens, whole_modules
+from jaxlora.config.rules import OF_A_JOB, WholeModule, row_tokens, whole_modules
 from jaxlora.config.schedules import ScheduleName
 from jaxlora.config.starts import (
     LOFTQ,
@@ -126,9 +126,8 @@ class LoraJob(StrictModel):
 
     aliases = OF_JOB
     rules = OF_A_JOB
-    nested = {"clone_of": CloneOf, "data": DataConfig, "eval_data": DataConfig}
 
-    name: str
+    name: Annotated[str, AfterValidator(check_job_name)]
     data: DataConfig
     eval_data: DataConfig | None = None
     eval_fraction: Fraction = 0.0
@@ -141,17 +140,21 @@ class LoraJob(StrictModel):
     use_vera: Bool = False
     projection_prng_key: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
     d_initial: PositiveFloat = 0.1
-    init_lora_weights: Literal[True] | str = True
+    init_lora_weights: Annotated[Literal[True] | str, BeforeValidator(check_start)] = (
+        True
+    )
     loftq_config: dict[str, PositiveInt] = {}
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"
     exclude_modules: Texts = ()
     layers_to_transform: Indices = ()
     layers_pattern: Texts = ()
-    trainable_token_indices: (
-        Indices | dict[Literal["embed_tokens", "lm_head"], Indices]
-    ) = ()
-    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
+    trainable_token_indices: Annotated[
+        Indices | dict[WholeModule, Indices], BeforeValidator(row_tokens)
+    ] = ()
+    modules_to_save: Annotated[
+        tuple[WholeModule, ...], BeforeValidator(whole_modules)
+    ] = ()
     train_bias: Bool = False
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
@@ -190,11 +193,6 @@ class LoraJob(StrictModel):
 
     priority: Int = 0
 
-    @pydantic.field_validator("name")
-    @classmethod
-    def _name_is_a_plain_folder_name(cls, name: str) -> str:
-        return check_job_name(name)
-
     @property
     def keeps_start(self) -> bool:
         """Whether the adapter is relative to its first weights, which it keeps."""
@@ -212,21 +210,6 @@ class LoraJob(StrictModel):
     def _warm_up_is_a_setting(cls, name: object) -> object:
         # The name that transformers has for it; warm-up is set apart from the schedule.
         return "constant" if name == "constant_with_warmup" else name
-
-    @pydantic.field_validator("init_lora_weights", mode="before")
-    @classmethod
-    def _start_is_known(cls, start: object) -> object:
-        return check_start(start)
-
-    @pydantic.field_validator("trainable_token_indices", mode="before")
-    @classmethod
-    def _tokens_have_rows(cls, tokens: object) -> object:
-        return row_tokens(tokens)
-
-    @pydantic.field_validator("modules_to_save", mode="before")
-    @classmethod
-    def _modules_are_copied_whole(cls, modules: object) -> object:
-        return whole_modules(modules)
 
     @property
     def token_ids(self) -> dict[str, tuple[int, ...]]:

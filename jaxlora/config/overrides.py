@@ -1,51 +1,21 @@
 """Settings of the command line, such as `jobs.orders.rank=32`, in a run file."""
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from jaxlora.common.yaml_file import parse_yaml
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.job_settings import part_of, types_of
-from jaxlora.config.strict import StrictModel, closest
+from jaxlora.config.strict import StrictModel, closest, types_of
 from jaxlora.errors import ConfigError
 from jaxlora.problems import Path
 
 _EXAMPLES = "such as defaults.learning_rate=1e-4 or jobs.NAME.rank=32"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Override:
-    """One setting of the command line.
-
-    Attributes:
-        text: The argument, as it was given.
-        path: Keys and list indices of the setting in the run file.
-        value: The value.
-        before: The value that it replaces; None if there was none.
-        untouched: Names of jobs that have their own value of an overridden default.
-    """
-
-    text: str
-    path: Path
-    value: Any
-    before: Any
-    untouched: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        notes = [] if self.before is None else [f"before: {_short(self.before)}"]
-        notes += [f"job {name} has its own" for name in self.untouched]
-        return f"{self.text} ({'; '.join(notes)})" if notes else self.text
-
-
-def _short(value: Any) -> str:
-    return f"{json.dumps(value, default=str):.60}"
-
-
 def override(
     values: Mapping[str, Any], texts: Sequence[str]
-) -> tuple[dict[str, Any], tuple[Override, ...]]:
+) -> tuple[dict[str, Any], dict[Path, str], list[str]]:
     """Replaces settings of a run file, one after the other.
 
     Args:
@@ -56,12 +26,15 @@ def override(
             YAML.
 
     Returns:
-        The contents with the other values, and what was replaced.
+        The contents with the other values; the argument of each path that it has
+        replaced; and for each argument a note of what was replaced.
 
     Raises:
         ConfigError: An argument has no value, or names an unknown setting or job.
     """
-    out, found = dict(values), []
+    out = dict(values)
+    found: dict[Path, str] = {}
+    notes = []
     for text in texts:
         key, is_given, yaml_text = text.partition("=")
         if not is_given:
@@ -69,24 +42,17 @@ def override(
         value = parse_yaml(yaml_text, key)
         try:
             path, out = _find(out, key, value)
-        except _UnknownError as error:
+        except ConfigError as error:
             raise ConfigError(f"{text}: {error}") from None
-        if any(path == other.path for other in found):
+        if path in found:
             raise ConfigError(f"{text}: {key} is given twice. Keep one.")
-        one = Override(
-            text=text,
-            path=path,
-            value=value,
-            before=_at(out, path),
-            untouched=_with_own(out, path),
-        )
-        found.append(one)
+        found[path] = text
+        said = [f"job {name} has its own" for name in _with_own(out, path)]
+        if (before := _at(out, path)) is not None:
+            said.insert(0, f"before: {json.dumps(before, default=str):.60}")
+        notes.append(f"{text} ({'; '.join(said)})" if said else text)
         out = _put(out, path, value)
-    return out, tuple(found)
-
-
-class _UnknownError(Exception):
-    """A key names no setting; the message says which there are."""
+    return out, found, notes
 
 
 def _find(values: dict[str, Any], key: str, value: Any) -> tuple[Path, dict[str, Any]]:
@@ -124,11 +90,11 @@ def _find_job(jobs: Any, rest: str) -> tuple[int, str]:
         wanted = rest.partition(".")[0]
         near = closest(wanted, names)
         hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(names)}."
-        raise _UnknownError(f"there is no job {wanted!r}. {hint}")
+        raise ConfigError(f"there is no job {wanted!r}. {hint}")
     name = max(fitting, key=len)
     setting = rest[len(name) + 1 :]
     if not setting:
-        raise _UnknownError(f"name a setting of the job, as in jobs.{name}.rank=32.")
+        raise ConfigError(f"name a setting of the job, as in jobs.{name}.rank=32.")
     return names[name], setting
 
 
@@ -137,22 +103,15 @@ def _filled(job: dict[str, Any], values: dict[str, Any], rest: str) -> dict[str,
 
     Only a setting in parts needs it, as its other parts are kept.
     """
-    defaults = values.get("defaults")
-    if "." not in rest or not isinstance(defaults, dict):
+    head, is_in_parts, _ = rest.partition(".")
+    defaults = values.get("defaults") or {}
+    if not is_in_parts or LoraJob.key_of(head, job) is not None:
         return job
-    names = LoraJob.aliases.same
-    own = {names.get(key, key) for key in job}
-    wanted = names.get(rest.partition(".")[0], rest.partition(".")[0])
-    return {
-        key: default
-        for key, default in defaults.items()
-        if names.get(key, key) == wanted and wanted not in own
-    } | job
+    key = LoraJob.key_of(head, defaults)
+    return job if key is None else {key: defaults[key], **job}
 
 
-def _within(
-    kind: type[StrictModel], values: Mapping[str, Any], key: str, value: Any
-) -> Path:
+def _within(kind: type[StrictModel], values: Any, key: str, value: Any) -> Path:
     """Returns the path of a setting in a configuration.
 
     Args:
@@ -165,42 +124,29 @@ def _within(
     ours, refused = kind.known({head: value})
     if head in refused:
         if kind is RunConfig and head in LoraJob.model_fields:
-            raise _UnknownError(
+            raise ConfigError(
                 f"{head!r} is a setting of a job. Write defaults.{key}=... for all "
                 f"jobs, or jobs.NAME.{key}=... for one."
             )
-        raise _UnknownError(refused[head])
-    name = ours[head]
-    given, _ = kind.known(values)
-    # The file may call the setting by another name.
-    used = next((k for k, other in given.items() if other == name), head)
+        raise ConfigError(refused[head])
+    used = kind.key_of(head, values) or head  # the file may have another name of it
     if not rest:
         return (used,)
-    annotation = kind.model_fields[name].annotation
-    if dict in types_of(annotation):
+    if dict in types_of(kind.model_fields[ours[head]].annotation):
         return used, rest  # a name or pattern, which may have dots
-    return used, *_inside(used, values.get(used), _part(name, kind), rest, value)
-
-
-def _part(name: str, kind: type[StrictModel]) -> type[StrictModel] | None:
-    """Returns the configuration in a setting, or in the items of its list."""
-    if (part := part_of(name, kind)) is not None:
-        return part
-    items = get_args(kind.model_fields[name].annotation)
-    parts = [i for i in items if isinstance(i, type) and issubclass(i, StrictModel)]
-    return parts[0] if parts else None
+    if (part := kind.part(ours[head])) is None:
+        raise ConfigError(f"{used!r} has no settings within it. Write {used}=...")
+    return used, *_inside(used, values.get(used), part, rest, value)
 
 
 def _inside(
-    name: str, held: Any, part: type[StrictModel] | None, rest: str, value: Any
+    name: str, held: Any, part: type[StrictModel], rest: str, value: Any
 ) -> Path:
     """Returns the path within a setting that holds configurations."""
-    if part is None:
-        raise _UnknownError(f"{name!r} has no settings within it. Write {name}=...")
     if isinstance(held, list):
         number, _, rest = rest.partition(".")
         if not number.isdecimal() or int(number) >= len(held):
-            raise _UnknownError(
+            raise ConfigError(
                 f"{name!r} is a list of {len(held)}, whose items are counted from 0: "
                 f"there is no {number!r}."
             )
@@ -209,7 +155,7 @@ def _inside(
         item = f"{name}.{number}"
         return int(number), *_inside(item, held[int(number)], part, rest, value)
     if held is not None and not isinstance(held, dict):
-        raise _UnknownError(
+        raise ConfigError(
             f"{name!r} is {held!r:.60} in the run file, which has no settings within "
             f"it. Write {name}=..."
         )
@@ -248,10 +194,8 @@ def _with_own(values: Mapping[str, Any], path: Path) -> tuple[str, ...]:
     jobs = values.get("jobs")
     if path[0] != "defaults" or len(path) < 2 or not isinstance(jobs, list):
         return ()
-    names = LoraJob.aliases.same
-    setting = names.get(str(path[1]), path[1])
     return tuple(
         str(job.get("name", number))
         for number, job in enumerate(jobs)
-        if isinstance(job, dict) and setting in {names.get(k, k) for k in job}
+        if LoraJob.key_of(path[1], job) is not None
     )

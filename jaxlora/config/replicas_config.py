@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from jaxlora.config.strict import Devices, Rule, StrictModel, Tokens
+from jaxlora.config.strict import Devices, StrictModel, Tokens, Wrong
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 
@@ -68,78 +68,45 @@ def describe_list(shapes: Sequence[ReplicaShape]) -> str:
     return " + ".join(parts)
 
 
-def check_listed(replicas: object) -> object:
-    """Returns a value of `replicas`: a list, `auto` or None.
-
-    Raises:
-        ValueError: It is a word other than `auto`, or no list, or empty.
-    """
-    if replicas is None or replicas == "auto":
-        return replicas
-    if not isinstance(replicas, list | tuple):
-        raise ValueError(
-            "expected auto, or a list such as [{microbatch_tokens: 8192}, "
-            "{microbatch_tokens: 2048, count: 3}]."
-        )
-    if not replicas:
-        raise ValueError("replicas is empty. List them, or leave replicas out.")
-    return replicas
-
-
-def _replicas_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
+def replica_rules(run: Any, wrong: Wrong) -> None:
+    """Adds the settings of a run that do not fit its replicas."""
+    if run.replicas is None:
+        return
     for one in run.replica_shapes:
         if one.tokens % run.block_tokens:
-            return "replicas", (
+            wrong["replicas"] = (
                 f"microbatch_tokens={one.tokens} of a replica is not a multiple of "
                 f"block_tokens={run.block_tokens}."
             )
         if run.block_tokens % one.tensor:
-            return "replicas", (
+            wrong["replicas"] = (
                 f"tensor={one.tensor} of a replica does not divide block_tokens="
                 f"{run.block_tokens}, and its devices divide the rows of microbatches. "
                 f"Set block_tokens to a multiple of {one.tensor}."
             )
-    return None
-
-
-def _replicas_have_their_own_tokens(run: Any) -> tuple[str, str] | None:
-    first = (one.tokens for one in run.replica_shapes[:1])
-    if run.replicas is not None and run.microbatch_tokens not in ("auto", *first):
-        return "microbatch_tokens", (
+    first = run.replica_shapes[:1]
+    if run.microbatch_tokens not in ("auto", *(one.tokens for one in first)):
+        wrong["microbatch_tokens"] = (
             f"microbatch_tokens={run.microbatch_tokens}, and the replicas have their "
             "own. Leave it out."
         )
-    return None
-
-
-def _replicas_stand_alone(run: Any) -> tuple[str, str] | None:
-    if run.replicas is None:
-        return None
     # When a run is planned, its mesh becomes that of the first replica.
-    first = [MeshSizes(tensor=one.tensor) for one in run.replica_shapes[:1]]
-    if run.mesh == "auto" or run.mesh_sizes not in (MeshSizes(), *first):
-        return "mesh", (
+    meshes = MeshSizes(), *(MeshSizes(tensor=one.tensor) for one in first)
+    if run.mesh == "auto" or run.mesh_sizes not in meshes:
+        wrong["mesh"] = (
             f"mesh is {run.mesh}, and replicas have devices of their own. Leave mesh "
             "or replicas out."
         )
     if run.packer != "joint":
-        return "packer", (
+        wrong["packer"] = (
             f"packer is {run.packer}, and only joint fills replicas. Set packer: joint."
         )
     if run.microbatch_shapes:
-        return "microbatch_shapes", (
+        wrong["microbatch_shapes"] = (
             "each replica has one shape. Leave microbatch_shapes out, or add a replica "
             "with smaller microbatches."
         )
     if run.sweep is not None and run.sweep.has_groups:
-        return "sweep", (
+        wrong["sweep"] = (
             "sweep.groups and replicas both divide the devices. Leave one of them out."
         )
-    return None
-
-
-OF_REPLICAS: tuple[Rule, ...] = (
-    _replicas_hold_whole_blocks,
-    _replicas_have_their_own_tokens,
-    _replicas_stand_alone,
-)

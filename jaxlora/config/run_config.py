@@ -1,6 +1,6 @@
 """The settings of a run: a base model, its jobs, and how the machine is used."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -11,14 +11,14 @@ from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.config.lora_job import LoraJob
 from jaxlora.config.replicas_config import (
-    OF_REPLICAS,
     ReplicaConfig,
     ReplicaShape,
-    check_listed,
     in_order,
+    replica_rules,
 )
 from jaxlora.config.rules import OF_A_RUN, mesh_text
 from jaxlora.config.strict import (
+    AtLeastOne,
     Bool,
     InputPath,
     NonNegativeFloat,
@@ -29,7 +29,7 @@ from jaxlora.config.strict import (
     Tokens,
 )
 from jaxlora.config.sweep_config import Sweep
-from jaxlora.problems import problems_of, validation_error
+from jaxlora.problems import Source, problems_of, settings_error
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
@@ -118,13 +118,7 @@ class RunConfig(BaseSettings):
     """
 
     aliases = OF_RUN
-    rules = (*BaseSettings.rules, *OF_A_RUN, *OF_REPLICAS)
-    nested = {
-        "jobs": LoraJob,
-        "replicas": ReplicaConfig,
-        "samples": SamplesConfig,
-        "sweep": Sweep,
-    }
+    rules = (*BaseSettings.rules, *OF_A_RUN, replica_rules)
     belongs = dict.fromkeys(
         [*LoraJob.model_fields, *OF_JOB.same],
         "a job. Put it there, or into defaults for all jobs",
@@ -139,7 +133,9 @@ class RunConfig(BaseSettings):
     slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
-    replicas: Literal["auto"] | tuple[ReplicaConfig, ...] | None = None
+    replicas: (
+        Literal["auto"] | Annotated[tuple[ReplicaConfig, ...], AtLeastOne] | None
+    ) = None
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: Tokens | Literal["auto"] = "auto"
@@ -163,22 +159,24 @@ class RunConfig(BaseSettings):
     sweep: Sweep | None = None
     _notes: tuple[Note, ...] = ()
 
-    @pydantic.model_validator(mode="wrap")
-    @classmethod
-    def _sweep_is_expanded(cls, values: Any, check: Any) -> Any:
-        if cls.is_part or not isinstance(values, dict):
-            return check(values)
-        expansion, made = expand_run(values, LoraJob), None
+    def __init__(self, /, **settings: Any):
+        """Expands a sweep, and lists in jobs, and checks the settings.
+
+        Raises:
+            ConfigError: Settings break rules; the message lists them all.
+        """
+        expansion = expand_run(settings)
         problems = list(expansion.problems)
         try:
-            made = check(expansion.values)
-        except pydantic.ValidationError as error:
-            problems += problems_of(error)
+            pydantic.BaseModel.__init__(self, **expansion.values)
+        except pydantic.ValidationError as found:
+            problems += problems_of(found)
         if problems:
-            raise validation_error(cls.__name__, problems)
-        assert made is not None
-        made._notes = tuple(Note(f"sweep: {note}") for note in expansion.notes)
-        return made
+            raise settings_error(problems, Source("RunConfig"))
+        self._notes = expansion.notes
+
+    # Without this mark, pydantic would call it for settings that are expanded already.
+    __init__.__pydantic_base_init__ = True  # pyrefly: ignore[missing-attribute]
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -242,25 +240,12 @@ class RunConfig(BaseSettings):
             return mesh
         return str(MeshSizes.parse(mesh))
 
-    @pydantic.field_validator("replicas", mode="before")
-    @classmethod
-    def _replicas_are_listed(cls, replicas: object) -> object:
-        return check_listed(replicas)
-
     @pydantic.field_validator("report_to", mode="before")
     @classmethod
     def _trackers_are_a_list(cls, names: object) -> object:
         if names in ("none", None):
             return ()
         return (names,) if isinstance(names, str) else names
-
-    @pydantic.field_validator("microbatch_tokens", mode="before")
-    @classmethod
-    def _tokens_or_auto(cls, tokens: object) -> object:
-        is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
-        if tokens != "auto" and not (is_number and tokens >= 1):
-            raise ValueError("expected a positive number of tokens, or auto.")
-        return tokens
 
     @pydantic.field_validator("implementation")
     @classmethod

@@ -5,22 +5,22 @@ import dataclasses
 import itertools
 import logging
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pydantic
 
 from jaxlora.common.yaml_file import line_finder, parse_yaml
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.expansion import Origin, expand_run
-from jaxlora.config.overrides import Override, override
+from jaxlora.config.expansion import Expansion, expand_run
+from jaxlora.config.overrides import override
+from jaxlora.config.strict import unknown
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.printable import one_line
 from jaxlora.problems import (
-    UNKNOWN,
     Path,
     Problem,
-    YamlWords,
+    Source,
     problem_of,
     problems_of,
     settings_error,
@@ -61,14 +61,15 @@ class RunFile:
         text: Its contents.
         values: Its settings, unchecked, with those of the command line.
         options: Names of options of the command line, by the setting that they replace.
-        overrides: Settings of the command line that are in `values`.
+        overrides: Arguments of the command line that have set a part of `values`, by
+            its path.
     """
 
     path: pathlib.Path
     text: str
     values: Mapping[str, Any]
     options: Mapping[str, str]
-    overrides: tuple[Override, ...] = ()
+    overrides: Mapping[Path, str]
 
     @classmethod
     def read(
@@ -86,9 +87,9 @@ class RunFile:
         """
         keys = "the keys model, output_dir and jobs"
         text, values = _read_mapping(path, "run file", keys)
-        values, found = override(values, overrides)
-        if found:
-            logger.info("%s: overridden: %s", path, "; ".join(map(str, found)))
+        values, found, notes = override(values, overrides)
+        if notes:
+            logger.info("%s: overridden: %s", path, "; ".join(notes))
         return cls(
             path=pathlib.Path(path),
             text=text,
@@ -102,7 +103,8 @@ class RunFile:
 
         `begun_defaults` reads them.
         """
-        lines = [f"{_OVERRIDDEN}{one_line(one.text)}\n" for one in self.overrides]
+        given = self.overrides.values()
+        lines = [f"{_OVERRIDDEN}{one_line(text)}\n" for text in given]
         return "".join([*lines, self.text])
 
     def config(
@@ -118,13 +120,13 @@ class RunFile:
         Raises:
             ConfigError: Settings break rules; the message lists them all.
         """
-        for one in self.overrides:
-            if one.path[0] in settings:
-                option = self.options.get(str(one.path[0]), one.path[0])
-                raise ConfigError(f"{one.text}: {option} is given as well. Keep one.")
+        for path, text in self.overrides.items():
+            if path[0] in settings:
+                option = self.options.get(str(path[0]), path[0])
+                raise ConfigError(f"{text}: {option} is given as well. Keep one.")
         values = {**self.values, **settings}
-        words = self._words(settings)
-        return run_config(values, words=words, find_missing=find_missing)
+        source = self._source(settings)
+        return run_config(values, source=source, find_missing=find_missing)
 
     @contextlib.contextmanager
     def rewords(self, settings: Mapping[str, Any]) -> Iterator[None]:
@@ -134,28 +136,22 @@ class RunFile:
         except JaxloraError as error:
             if not error.problems:
                 raise
-            raise self._reworded(error, settings) from error
+            expansion = expand_run(_with_defaults(self.values))
+            placed = _placed(error.problems, self.values, expansion)
+            raise settings_error(placed, self._source(settings)) from error
 
-    def _reworded(
-        self, error: JaxloraError, settings: Mapping[str, Any]
-    ) -> JaxloraError:
-        places = _Places.of(self.values)
-        keys = {name: key for key, name in RunConfig.known(self.values)[0].items()}
-        placed = [places.find(p.renamed(keys)) for p in error.problems]
-        return settings_error(placed, self._words(settings))
-
-    def _words(self, settings: Mapping[str, Any]) -> YamlWords:
+    def _source(self, settings: Mapping[str, Any]) -> Source:
         named: dict[Path, str] = {
             (key,): self.options[key] for key in settings if key in self.options
         }
-        named |= {one.path: one.text for one in self.overrides}
+        named |= self.overrides
 
         find_line = line_finder(self.text)
 
         def line(path: Path) -> int | None:
             return None if path[:1] and path[0] in settings else find_line(path)
 
-        return YamlWords(str(self.path), line, named)
+        return Source(str(self.path), line, named)
 
 
 def begun_defaults(path: pathlib.Path) -> dict[str, Any]:
@@ -169,7 +165,7 @@ def begun_defaults(path: pathlib.Path) -> dict[str, Any]:
     """
     text, values = _read_mapping(path, "run file", "the keys model and jobs")
     lines = itertools.takewhile(lambda s: s.startswith(_OVERRIDDEN), text.splitlines())
-    values, _ = override(values, [line.removeprefix(_OVERRIDDEN) for line in lines])
+    values, *_ = override(values, [line.removeprefix(_OVERRIDDEN) for line in lines])
     return values.get("defaults") or {}
 
 
@@ -191,16 +187,13 @@ def load_job(path: str | pathlib.Path, defaults: Mapping[str, Any]) -> LoraJob:
     try:
         return LoraJob.model_validate(values)
     except pydantic.ValidationError as error:
-        wrong = {problem.path[0] for problem in problems_of(error) if problem.path}
-        taken = (key for key in values if key not in own)
-        if key := next((key for key in taken if {key, ours[key]} & wrong), None):
-            raise ConfigError(
-                f"{path}: {key} comes from the defaults of the run's file, and "
-                f"{values[key]!r:.100} cannot be that of one job. Give {key} in the "
-                "job file."
-            ) from None
-        words = YamlWords(str(path), line_finder(text))
-        raise settings_error(problems_of(error), words) from None
+        taken: dict[Path, str] = {
+            (key,): f"{path}: {key}, from the defaults of the run's file (give another "
+            "one in the job file)"
+            for key in values.keys() - own.keys()
+        }
+        source = Source(str(path), line_finder(text), taken)
+        raise settings_error(problems_of(error), source) from None
 
 
 def _read_mapping(
@@ -225,42 +218,40 @@ def _read_mapping(
 
 
 def run_config(
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     *,
-    where: str = "run",
-    words: YamlWords | None = None,
+    source: Source | None = None,
     find_missing: FindMissing | None = None,
 ) -> RunConfig:
     """Checks the contents of a run file; see `load_run`.
 
     Args:
         values: The contents.
-        where: Describes the file in errors.
-        words: Writes the errors; None: without the lines of a file.
+        source: Describes the file in errors; None: as `run`.
         find_missing: See `RunFile.config`.
     """
-    words = words or YamlWords(where)
+    source = source or Source("run")
     defaults = values.get("defaults") or {}
     if not isinstance(defaults, dict):
         wrong = Problem(path=("defaults",), kind="dict_type", text="", given=defaults)
-        raise settings_error([wrong], words)
+        raise settings_error([wrong], source)
     _, refused = LoraJob.known(defaults)
-    problems = [
-        Problem(path=("defaults", key), kind=UNKNOWN, text=text, given=defaults[key])
-        for key, text in refused.items()
-    ]
-    found: list[Problem] = []
+    problems = unknown(defaults, refused, "defaults")
+    expansion = expand_run(_with_defaults(values))
+    problems += expansion.problems
     try:
-        config = RunConfig.model_validate(_with_defaults(values))
+        config = RunConfig.model_validate(expansion.values)
         if not problems:
+            config._notes = expansion.notes
             return config
     except pydantic.ValidationError as error:
-        found = problems_of(error)
-    places = _Places.of(values)
-    problems += map(places.find, found)
+        problems += _placed(problems_of(error), values, expansion)
     if find_missing is not None:
-        problems += _missing(find_missing, values, places)
-    raise settings_error(_first_of_swept(problems), words)
+        known, _ = RunConfig.known(expansion.values)
+        ours = {name: expansion.values[key] for key, name in known.items()}
+        missing = [problem_of(*one) for one in find_missing(ours)]
+        problems += _placed(missing, values, expansion)
+    raise settings_error(_first_of_swept(problems), source)
 
 
 def _first_of_swept(problems: list[Problem]) -> list[Problem]:
@@ -270,20 +261,6 @@ def _first_of_swept(problems: list[Problem]) -> list[Problem]:
         is_swept = problem.path[:2] == ("sweep", "parameters")
         found.setdefault((problem.path, problem.kind) if is_swept else number, problem)
     return list(found.values())
-
-
-def _missing(
-    find_missing: FindMissing, values: Mapping[str, Any], places: "_Places"
-) -> list[Problem]:
-    """Returns the missing files of a run, in the places that name them."""
-    known, _ = RunConfig.known(values)
-    expanded = expand_run(_with_defaults(values), LoraJob).values
-    found = find_missing(
-        {n: expanded[key] for key, n in known.items() if key in expanded}
-    )
-    keys = {name: key for key, name in known.items()}
-    problems = [problem_of(*missing).renamed(keys) for missing in found]
-    return [places.find(problem) for problem in problems]
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,57 +286,35 @@ def _job_with_defaults(job: Any, defaults: Any, ours: dict[str, str]) -> Any:
     return {k: defaults[k] for k, name in ours.items() if name not in own} | job
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Places:
-    """The places where a run file has the settings of its jobs.
+def _placed(
+    problems: Iterable[Problem], values: Mapping[str, Any], expansion: Expansion
+) -> list[Problem]:
+    """Returns problems of a run in the places where its file has the settings."""
+    place = lambda problem: _place(problem.path, values, expansion)
+    return [dataclasses.replace(one, path=place(one)) for one in problems]
 
-    Attributes:
-        jobs: The jobs of the file.
-        defaults: Our name of each key of the defaults.
-        origins: Where each job of the run comes from.
-    """
 
-    jobs: Any
-    defaults: Mapping[str, str]
-    origins: tuple[Origin, ...]
-
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> "_Places":
-        """Looks at the settings of a run file."""
-        defaults = values.get("defaults")
-        ours, _ = LoraJob.known(defaults if isinstance(defaults, dict) else {})
-        expansion = expand_run(_with_defaults(values), LoraJob)
-        return _Places(
-            jobs=values.get("jobs"), defaults=ours, origins=expansion.origins
-        )
-
-    def find(self, problem: Problem) -> Problem:
-        """Returns a problem in the place where the run file has the setting."""
-        match problem.path:
-            case ("jobs", int(number), setting, *rest):
-                pass
-            case _:
-                return problem
-        if number < len(self.origins):
-            origin = self.origins[number]
-            parts = setting, *rest
-            for end in (2, 1):
-                if path := origin.varied.get(".".join(map(str, parts[:end]))):
-                    path = *path, *parts[end:]
-                    return dataclasses.replace(problem, path=path)
-            number = origin.template
-            path = "jobs", number, setting, *rest
-            problem = dataclasses.replace(problem, path=path)
-        jobs, job = self.jobs, None
-        if isinstance(jobs, list) and number < len(jobs):
-            job = jobs[number]
-        names = LoraJob.aliases.same
-        for key in job if isinstance(job, dict) else ():
-            if setting in (key, names.get(key)):
-                return dataclasses.replace(problem, path=("jobs", number, key, *rest))
-        if job is not None and not isinstance(job, dict):  # it joined later
-            return problem
-        for key, name in self.defaults.items():
-            if setting in (key, name):
-                return dataclasses.replace(problem, path=("defaults", key, *rest))
-        return problem
+def _place(path: Path, values: Mapping[str, Any], expansion: Expansion) -> Path:
+    match path:
+        case ("jobs", int(number), setting, *rest):
+            pass
+        case (setting, *rest):
+            return RunConfig.key_of(setting, values) or setting, *rest
+        case _:
+            return path
+    if number < len(expansion.origins):
+        origin = expansion.origins[number]
+        number = origin.template
+        for end in (2, 1):
+            parts = path[2:][:end]
+            where = origin.varied.get(".".join(map(str, parts)), ())
+            if where[:1] == ("sweep",):
+                return *where, *path[2 + end :]
+    jobs = values.get("jobs")
+    job = jobs[number] if isinstance(jobs, list) and number < len(jobs) else {}
+    if (key := LoraJob.key_of(setting, job)) is not None:
+        return "jobs", number, key, *rest
+    key = LoraJob.key_of(setting, values.get("defaults"))
+    if key is None or not isinstance(job, dict):  # it joined later
+        return "jobs", number, setting, *rest
+    return "defaults", key, *rest

@@ -5,6 +5,7 @@ same name in transformers' `optimization.py` does. Warm-up is a setting of its o
 """
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -44,42 +45,31 @@ class Step:
         """Share of the steps after warm-up that are done."""
         return (self.number - self.warmup) / max(1, self.total - self.warmup)
 
-    @property
-    def warmed(self) -> float:
-        """Share of warm-up that is done; 1 after it."""
-        is_over = self.number >= self.warmup
-        return 1.0 if is_over else self.number / self.warmup
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """A schedule of the learning rate.
 
     Attributes:
-        factor: Returns the factor of a step from the values of `settings`, by name.
-        settings: Default of each key of `lr_schedule_args`; None: it may be left out.
+        factor: Returns the factor of a step after warm-up. Its keyword arguments are
+            the keys of `lr_schedule_args`.
         check: Returns what is wrong with the given settings, from the job's
             `learning_rate` and those settings; None: nothing.
+        warm: Returns the factor of a step of warm-up, as `factor` does.
     """
 
     factor: Callable[..., float]
-    settings: Mapping[str, float | str | None] = dataclasses.field(default_factory=dict)
     check: Callable[[float, Mapping[str, Any]], str | None] = lambda peak, given: None
+    warm: Callable[..., float] = lambda step, **settings: step.number / step.warmup
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Default of each key of `lr_schedule_args`; None: it may be left out."""
+        arguments = inspect.signature(self.factor).parameters.values()
+        return {one.name: one.default for one in arguments if one.name != "step"}
 
 
-def _constant(step: Step) -> float:
-    return step.warmed
-
-
-def _linear(step: Step) -> float:
-    if step.number < step.warmup:
-        return step.warmed
-    return max(0.0, 1.0 - step.done)
-
-
-def _cosine(step: Step, *, num_cycles: float) -> float:
-    if step.number < step.warmup:
-        return step.warmed
+def _cosine(step: Step, *, num_cycles: float = 0.5) -> float:
     return max(0.0, _wave(num_cycles * step.done))
 
 
@@ -87,89 +77,92 @@ def _wave(cycles: float) -> float:
     return 0.5 * (1.0 + math.cos(2 * math.pi * cycles))
 
 
-def _restarts(step: Step, *, num_cycles: float) -> float:
-    if step.number < step.warmup:
-        return step.warmed
+def _restarts(step: Step, *, num_cycles: float = 1.0) -> float:
     if step.done >= 1:
         return 0.0
     return max(0.0, _wave(((num_cycles * step.done) % 1.0) / 2))
 
 
-def _lowest(step: Step, min_lr: float | None, min_lr_rate: float | None) -> float:
-    if min_lr is not None:
-        return min_lr / step.peak
-    assert min_lr_rate is not None
-    return min_lr_rate
-
-
 def _min_lr(
-    step: Step, *, num_cycles: float, min_lr: float | None, min_lr_rate: float | None
+    step: Step,
+    *,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
 ) -> float:
-    if step.number < step.warmup:
-        return step.warmed
-    lowest = _lowest(step, min_lr, min_lr_rate)
+    lowest = min_lr_rate if min_lr is None else min_lr / step.peak
+    assert lowest is not None
     return max(0.0, _wave(num_cycles * step.done) * (1 - lowest) + lowest)
 
 
-def _warmup_min_lr(
-    step: Step, *, num_cycles: float, warmup_lr_rate: float | None, **lowest: Any
+def _one_step_ahead(
+    step: Step,
+    *,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+    warmup_lr_rate: float | None = None,
 ) -> float:
-    if step.number < step.warmup:
-        if warmup_lr_rate is None:
-            return (step.number + 1) / step.warmup
-        share = step.number / max(1, step.warmup - 1)
-        return warmup_lr_rate + (1 - warmup_lr_rate) * share
-    ahead = dataclasses.replace(step, number=step.number + 1)
-    return _min_lr(ahead, num_cycles=num_cycles, **lowest)
+    step = dataclasses.replace(step, number=step.number + 1)
+    return _min_lr(step, num_cycles=num_cycles, min_lr=min_lr, min_lr_rate=min_lr_rate)
 
 
-def _polynomial(step: Step, *, lr_end: float, power: float) -> float:
-    if step.number < step.warmup:
-        return step.warmed
+def _warm_from_rate(
+    step: Step, *, warmup_lr_rate: float | None = None, **others: Any
+) -> float:
+    if warmup_lr_rate is None:
+        return (step.number + 1) / step.warmup
+    share = step.number / max(1, step.warmup - 1)
+    return warmup_lr_rate + (1 - warmup_lr_rate) * share
+
+
+def _polynomial(step: Step, *, lr_end: float = 1e-7, power: float = 1.0) -> float:
     left = max(0.0, 1 - step.done) ** power
     return ((step.peak - lr_end) * left + lr_end) / step.peak
 
 
-def _inverse_sqrt(step: Step, *, timescale: float | None) -> float:
-    if step.number < step.warmup:
-        return step.warmed
+def _inverse_sqrt(step: Step, *, timescale: float | None = None) -> float:
     scale = timescale or step.warmup or 10_000
     return (scale / (step.number + scale - step.warmup)) ** 0.5
+
+
+def _warm_stable(
+    step: Step, *, warmup_type: str = "linear", min_lr_ratio: float = 0.0, **others: Any
+) -> float:
+    done = step.number / step.warmup
+    risen = {
+        "linear": done,
+        "cosine": 0.5 * (1 - math.cos(math.pi * done)),
+        "1-sqrt": 1 - math.sqrt(1 - done),
+    }
+    return max(0.0, risen[warmup_type] * (1 - min_lr_ratio) + min_lr_ratio)
 
 
 def _stable(
     step: Step,
     *,
-    num_decay_steps: float,
-    num_stable_steps: float | None,
-    warmup_type: str,
-    decay_type: str,
-    min_lr_ratio: float,
-    num_cycles: float,
+    num_decay_steps: float | None = None,
+    num_stable_steps: float | None = None,
+    warmup_type: str = "linear",
+    decay_type: str = "cosine",
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
 ) -> float:
+    assert num_decay_steps is not None
     if num_stable_steps is None:
         num_stable_steps = step.total - step.warmup - num_decay_steps
     start = step.warmup + num_stable_steps
-    if step.number < step.warmup:
-        risen = {
-            "linear": step.warmed,
-            "cosine": 0.5 * (1 - math.cos(math.pi * step.warmed)),
-            "1-sqrt": 1 - math.sqrt(1 - step.warmed),
-        }
-        factor = risen[warmup_type]
-    elif step.number < start:
+    if step.number < start:
         return 1.0
-    elif step.number < start + num_decay_steps:
-        done = (step.number - start) / max(1, num_decay_steps)
-        fallen = {
-            "linear": 1 - done,
-            "cosine": _wave(num_cycles * done),
-            "1-sqrt": 1 - math.sqrt(done),
-        }
-        factor = fallen[decay_type]
-    else:
+    if step.number >= start + num_decay_steps:
         return min_lr_ratio
-    return max(0.0, factor * (1 - min_lr_ratio) + min_lr_ratio)
+    done = (step.number - start) / max(1, num_decay_steps)
+    fallen = {
+        "linear": 1 - done,
+        "cosine": _wave(num_cycles * done),
+        "1-sqrt": 1 - math.sqrt(done),
+    }
+    return max(0.0, fallen[decay_type] * (1 - min_lr_ratio) + min_lr_ratio)
 
 
 def _has_one_lowest(peak: float, given: Mapping[str, Any]) -> str | None:
@@ -197,40 +190,18 @@ def _decays(peak: float, given: Mapping[str, Any]) -> str | None:
     return None
 
 
-_LOWEST: dict[str, float | str | None] = {"min_lr": None, "min_lr_rate": None}
 SCHEDULES: dict[str, Schedule] = {
-    "constant": Schedule(factor=_constant),
-    "linear": Schedule(factor=_linear),
-    "cosine": Schedule(factor=_cosine, settings={"num_cycles": 0.5}),
-    "cosine_with_restarts": Schedule(factor=_restarts, settings={"num_cycles": 1.0}),
-    "cosine_with_min_lr": Schedule(
-        factor=_min_lr,
-        settings={"num_cycles": 0.5, **_LOWEST},
-        check=_has_one_lowest,
-    ),
+    "constant": Schedule(factor=lambda step: 1.0),
+    "linear": Schedule(factor=lambda step: max(0.0, 1.0 - step.done)),
+    "cosine": Schedule(factor=_cosine),
+    "cosine_with_restarts": Schedule(factor=_restarts),
+    "cosine_with_min_lr": Schedule(factor=_min_lr, check=_has_one_lowest),
     "cosine_warmup_with_min_lr": Schedule(
-        factor=_warmup_min_lr,
-        settings={"num_cycles": 0.5, "warmup_lr_rate": None, **_LOWEST},
-        check=_has_one_lowest,
+        factor=_one_step_ahead, warm=_warm_from_rate, check=_has_one_lowest
     ),
-    "polynomial": Schedule(
-        factor=_polynomial,
-        settings={"lr_end": 1e-7, "power": 1.0},
-        check=_ends_below,
-    ),
-    "inverse_sqrt": Schedule(factor=_inverse_sqrt, settings={"timescale": None}),
-    "warmup_stable_decay": Schedule(
-        factor=_stable,
-        settings={
-            "num_decay_steps": None,
-            "num_stable_steps": None,
-            "warmup_type": "linear",
-            "decay_type": "cosine",
-            "min_lr_ratio": 0.0,
-            "num_cycles": 0.5,
-        },
-        check=_decays,
-    ),
+    "polynomial": Schedule(factor=_polynomial, check=_ends_below),
+    "inverse_sqrt": Schedule(factor=_inverse_sqrt),
+    "warmup_stable_decay": Schedule(factor=_stable, warm=_warm_stable, check=_decays),
 }
 _TEXTS = ("warmup_type", "decay_type")
 
@@ -275,5 +246,5 @@ def learning_rate(job: Any, step: int, num_steps: int) -> float:
         return 0.0
     schedule = SCHEDULES[job.lr_schedule]
     found = Step(number=step, warmup=warmup, total=num_steps, peak=job.learning_rate)
-    settings = {**schedule.settings, **job.lr_schedule_args}
-    return job.learning_rate * schedule.factor(found, **settings)
+    factor = schedule.warm if step < warmup else schedule.factor
+    return job.learning_rate * factor(found, **job.lr_schedule_args)

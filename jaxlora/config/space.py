@@ -13,10 +13,12 @@ from pydantic_core import PydanticCustomError
 
 from jaxlora.config.aliases import OtherNames
 from jaxlora.config.strict import (
+    AtLeastOne,
     Number,
     PositiveFloat,
     PositiveInt,
     StrictModel,
+    Wrong,
 )
 from jaxlora.problems import Path
 
@@ -51,62 +53,57 @@ _LARGEST = 1e300  # of a bound; the difference of two bounds is a number, too
 _MOST_STEPS = 2.0**53  # of q within a range, which differ as floats
 
 
-def _has_one_form(space: Any) -> tuple[str, str] | None:
-    if space.values is not None:
-        for name in ("min", "max", "q", "num"):
-            if getattr(space, name) is not None:
-                return name, (
-                    f"{name} is of a range, and values is a list. Leave one of them "
-                    "out."
-                )
-        if not space.values:
-            return "values", "values is empty. Give at least one."
-        if space.distribution not in (None, "constant", "categorical"):
-            return "distribution", (
-                f"{space.distribution} is of a range with min and max, and values is "
-                "a list. Leave distribution out."
+def _form(space: Any, wrong: Wrong) -> None:
+    is_list = space.values is not None
+    for name in () if is_list else ("min", "max"):
+        if getattr(space, name) is None:
+            wrong[name] = (
+                f"{name} is missing: give a list of values, or a range with min and "
+                "max."
             )
-    elif space.min is None or space.max is None:
-        missing = "min" if space.min is None else "max"
-        return missing, (
-            f"{missing} is missing: give a list of values, or a range with min and max."
+    for name in ("min", "max", "q", "num") if is_list else ():
+        if getattr(space, name) is not None:
+            wrong[name] = (
+                f"{name} is of a range, and values is a list. Leave one of them out."
+            )
+    if not is_list and not wrong:
+        _range(space, wrong)
+    if is_list and space.distribution not in (None, "constant", "categorical"):
+        wrong["distribution"] = (
+            f"{space.distribution} is of a range with min and max, and values is a "
+            "list. Leave distribution out."
         )
-    return None
 
 
-def _range_is_one(space: Any) -> tuple[str, str] | None:
-    if space.min is None or space.max is None:
-        return None
-    if not space.min < space.max:
-        return "max", f"max is {space.max}, which is not above min={space.min}."
-    if space.is_log and space.min <= 0:
-        return "min", f"min is {space.min}, and a logarithmic range is above 0."
-    if str(space.distribution).startswith("q_") and space.q is None:
-        return "q", f"{space.distribution} rounds to multiples of q: give q."
-    if space.distribution in ("constant", "categorical"):
-        return "distribution", (
+def _range(space: Any, wrong: Wrong) -> None:
+    low, high, q = space.min, space.max, space.q
+    if not low < high:
+        wrong["max"] = f"max is {high}, which is not above min={low}."
+    elif space.is_log and low <= 0:
+        wrong["min"] = f"min is {low}, and a logarithmic range is above 0."
+    elif str(space.distribution).startswith("q_") and q is None:
+        wrong["q"] = f"{space.distribution} rounds to multiples of q: give q."
+    elif space.distribution in ("constant", "categorical"):
+        wrong["distribution"] = (
             f"{space.distribution} is of a list of values, and min and max are a "
             "range. Leave distribution out."
         )
-    q = space.q
-    if q is None:
-        return None
-    if max(abs(space.min), abs(space.max)) / q > _MOST_STEPS:
-        return "q", f"q={q} is too small to tell its multiples up to max apart."
-    if len(_multiples(space.min, space.max, q)) == 0:
-        return "q", f"there is no multiple of q={q} from min to max."
-    return None
+    elif q is not None and max(abs(low), abs(high)) / q > _MOST_STEPS:
+        wrong["q"] = f"q={q} is too small to tell its multiples up to max apart."
+    elif q is not None and not _multiples(low, high, q):
+        wrong["q"] = f"there is no multiple of q={q} from min to max."
 
 
-def _probabilities_fit(space: Any) -> tuple[str, str] | None:
+def _probabilities(space: Any, wrong: Wrong) -> None:
     given = space.probabilities
     if given is None or not (given or space.values):
-        return None
+        return
     if space.values is None or len(given) != len(space.values):
-        return "probabilities", "give one probability for each of the values."
-    if min(given) < 0 or abs(sum(given) - 1) > 1e-6:
-        return "probabilities", f"they must add up to 1; they add up to {sum(given):g}."
-    return None
+        wrong["probabilities"] = "give one probability for each of the values."
+    elif min(given) < 0 or abs(sum(given) - 1) > 1e-6:
+        wrong["probabilities"] = (
+            f"they must add up to 1; they add up to {sum(given):g}."
+        )
 
 
 class Space(StrictModel):
@@ -127,7 +124,7 @@ class Space(StrictModel):
             Otherwise the setting keeps the job's own value.
     """
 
-    rules = (_has_one_form, _range_is_one, _probabilities_fit)
+    rules = (_form, _probabilities)
     aliases = OtherNames(
         same={},
         hints={
@@ -139,7 +136,7 @@ class Space(StrictModel):
         },
     )
 
-    values: tuple[Any, ...] | None = None
+    values: Annotated[tuple[Any, ...], AtLeastOne] | None = None
     probabilities: tuple[Annotated[float, Number], ...] | None = None
     min: _Bound | None = None
     max: _Bound | None = None
@@ -285,29 +282,16 @@ def draw(axis: Axis, seed: int, number: int) -> float:
     space, u = axis.space, random.Random(f"{seed}/{number}/{axis.name}").random()
     if space.values is None:
         return u
-    chances = space.probabilities or [1 / len(space.values)] * len(space.values)
-    for index, reached in enumerate(itertools.accumulate(chances)):
-        if u < reached:
-            return index
-    return len(space.values) - 1
-
-
-def first_of(axis: Axis) -> Axis:
-    """Returns an axis that has only the first value of another one."""
-    keep = {"times": axis.space.times, "when": axis.space.when}
-    space = Space(values=(value_at(axis, 0),), **keep)
-    return dataclasses.replace(axis, space=space)
+    num = len(space.values)
+    reached = itertools.accumulate(space.probabilities or [1 / num] * num)
+    return next((i for i, share in enumerate(reached) if u < share), num - 1)
 
 
 def is_place(places: Mapping[str, float], axes: Sequence[Axis]) -> bool:
     """Whether there is a place on each of the axes, by name, as `draw` returns it."""
-    if places.keys() != {axis.name for axis in axes}:
-        return False
-    sizes = {a.name: len(a.space.values) for a in axes if a.space.values is not None}
-    return all(
-        0 <= place < sizes[name] and place == int(place)
-        if name in sizes
-        else 0 <= place <= 1
+    sizes = {axis.name: len(axis.space.values or ()) for axis in axes}
+    return places.keys() == sizes.keys() and all(
+        place in range(sizes[name]) if sizes[name] else 0 <= place <= 1
         for name, place in places.items()
     )
 

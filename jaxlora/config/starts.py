@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from jaxlora.config.strict import Rule
+from jaxlora.config.strict import Wrong
 
 # Starts of A and B in PEFT's words that are drawn at random.
 _DRAWN_STARTS = True, "gaussian", "orthogonal"
@@ -44,52 +44,51 @@ def num_power_iterations(start: str) -> int | None:
     return None if found[1] is None else int(found[1])
 
 
-def _start_fits(job: Any) -> tuple[str, str] | None:
+def start_rules(job: Any, wrong: Wrong) -> None:
+    """Adds the settings that do not fit the start of a job's adapter."""
     start = job.init_lora_weights
+    if job.clone_of is not None and job.continue_from is not None:
+        wrong["clone_of"] = "give clone_of or continue_from, not both."
     if start is not True and job.init_from is not None:
-        return "init_lora_weights", (
+        wrong["init_lora_weights"] = (
             "init_from gives the first weights: leave init_lora_weights out."
         )
     odd = [rank for rank in (job.rank, *job.rank_pattern.values()) if rank % 2]
     if start == "orthogonal" and odd:
-        return "init_lora_weights", (
+        wrong["init_lora_weights"] = (
             f"init_lora_weights=orthogonal needs even ranks, and there is {odd[0]}."
         )
-    if not is_part_of_weight(start):
-        return None
     for setting, why in (
         ("dropout", "PEFT drops features in front of one half of the weight only"),
         ("weight_decay", "the kept first weights would decay"),
     ):
-        if getattr(job, setting):
-            return setting, (
+        if is_part_of_weight(start) and getattr(job, setting):
+            wrong[setting] = (
                 f"{setting} and init_lora_weights={start} cannot be combined: {why}. "
                 f"Set {setting} to 0, or choose another start."
             )
-    return None
+    _loftq_rules(job, wrong)
 
 
-def _loftq_has_its_settings(job: Any) -> tuple[str, str] | None:
+def _loftq_rules(job: Any, wrong: Wrong) -> None:
     given = job.loftq_config
     if job.init_lora_weights != LOFTQ:
-        return ("loftq_config", "it needs init_lora_weights: loftq.") if given else None
+        if given:
+            wrong["loftq_config"] = "it needs init_lora_weights: loftq."
+        return
     if unknown := sorted(given.keys() - {"loftq_bits", "loftq_iter"}):
-        return "loftq_config", (
+        wrong["loftq_config"] = (
             f"it has {unknown[0]!r}; its settings are loftq_bits and loftq_iter."
         )
     if (bits := given.get("loftq_bits", 4)) not in LOFTQ_FORMATS:
-        return "loftq_config", f"loftq_bits={bits} must be 4 (nf4) or 8 (int8)."
+        wrong["loftq_config"] = f"loftq_bits={bits} must be 4 (nf4) or 8 (int8)."
     if (rounds := given.get("loftq_iter", 1)) > 1:
-        return "loftq_config", (
+        wrong["loftq_config"] = (
             f"loftq_iter={rounds} would quantize the base anew for this adapter, and "
             "adapters share it. Set loftq_iter to 1, which starts from its error."
         )
     if job.use_dora:
-        return "use_dora", (
+        wrong["use_dora"] = (
             "use_dora and init_lora_weights=loftq cannot be combined: magnitudes start "
             "from the norms of the base without an adapter. Leave one of them out."
         )
-    return None
-
-
-START_RULES: tuple[Rule, ...] = (_start_fits, _loftq_has_its_settings)

@@ -4,32 +4,33 @@ All problems of a configuration, and of those in it, are reported together. A nu
 cannot be given as true or as "8", and a boolean must be true or false.
 """
 
+import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 import numpy as np
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jaxlora.config.aliases import OtherNames
+from jaxlora.config.aliases import NO_NAMES, OtherNames
 from jaxlora.problems import (
     MAPPING,
-    RULE,
     UNKNOWN,
-    Path,
     Problem,
-    PythonWords,
+    Source,
     problems_of,
     settings_error,
     validation_error,
 )
 
-# Returns the setting that breaks the rule, and the rule with the cure; None if none.
-Rule = Callable[[Any], tuple[str, str] | None]
+# Settings that break a rule, and for each one the rule with the cure.
+Wrong = dict[str, str]
+# Adds the settings of a configuration that break some rules.
+Rules = Callable[[Any, Wrong], None]
 
 # Linux has no longer names and paths, in bytes.
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
@@ -45,23 +46,6 @@ def _check_number(value: Any) -> Any:
     return value
 
 
-def _check_bool(value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise PydanticCustomError("bool_type", "expected true or false")
-    return value
-
-
-def _check_texts(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list | tuple):
-        raise PydanticCustomError("texts", "expected text, or a list of texts")
-    for item in value:
-        if not isinstance(item, str):
-            raise ValueError(f"{item!r:.80} in the list is not text: put it in quotes")
-    return value
-
-
 def _as_tuple(value: Any) -> Any:
     is_one = isinstance(value, int | float | str) and not isinstance(value, bool)
     return (value,) if is_one else value
@@ -69,27 +53,23 @@ def _as_tuple(value: Any) -> Any:
 
 def _check_path(path: str) -> str:
     longest = max(path.split("/"), key=_num_bytes)
-    if (count := _num_bytes(longest)) > _LONGEST_NAME:
-        raise ValueError(
-            f"the name {longest[:30]!r}... has {count} bytes, and a file or folder can "
-            f"have a name of at most {_LONGEST_NAME}. Choose a shorter one"
-        )
-    return _check_length(path, _LONGEST_PATH)
+    _check_length("name", longest, _LONGEST_NAME)
+    return _check_length("path", path, _LONGEST_PATH)
 
 
 def _check_output(path: str) -> str:
     _check_path(path)
-    _check_length(os.path.abspath(path), _LONGEST_PATH - _ROOM)
+    _check_length("path", os.path.abspath(path), _LONGEST_PATH - _ROOM)
     return path
 
 
-def _check_length(path: str, most: int) -> str:
-    if (count := _num_bytes(path)) > most:
+def _check_length(kind: str, text: str, most: int) -> str:
+    if (count := _num_bytes(text)) > most:
         raise ValueError(
-            f"the path {path[:30]!r}... has {count} bytes, and can have at most "
+            f"the {kind} {text[:30]!r}... has {count} bytes, and can have at most "
             f"{most}. Choose a shorter one"
         )
-    return path
+    return text
 
 
 def _num_bytes(text: str) -> int:
@@ -99,10 +79,10 @@ def _num_bytes(text: str) -> int:
 # This validator must come after the constraints of a number.
 Number = BeforeValidator(_check_number)
 
-Texts = Annotated[str | tuple[str, ...], BeforeValidator(_check_texts)]
+Texts = str | tuple[str, ...]
 InputPath = Annotated[str, AfterValidator(_check_path)]
 OutputPath = Annotated[str, AfterValidator(_check_output)]
-Bool = Annotated[bool, BeforeValidator(_check_bool)]
+Bool = pydantic.StrictBool
 Int = Annotated[int, Field(ge=-_LARGEST_INT, le=_LARGEST_INT), Number]
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST_INT), Number]
@@ -115,7 +95,9 @@ Steps = Annotated[int, Field(gt=0, le=MOST_STEPS), Number]
 # Bounds a microbatch. More are a slip of the keyboard, and take minutes to compile.
 MOST_TOKENS = 2**20
 Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS), Number]
-Indices = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)]
+OneOrMore = BeforeValidator(_as_tuple)
+AtLeastOne = Field(min_length=1)
+Indices = Annotated[tuple[NonNegativeInt, ...], OneOrMore]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
@@ -127,16 +109,13 @@ class StrictModel(pydantic.BaseModel):
     Attributes:
         aliases: Names that other tools have for the settings.
         belongs: For settings of other configurations, whose they are and where they go.
-        rules: Rules between several settings.
-        nested: Configurations in the settings that the rules look into.
-        is_part: Whether it holds the valid ones of settings that are not all valid.
+        rules: Rules between several settings, in groups. Where a setting is invalid,
+            what a group says after it reads that setting is left out.
     """
 
-    aliases: ClassVar[OtherNames] = OtherNames(same={}, hints={})
+    aliases: ClassVar[OtherNames] = NO_NAMES
     belongs: ClassVar[Mapping[str, str]] = {}
-    rules: ClassVar[tuple[Rule, ...]] = ()
-    nested: ClassVar[Mapping[str, type["StrictModel"]]] = {}
-    is_part: ClassVar[bool] = False
+    rules: ClassVar[tuple[Rules, ...]] = ()
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
@@ -151,8 +130,8 @@ class StrictModel(pydantic.BaseModel):
         try:
             super().__init__(**settings)
         except pydantic.ValidationError as found:
-            words = PythonWords(type(self).__name__)
-            raise settings_error(problems_of(found), words) from None
+            source = Source(type(self).__name__)
+            raise settings_error(problems_of(found), source) from None
 
     # Without this mark, pydantic would also call it for configurations in others.
     __init__.__pydantic_base_init__ = True  # pyrefly: ignore[missing-attribute]
@@ -171,6 +150,10 @@ class StrictModel(pydantic.BaseModel):
         given = {n: getattr(self, n) for n in self.model_fields_set if n not in new}
         return kind(**given | changes)
 
+    def changes(self, setting: str) -> bool:
+        """Whether a setting has another value than its default."""
+        return getattr(self, setting) != type(self).model_fields[setting].default
+
     @classmethod
     def known(cls, values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
         """Finds the settings among keys, which may be names of other tools.
@@ -179,16 +162,42 @@ class StrictModel(pydantic.BaseModel):
             The setting that each known key gives, and for each other key the reason
             why it cannot be used.
         """
-        ours, refused = cls.aliases.translate(values, cls.model_fields)
-        for key in [key for key, name in ours.items() if name not in cls.model_fields]:
-            del ours[key]
-            place = cls.belongs.get(key)
-            refused[key] = (
-                f"{key!r} is a setting of {place}."
-                if place
-                else unknown_key(str(key), list(cls.model_fields))
-            )
+        ours: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        first: dict[str, str] = {}
+        for key, value in values.items():
+            name = cls.aliases.same.get(key, key)
+            if name not in cls.model_fields:
+                refused[key] = cls._why_not(key, value)
+            elif name in first:
+                refused[key] = (
+                    f"{first[name]!r} and {key!r} are two names of {name!r}. Keep one."
+                )
+            else:
+                ours[key], first[name] = name, key
         return ours, refused
+
+    @classmethod
+    def _why_not(cls, key: Any, value: Any) -> str:
+        """Returns why a key that names no setting cannot be used."""
+        if (hint := cls.aliases.hint(key, value)) is not None:
+            return f"{key!r} is not a setting here. {hint}"
+        if (place := cls.belongs.get(key)) is not None:
+            return f"{key!r} is a setting of {place}."
+        return unknown_key(str(key), list(cls.model_fields))
+
+    @classmethod
+    def part(cls, name: str) -> type["StrictModel"] | None:
+        """Returns the class of the configurations that a setting holds, if it does."""
+        return _part(cls.model_fields[name].annotation)
+
+    @classmethod
+    def key_of(cls, setting: int | str, values: Any) -> str | None:
+        """Returns the key by which a mapping has a setting, which may be an alias."""
+        same = cls.aliases.same
+        name = same.get(str(setting), setting)
+        keys = values if isinstance(values, dict) else ()
+        return next((key for key in keys if same.get(key, key) == name), None)
 
     @pydantic.model_validator(mode="wrap")
     @classmethod
@@ -199,9 +208,9 @@ class StrictModel(pydantic.BaseModel):
             example = next(name for name in [*_required(cls), *cls.model_fields])
             raise PydanticCustomError(MAPPING, "{example}", {"example": example})
         ours, refused = cls.known(values)
-        problems = [_problem(k, UNKNOWN, why, values[k]) for k, why in refused.items()]
+        problems = unknown(values, refused)
         spoilt = [key for key in ours if not _is_text(values[key])]
-        problems += [_problem(key, RULE, _NO_TEXT, values[key]) for key in spoilt]
+        problems += [Problem(path=(key,), text=_NO_TEXT) for key in spoilt]
         given = {name: values[k] for k, name in ours.items() if k not in spoilt}
         # Settings that are given, but with a misspelt key or a text that is none.
         hidden = {closest(str(key), cls.model_fields) for key in refused}
@@ -212,116 +221,67 @@ class StrictModel(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             problems += [
                 problem
-                for problem in problems_of(error, cls)
+                for problem in problems_of(error, given)
                 if problem.kind != "missing" or problem.path[0] not in hidden
             ]
         seen = made
         if problems:
-            bad: list[Path] = [problem.path for problem in problems]
-            bad += [(name,) for name in hidden if name is not None]
-            seen = _Partial(cls, given, bad)
-        problems += _broken(cls.rules, seen, given)
+            seen = _valid_part(cls, given, hidden | {p.path[0] for p in problems})
+        for setting, text in _find_wrong(cls.rules, seen, is_whole=seen is made):
+            value = given.get(setting, ())
+            problems.append(Problem(path=(setting,), text=text, given=value))
         if not problems:
             return made
-        keys = {name: key for key, name in ours.items()}
-        raise validation_error(
-            cls.__name__, [problem.renamed(keys) for problem in problems]
-        )
+        keys: dict[Any, str] = {name: key for key, name in ours.items()}
+        for number, problem in enumerate(problems):
+            first, *rest = problem.path
+            path = keys.get(first, first), *rest
+            problems[number] = dataclasses.replace(problem, path=path)
+        raise validation_error(cls.__name__, problems)
 
 
-class _UnknownError(Exception):
-    """A rule reads a setting that has no valid value."""
+def unknown(
+    values: Mapping[str, Any], refused: Mapping[str, str], *path: str
+) -> list[Problem]:
+    """Returns a problem for each key of settings at a path that is refused."""
+    return [
+        Problem(path=(*path, key), kind=UNKNOWN, text=text, given=values[key])
+        for key, text in refused.items()
+    ]
+
+
+def _valid_part(kind: type[StrictModel], given: Mapping[str, Any], bad: set) -> Any:
+    """Returns the valid settings; reading another one raises AttributeError."""
+    valid = {name: value for name, value in given.items() if name not in bad}
+    part = _with_optional_settings(kind).model_validate(valid)
+    for name in bad.union(_required(kind)) - valid.keys():
+        part.__dict__.pop(name, None)
+    return part
 
 
 @functools.cache
-def _part_of(kind: type[StrictModel]) -> type[StrictModel]:
-    """Returns a class that takes a part of the settings of one, and has no rules."""
+def _with_optional_settings(kind: type[StrictModel]) -> type[StrictModel]:
+    """Returns a class of which no setting is required, and that has no rules."""
     optional: dict[str, Any] = {
         name: (kind.model_fields[name].annotation, Field(None, validate_default=False))
         for name in _required(kind)
     }
     part = pydantic.create_model(kind.__name__, __base__=kind, **optional)
-    part.rules, part.is_part = (), True
+    part.rules = ()
     return part
 
 
-class _Partial:
-    """Settings, some of which are invalid.
-
-    A rule that reads one of these is skipped: reading it raises `_UnknownError`. The
-    others have their checked values, so a rule never meets a value of a wrong type.
-    """
-
-    def __init__(
-        self, kind: type[StrictModel], given: Mapping[str, Any], bad: Sequence[Path]
-    ):
-        self._kind, self._given = kind, given
-        self._bad = _by_first(bad)
-        valid = {name: v for name, v in given.items() if name not in self._bad}
-        self._valid = _part_of(kind).model_validate(valid)
-        self._parts: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        field = self._kind.model_fields.get(name)
-        if field is None:  # a property or a method
-            return getattr(self._kind, name).__get__(self)
-        if name not in self._bad:
-            if field.is_required() and name not in self._given:
-                raise _UnknownError(name)
-            return getattr(self._valid, name)
-        if name not in self._parts:
-            self._parts[name] = self._looked_into(name, self._bad[name])
-        return self._parts[name]
-
-    def _looked_into(self, name: str, bad: Sequence[Path]) -> Any:
-        """Returns a setting of which some parts are invalid, and others are not."""
-        value = self._given.get(name)
-        if name not in self._kind.nested or () in bad:
-            raise _UnknownError(name)
-        if not isinstance(value, list | tuple):
-            return self._part(name, value, bad)
-        inner = _by_first(bad)
-        return [self._part(name, v, inner.get(i, [])) for i, v in enumerate(value)]
-
-    def _part(self, name: str, value: Any, bad: Sequence[Path]) -> Any:
-        kind = self._kind.nested[name]
-        if isinstance(value, kind) and not bad:
-            return value
-        if () in bad or not isinstance(value, dict):
-            raise _UnknownError(name)
-        ours, refused = kind.known(value)
-        # Paths have the keys that the user gave.
-        paths = [(ours.get(str(path[0]), path[0]), *path[1:]) for path in bad]
-        hidden = [closest(str(key), kind.model_fields) for key in refused]
-        given = {setting: value[key] for key, setting in ours.items()}
-        return _Partial(kind, given, [*paths, *((name,) for name in hidden if name)])
-
-
-def _by_first(paths: Sequence[Path]) -> dict[int | str, list[Path]]:
-    """Returns what follows the first part of each path, by that part."""
-    found: dict[int | str, list[Path]] = {}
-    for path in paths:
-        found.setdefault(path[0] if path else "", []).append(path[1:])
-    return found
-
-
-def _broken(
-    rules: Sequence[Rule], settings: Any, given: Mapping[str, Any]
-) -> list[Problem]:
-    problems = []
-    for rule in rules:
+def _find_wrong(
+    rules: Iterable[Rules], settings: Any, *, is_whole: bool
+) -> Iterator[tuple[str, str]]:
+    for group in rules:
+        wrong: Wrong = {}
         try:
-            broken = rule(settings)
-        except _UnknownError:
-            continue
-        if broken is not None:
-            setting, text = broken
-            problems.append(_problem(setting, RULE, text, given.get(setting, ())))
-    return problems
-
-
-def _problem(key: str, kind: str, text: str, given: Any) -> Problem:
-    return Problem(path=(key,), kind=kind, text=text, given=given)
+            group(settings, wrong)
+        except AttributeError:  # the group reads a setting that is not valid
+            if is_whole:
+                raise
+        yield from wrong.items()
 
 
 def _required(kind: type[pydantic.BaseModel]) -> list[str]:
@@ -339,6 +299,24 @@ def _is_text(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return "\0" not in value
+
+
+def _part(annotation: Any) -> type[StrictModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, StrictModel):
+        return annotation
+    return next(filter(None, map(_part, get_args(annotation))), None)
+
+
+def types_of(annotation: Any) -> set[Any]:
+    """Returns the types in an annotation, without their parameters."""
+    origin = get_origin(annotation)
+    if origin in (tuple, list, dict):
+        return {origin}
+    if hasattr(annotation, "__metadata__"):
+        return types_of(get_args(annotation)[0])
+    if arguments := get_args(annotation):
+        return set().union(*map(types_of, arguments))
+    return {annotation}
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from jaxlora.config.aliases import OtherNames
 from jaxlora.config.rules import mesh_text
 from jaxlora.config.space import Space
 from jaxlora.config.strict import (
     MOST_DEVICES,
+    AtLeastOne,
     Bool,
     Devices,
     Int,
@@ -19,6 +20,7 @@ from jaxlora.config.strict import (
     Number,
     PositiveInt,
     StrictModel,
+    Wrong,
 )
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
@@ -28,14 +30,12 @@ METRICS = LOSS, "exact_match", "f1", *ROUGE
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-def _answers_have_settings(metric: Any) -> tuple[str, str] | None:
+def _of_answers(metric: Any, wrong: Wrong) -> None:
     if metric.is_loss and metric.goal == "maximize":
-        return "goal", "a loss is minimized. Leave goal out."
+        wrong["goal"] = "a loss is minimized. Leave goal out."
     for name in ("max_new_tokens", "limit"):
-        default = Metric.model_fields[name].default
-        if metric.is_loss and getattr(metric, name) != default:
-            return name, f"{name} is of generated answers, and a loss has none."
-    return None
+        if metric.is_loss and metric.changes(name):
+            wrong[name] = f"{name} is of generated answers, and a loss has none."
 
 
 class Metric(StrictModel):
@@ -51,7 +51,7 @@ class Metric(StrictModel):
         limit: Number of held-out records that are answered; None: all.
     """
 
-    rules = (_answers_have_settings,)
+    rules = (_of_answers,)
 
     name: str = LOSS
     goal: Literal["minimize", "maximize"] | None = None
@@ -107,15 +107,13 @@ _OWN_SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _settings_are_of_the_rule(rule: Any) -> tuple[str, str] | None:
-    for name, rules in _OWN_SETTINGS.items():
-        default = ExitRule.model_fields[name].default
-        if getattr(rule, name) != default and rule.type not in rules:
-            return name, (
-                f"{name} is a setting of {' and '.join(rules)}, and type is "
+def _of_the_type(rule: Any, wrong: Wrong) -> None:
+    for name, types in _OWN_SETTINGS.items():
+        if rule.changes(name) and rule.type not in types:
+            wrong[name] = (
+                f"{name} is a setting of {' and '.join(types)}, and type is "
                 f"{rule.type}. Leave it out."
             )
-    return None
 
 
 class ExitRule(StrictModel):
@@ -133,7 +131,7 @@ class ExitRule(StrictModel):
         probability: A configuration with a lower chance ends (`catch_up`).
     """
 
-    rules = (_settings_are_of_the_rule,)
+    rules = (_of_the_type,)
 
     type: RuleName
     eta: Annotated[Int, Field(ge=2)] = 2
@@ -143,63 +141,46 @@ class ExitRule(StrictModel):
     probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.05
 
 
-def _searches_have_a_count(sweep: Any) -> tuple[str, str] | None:
+def _search(sweep: Any, wrong: Wrong) -> None:
     is_search = sweep.method in ("random", "optuna")
     if sweep.parameters and is_search and sweep.count is None:
-        return "count", "a random search needs a number of configurations: set count."
+        wrong["count"] = "a random search needs a number of configurations: set count."
     if sweep.initial is not None and sweep.method != "optuna":
-        return "initial", "initial is of `method: optuna`. Leave it out."
-    return None
-
-
-def _grid_has_no_count(sweep: Any) -> tuple[str, str] | None:
+        wrong["initial"] = "initial is of `method: optuna`. Leave it out."
     if sweep.method == "grid" and sweep.count is not None:
-        return "count", (
+        wrong["count"] = (
             "a grid has all combinations, and count is of a random search. Leave count "
             "out, or set `method: random`."
         )
-    return None
-
-
-def _there_is_a_grid(sweep: Any) -> tuple[str, str] | None:
-    spaces = {k: s for k, s in sweep.parameters.items() if isinstance(s, Space)}
-    endless = [name for name, space in spaces.items() if not space.is_finite]
+    endless = [name for name, space in sweep.parameters.items() if not space.is_finite]
     if endless and sweep.method == "grid":
-        return "method", (
+        wrong["method"] = (
             f"a grid needs points, and {endless[0]} is a range. Give it num or a list "
             "of values, or set `method: random` and count."
         )
     if endless and sweep.method is None and sweep.count is None:
-        return "count", (
+        wrong["count"] = (
             f"{endless[0]} is a range, which is searched at random: set count, the "
             "number of configurations."
         )
-    return None
 
 
-def _planned_groups_know_all(sweep: Any) -> tuple[str, str] | None:
-    if sweep.groups != "auto":
-        return None
-    if sweep.ray is not None:
-        return "groups", (
+def _groups(sweep: Any, wrong: Wrong) -> None:
+    if sweep.groups == "auto" and sweep.ray is not None:
+        wrong["groups"] = (
             "auto plans the devices of one host, and sweep.ray names a cluster. Give "
             "the list of groups that `jaxlora plan --gpu h100x16` and the like print."
         )
-    if sweep.method == "optuna" or sweep.search is not None:
-        return "groups", (
+    elif sweep.groups == "auto" and (sweep.method == "optuna" or sweep.search):
+        wrong["groups"] = (
             "auto plans configurations that are known, and optuna suggests them as "
             "others end. Give a number of groups, or a list."
         )
-    return None
-
-
-def _groups_find_the_metric(sweep: Any) -> tuple[str, str] | None:
     if sweep.has_groups and sweep.metric.name.startswith("__main__:"):
-        return "metric", (
+        wrong["metric"] = (
             f"{sweep.metric.name} is in the script that runs, which the processes of "
             "the groups do not have. Move the function to a module of its own."
         )
-    return None
 
 
 class Search(StrictModel):
@@ -221,20 +202,21 @@ class Search(StrictModel):
     points: dict[str, dict[str, float]]
 
 
-_GROUPS = (
-    "Give a number of groups such as 4, the number of devices or the mesh of each "
-    "one, such as [2, 2, 4], or auto."
-)
-
-
 def _group_mesh(given: object) -> str:
     """Returns the mesh of a group, which is given by it or by a number of devices."""
     words = mesh_text(given)
     if isinstance(given, int) and not isinstance(given, bool):
         words = f"fsdp={given}"
     if not isinstance(words, str):
-        raise ValueError(f"groups has {given!r}. {_GROUPS}")
+        raise ValueError(
+            "give the number of devices of the group, or its mesh, such as fsdp=2."
+        )
     return str(MeshSizes.parse(words))
+
+
+_Meshes = Annotated[
+    tuple[Annotated[str, BeforeValidator(_group_mesh)], ...], AtLeastOne
+]
 
 
 class Sweep(StrictModel):
@@ -271,14 +253,7 @@ class Sweep(StrictModel):
             None: this host has them.
     """
 
-    rules = (
-        _searches_have_a_count,
-        _grid_has_no_count,
-        _there_is_a_grid,
-        _planned_groups_know_all,
-        _groups_find_the_metric,
-    )
-    nested = {"metric": Metric, "early_exit": ExitRule, "search": Search}
+    rules = (_search, _groups)
     aliases = OtherNames(
         same={"run_cap": "count"},
         hints={
@@ -302,7 +277,7 @@ class Sweep(StrictModel):
     keep_others: Bool = True
     merge_best: Bool = False
     search: Search | None = None
-    groups: Devices | Literal["auto"] | tuple[str, ...] = 1
+    groups: Devices | Literal["auto"] | _Meshes = 1
     ray: str | None = None
 
     @property
@@ -333,23 +308,17 @@ class Sweep(StrictModel):
         is_search = self.method in ("random", "optuna")
         return is_search or (self.method is None and self.count is not None)
 
-    @pydantic.field_validator("groups", mode="before")
+    @pydantic.field_validator("groups")
     @classmethod
-    def _groups_have_meshes(cls, given: object) -> object:
-        if isinstance(given, bool):
-            raise ValueError(f"groups is {given}. {_GROUPS}")
-        if not isinstance(given, list | tuple):
-            return given
-        if not given:
-            raise ValueError(f"groups is empty. {_GROUPS}")
-        meshes = tuple(_group_mesh(one) for one in given)
+    def _groups_can_be_divided(cls, groups: Any) -> Any:
+        meshes = groups if isinstance(groups, tuple) else ()
         num_devices = sum(MeshSizes.parse(mesh).num_devices for mesh in meshes)
         if num_devices > MOST_DEVICES:
             raise ValueError(
                 f"the groups have {num_devices:,} devices, and at most "
                 f"{MOST_DEVICES:,} can be divided. Give smaller groups."
             )
-        return meshes
+        return groups
 
     @pydantic.field_validator("metric", mode="before")
     @classmethod

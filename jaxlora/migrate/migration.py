@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import pydantic
-
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.aliases import OF_JOB, OF_RUN
@@ -13,7 +11,7 @@ from jaxlora.config.rules import WHOLE_MODULES
 from jaxlora.errors import ConfigError
 from jaxlora.migrate.reasons import find_reason
 from jaxlora.printable import one_line
-from jaxlora.problems import RULE, UNKNOWN, Problem, problems_of, without_quotes
+from jaxlora.problems import RULE, UNKNOWN, Problem
 
 # Settings that have the same name and the same meaning in all tools.
 _SAME_NAME = {
@@ -123,10 +121,10 @@ class Migration:
         """
         while True:
             try:
-                RunConfig.model_validate(self.run_file)
+                RunConfig(**self.run_file)
                 return
-            except pydantic.ValidationError as error:
-                for problem in problems_of(error):
+            except ConfigError as error:
+                for problem in error.problems:
                     self._drop(problem)
 
     def _drop(self, problem: Problem) -> None:
@@ -169,7 +167,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _hint(key: str) -> str:
-    hint = without_quotes(OF_JOB.hints.get(key, "")).removeprefix("Leave it out: ")
+    hint = OF_JOB.hints.get(key, "").removeprefix("Leave it out: ")
     return hint[:1].upper() + hint[1:]
 
 

@@ -6,8 +6,9 @@ from typing import Any
 from jaxlora.config import LoraJob
 from jaxlora.config.clone import CHANGEABLE
 from jaxlora.config.configuration_names import Namer
+from jaxlora.config.strict import unknown
 from jaxlora.errors import ConfigError
-from jaxlora.problems import UNKNOWN, Problem, YamlWords, settings_error
+from jaxlora.problems import Source, settings_error
 from jaxlora.run.identity import FIXED_IN_JOB
 
 _DATA = "a copy goes on where the other job is in its data"
@@ -28,10 +29,7 @@ def clone_settings(
             copy; the message lists them all.
     """
     ours, refused = LoraJob.known(changes)
-    problems = [
-        Problem(path=(key,), kind=UNKNOWN, text=text, given=changes[key])
-        for key, text in refused.items()
-    ]
+    problems = unknown(changes, refused)
     for key, setting in ours.items():
         if setting not in CHANGEABLE:
             reason = FIXED_IN_JOB.get(setting, _DATA)
@@ -39,11 +37,9 @@ def clone_settings(
                 f"cannot change in a copy: {reason}. It may change "
                 f"{', '.join(sorted(CHANGEABLE))}."
             )
-            problems.append(
-                Problem(path=(key,), kind=UNKNOWN, text=text, given=changes[key])
-            )
+            problems += unknown(changes, {key: text})
     if problems:
-        raise settings_error(problems, YamlWords("the copy"))
+        raise settings_error(problems, Source("the copy"))
     values = {setting: changes[key] for key, setting in ours.items()}
     if name is None and not values:
         raise ConfigError(

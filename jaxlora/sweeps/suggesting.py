@@ -1,15 +1,23 @@
 """Suggests further configurations of a sweep as others end."""
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import pydantic
 
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.job_settings import axes_of
-from jaxlora.config.search import SuggestedSettings
-from jaxlora.config.space import is_place
+from jaxlora.config.configuration_names import Namer
+from jaxlora.config.job_settings import (
+    axes_of,
+    by_our_names,
+    resolve_point,
+    settings_key,
+    values_at,
+    with_settings,
+)
+from jaxlora.config.space import Axis, is_place
 from jaxlora.config.sweep_config import Metric, Search
 from jaxlora.errors import CheckpointError, JaxloraError
 from jaxlora.problems import format_errors
@@ -60,8 +68,12 @@ class Suggestions:
         self._metric = Metric() if sweep is None else sweep.metric
         self.points: dict[str, dict[str, float]] = {}
         self._is_exhausted = False
+        self._axes: list[Axis] = []
+        self._template: dict[str, Any] = {}
         if self._search is not None:
             check_installed()
+            self._axes = axes_of(self._search.parameters, [])
+            self._template = by_our_names(self._search.template)
         self.restore({})
 
     @property
@@ -76,9 +88,8 @@ class Suggestions:
             CheckpointError: A place is not on the axes of the search.
         """
         search = self._search
-        axes = [] if search is None else axes_of(search.parameters, LoraJob, [])
         for name, place in suggested.items():
-            if search is not None and not is_place(place, axes):
+            if search is not None and not is_place(place, self._axes):
                 raise CheckpointError(
                     f"{name} was suggested at {place}, which is not a point in the "
                     "space of the sweep's parameters. Restore these, or choose another "
@@ -147,20 +158,38 @@ class Suggestions:
         self, search: Search, jobs: Sequence[Candidate], tried: Sequence[Tried]
     ) -> LoraJob | None:
         names = {job.name for job in jobs}
-        left_out = {n: place for n, place in self.points.items() if n not in names}
         settings = [job.settings for job in jobs]
-        made = SuggestedSettings(search, LoraJob, settings, left_out)
-        number = len(self.points)
-        found = suggestions(made.axes, search.seed, number, tried)
-        for _ in range(_MOST_ASKED):
-            place = next(found)
+        # Those that did not fit the run are not suggested again either.
+        for name, place in self.points.items():
+            if name not in names:
+                values = self.settings_at(place)[1] | {"name": name}
+                settings.append(LoraJob.model_validate(values))
+        namer, there = Namer(), {_key(one) for one in settings}
+        for one in settings:
+            namer.reserve(one.name)
+        found = suggestions(self._axes, search.seed, len(self.points), tried)
+        for place in itertools.islice(found, _MOST_ASKED):
+            varied, values = self.settings_at(place)
+            prefix = self._template.get("name", "")
+            name = namer.name(prefix, varied, self._axes)
             try:
-                job = LoraJob.model_validate(made.at(place))
+                job = LoraJob.model_validate(values | {"name": name})
             except pydantic.ValidationError as error:
                 logger.warning("%s", format_errors(error, "a suggestion of Optuna"))
                 continue
-            if made.is_there(job):
-                continue
-            self.points[job.name] = place
-            return job
+            if _key(job) not in there:
+                self.points[job.name] = place
+                return job
         return None
+
+    def settings_at(
+        self, place: Mapping[str, float]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the settings that are varied at a place on the axes, and all."""
+        point = values_at(self._axes, place)
+        varied = resolve_point(point, self._axes, self._template)
+        return varied, with_settings(self._template, varied)
+
+
+def _key(job: LoraJob) -> str:
+    return settings_key(job.model_dump(mode="json"))

@@ -22,6 +22,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names
 from jaxlora.inspect import inspect_path
+from jaxlora.problems import Source
 from tests import tiny
 from tests.fuzz.kind import Kind, quiet
 from tests.fuzz.mutate import (
@@ -163,7 +164,7 @@ def read_records(name: str, **options) -> Callable[[pathlib.Path], None]:
             "eval_fraction": 0.2,
         }
         run = {"model": "m", "jobs": [asked]}
-        (job,) = run_config(run, where=str(folder)).jobs
+        (job,) = run_config(run, source=Source(str(folder))).jobs
         tokenizer = load_tokenizer(folder / "model")
         for which in ("train", "eval"):
             DataReader(tokenizer).read(job, which).summary()

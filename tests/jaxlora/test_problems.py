@@ -1,4 +1,4 @@
-"""All problems of a run are reported at once, in the words of YAML or of Python."""
+"""All problems of a run are reported at once, in words that fit YAML and Python."""
 
 import difflib
 import pathlib
@@ -8,10 +8,9 @@ import yaml
 
 from jaxlora import DataConfig, LoraJob, RunConfig, Trainer
 from jaxlora.cli.main import main
-from jaxlora.config.aliases import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
 from jaxlora.config.run_file import load_run, run_config
 from jaxlora.errors import ConfigError, JaxloraError
-from jaxlora.problems import PythonWords, YamlWords, problem_of
+from jaxlora.problems import Source, problem_of
 from tests import tiny
 
 RUN_FILE = """\
@@ -36,7 +35,6 @@ LINES = [
     "line 1: base_model: nowhere/at/all: there is no such folder.",
     "line 3: defaults.rank: must be greater than 0 (given: 0)",
     "line 4: defaults.eval_every: eval_every needs held-out records",
-    "line 5: jobs: two jobs are named 'a'",
     "line 7: jobs.0.data.chatt: unknown key 'chatt'. Did you mean 'chat'?",
     "line 7: jobs.0.data.path: gone.jsonl: no such file",
     "line 8: jobs.0.lora_dropout: must be less than 1 (given: 1.5)",
@@ -82,10 +80,10 @@ def test_valid_settings_and_wrong_inputs(here, capsys):
     with pytest.raises(JaxloraError) as caught:
         Trainer(RunConfig(**run))
     starts = [
-        "jobs[0].data.path: gone.jsonl: no such file",
-        "jobs[1].data.prompt: the template '{{ a' does not parse",
-        "jobs[0].target_modules: job 'a': target_modules entry 'query' matches no",
-        "jobs[1].target_modules: job 'b' has rank 4000",
+        "jobs.0.data.path: gone.jsonl: no such file",
+        "jobs.1.data.prompt: the template '{{ a' does not parse",
+        "jobs.0.target_modules: job 'a': target_modules entry 'query' matches no",
+        "jobs.1.target_modules: job 'b' has rank 4000",
     ]
     lines = str(caught.value).splitlines()
     assert len(lines) == 4
@@ -100,24 +98,22 @@ def test_valid_settings_and_wrong_inputs(here, capsys):
     assert f"\n{capsys.readouterr().err}".count(f"\n{expected}") == 1
 
 
-def test_words_of_python():
+def test_errors_in_python():
     with pytest.raises(ConfigError) as caught:
         LoraJob(name="a/b", data=3, rank=None, shuffle="no", load_in_4bit=True, rnak=1)
     assert str(caught.value).splitlines() == [
         "LoraJob: load_in_4bit: 'load_in_4bit' is not a setting here. Set "
-        "quantize_base='nf4' for the run. (given: True)",
-        "LoraJob: rnak: unknown argument 'rnak'. Did you mean 'rank'? (given: 1)",
+        "`quantize_base: nf4` for the run. (given: true)",
+        "LoraJob: rnak: unknown key 'rnak'. Did you mean 'rank'? (given: 1)",
         "LoraJob: name: job name 'a/b' must be a plain folder name: letters, digits, "
         "'.', '_' and '-', at most 100, not starting with '.', '_' or '-'. "
         "(given: 'a/b')",
-        "LoraJob: data: expected a dict, such as {'path': ...} (given: 3)",
-        "LoraJob: rank: expected a whole number, such as 8 (given: None)",
-        "LoraJob: shuffle: expected True or False (given: 'no')",
+        "LoraJob: data: expected a mapping, such as {path: ...} (given: 3)",
+        "LoraJob: rank: expected a whole number, such as 8 (given: nothing)",
+        "LoraJob: shuffle: expected true or false (given: 'no')",
     ]
     job = {"name": "a", "data": {"path": "a.jsonl", "limit": 0}}
-    with pytest.raises(
-        ConfigError, match=r"RunConfig: jobs\[0\]\.data\.limit: must be"
-    ):
+    with pytest.raises(ConfigError, match=r"RunConfig: jobs\.0\.data\.limit: must be"):
         RunConfig(model="m", jobs=[job])
     with pytest.raises(ConfigError, match="DataConfig: path: give path: a file"):
         DataConfig()
@@ -135,24 +131,6 @@ def test_a_misspelt_setting_is_not_also_missing():
     with pytest.raises(ConfigError) as caught:
         RunConfig(modle="m", jobs=[LoraJob(name="a", data=DataConfig(path="a"))])
     assert len(caught.value.problems) == 1
-
-
-def test_no_hint_speaks_yaml_to_python():
-    """Settings in hints are marked, so that each interface writes them its way."""
-    tables = (OF_JOB.hints, OF_RUN.hints, OF_DATA.hints, HINTS_IF_OFF)
-    for hint in {hint for table in tables for hint in table.values()}:
-        problem = _problem(hint)
-        assert "`" not in YamlWords("f").line(problem).replace("`jaxlora", "").replace(
-            "OWNER/NAME`", ""
-        )
-        for value in ("true", "false", "null"):
-            assert f": {value}" not in PythonWords("f").line(problem)
-
-
-def _problem(text: str):
-    from jaxlora.problems import RULE, Problem
-
-    return Problem(path=("x",), kind=RULE, text=text, given=())
 
 
 def test_lines_of_merged_and_nested_keys(here):
@@ -241,8 +219,8 @@ def test_many_problems_are_counted_and_the_file_is_parsed_once(here, monkeypatch
         ),
         (
             {"target_modules": 3},
-            "target_modules: expected text, or a list of texts, such as "
-            "[q_proj, v_proj] (given: 3)",
+            "target_modules: expected text, in quotes if need be; or expected a list, "
+            "such as [a, b] (given: 3)",
         ),
     ],
 )
@@ -283,4 +261,4 @@ def test_one_line_says_each_form_of_a_setting():
 )
 def test_an_error_names_its_setting_once(path, text, line):
     problem = problem_of(path, ConfigError(text), RunConfig.model_fields)
-    assert YamlWords("f").line(problem) == f"f: {line}: beta is 0"
+    assert Source("f").describe(problem) == f"f: {line}: beta is 0"

@@ -6,7 +6,7 @@ from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError
 
 JOB = {"name": "a", "data": {"path": "x.jsonl"}}
-A_LIST = "expected a list: in brackets, or with '- ' before each item"
+A_LIST = "expected a list, such as [a, b]"
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ A_LIST = "expected a list: in brackets, or with '- ' before each item"
         (
             {"data": {"path": "a", "weight": 0.5}},
             "data.weight: expected the field of the records that has their weights. A "
-            "share of a data set is set by mix: interleave and probabilities beside "
+            "share of a data set is set by `mix: interleave` and probabilities beside "
             "datasets. (given: 0.5)",
         ),
         (
@@ -42,12 +42,12 @@ A_LIST = "expected a list: in brackets, or with '- ' before each item"
         ),
         (
             {"target_modules": 3},
-            "target_modules: expected text, or a list of texts, such as [q_proj, "
-            "v_proj] (given: 3)",
+            "target_modules: expected text, in quotes if need be; or expected a list, "
+            "such as [a, b] (given: 3)",
         ),
         (
             {"exclude_modules": ["a", 3]},
-            "exclude_modules: 3 in the list is not text: put it in quotes",
+            "exclude_modules.1: expected text, in quotes if need be (given: 3)",
         ),
         ({"rank": None}, "rank: expected a whole number, such as 8 (given: nothing)"),
         ({"rank": 0}, "rank: must be greater than 0 (given: 0)"),

@@ -191,8 +191,8 @@ def _other_tensors(job: LoraJob, start: Adapter) -> dict[str, str]:
             cure = f"set {setting}: {value}" if own else f"leave out {setting}"
             found[cure] = f"has {setting}={value}"
     if start.vera is not None:
-        for setting, default in NOT_OF_VERA.items():
-            if getattr(job, setting) != default:
+        for setting in NOT_OF_VERA:
+            if job.changes(setting):
                 found[f"leave out {setting}"] = f"is of VeRA, which has no {setting}"
     key, asked = start.vera and start.vera.key, job.projection_prng_key
     if "projection_prng_key" in job.model_fields_set and asked != (key or 0):

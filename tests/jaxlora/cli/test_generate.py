@@ -102,7 +102,7 @@ def test_an_output_that_is_read_is_refused(folder, tmp_path, monkeypatch, capsys
             "--chat-template-kwargs: 'tools' is given to chat templates by the program",
         ),
         (["m", "--prompt", "a", "--top-p", "2"], "top_p: must be less than"),
-        (["m", "--prompt", "a", "--stop", ""], "stop holds an empty text"),
+        (["m", "--prompt", "a", "--stop", ""], "expected text that is not empty"),
         (["m", "-i", "--output", "a.jsonl"], "--output is for --prompt and --prompts"),
     ],
 )

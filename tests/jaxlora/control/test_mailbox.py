@@ -212,6 +212,6 @@ def test_a_job_to_add_has_the_defaults_of_the_run(tmp_path):
     assert client.job_settings(job_file, tmp_path)["rank"] == 8
     job_file.write_text("{name: b, data: {path: b.jsonl}}")
     with pytest.raises(
-        ConfigError, match=r"job\.yaml: lora_r comes from .* Give lora_r in"
+        ConfigError, match=r"job\.yaml: lora_r, from the defaults .*give another"
     ):
         client.job_settings(job_file, tmp_path)

@@ -304,7 +304,7 @@ def test_wrong_input_is_refused_with_the_cure(model, make_small, unchecked):
         both.stream("ab")
     with pytest.raises(ConfigError, match="Did you mean 'temperature'"):
         jaxlora.generate(model, ["ab"], temprature=1.0)
-    with pytest.raises(ConfigError, match="stop holds an empty text"):
+    with pytest.raises(ConfigError, match="expected text that is not empty"):
         jaxlora.generate(model, ["ab"], stop=["a", ""])
     for size in (0, "4"):
         with pytest.raises(ConfigError, match=f"batch_size={size!r}"):

@@ -173,7 +173,7 @@ def test_in_python():
     found = RunConfig(model="m", jobs=[job], sweep=sweep)
     assert settings(found, "rank", "learning_rate") == [(4, 1e-4), (4, 3e-4)]
     assert found.sweep is not None and found.sweep.early_exit == ()
-    with pytest.raises(ConfigError, match=r"RunConfig: jobs\[0\]\.rank"):
+    with pytest.raises(ConfigError, match=r"RunConfig: jobs\.0\.rank"):
         RunConfig(model="m", jobs=[job], sweep=Sweep(parameters={"rank": [0]}))
 
 
@@ -192,7 +192,6 @@ sweep:
   early_exit: {type: median, eta: 4}
   early_terminate: {type: hyperband}
   parameters:
-    rnak: [4]
     learning_rate: {min: 3, max: 1}
     rank: {values: [4], max: 3}
     dropout: {distribution: log_uniform, min: 1, max: 2}
@@ -211,11 +210,10 @@ def test_all_mistakes_are_named_at_once(tmp_path):
         "line 7: sweep.keep: ",
         "line 8: sweep.early_exit.0.eta: eta is a setting of halving and asha",
         "line 9: sweep.early_terminate: 'early_terminate' is not a setting here",
-        "line 11: sweep.parameters.rnak: unknown key 'rnak'. Did you mean 'rank'?",
-        "line 12: sweep.parameters.learning_rate.max: max is 1",
-        "line 13: sweep.parameters.rank.max: max is of a range",
-        "line 14: sweep.parameters.dropout.distribution: In W&B, the bounds",
-        "line 15: sweep.parameters.seed.probabilities: they must add up to 1",
+        "line 11: sweep.parameters.learning_rate.max: max is 1",
+        "line 12: sweep.parameters.rank.max: max is of a range",
+        "line 13: sweep.parameters.dropout.distribution: In W&B, the bounds",
+        "line 14: sweep.parameters.seed.probabilities: they must add up to 1",
     ):
         assert words in text, words
 
@@ -225,11 +223,12 @@ def test_all_mistakes_are_named_at_once(tmp_path):
     [
         ({"rank": [0]}, {}, "sweep.parameters.rank: must be greater than 0"),
         ({"name": ["a"]}, {}, "names are made from the values"),
+        ({"rnak": [4]}, {}, "parameters.rnak: unknown key 'rnak'. Did you mean 'rank"),
         ({"rank": {"min": 1, "max": 9}}, {}, "set count"),
         ({"rank": {"min": 1, "max": 9}}, {"method": "grid"}, "a grid needs points"),
         ({"rank": [1]}, {"method": "random"}, "set count"),
         ({"rank": [1]}, {"method": "grid", "count": 3}, "count is of a random search"),
-        ({"rank": []}, {}, "values is empty"),
+        ({"rank": []}, {}, "the list is empty"),
         ({"rank": {"min": 1}}, {}, "max is missing"),
         ({"_": [3]}, {}, "expected a mapping"),
         ({"_": [{"rnk": 3}]}, {}, "unknown key 'rnk'"),

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Sweep
-from jaxlora.config.search import SuggestedSettings
+from jaxlora.config.job_settings import axes_of
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps import optuna_search, suggesting
@@ -62,22 +62,20 @@ def test_the_first_ones_are_the_draws_of_a_random_search():
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_a_place_gives_the_settings_that_a_draw_gives():
+def test_a_place_gives_the_settings_that_a_draw_gives(monkeypatch):
+    monkeypatch.setattr(suggesting, "check_installed", lambda: None)
     config = run()
-    made = SuggestedSettings(config.sweep.search, LoraJob, [])
+    search = Suggestions(config)
     for job in config.jobs:
-        settings = made.at(config.sweep.search.points[job.name])
-        assert LoraJob.model_validate(settings) == job
-        assert SuggestedSettings(config.sweep.search, LoraJob, [job]).is_there(
-            job.replace(name="other")
-        )
+        _, settings = search.settings_at(search.points[job.name])
+        assert LoraJob.model_validate(settings | {"name": job.name}) == job
 
 
 @pytest.mark.parametrize(
     ("sweep", "words"),
     [
         ({"count": None}, "needs a number of configurations"),
-        ({"method": "random", "initial": 3}, "initial is of method=.optuna."),
+        ({"method": "random", "initial": 3}, "initial is of `method: optuna`"),
     ],
 )
 def test_mistakes(sweep, words):
@@ -196,7 +194,7 @@ def test_one_that_does_not_fit_is_not_suggested_again(scripted):
 @needs_optuna
 def test_optuna_learns_from_results():
     """The suggestions are near the best rate, and the same for the same results."""
-    made = SuggestedSettings(run().sweep.search, LoraJob, [])
+    axes = axes_of(run().sweep.search.parameters, [])
     rng = random.Random(0)
     places = [
         {"learning_rate": rng.random(), "rank": i % 3, "lora_alpha": 0, "dropout": 0}
@@ -211,7 +209,7 @@ def test_optuna_learns_from_results():
     tried += [Tried(place=places[29], state="pruned")]
     shares = []
     for number in range(30, 50):
-        one, two = (next(suggestions(made.axes, 1, number, tried)) for _ in range(2))
+        one, two = (next(suggestions(axes, 1, number, tried)) for _ in range(2))
         assert one == two and set(one) == set(places[0])
         shares.append(one["learning_rate"])
     assert len(set(shares)) > 10

@@ -441,17 +441,17 @@ def test_killed(runs, unlike_jobs, settings):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"replicas": "some"}, "expected auto, or a list such as"),
+        ({"replicas": "some"}, "replicas: must be 'auto'; or expected a list"),
         (
             {"replicas": "auto", "microbatch_tokens": 64},
             "microbatch_tokens=64, and the replicas have their own",
         ),
         ({"replicas": "auto", "mesh": "data=2"}, "mesh is data=2, and replicas have"),
         ({"replicas": "auto", "packer": "greedy"}, "only joint fills replicas"),
-        ({"replicas": []}, "replicas is empty. List them"),
+        ({"replicas": []}, "the list is empty. Give at least one"),
         (
             {"replicas": [{"stage": 2}, mesh(1, 32)]},
-            "replicas[0].stage: 'stage' is a setting of a mesh, and each replica of a "
+            "replicas.0.stage: 'stage' is a setting of a mesh, and each replica of a "
             "list has all layers. Set tensor in the place of it, or leave replicas out "
             "and set mesh: stage=2.",
         ),
@@ -472,8 +472,8 @@ def test_killed(runs, unlike_jobs, settings):
         (UNLIKE | {"mesh": "auto"}, "mesh is auto, and replicas have devices of"),
         (UNLIKE | {"packer": "greedy"}, "only joint fills replicas"),
         (UNLIKE | {"microbatch_shapes": [64]}, "each replica has one shape"),
-        ({"replicas": [{"count": "two"}]}, "replicas[0].count"),
-        ({"replicas": 3}, "replicas: expected auto, or a list"),
+        ({"replicas": [{"count": "two"}]}, "replicas.0.count"),
+        ({"replicas": 3}, "replicas: must be 'auto'; or expected a list"),
     ],
 )
 def test_settings_that_are_refused(runs, unlike_jobs, settings, text):

@@ -115,9 +115,9 @@ def test_samples_that_cannot_be_made_are_refused(jobs, model, tmp_path):
     blind = jobs[0].model_copy(update={"eval_fraction": 0.0, "eval_every": None})
     with pytest.raises(ValueError, match="no job has held-out records"):
         RunConfig(jobs=[blind], samples=SAMPLES, **run)
-    with pytest.raises(ValueError, match="prompts is empty"):
+    with pytest.raises(ValueError, match="the list is empty"):
         SamplesConfig(prompts=())
-    with pytest.raises(ValueError, match="set chat=True"):
+    with pytest.raises(ValueError, match="set `chat: true`"):
         SamplesConfig(prompts=("a",), system="b")
     long = SAMPLES.replace(prompts=("a" * 600,))
     with pytest.raises(ConfigError, match=r"the prompt 'a*' has 600 tokens"):

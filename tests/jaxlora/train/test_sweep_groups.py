@@ -235,7 +235,7 @@ def test_settings_of_groups_are_checked(make):
     with pytest.raises(ConfigError, match=r"__main__:f1 .*module of its own"):
         Sweep(groups=2, metric="__main__:f1")
     for wrong in ([], True, ["x"], [0], "many"):
-        with pytest.raises(ConfigError, match=r"Give|fsdp=4|auto"):
+        with pytest.raises(ConfigError, match=r"[Gg]ive|fsdp=4|auto"):
             Sweep(groups=wrong)
     with pytest.raises(ConfigError, match=r"2 \+ 2 = 4 GPUs, and this host has 3"):
         meshes = Sweep(groups=[2, 2]).meshes("")

@@ -185,10 +185,10 @@ def test_names_are_short_and_different():
         ({"datasets": ["a"], "chat": True}, "chat belongs to each item of datasets"),
         ({"datasets": ["a"], "path": "b"}, "path belongs to each item of datasets"),
         ({"datasets": [{"datasets": ["a"]}]}, "has a path, and no datasets of its own"),
-        ({"datasets": ["a"], "probabilities": [1]}, "probabilities needs mix='inter"),
+        ({"datasets": ["a"], "probabilities": [1]}, "probabilities needs `mix: inter"),
         ({"datasets": ["a", {"pth": "b"}]}, "Did you mean 'path'?"),
         ({"datasets": ["a"], "mix": "zip"}, "mix: must be 'concat' or 'interleave'"),
-        ({"datasets": ["a"], "weights": [1]}, "Set mix='interleave' and probabilities"),
+        ({"datasets": ["a"], "weights": [1]}, "Set `mix: interleave` and"),
     ],
 )
 def test_settings_that_do_not_go_together(data, message):
