@@ -42,13 +42,13 @@ class SweepControl(Control[SweepReport]):
         """
         self._rules = () if config.sweep is None else config.sweep.early_exit
         self._metric = None if config.sweep is None else config.sweep.metric
-        self._is_held: Callable[[str], bool] = lambda _: False
+        self._pause_reason: Callable[[str], str | None] = lambda _: None
         self._found = Decisions(self._rules, self._metric)
         self._suggestions = Suggestions(config)
 
-    def attach(self, is_held: Callable[[str], bool]) -> None:
-        """Takes the test of whether the user has asked for a job to pause, by name."""
-        self._is_held = is_held
+    def attach(self, pause_reason: Callable[[str], str | None]) -> None:
+        """Takes what says why the user has asked for a job to pause, by name."""
+        self._pause_reason = pause_reason
 
     # ---- checkpoints ---------------------------------------------------------------
 
@@ -149,15 +149,14 @@ class SweepControl(Control[SweepReport]):
         }
 
     def _standing(self, job: JobState) -> Standing:
-        progress, origin = job.progress, job.settings.clone_of
-        step = progress.step
-        if job.awaits_parent and origin is not None:
+        progress, step = job.progress, job.progress.step
+        if (origin := job.awaits) is not None:
             step = origin.step or 0  # no rung before it waits for the copy
         return Standing(
             num_steps=job.num_steps,
             step=step,
             is_over=progress.is_over,
-            is_held=self._is_held(job.name),
+            is_held=self._pause_reason(job.name) is not None,
             has_failed=progress.status == "failed",
         )
 

@@ -20,8 +20,8 @@ class Control[R: Ranking]:
 
     version: int = 0
 
-    def attach(self, is_held: Callable[[str], bool]) -> None:
-        """Takes the test of whether the user has asked for a job to pause, by name."""
+    def attach(self, pause_reason: Callable[[str], str | None]) -> None:
+        """Takes `LiveJobs.pause_reason`: why a user has asked for a job to pause."""
 
     # ---- checkpoints ---------------------------------------------------------------
 

@@ -8,7 +8,6 @@ the run already with the settings to add has been added.
 """
 
 import dataclasses
-import itertools
 import logging
 import pathlib
 import time
@@ -21,11 +20,7 @@ from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import format_errors
-from jaxlora.run.callback import Callback
-from jaxlora.run.events import StepEvent
-from jaxlora.run.live.mailbox import Mailbox
-from jaxlora.run.message import Answer, ControlRequest
-from jaxlora.train.cloning import find_running
+from jaxlora.run.live.mailbox import Answer, ControlRequest, Mailbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 
@@ -42,10 +37,9 @@ _DONE = {
 }
 
 
-class Inbox(Callback):
+class Inbox:
     """Takes requests between microbatches, in the thread that trains.
 
-    At a step it only looks for requests that take effect there, such as a stop.
     The data of a job to add are read by another thread, while training goes on.
     """
 
@@ -70,12 +64,10 @@ class Inbox(Callback):
         if processes.is_first():
             self._mailbox.create()
 
-    def on_event(self, event) -> None:
-        """Looks for requests at a step, if only one process trains."""
-        if isinstance(event, StepEvent) and processes.count() == 1:
-            now = time.monotonic()
-            if now - self._looked > _POLL_SECONDS:
-                self._take()
+    def is_due(self) -> bool:
+        """Whether to look for requests before the window ends."""
+        is_late = time.monotonic() - self._looked > _POLL_SECONDS
+        return is_late or self._live.num_waiting > 0
 
     def poll(self, *, waits: bool = False) -> bool:
         """Takes new requests, and jobs whose data have been read.
@@ -86,12 +78,17 @@ class Inbox(Callback):
         Returns:
             Whether a request was taken or a job was added.
         """
-        before = self._num_answered
-        has_taken = self._take()
+        self._looked, before = time.monotonic(), self._num_answered
+        new = processes.from_first(self._new)
+        for name, values in new:
+            if isinstance(values, str):
+                self._refuse(name, values)
+            else:
+                self._begin(name, ControlRequest(**values))
         if waits:
             wait([future for _, future in self._adds.values()])
         self._finish_adds()
-        return has_taken or self._num_answered > before
+        return bool(new) or self._num_answered > before
 
     def deliver(self) -> None:
         """Answers the requests whose effects the record already holds."""
@@ -108,17 +105,6 @@ class Inbox(Callback):
         self._opener.shutdown(cancel_futures=True)
 
     # ---- requests ------------------------------------------------------------------
-
-    def _take(self) -> bool:
-        """Takes the new requests; returns whether there were any."""
-        self._looked = time.monotonic()
-        new = processes.from_first(self._new)
-        for name, values in new:
-            if isinstance(values, str):
-                self._refuse(name, values)
-            else:
-                self._begin(name, ControlRequest(**values))
-        return bool(new)
 
     def _new(self) -> list[tuple[str, Any]]:
         """Reads the requests that were not taken yet; a text says what is wrong."""
@@ -150,41 +136,36 @@ class Inbox(Callback):
             self._has_warned = True
             return []
         taken = {*self._answers, *self._unanswered, *self._adds}
-        new = (name for name in names if name not in taken)
-        return list(itertools.islice(new, room))
+        return [name for name in names if name not in taken][:room]
 
     def _begin(self, name: str, request: ControlRequest) -> None:
+        """Does what a request asks for, or begins to read the data of a job to add."""
         logger.info("request: %s %s", request.action, request.job)
+        live, job = self._live, request.job
         try:
             if request.settings is not None:
                 self._begin_open(name, self._settings_of(request))
                 return
-            self._change(request)
+            live.find(job)  # refuses one that has ended
+            if request.action == "stop":
+                live.stop(job, request.reason or STOPPED)
+            elif request.action == "pause":
+                live.pause(job, request.reason or PAUSED)
+            else:
+                live.resume(job)
         except JaxloraError as error:
             self._refuse(name, str(error))
-            return
-        text = f"job {request.job!r} {_DONE[request.action]}."
-        self._answer(name, Answer(is_accepted=True, text=text))
+        else:
+            self._answer(name, f"job {job!r} {_DONE[request.action]}.")
 
     def _refuse(self, name: str, reason: str) -> None:
         logger.warning("a request was refused: %s", reason)
-        self._answer(name, Answer(is_accepted=False, text=reason))
+        self._answer(name, reason, is_accepted=False)
 
-    def _answer(self, name: str, answer: Answer) -> None:
+    def _answer(self, name: str, text: str, *, is_accepted: bool = True) -> None:
         self._num_answered += 1
         if processes.is_first():
-            self._answers[name] = answer
-
-    def _change(self, request: ControlRequest) -> None:
-        """Stops, pauses or resumes a job."""
-        if request.job in {job.name for job in self._live.jobs}:
-            find_running(self._live.jobs, request.job)
-        if request.action == "stop":
-            self._live.stop(request.job, request.reason or STOPPED)
-        elif request.action == "pause":
-            self._live.pause(request.job, request.reason or PAUSED)
-        else:
-            self._live.resume(request.job)
+            self._answers[name] = Answer(is_accepted=is_accepted, text=text)
 
     def _settings_of(self, request: ControlRequest) -> LoraJob:
         """Returns the settings of a job that is to join."""
@@ -192,7 +173,7 @@ class Inbox(Callback):
         if request.action == "clone":
             changes = dict(request.settings)
             name = changes.pop("name", None)
-            return self._live.copy_settings(request.job, name, changes)
+            return self._live.settings_of_copy(request.job, name, changes)
         try:
             return LoraJob.model_validate(request.settings)
         except pydantic.ValidationError as error:
@@ -201,11 +182,10 @@ class Inbox(Callback):
     def _begin_open(self, name: str, job: LoraJob) -> None:
         if any(one.settings == job for one in self._live.jobs):
             text = f"job {job.name!r} is in this run already, with these settings."
-            self._answer(name, Answer(is_accepted=True, text=text))
+            self._answer(name, text)
             return
         self._live.reserve(job)
-        future = self._opener.submit(self._live.open, job)
-        self._adds[name] = job.name, future
+        self._adds[name] = job.name, self._opener.submit(self._live.open, job)
 
     def _finish_adds(self) -> None:
         """Adds the jobs whose data every process has read, or refuses them."""
@@ -226,7 +206,7 @@ class Inbox(Callback):
             text = f"job {job!r} has joined the run; it starts when a slot is free."
             if origin := future.result().settings.clone_of:
                 text = f"job {job!r} is a copy of {origin.job!r} after its next batch."
-            self._answer(name, Answer(is_accepted=True, text=text))
+            self._answer(name, text)
 
 
 def _result(future: Future[JobState]) -> str | None:

@@ -2,126 +2,172 @@
 
 import contextlib
 import logging
-import time
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+
+import jax
 
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
-from jaxlora.errors import CheckpointError, JaxloraError
+from jaxlora.errors import CheckpointError, DeviceError, JaxloraError
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
-from jaxlora.run.folder import clean_up
+from jaxlora.run.folder import CHECKPOINTS, clean_up
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.train.ending import StopRequest
 from jaxlora.train.execute.run_programs import FurtherPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.inbox import Inbox
-from jaxlora.train.live_run import LiveRun
 from jaxlora.train.report.run_callbacks import open_callbacks
+from jaxlora.train.run import Run
+from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5  # between looks for requests, if only one process trains
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Loop:
-    """Trains the jobs of a run until every job has ended, or a signal ends it."""
+class StopRequest:
+    """Context manager in which the first SIGINT or SIGTERM only sets `requested`.
 
-    def __init__(self, run: LiveRun, saved: SavedStream | None):
-        """Makes the object; no file is changed yet.
+    A second signal is handled as it was before. Outside the main thread, where Python
+    cannot install signal handlers, the context manager does nothing.
 
-        Args:
-            run: The run; those of its jobs that are in the checkpoint have its progress
-                and states. `train` closes its files.
-            saved: The microbatches of the checkpoint that it resumes from, if any.
-        """
-        self._run, self._live, self._saved = run, run.live, saved
-        self._config, self._folder = run.plan.config, run.opened.folder
-        self._num_saved = self._num_due(run.round)  # checkpoints due so far
-        self._looked = 0.0
+    Attributes:
+        requested: Whether a signal has arrived.
+    """
 
-    def train(
-        self, callbacks: Sequence[Callback], trainer: JobControl, *, is_resumed: bool
-    ) -> bool:
-        """Runs the jobs to their ends; returns whether a signal ended it early.
+    def __init__(self):
+        self.requested = False
+        self._before = {}
 
-        Args:
-            callbacks: Callbacks of the user.
-            trainer: Lets them add, stop, pause and resume jobs.
-            is_resumed: Whether the run goes on from what is on the disk.
-        """
-        run, store = self._run, self._run.store
-        # Signals take effect between microbatches, and interrupt no checkpoint.
-        with StopRequest() as stop, contextlib.ExitStack() as opened:
-            opened.callback(store.close)  # waits for the last checkpoint
-            self._open_inbox(opened)
-            own = open_callbacks(self._config, self._folder, store.latest(), opened)
-            for callback in callbacks:
-                callback.trainer = trainer
-            run.listeners = Listeners([*own, self._inbox], callbacks)
-            run.send(
-                events.RunStartEvent(
-                    round=self._run.round,
-                    jobs=tuple(job.info() for job in self._live.jobs),
-                    output_dir=self._folder,
-                    num_slots=run.plan.num_slots,
-                    is_resumed=is_resumed,
-                )
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in _SIGNALS}
+        return self
+
+    def _note(self, number: int, frame) -> None:
+        self.requested = True
+        self.__exit__()
+        logger.warning(
+            "%s: finishing what is in flight, then writing a checkpoint. Send it again "
+            "to quit immediately.",
+            signal.Signals(number).name,
+        )
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+def train_run(
+    run: Run,
+    saved: SavedStream | None,
+    callbacks: Sequence[Callback],
+    trainer: JobControl,
+    *,
+    is_resumed: bool,
+) -> bool:
+    """Trains the jobs until all have ended; returns whether a signal ended it early.
+
+    Args:
+        run: The run, which has begun; those of its jobs that are in the checkpoint have
+            its progress and states. Its files are closed at the end.
+        saved: The microbatches of the checkpoint that it resumes from, if any.
+        callbacks: Callbacks of the user.
+        trainer: Lets them add, stop, pause and resume jobs.
+        is_resumed: Whether the run goes on from what is on the disk.
+    """
+    # Signals take effect between microbatches, and interrupt no checkpoint.
+    with StopRequest() as stop, contextlib.ExitStack() as opened:
+        opened.callback(run.store.close)  # waits for the last checkpoint
+        # What could refuse to resume the run comes before, and leaves the folder as it
+        # was.
+        if processes.is_first():
+            clean_up(run.folder)
+        inbox = Inbox(run.folder, run.live)
+        opened.callback(inbox.close)
+        run.record()
+        run.store.keep_tokenizer(run.model)
+        config, latest = run.plan.config, run.store.latest()
+        own = open_callbacks(config, run.folder, latest, opened)
+        for callback in callbacks:
+            callback.trainer = trainer
+        run.listeners = Listeners(own, callbacks)
+        run.send(
+            events.RunStartEvent(
+                round=run.round,
+                jobs=tuple(job.info() for job in run.jobs),
+                output_dir=run.folder,
+                num_slots=run.plan.num_slots,
+                is_resumed=is_resumed,
             )
-            self._take_requests()
-            stops = self._train(stop)
-            run.send_written(waits=True)
-            stops = stops and not all(job.progress.is_over for job in self._live.jobs)
-            run.send(events.RunEndEvent(round=self._run.round, is_interrupted=stops))
-            run.listeners.raise_failure()
-            return stops
+        )
+        stops = _Loop(run, inbox, stop).train(saved)
+        run.send_written(waits=True)
+        stops = stops and not all(job.progress.is_over for job in run.jobs)
+        run.send(events.RunEndEvent(round=run.round, is_interrupted=stops))
+        run.listeners.raise_failure()
+        return stops
 
-    def _train(self, stop: StopRequest) -> bool:
+
+class _Loop:
+    """Trains microbatch after microbatch, and does what is due between them."""
+
+    def __init__(self, run: Run, inbox: Inbox, stop: StopRequest):
+        self._run, self._inbox, self._stop = run, inbox, stop
+
+    def train(self, saved: SavedStream | None) -> bool:
         """Trains to the end; returns whether a signal or a failure has ended it."""
-        run, store = self._run.opened, self._run.store
+        self._take_requests()
+        run, store = self._run, self._run.store
         further = FurtherPrograms(run.layout, run.plan.further_limits)
-        with further, self._open_stream(further) as stream:
-            while not (stops := self._must_end(stop)):
+        with further, self._open_stream(saved, further) as stream:
+            while not (stops := self._must_end()):
                 if not stream.start():
                     more = self._suggest()
-                    if self._take_requests(waits=True) or more:
+                    if self._take_requests(waits=True) or more or self._wait(stream):
                         continue
-                    if not self._wait(stream, stop):
-                        break
-                    continue
-                if self._config.checkpoint_every:
+                    break
+                if run.plan.config.checkpoint_every:
                     store.prepare(run.slots)
                 for border in stream.run():
-                    self._at_border(stream, border, stop)
+                    self._at_border(stream, border)
                 self._take_requests()
-            if store.latest() != self._run.round:
+            if store.latest() != run.round:
                 self._save(stream, stream.snapshot())
             return stops
 
-    def _at_border(self, stream: Stream, border: Border, stop: StopRequest) -> None:
+    def _at_border(self, stream: Stream, border: Border) -> None:
         """Does what is due between two microbatches."""
-        self._run.send_written()
+        run = self._run
+        run.send_written()
         if self._suggest():
-            self._record()
+            run.record()
         if border.ends_window or processes.count() == 1:
             # Several processes act alike only where they look at the same border.
-            if self._must_end(stop):
+            if self._must_end():
                 stream.stop()
-            if border.ends_window or self._is_time_to_look():
+            if border.ends_window or self._inbox.is_due():
                 self._take_requests()
         found = border.snapshot
-        is_due = self._num_due(self._run.round) > self._num_saved
-        is_due |= border.ends_round and self._run.control.wants_checkpoint()
-        if found is None and border.ends_round and is_due:
+        is_due = border.ends_round and run.control.wants_checkpoint()
+        if found is None and border.ends_round and (is_due or self._is_save_due()):
             found = stream.snapshot()
         if found is not None:
             stream.end_round()
-            self._num_saved = self._num_due(self._run.round)
             self._save(stream, found)
 
-    def _wait(self, stream: Stream, stop: StopRequest) -> bool:
+    def _is_save_due(self) -> bool:
+        """Whether `checkpoint_every` asks for a checkpoint after the newest one."""
+        every, latest = self._run.plan.config.checkpoint_every, self._run.store.latest()
+        return bool(every) and self._run.round // every > (latest or 0) // every
+
+    def _wait(self, stream: Stream) -> bool:
         """Waits for a sweep that others decide about; whether jobs may train again.
 
         A checkpoint is written before, as the jobs may go on in another process.
@@ -130,93 +176,98 @@ class Loop:
         if run.control.wants_checkpoint() and run.store.latest() != run.round:
             self._save(stream, stream.snapshot())
         run.send_written(waits=True)
-        return run.control.wait(lambda: self._must_end(stop))
+        return run.control.wait(self._must_end)
 
     def _save(self, stream: Stream, read_slot: ReadSlot | None) -> None:
         assert read_slot is not None, "steps are in flight"
         self._run.save(stream.saved(), read_slot)
 
-    def _num_due(self, number: int) -> int:
-        """Returns how many checkpoints are due by a round."""
-        every = self._config.checkpoint_every
-        return number // every if every else 0
-
-    def _must_end(self, stop: StopRequest) -> bool:
+    def _must_end(self) -> bool:
         """Whether a signal or a failed callback, on any process, ends the run."""
         has_failed = self._run.listeners.failure is not None
-        return processes.any_of(stop.requested or has_failed)
-
-    def _open_stream(self, further: FurtherPrograms) -> Stream:
-        run = self._run.opened
-        executor = StagedExecutor(
-            run.layout,
-            run.model.params,
-            run.slots,
-            self._config.limits,
-            further.wait_for,
-            run.further_bases,
-            run.plan.lanes.unlike[1:],
-        )
-        stream = Stream(self._run, executor)
-        try:
-            stream.restore(self._saved)
-        except JaxloraError:
-            raise  # of the data, not of the checkpoint
-        except (RuntimeError, LookupError, ValueError) as error:
-            raise CheckpointError(
-                f"checkpoint {self._run.round} of {self._folder} is damaged: its "
-                f"microbatches break a rule ({error}). Remove its folder to resume "
-                "from the checkpoint before."
-            ) from error
-        return stream
-
-    # ---- jobs and requests ---------------------------------------------------------
-
-    def _open_inbox(self, opened: contextlib.ExitStack) -> None:
-        """Opens the folder of requests, and writes the first record of the run.
-
-        What could refuse to resume the run comes before, and leaves the folder as it
-        was.
-        """
-        if processes.is_first():
-            clean_up(self._folder)
-        self._inbox = Inbox(self._folder, self._live)
-        opened.callback(self._inbox.close)
-        self._record()
-        self._run.store.keep_tokenizer(self._run.opened.model)
-
-    def _is_time_to_look(self) -> bool:
-        """Whether to look for requests before the window ends."""
-        now = time.monotonic()
-        if self._live.num_waiting or now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            return True
-        return False
+        return processes.any_of(self._stop.requested or has_failed)
 
     def _take_requests(self, *, waits: bool = False) -> bool:
         """Takes users' requests, and records and answers them; see `Inbox.poll`."""
         self._run.lock.check_folder()
         has_taken = self._inbox.poll(waits=waits)
-        self._record()
+        self._run.record()
         self._inbox.deliver()
         return has_taken
 
-    def _record(self) -> None:
-        """Adds the jobs that have joined, and writes the run's record if it changed."""
-        self._take_added()
-        self._run.record()
-
-    def _take_added(self) -> None:
-        for job in self._live.take():
-            self._run.send(events.JobAddEvent(round=self._run.round, info=job.info()))
-
     def _suggest(self) -> bool:
         """Adds the jobs that the control suggests now; whether there are any."""
+        run = self._run
 
         def add(settings: LoraJob) -> None:
-            self._live.add(settings)
-            self._take_added()
+            run.live.add(settings)
+            run.take_added()
             if processes.is_first():
                 logger.info("sweep: Optuna suggests %s", settings.name)
 
-        return self._run.control.suggest(self._live.jobs, self._run.plan.num_slots, add)
+        return run.control.suggest(run.jobs, run.plan.num_slots, add)
+
+    def _open_stream(
+        self, saved: SavedStream | None, further: FurtherPrograms
+    ) -> Stream:
+        run = self._run
+        executor = StagedExecutor(
+            run.layout,
+            run.model.params,
+            run.slots,
+            run.plan.config.limits,
+            further.wait_for,
+            run.further_bases,
+            run.plan.lanes.unlike[1:],
+        )
+        stream = Stream(run, executor)
+        try:
+            stream.restore(saved)
+        except JaxloraError:
+            raise  # of the data, not of the checkpoint
+        except (RuntimeError, LookupError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {run.round} of {run.folder} is damaged: its microbatches "
+                f"break a rule ({error}). Remove its folder to resume from the "
+                "checkpoint before."
+            ) from error
+        return stream
+
+
+@contextlib.contextmanager
+def explained(run: Run) -> Iterator[None]:
+    """Raises errors of devices as `DeviceError`, which says what to do.
+
+    An error of the system or of the run's files, if the folder was removed meanwhile,
+    becomes one that says so.
+
+    Args:
+        run: The run, whose folder is locked.
+    """
+    try:
+        yield
+    except (OSError, JaxloraError) as error:
+        try:
+            run.lock.check_folder()
+        except CheckpointError as removed:
+            raise removed from error
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        where = ", ".join(getattr(error, "__notes__", ()))
+        what, cure = "a device failed", "See whether all devices work (nvidia-smi)."
+        if _NO_MEMORY in str(error):
+            what = "a device is out of memory"
+            cure = (
+                "Lower microbatch_tokens, set remat: elementwise, mlp or layer, or "
+                "choose a mesh with more stages or a larger fsdp."
+            )
+        number = newest_checkpoint(run.folder / CHECKPOINTS)
+        kept = (
+            "Nothing was saved yet, so the run starts anew"
+            if number is None
+            else f"The checkpoint after round {number} is whole; continue with --resume"
+        )
+        reason = (str(error).strip() or "no reason given").splitlines()[0].rstrip(".")
+        raise DeviceError(
+            f"{what}{' (' + where + ')' if where else ''}: {reason}. {cure} {kept}."
+        ) from error

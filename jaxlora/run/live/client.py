@@ -5,10 +5,9 @@ import time
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.mailbox import Action, Answer, ControlRequest, Mailbox
 from jaxlora.run.live.status_file import STATUS_FILE, read_status
 from jaxlora.run.lock import find_owner
-from jaxlora.run.message import Action, Answer, ControlRequest
 
 _POLL_SECONDS = 0.2
 _LIVENESS_SECONDS = 2.0

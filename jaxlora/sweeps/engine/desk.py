@@ -13,9 +13,8 @@ from jaxlora.common.atomic import write_text
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import format_errors
-from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.mailbox import Answer, ControlRequest, Mailbox
 from jaxlora.run.live.status_file import STATUS_FILE, SavedStatus
-from jaxlora.run.message import Answer, ControlRequest
 from jaxlora.run.status import JobStatus, RunStatus
 from jaxlora.sweeps.engine.driver import Driver
 

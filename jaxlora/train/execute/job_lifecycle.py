@@ -1,7 +1,7 @@
 """Starts, evaluates, pauses and ends the jobs of a stream, between their batches."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxlora.common.counted import counted
 from jaxlora.plan.job.job_slots import JobPosition, assign_slots
@@ -16,12 +16,11 @@ from jaxlora.run.events import (
 )
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.streams.state import Position
-from jaxlora.train.cloning import end_orphans, start_copies
 from jaxlora.train.execute.executor import StepOutcome
 from jaxlora.train.execute.side_work import SideWork
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.live_run import LiveRun
+from jaxlora.train.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +37,15 @@ class JobLifecycle:
         side_work: Evaluates and exports jobs.
     """
 
-    def __init__(self, run: LiveRun, executor: StagedExecutor, ticks: StreamPlan):
+    def __init__(self, run: Run, executor: StagedExecutor, ticks: StreamPlan):
         """Makes the object; see `Stream`, whose microbatches `ticks` has."""
-        self.jobs, self.by_slot = run.live.jobs, {}
+        self.jobs, self.by_slot = run.jobs, {}
         self.has_events, self.may_start = False, True
         self.num_changes = 0
         self.side_work = SideWork(run, executor, self._send_of)
         self._run, self._executor, self._ticks = run, executor, ticks
         self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
-
-    @property
-    def round(self) -> int:
-        """Rounds done. Events are of the next one."""
-        return self._run.round
 
     # ---- starting and pausing ------------------------------------------------------
 
@@ -133,12 +127,12 @@ class JobLifecycle:
         return [job for job in self.jobs if job.has_slot or self._may_start(job)]
 
     def _may_start(self, job: JobState) -> bool:
-        is_ready = not (job.progress.is_over or job.awaits_parent)
+        is_ready = not (job.progress.is_over or job.awaits)
         return is_ready and self._why_held(job) is None
 
     def _why_held(self, job: JobState) -> str | None:
         """Returns why a job is not to run: by request, or as a sweep compares it."""
-        asked = self._run.requests.pause_reason(job.name)
+        asked = self._run.live.pause_reason(job.name)
         return asked or self._run.control.waiting_reason(job)
 
     def has_work(self) -> bool:
@@ -151,7 +145,7 @@ class JobLifecycle:
 
     def _seen(self) -> tuple[int, ...]:
         """Returns what changes when a job may have to start, to pause or to end."""
-        return len(self.jobs), self._run.requests.version, self._run.control.version
+        return len(self.jobs), self._run.live.version, self._run.control.version
 
     def change(self, at_border: Collection[JobState]) -> None:
         """Ends, pauses and starts jobs.
@@ -200,7 +194,7 @@ class JobLifecycle:
         count = 0
         for job in at_border:
             is_idle = self._ticks.is_done(job.slot)
-            asked = self._run.requests.pause_reason(job.name)
+            asked = self._run.live.pause_reason(job.name)
             reason = self._why_held(job)
             if asked is not None or (reason is not None and not is_idle):
                 self._pause(job, reason or "")
@@ -286,10 +280,10 @@ class JobLifecycle:
         self._send_of(job, event, slot=slot)
 
     def _send_of(self, job: JobState, kind: type[JobEvent], **values) -> None:
-        """Sends an event of a job at the step that it has reached."""
+        """Sends an event of a job at the step that it has reached, in this round."""
         self.has_events = True
         event = kind(
-            round=self.round + 1,
+            round=self._run.round + 1,
             job=job.name,
             progress=job.progress,
             num_steps=job.num_steps,
@@ -336,14 +330,13 @@ class JobLifecycle:
         Returns:
             The number of jobs that ended.
         """
-        if start_copies(self.jobs, jobs, self._executor.copy):
-            self._settled = None
+        self._start_copies({job.name: job for job in jobs})
         was_over = {job for job in jobs if job.progress.is_over and not job.has_slot}
         for job in jobs:
             if not job.progress.is_over:
                 self._decide(job)
         ending = [r for r in jobs if r.progress.is_over and r not in was_over]
-        ending += end_orphans(self.jobs)
+        ending += self._fail_late_copies()
         # A request to stop may come at any step, even when no evaluation is due.
         self.evaluate(
             [r for r in ending if r.progress.status == "stopped" and r.lacks_eval()]
@@ -351,6 +344,40 @@ class JobLifecycle:
         for job in ending:
             self._end(job)
         return len(ending)
+
+    def _start_copies(self, at_border: Mapping[str, JobState]) -> None:
+        """Gives copies the states of jobs that have come to the step."""
+        for clone in self.jobs:
+            if (origin := clone.awaits) is None:
+                continue
+            parent = at_border.get(origin.job)
+            if parent is None or parent.progress.step != origin.step:
+                continue
+            has_state = parent.has_slot and parent.progress.status != "failed"
+            state = self._executor.copy(parent.slot) if has_state else parent.parked
+            if state is not None:
+                clone.start_as_copy(parent, state)
+                self._settled = None
+                logger.info(
+                    "%s: a copy of %s at step %d", clone.name, parent.name, origin.step
+                )
+
+    def _fail_late_copies(self) -> list[JobState]:
+        """Marks the copies of jobs that will not come to the step as failed."""
+        found = []
+        for clone in self.jobs:
+            if (origin := clone.awaits) is None or origin.step is None:
+                continue
+            for parent in self.jobs:
+                over, step = parent.progress.is_over, parent.progress.step
+                if parent.name == origin.job and (over or step > origin.step):
+                    what = "ended" if over else "was already"
+                    why = (
+                        f"{parent.name} {what} at step {step}, and not at {origin.step}"
+                    )
+                    clone.update(status="failed", reason=why)
+                    found.append(clone)
+        return found
 
     def _end(self, job: JobState) -> None:
         """Exports the adapter of a job that is over, and releases its slot."""
@@ -390,5 +417,5 @@ class JobLifecycle:
             job.update(
                 status="stopped early", reason=f"{rule}: {reason}", stopped_by=rule
             )
-        elif (reason := self._run.requests.stop_reason(job.name)) is not None:
+        elif (reason := self._run.live.stop_reason(job.name)) is not None:
             job.update(status="stopped", reason=reason)

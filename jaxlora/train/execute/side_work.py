@@ -12,7 +12,7 @@ from jaxlora.common.counted import counted
 from jaxlora.run.events import EvalEvent, SampleEvent, losses_by_set
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.live_run import LiveRun
+from jaxlora.train.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +24,7 @@ class SideWork:
         seconds: Time that was not spent on training, in all.
     """
 
-    def __init__(
-        self, run: LiveRun, executor: StagedExecutor, send: Callable[..., None]
-    ):
+    def __init__(self, run: Run, executor: StagedExecutor, send: Callable[..., None]):
         """Makes the object.
 
         Args:
@@ -97,7 +95,7 @@ class SideWork:
 
     def _measure_answers(self, jobs: Sequence[JobState]) -> dict[str, float]:
         """Returns the sweep's metric of the answers of each job, if it has one."""
-        meter, slots = self._run.opened.meter, self._run.opened.slots
+        meter, slots = self._run.meter, self._run.slots
         if meter is None or not jobs:
             return {}
         with self._timed():
@@ -105,7 +103,7 @@ class SideWork:
 
     def _send_samples(self, jobs: Sequence[JobState]) -> None:
         """Generates texts with the adapters of jobs that were evaluated."""
-        sampler, slots = self._run.opened.sampler, self._run.opened.slots
+        sampler, slots = self._run.sampler, self._run.slots
         if sampler is None or not jobs:
             return
         with self._timed():

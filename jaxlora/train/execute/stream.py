@@ -19,7 +19,7 @@ from jaxlora.train.execute.executor import Outcomes, TickWork
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.live_run import LiveRun
+from jaxlora.train.run import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +88,7 @@ class Stream:
     has left. A checkpoint ends one, too.
     """
 
-    def __init__(self, run: LiveRun, executor: StagedExecutor):
+    def __init__(self, run: Run, executor: StagedExecutor):
         """Makes the object; `restore` and `start` come first.
 
         Args:
@@ -98,7 +98,7 @@ class Stream:
         self._run, self._executor = run, executor
         self._plan, self._config = run.plan, run.plan.config
         self._ticks = StreamPlan(
-            run.plan.rules, lambda job, step: run.live.jobs[job].prepared.lengths(step)
+            run.plan.rules, lambda job, step: run.jobs[job].prepared.lengths(step)
         )
         self._life = JobLifecycle(run, executor, self._ticks)
         self._due: set[str] = set()  # jobs without a step in this round

@@ -14,8 +14,8 @@ from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine import worker
 from jaxlora.sweeps.engine.group_control import GroupControl
 from jaxlora.sweeps.engine.link import Link
-from jaxlora.train.ending import StopRequest
 from jaxlora.train.job_state import JobState
+from jaxlora.train.loop import StopRequest
 
 
 class Job(JobState):

@@ -23,7 +23,7 @@ from jaxlora.train.control import Control
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
-from jaxlora.train.live_run import LiveRun
+from jaxlora.train.run import Run
 from tests import tiny
 from tests.jaxlora.train.late_executor import LateExecutor
 
@@ -81,7 +81,7 @@ def eval_loss(name: str, step: int) -> float:
 def drive(tmp_path):
     """Runs a stream to its end; returns jobs, executor, exported steps and events."""
 
-    def run(in_flight: int, at_border=lambda border, jobs, requests: None):
+    def run(in_flight: int, at_border=lambda border, jobs, live: None):
         runs = make_runs()
         executor = LateExecutor(in_flight, loss, eval_loss)
         config = RunConfig(
@@ -103,24 +103,23 @@ def drive(tmp_path):
         folder.mkdir()
         log, exported = RunLog(folder, keep_rounds=None), {}
         live = LiveJobs(runs, (), lambda settings: pytest.fail(settings.name))
-        requests = live.requests
 
         def export(job: JobState) -> None:
             exported[job.name] = executor.steps[job.slot]
             if job.name == "stalls":
-                requests.stop("asked", "enough")  # between two borders
+                live.stop("asked", "enough")  # between two borders
 
         with contextlib.closing(log):
-            run = mock.create_autospec(LiveRun, instance=True, plan=plan, round=0)
-            run.live, run.requests, run.control = live, requests, Control()
-            run.opened = mock.Mock(sampler=None, meter=None)
+            run = mock.create_autospec(Run, instance=True, plan=plan, round=0)
+            run.live, run.jobs, run.control = live, runs, Control()
+            run.sampler = run.meter = run.slots = None
             run.export, run.send = export, log.on_event
             stream = Stream(run, executor)
             stream.restore(None)
             with stream:
                 while stream.start():
                     for border in stream.run():
-                        at_border(border, {job.name: job for job in runs}, requests)
+                        at_border(border, {job.name: job for job in runs}, live)
         return runs, executor, exported, read_events(folder / "metrics.jsonl")
 
     return run
@@ -186,12 +185,12 @@ def test_a_paused_job_continues_where_it_was(drive):
 
     paused = []
 
-    def at_border(border: Border, jobs, requests):
+    def at_border(border: Border, jobs, live):
         if jobs["calm"].progress.step == 6 and not paused:
             paused.append("calm")
-            requests.pause("calm", "later")
+            live.pause("calm", "later")
         if jobs["waits"].progress.step == 2:
-            requests.resume("calm")
+            live.resume("calm")
 
     runs, executor, exported, events = drive(2, at_border)
     mine = [(e["event"], e["step"]) for e in events if e.get("job") == "calm"]

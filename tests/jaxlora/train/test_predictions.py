@@ -16,7 +16,7 @@ from jaxlora.plan.mesh.predict import SLOT_SECONDS
 from jaxlora.run.folder import SUMMARY_FILE
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.sweeps.files import print_summary
-from jaxlora.train import trainer
+from jaxlora.train import run as train_run
 from jaxlora.train.execute.executor import Outcomes, TickWork
 from jaxlora.train.execute.stream import _Moment, _WindowCounts
 from tests.jaxlora.costs.test_device_profile import profile
@@ -68,7 +68,7 @@ def measured(monkeypatch):
 
 
 def test_the_end_has_both(config, measured, monkeypatch):
-    monkeypatch.setattr(trainer, "measured_peak", lambda: 3 * GIB)
+    monkeypatch.setattr(train_run, "measured_peak", lambda: 3 * GIB)
     result = Trainer(config).train()
     events = read_events(result.output_dir / METRICS_FILE)
     windows = [e for e in events if e["event"] == "window"]
