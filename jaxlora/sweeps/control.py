@@ -1,7 +1,7 @@
 """The rules, the search and the report of a sweep, as what controls its run."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.run.log import METRICS_FILE, read_events
@@ -42,13 +42,8 @@ class SweepControl(Control[SweepReport]):
         """
         self._rules = () if config.sweep is None else config.sweep.early_exit
         self._metric = None if config.sweep is None else config.sweep.metric
-        self._pause_reason: Callable[[str], str | None] = lambda _: None
         self._found = Decisions(self._rules, self._metric)
         self._suggestions = Suggestions(config)
-
-    def attach(self, pause_reason: Callable[[str], str | None]) -> None:
-        """Takes what says why the user has asked for a job to pause, by name."""
-        self._pause_reason = pause_reason
 
     # ---- checkpoints ---------------------------------------------------------------
 
@@ -92,11 +87,9 @@ class SweepControl(Control[SweepReport]):
 
     # ---- decisions -----------------------------------------------------------------
 
-    def suggest(
-        self, jobs: Sequence[JobState], num_slots: int, add: Callable[[LoraJob], None]
-    ) -> bool:
-        """Adds what the search suggests now; see `Control.suggest`."""
-        return self._suggestions.add_due(jobs, num_slots, add)
+    def suggest(self, jobs: Sequence[JobState], num_slots: int) -> LoraJob | None:
+        """Returns what the search suggests now; see `Control.suggest`."""
+        return self._suggestions.next(jobs, num_slots)
 
     def wants_eval(self, job: JobState) -> bool:
         """Whether a job is to be evaluated here because a rule compares it here."""
@@ -156,7 +149,7 @@ class SweepControl(Control[SweepReport]):
             num_steps=job.num_steps,
             step=step,
             is_over=progress.is_over,
-            is_held=self._pause_reason(job.name) is not None,
+            is_held=self.live.pause_reason(job.name) is not None,
             has_failed=progress.status == "failed",
         )
 

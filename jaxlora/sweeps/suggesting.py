@@ -1,7 +1,7 @@
 """Suggests further configurations of a sweep as others end."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import pydantic
@@ -11,7 +11,7 @@ from jaxlora.config.job_settings import axes_of
 from jaxlora.config.search import SuggestedSettings
 from jaxlora.config.space import is_place
 from jaxlora.config.sweep_config import Metric, Search
-from jaxlora.errors import CheckpointError, JaxloraError
+from jaxlora.errors import CheckpointError
 from jaxlora.problems import format_errors
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.optuna_search import Tried, check_installed, suggestions
@@ -91,26 +91,6 @@ class Suggestions:
         """Returns the points of the configurations that were suggested."""
         drawn = {} if self._search is None else self._search.points
         return {name: p for name, p in self.points.items() if name not in drawn}
-
-    def add_due(
-        self, jobs: Sequence[Candidate], num_slots: int, add: Callable[[LoraJob], None]
-    ) -> bool:
-        """Adds the configurations that are due now; returns whether there are any.
-
-        One that does not fit the run is left out, with a warning.
-
-        Args:
-            jobs: All jobs of the run, to which `add` adds one.
-            num_slots: Number of jobs that may run at the same time.
-            add: Adds a job.
-        """
-        before = len(jobs)
-        while (found := self.next(jobs, num_slots)) is not None:
-            try:
-                add(found)
-            except JaxloraError as error:
-                logger.warning("sweep: %s is left out: %s", found.name, error)
-        return len(jobs) > before
 
     def next(self, jobs: Sequence[Candidate], num_slots: int) -> LoraJob | None:
         """Returns a configuration to add now; None if none is due.

@@ -27,7 +27,10 @@ class Trainer(RunTrainer[SweepReport]):
         *,
         replan: bool = False,
     ):
-        """Loads the base model and every job's data; see `RunTrainer`.
+        """Loads the base model and every job's data; trains nothing yet.
+
+        The programs of the run are loaded or compiled meanwhile. They are kept in
+        ~/.cache/jaxlora, unless JAX's settings of the compilation cache say otherwise.
 
         Args:
             config: The run.

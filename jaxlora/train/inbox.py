@@ -196,13 +196,14 @@ class Inbox:
             if None in results:
                 continue
             job, future = self._adds.pop(name)
-            if future.exception() is None:
-                results.append(self._live.refusal(future.result()))
-            if reasons := [reason for reason in results if reason]:
+            try:
+                if reasons := [reason for reason in results if reason]:
+                    raise ConfigError(reasons[0])
+                self._live.join(future.result())
+            except ConfigError as error:
                 self._live.release(job)
-                self._refuse(name, reasons[0])
+                self._refuse(name, str(error))
                 continue
-            self._live.join(future.result())
             text = f"job {job!r} has joined the run; it starts when a slot is free."
             if origin := future.result().settings.clone_of:
                 text = f"job {job!r} is a copy of {origin.job!r} after its next batch."

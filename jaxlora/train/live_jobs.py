@@ -63,10 +63,7 @@ class LiveJobs:
         """Adds a job: reserves its name, opens it and lets it join."""
         self.reserve(settings)
         try:
-            job = self.open(settings)
-            if reason := self.refusal(job):
-                raise ConfigError(reason)
-            self.join(job)
+            self.join(self.open(settings))
         except BaseException:
             self.release(settings.name)
             raise
@@ -206,23 +203,19 @@ class LiveJobs:
         with self._opening:
             return self._open_job(settings)
 
-    def refusal(self, job: JobState) -> str:
-        """Returns why an opened job cannot join as a copy any more; empty if it can."""
-        if (origin := job.settings.clone_of) is None:
-            return ""
-        try:
-            parent = self._parent(origin.job)
-        except ConfigError as error:
-            return str(error)
-        if parent.next_border <= job.num_steps:
-            return ""
-        return (
-            f"job {origin.job!r} has done {parent.progress.step} steps, and the copy "
-            f"is to have {job.num_steps}. Raise steps or epochs."
-        )
-
     def join(self, job: JobState) -> None:
-        """Lets an opened job join when the run looks for it."""
+        """Lets an opened job join when the run looks for it.
+
+        Raises:
+            ConfigError: It cannot join as a copy any more.
+        """
+        if (origin := job.settings.clone_of) is not None:
+            parent = self._parent(origin.job)
+            if parent.next_border > job.num_steps:
+                raise ConfigError(
+                    f"job {origin.job!r} has done {parent.progress.step} steps, and "
+                    f"the copy is to have {job.num_steps}. Raise steps or epochs."
+                )
         self._waiting.append(job)
 
     def take(self) -> list[JobState]:

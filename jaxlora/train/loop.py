@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jaxlora.adapters.parked_slot import ReadSlot
-from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, DeviceError, JaxloraError
 from jaxlora.run import events
@@ -196,16 +195,21 @@ class _Loop:
         return has_taken
 
     def _suggest(self) -> bool:
-        """Adds the jobs that the control suggests now; whether there are any."""
-        run = self._run
+        """Adds the jobs that the control suggests now; whether there are any.
 
-        def add(settings: LoraJob) -> None:
-            run.live.add(settings)
+        One that does not fit the run is left out, with a warning.
+        """
+        run, before = self._run, len(self._run.jobs)
+        while (found := run.control.suggest(run.jobs, run.plan.num_slots)) is not None:
+            try:
+                run.live.add(found)
+            except JaxloraError as error:
+                logger.warning("sweep: %s is left out: %s", found.name, error)
+                continue
             run.take_added()
             if processes.is_first():
-                logger.info("sweep: Optuna suggests %s", settings.name)
-
-        return run.control.suggest(run.jobs, run.plan.num_slots, add)
+                logger.info("sweep: Optuna suggests %s", found.name)
+        return len(run.jobs) > before
 
     def _open_stream(
         self, saved: SavedStream | None, further: FurtherPrograms

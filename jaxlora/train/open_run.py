@@ -122,8 +122,7 @@ def open_run(
         meter=meter,
         control=control,
     )
-    run.live = LiveJobs(jobs, joined, lambda job: open_job(run, job))
-    control.attach(run.live.pause_reason)
+    run.live = control.live = LiveJobs(jobs, joined, lambda job: open_job(run, job))
     return run
 
 
@@ -163,16 +162,17 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     paths = {name: linear_path(name) for name in prepared.modules}
     params, base_format = model.params, model.base_format
     given = prepared.settings, prepared.modules
+    biases = {
+        name: params[bias]
+        for name, path in paths.items()
+        if (bias := f"{path}.bias") in params
+    }
 
     def kernels() -> dict[str, Any]:
         return {
             name: kernel_of(params, f"{path}.kernel", base_format)
             for name, path in paths.items()
         }
-
-    def biases() -> dict[str, Any]:
-        found = {name: f"{path}.bias" for name, path in paths.items()}
-        return {name: params[bias] for name, bias in found.items() if bias in params}
 
     def whole(adapter: Adapter, rows: dict[str, TokenRowValues]) -> Adapter:
         score = None
@@ -186,11 +186,11 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
 
     def draw() -> Adapter:
         rows = fresh_rows(token_ids, params)
-        made = fresh_adapter(*given, kernels(), model.dtype, biases(), stored)
+        made = fresh_adapter(*given, kernels(), model.dtype, biases, stored)
         return whole(made, rows)
 
     rows = blank_rows(token_ids, model.config.hidden_size)
-    blank = blank_adapter(*given, kernels(), biases())
+    blank = blank_adapter(*given, kernels(), biases)
     return JobState(prepared, whole(blank, rows), draw)
 
 
@@ -290,7 +290,17 @@ class _Loading:
 
     def _start(self, config: RunConfig, place: Place | None) -> None:
         if self._future is None:
-            self._future = in_background(lambda: _load(config, place))
+            self._future = in_background(
+                lambda: load_model(
+                    config.model,
+                    dtype=config.dtype,
+                    revision=config.revision,
+                    quantize=config.quantize_base,
+                    quantize_args=config.quantize_base_args,
+                    keep_bf16=config.keep_bf16,
+                    place=lambda *_: place,
+                )
+            )
 
     def result(self) -> FrozenModel:
         """Waits for the base."""
@@ -308,18 +318,6 @@ class _Loading:
         except Exception:
             self.result()
             raise
-
-
-def _load(config: RunConfig, place: Place | None) -> FrozenModel:
-    return load_model(
-        config.model,
-        dtype=config.dtype,
-        revision=config.revision,
-        quantize=config.quantize_base,
-        quantize_args=config.quantize_base_args,
-        keep_bf16=config.keep_bf16,
-        place=lambda *_: place,
-    )
 
 
 def _as_planned(plan: RunPlan, model: FrozenModel) -> FrozenModel:

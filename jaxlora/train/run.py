@@ -279,7 +279,7 @@ class Run:
             self.send(events.JobAddEvent(round=self.round, info=job.info()))
 
     def record(self) -> None:
-        """Takes the jobs that have joined; writes the run's record if it has changed."""
+        """Takes the jobs that have joined, and writes the record if it has changed."""
         self.take_added()
         self.live.agree()
         if not processes.is_first():

@@ -22,14 +22,7 @@ from jaxlora.train.report.summary import Ranking, RunResult
 
 
 class RunTrainer[R: Ranking]:
-    """Trains the jobs of a run together, each exactly as if it were alone.
-
-    Attributes:
-        model: The frozen base.
-        jobs: The jobs, in the order in which they were given.
-        reader: Reads the data of jobs, with the tokenizer of the base.
-        output_dir: Folder of the run.
-    """
+    """A trainer whose `Control` decides about the jobs; see `Trainer`, which is one."""
 
     def __init__(
         self,
@@ -39,21 +32,16 @@ class RunTrainer[R: Ranking]:
         *,
         replan: bool = False,
     ):
-        """Loads the base model and every job's data; trains nothing yet.
-
-        The programs of the run are loaded or compiled meanwhile. They are kept in
-        ~/.cache/jaxlora, unless JAX's settings of the compilation cache say otherwise.
+        """Opens the run; see `Trainer`.
 
         Args:
             config: The run.
             model: The base model, if it is loaded already.
             control: Decides about the jobs, and reports their ends.
-            replan: If the run has begun, choose what is `auto` anew for the jobs that
-                have not ended; otherwise, what was chosen when it began stays.
+            replan: See `Trainer`.
 
         Raises:
-            JaxloraError: A setting, the model or a job's data cannot be used, or a GPU
-                is visible and JAX does not use it.
+            JaxloraError: See `open_run`.
         """
         self._run = run = open_run(config, model, control, replan=replan)
         self.model, self.jobs, self.reader = run.model, run.jobs, run.reader

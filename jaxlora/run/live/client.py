@@ -1,5 +1,6 @@
 """Sends requests to a live run, and waits for the answers."""
 
+import math
 import pathlib
 import time
 from typing import Any
@@ -50,9 +51,16 @@ def send(
     request = ControlRequest(action=action, job=job, reason=reason, settings=settings)
     if find_owner(folder) is None:
         if action != "resume":
-            raise _not_running(folder, action)
+            cure = "Continue the run with jaxlora train --resume first."
+            if action == "add":
+                cure = "Add the job to the run file, and run jaxlora train --resume."
+            raise ConfigError(
+                f"no process trains the run in {folder}, so the request was not made. "
+                f"{cure}"
+            )
         return _post_for_later(folder, mailbox, request)
-    name, end = mailbox.post(request), _after(timeout)
+    name = mailbox.post(request)
+    end = math.inf if timeout is None else time.monotonic() + timeout
     checked = time.monotonic()
     while (answer := mailbox.take_answer(name)) is None:
         now = time.monotonic()
@@ -88,14 +96,8 @@ def _post_for_later(
     return Answer(is_accepted=True, text=text)
 
 
-def _after(timeout: float | None) -> float:
-    return float("inf") if timeout is None else time.monotonic() + timeout
-
-
 def _last_answer(folder: pathlib.Path, mailbox: Mailbox, name: str) -> Answer:
     """Returns the answer of a run that has ended, or takes the request back."""
-    # Imports that only this needs take seconds.
-
     answer = mailbox.take_answer(name)
     if answer is None:
         mailbox.withdraw(name)
@@ -105,15 +107,6 @@ def _last_answer(folder: pathlib.Path, mailbox: Mailbox, name: str) -> Answer:
             "see jaxlora status. Continue the run with jaxlora train --resume."
         )
     return answer
-
-
-def _not_running(folder: pathlib.Path, action: Action) -> ConfigError:
-    cure = "Continue the run with jaxlora train --resume first."
-    if action == "add":
-        cure = "Add the job to the run file, and run jaxlora train --resume."
-    return ConfigError(
-        f"no process trains the run in {folder}, so the request was not made. {cure}"
-    )
 
 
 def job_settings(path: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:

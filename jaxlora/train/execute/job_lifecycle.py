@@ -44,8 +44,8 @@ class JobLifecycle:
         self.num_changes = 0
         self.side_work = SideWork(run, executor, self._send_of)
         self._run, self._executor, self._ticks = run, executor, ticks
-        self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
+        self._has_left = False  # whether a job has ended or paused in this `change`
 
     # ---- starting and pausing ------------------------------------------------------
 
@@ -82,9 +82,7 @@ class JobLifecycle:
 
     def number(self, job: JobState) -> int:
         """Returns the number of a job in the run."""
-        for number in range(len(self._numbers), len(self.jobs)):
-            self._numbers[self.jobs[number].name] = number
-        return self._numbers[job.name]
+        return self.jobs.index(job)
 
     def _position(self, job: JobState) -> Position:
         return Position(
@@ -112,32 +110,29 @@ class JobLifecycle:
         """Returns the positions of running jobs, and of those that may start."""
         return [
             JobPosition(
-                job=self.number(job),
+                job=number,
                 priority=job.settings.priority,
                 slot=job.progress.slot,
                 step=job.progress.step,
                 num_steps=job.num_steps,
                 batch_tokens=job.batch_tokens,
             )
-            for job in self._candidates()
+            for number, job in enumerate(self.jobs)
+            if job.has_slot
+            or not (job.progress.is_over or job.awaits or self._is_held(job))
         ]
-
-    def _candidates(self) -> list[JobState]:
-        """Returns the running jobs, and those that may start."""
-        return [job for job in self.jobs if job.has_slot or self._may_start(job)]
-
-    def _may_start(self, job: JobState) -> bool:
-        is_ready = not (job.progress.is_over or job.awaits)
-        return is_ready and self._why_held(job) is None
 
     def _why_held(self, job: JobState) -> str | None:
         """Returns why a job is not to run: by request, or as a sweep compares it."""
         asked = self._run.live.pause_reason(job.name)
         return asked or self._run.control.waiting_reason(job)
 
+    def _is_held(self, job: JobState) -> bool:
+        return self._why_held(job) is not None
+
     def has_work(self) -> bool:
         """Whether a job runs or may start."""
-        return bool(self.active or any(not j.has_slot for j in self._candidates()))
+        return bool(self.active or any(p.slot is None for p in self._positions()))
 
     def is_settled(self) -> bool:
         """Whether nothing has come up since the last `change`."""
@@ -153,80 +148,66 @@ class JobLifecycle:
         Args:
             at_border: The jobs with a slot that are between two global batches.
         """
-        seen = self._seen()
+        seen, self._has_left = self._seen(), False
         idle = [job for job in self.by_slot.values() if self._ticks.is_done(job.slot)]
         at_border = [*at_border, *(job for job in idle if job not in at_border)]
-        num_left = self._end_stopped(at_border)
+        self._end_stopped(at_border)
         here = [job for job in at_border if job.has_slot]
-        num_left += self._pause_held(here) + self._make_room(here)
+        self._pause_held(here)
+        self._make_room(here)
         positions = assign_slots(
             self._positions(),
             self._run.plan.num_slots,
             preempts=self._run.plan.config.preempt,
         )
-        num_left += self._pause_for_priority(positions, here)
-        num_left += self._start_jobs(positions)
+        for job in [self.jobs[p.job] for p in positions if p.slot is None]:
+            if job.has_slot and job in here:
+                self._pause(job, "a job of higher priority has its slot")
+        self._start_jobs(positions)
         # A slot may have been left or may not be free yet, and a job that is to pause
         # may be in the middle of a batch: look again.
-        is_settled = not num_left and all(
+        is_settled = not self._has_left and all(
             self.jobs[p.job].progress.slot == p.slot for p in positions
         )
-        is_settled &= all(self._why_held(job) is None for job in self.active)
+        is_settled &= not any(map(self._is_held, self.active))
         self._settled = seen if is_settled else None
 
-    def _end_stopped(self, at_border: Collection[JobState]) -> int:
+    def _end_stopped(self, at_border: Collection[JobState]) -> None:
         """Ends jobs that were stopped since they were last looked at."""
-        count = 0
-        while True:
+        has_ended = True
+        while has_ended:
             # No rung waits any more for a job that has ended or was paused.
             self._run.control.review(self.jobs)
             here = [job for job in self.jobs if job in at_border or not job.has_slot]
-            if not (ended := self.end_jobs(here)):
-                return count
-            count += ended
+            has_ended = self.end_jobs(here)
 
-    def _pause_held(self, at_border: Collection[JobState]) -> int:
-        """Pauses jobs that are not to run now; returns how many.
+    def _pause_held(self, at_border: Collection[JobState]) -> None:
+        """Pauses jobs that are not to run now.
 
         A job whose microbatches have ended where it waits for others of a sweep keeps
         its slot, as copying its state takes longer than a microbatch.
         """
-        count = 0
         for job in at_border:
             is_idle = self._ticks.is_done(job.slot)
             asked = self._run.live.pause_reason(job.name)
             reason = self._why_held(job)
             if asked is not None or (reason is not None and not is_idle):
                 self._pause(job, reason or "")
-                count += 1
             elif reason is None and is_idle:
                 self._ticks.start(self._position(job))
-        return count
 
-    def _make_room(self, at_border: Collection[JobState]) -> int:
-        """Pauses jobs in slots that others need, if they wait; returns how many."""
+    def _make_room(self, at_border: Collection[JobState]) -> None:
+        """Pauses jobs in slots that others need, if they wait."""
         idle = [j for j in at_border if j.has_slot and self._ticks.is_done(j.slot)]
         if not idle:
-            return 0
-        num_waiting = sum(not job.has_slot for job in self._candidates())
+            return
+        num_waiting = sum(position.slot is None for position in self._positions())
         num_missing = num_waiting + len(self.by_slot) - self._run.plan.num_slots
-        leaving = idle[: max(0, num_missing)]
-        for job in leaving:
+        for job in idle[: max(0, num_missing)]:
             self._pause(job, self._why_held(job) or "")
-        return len(leaving)
 
-    def _pause_for_priority(
-        self, positions: Sequence[JobPosition], at_border: Collection[JobState]
-    ) -> int:
-        """Pauses jobs whose slots others are to have; returns how many."""
-        jobs = [self.jobs[p.job] for p in positions if p.slot is None]
-        paused = [job for job in jobs if job.has_slot and job in at_border]
-        for job in paused:
-            self._pause(job, "a job of higher priority has its slot")
-        return len(paused)
-
-    def _start_jobs(self, positions: Sequence[JobPosition]) -> int:
-        """Starts jobs that get a slot, and evaluates them if due; returns how many end.
+    def _start_jobs(self, positions: Sequence[JobPosition]) -> None:
+        """Starts jobs that get a slot, and evaluates them if due.
 
         A job that was paused continues, and is not evaluated again.
         """
@@ -241,10 +222,11 @@ class JobLifecycle:
                 new.append(job)
             self._start(job, slot)
         self.evaluate([job for job in new if self.side_work.wants_eval(job)])
-        return self.end_jobs(new)
+        self.end_jobs(new)
 
     def _pause(self, job: JobState, reason: str) -> None:
         """Parks the whole state of a running job, and frees its slot."""
+        self._has_left = True
         job.parked = self._executor.copy(job.slot)
         self._leave(job)
         job.update(status="paused", reason=reason)
@@ -318,17 +300,17 @@ class JobLifecycle:
 
     def evaluate(self, jobs: Sequence[JobState]) -> None:
         """Evaluates running jobs; see `SideWork.evaluate`."""
-        if self.side_work.evaluate(jobs, self.jobs):
+        if self.side_work.evaluate(jobs):
             self._settled = None  # jobs may have to wait, or to end
 
-    def end_jobs(self, jobs: Sequence[JobState]) -> int:
+    def end_jobs(self, jobs: Sequence[JobState]) -> bool:
         """Evaluates and exports the jobs that end here, and frees their slots.
 
         Args:
             jobs: Jobs that are between two batches, or wait.
 
         Returns:
-            The number of jobs that ended.
+            Whether any has ended.
         """
         self._start_copies({job.name: job for job in jobs})
         was_over = {job for job in jobs if job.progress.is_over and not job.has_slot}
@@ -343,7 +325,8 @@ class JobLifecycle:
         )
         for job in ending:
             self._end(job)
-        return len(ending)
+        self._has_left |= bool(ending)
+        return bool(ending)
 
     def _start_copies(self, at_border: Mapping[str, JobState]) -> None:
         """Gives copies the states of jobs that have come to the step."""
@@ -368,14 +351,12 @@ class JobLifecycle:
         for clone in self.jobs:
             if (origin := clone.awaits) is None or origin.step is None:
                 continue
-            for parent in self.jobs:
-                over, step = parent.progress.is_over, parent.progress.step
-                if parent.name == origin.job and (over or step > origin.step):
-                    what = "ended" if over else "was already"
-                    why = (
-                        f"{parent.name} {what} at step {step}, and not at {origin.step}"
-                    )
-                    clone.update(status="failed", reason=why)
+            for parent in [job for job in self.jobs if job.name == origin.job]:
+                step, is_over = parent.progress.step, parent.progress.is_over
+                if is_over or step > origin.step:
+                    what = f"{parent.name} {'ended' if is_over else 'was already'}"
+                    reason = f"{what} at step {step}, and not at {origin.step}"
+                    clone.update(status="failed", reason=reason)
                     found.append(clone)
         return found
 

@@ -51,12 +51,8 @@ class SideWork:
         """Whether an evaluation is due after the steps that a job has done."""
         return job.wants_eval() or self._run.control.wants_eval(job)
 
-    def evaluate(self, jobs: Sequence[JobState], everyone: Sequence[JobState]) -> bool:
+    def evaluate(self, jobs: Sequence[JobState]) -> bool:
         """Evaluates running jobs, and generates texts with their adapters.
-
-        Args:
-            jobs: The jobs to evaluate.
-            everyone: All jobs of the run.
 
         Returns:
             Whether jobs may have to wait or to end, as a sweep compares them.
@@ -89,7 +85,7 @@ class SideWork:
                 metric=metric,
                 metrics=of_objective,
             )
-        has_decided = self._run.control.note(everyone, sound)
+        has_decided = self._run.control.note(self._run.jobs, sound)
         self._send_samples(sound)
         return has_decided
 

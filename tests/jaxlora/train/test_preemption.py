@@ -132,7 +132,7 @@ def killed_at(number: int, monkeypatch) -> None:
     change = JobLifecycle.change
 
     def change_or_end(self, at_border):
-        if self.round >= number:
+        if self._run.round >= number:
             raise Killed
         return change(self, at_border)
 
