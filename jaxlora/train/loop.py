@@ -1,9 +1,15 @@
-"""One call of `Trainer.train`: a run from its first event to its last checkpoint."""
+"""One call of `Trainer.train`: a run from its first event to its last checkpoint.
+
+The microbatches of all running jobs are planned together and follow each other without
+a break. A job starts, pauses and ends between two of its own global batches, while the
+others go on: the microbatches are then planned anew from the next one on.
+"""
 
 import contextlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -11,14 +17,18 @@ import jax
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, DeviceError, JaxloraError
+from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import CHECKPOINTS, clean_up
 from jaxlora.run.saved_stream import SavedStream
+from jaxlora.train.execute.executor import Outcomes
+from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.run_programs import FurtherPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
-from jaxlora.train.execute.stream import Border, Stream
+from jaxlora.train.execute.window import Moment, Window
 from jaxlora.train.inbox import Inbox
+from jaxlora.train.job_state import JobState
 from jaxlora.train.report.run_callbacks import open_callbacks
 from jaxlora.train.run import Run
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint
@@ -106,7 +116,17 @@ def train_run(
                 is_resumed=is_resumed,
             )
         )
-        stops = _Loop(run, inbox, stop).train(saved)
+        with FurtherPrograms(run.layout, run.plan.further_limits) as further:
+            executor = StagedExecutor(
+                run.layout,
+                run.model.params,
+                run.slots,
+                config.limits,
+                further.wait_for,
+                run.further_bases,
+                run.plan.lanes.unlike[1:],
+            )
+            stops = Loop(run, executor, inbox, stop).train(saved)
         run.send_written(waits=True)
         stops = stops and not all(job.progress.is_over for job in run.jobs)
         run.send(events.RunEndEvent(round=run.round, is_interrupted=stops))
@@ -114,72 +134,209 @@ def train_run(
         return stops
 
 
-class _Loop:
-    """Trains microbatch after microbatch, and does what is due between them."""
+class Loop:
+    """Trains microbatch after microbatch until all jobs have ended or are paused.
 
-    def __init__(self, run: Run, inbox: Inbox, stop: StopRequest):
-        self._run, self._inbox, self._stop = run, inbox, stop
+    A round ends when every job that ran at its beginning has taken an optimizer step or
+    has left. A checkpoint ends one, too. A window is some rounds.
+    """
+
+    def __init__(
+        self, run: Run, executor: StagedExecutor, inbox: Inbox, stop: StopRequest
+    ):
+        """Makes the object; nothing is trained yet.
+
+        Args:
+            run: The run; jobs may join it, and requests may come, at each border.
+            executor: Has the slots, and runs the microbatches.
+            inbox: Takes the requests of users from the folder of the run.
+            stop: Says whether a signal has asked for the end.
+        """
+        self._run, self._executor = run, executor
+        self._inbox, self._stop = inbox, stop
+        self._ticks = StreamPlan(
+            run.plan.rules, lambda job, step: run.jobs[job].prepared.lengths(step)
+        )
+        self._life = JobLifecycle(run, executor, self._ticks)
+        self._due: set[str] = set()  # jobs without a step in this round
+        self._has_stepped = False  # in this round
+        self._stepped: list[JobState] = []  # jobs that are between two batches
+        self._window = Window(self._now())
 
     def train(self, saved: SavedStream | None) -> bool:
-        """Trains to the end; returns whether a signal or a failure has ended it."""
-        self._take_requests()
+        """Trains to the end; returns whether a signal or a failure has ended it.
+
+        Args:
+            saved: The microbatches that followed the checkpoint; None: there are none.
+        """
         run, store = self._run, self._run.store
-        further = FurtherPrograms(run.layout, run.plan.further_limits)
-        with further, self._open_stream(saved, further) as stream:
+        self._take_requests()
+        with self._ticks:
+            self._restore(saved)
             while not (stops := self._must_end()):
-                if not stream.start():
+                if not self._starts():
                     more = self._suggest()
-                    if self._take_requests(waits=True) or more or self._wait(stream):
+                    if self._take_requests(waits=True) or more or self._wait():
                         continue
                     break
                 if run.plan.config.checkpoint_every:
                     store.prepare(run.slots)
-                for border in stream.run():
-                    self._at_border(stream, border)
+                self._train_microbatches()
                 self._take_requests()
             if store.latest() != run.round:
-                self._save(stream, stream.snapshot())
+                self._save(self._snapshot())
             return stops
 
-    def _at_border(self, stream: Stream, border: Border) -> None:
-        """Does what is due between two microbatches."""
+    def _restore(self, saved: SavedStream | None) -> None:
+        """Takes up the jobs that have a slot, where a checkpoint has left them."""
         run = self._run
+        try:
+            self._stepped = self._life.restore(saved)
+        except JaxloraError:
+            raise  # of the data, not of the checkpoint
+        except (RuntimeError, LookupError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {run.round} of {run.folder} is damaged: its microbatches "
+                f"break a rule ({error}). Remove its folder to resume from the "
+                "checkpoint before."
+            ) from error
+
+    def _starts(self) -> bool:
+        """Ends, pauses and starts jobs; False if none is left to run.
+
+        Jobs that start for the first time are evaluated.
+        """
+        if not self._life.active:
+            self._ticks.forget_leaving()
+        self._life.change(self._stepped)
+        if not self._life.active and self._life.has_events:
+            self._end_round()  # that of the events above, as no step follows
+        return self._life.has_work()
+
+    def _train_microbatches(self) -> None:
+        """Trains until no job has samples left, or a signal has ended the run."""
+        run, life = self._run, self._life
+        if not life.active:
+            return  # all jobs ended at their first evaluation
+        self._due = {job.name for job in life.active}
+        self._window = Window(self._now())
+        for outcomes in self._executor.run(self._ticks, life.by_slot):
+            num_rounds = run.round
+            self._window.add(outcomes, self._now())
+            self._note_steps(outcomes)
+            if not self._due and self._has_stepped:
+                self._end_round()
+            if outcomes.snapshot is not None:
+                life.may_start = True
+            self._at_border(outcomes.snapshot, ends_round=run.round > num_rounds)
+            if not life.is_settled() or any(not j.has_slot for j in self._stepped):
+                life.change([job for job in self._stepped if job.has_slot])
+            if run.round > num_rounds:
+                self._due = {job.name for job in life.active}
+        self._ticks.forget_leaving()
+        if not life.may_start:  # no tick has followed that could be copied after
+            life.may_start = True
+            self._at_border(self._executor.snapshot(), ends_round=False)
+        if life.has_events:
+            self._end_round()
+        if self._window.work.num_microbatches:
+            self._end_window()
+
+    def _note_steps(self, outcomes: Outcomes) -> None:
+        """Handles results of optimizer steps: evaluates and ends the jobs."""
+        life = self._life
+        self._stepped = stepped = [life.by_slot[slot] for slot in outcomes.steps]
+        stepped.sort(key=life.number)  # evaluations are packed in this order
+        self._has_stepped |= bool(stepped)
+        for job in stepped:
+            life.note(job, outcomes.steps[job.slot])
+        running = [job for job in stepped if job.progress.status == "running"]
+        life.evaluate([job for job in running if life.side_work.wants_eval(job)])
+        life.end_jobs(stepped)
+        self._due.difference_update(job.name for job in stepped)
+        self._due.intersection_update(job.name for job in life.active)
+
+    def _at_border(self, snapshot: ReadSlot | None, *, ends_round: bool) -> None:
+        """Does what is due between two microbatches.
+
+        Jobs that are added here, and requests, take effect when the loop goes on.
+
+        Args:
+            snapshot: The states of the slots here, if the executor has promised them.
+            ends_round: Whether a round has ended here.
+        """
+        run = self._run
+        ends_window = ends_round and not self._window.num_rounds
         run.send_written()
         if self._suggest():
             run.record()
-        if border.ends_window or processes.count() == 1:
+        if ends_window or processes.count() == 1:
             # Several processes act alike only where they look at the same border.
             if self._must_end():
-                stream.stop()
-            if border.ends_window or self._inbox.is_due():
+                self._ticks.stop()
+            if ends_window or self._inbox.is_due():
                 self._take_requests()
-        found = border.snapshot
-        is_due = border.ends_round and run.control.wants_checkpoint()
-        if found is None and border.ends_round and (is_due or self._is_save_due()):
-            found = stream.snapshot()
-        if found is not None:
-            stream.end_round()
-            self._save(stream, found)
+        every, latest = run.plan.config.checkpoint_every, run.store.latest() or 0
+        is_due = bool(every) and run.round // every > latest // every
+        is_due |= ends_round and run.control.wants_checkpoint()
+        if snapshot is None and ends_round and is_due:
+            snapshot = self._snapshot()
+        if snapshot is not None:
+            if self._life.has_events:  # a checkpoint is named by its round
+                self._end_round()
+            self._save(snapshot)
 
-    def _is_save_due(self) -> bool:
-        """Whether `checkpoint_every` asks for a checkpoint after the newest one."""
-        every, latest = self._run.plan.config.checkpoint_every, self._run.store.latest()
-        return bool(every) and self._run.round // every > (latest or 0) // every
+    def _end_round(self) -> None:
+        run = self._run
+        run.round += 1
+        self._has_stepped = self._life.has_events = False
+        self._due = {job.name for job in self._life.active}
+        self._window.num_rounds += 1
+        is_last = run.round % run.plan.config.window_steps == 0
+        if is_last and self._window.work.num_microbatches:
+            self._end_window()
 
-    def _wait(self, stream: Stream) -> bool:
+    def _end_window(self) -> None:
+        """Sends the figures of the last rounds."""
+        run, window, life = self._run, self._window, self._life
+        event = window.event(run.round, run.plan, self._ticks, life.num_changes)
+        self._ticks.forget_figures()
+        life.num_changes = 0
+        self._window = Window(window.end)
+        run.send(event)
+
+    def _now(self) -> Moment:
+        return Moment(time=time.perf_counter(), aside=self._life.side_work.seconds)
+
+    # ---- checkpoints ---------------------------------------------------------------
+
+    def _snapshot(self) -> ReadSlot | None:
+        """Copies the states of all slots, each after the steps reported so far.
+
+        Returns:
+            The states; None if a later border has them.
+        """
+        found = self._executor.snapshot()
+        self._life.may_start = found is not None
+        return found
+
+    def _save(self, read_slot: ReadSlot | None) -> None:
+        assert read_slot is not None, "steps are in flight"
+        here = [job.slot for job in self._stepped if job.has_slot]
+        self._run.save(self._ticks.saved(self._life.describe(), here), read_slot)
+
+    # ---- requests, signals and suggestions -----------------------------------------
+
+    def _wait(self) -> bool:
         """Waits for a sweep that others decide about; whether jobs may train again.
 
         A checkpoint is written before, as the jobs may go on in another process.
         """
         run = self._run
         if run.control.wants_checkpoint() and run.store.latest() != run.round:
-            self._save(stream, stream.snapshot())
+            self._save(self._snapshot())
         run.send_written(waits=True)
         return run.control.wait(self._must_end)
-
-    def _save(self, stream: Stream, read_slot: ReadSlot | None) -> None:
-        assert read_slot is not None, "steps are in flight"
-        self._run.save(stream.saved(), read_slot)
 
     def _must_end(self) -> bool:
         """Whether a signal or a failed callback, on any process, ends the run."""
@@ -210,32 +367,6 @@ class _Loop:
             if processes.is_first():
                 logger.info("sweep: Optuna suggests %s", found.name)
         return len(run.jobs) > before
-
-    def _open_stream(
-        self, saved: SavedStream | None, further: FurtherPrograms
-    ) -> Stream:
-        run = self._run
-        executor = StagedExecutor(
-            run.layout,
-            run.model.params,
-            run.slots,
-            run.plan.config.limits,
-            further.wait_for,
-            run.further_bases,
-            run.plan.lanes.unlike[1:],
-        )
-        stream = Stream(run, executor)
-        try:
-            stream.restore(saved)
-        except JaxloraError:
-            raise  # of the data, not of the checkpoint
-        except (RuntimeError, LookupError, ValueError) as error:
-            raise CheckpointError(
-                f"checkpoint {run.round} of {run.folder} is damaged: its microbatches "
-                f"break a rule ({error}). Remove its folder to resume from the "
-                "checkpoint before."
-            ) from error
-        return stream
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ class Run:
         meter: Measures answers at evaluations; None without such a metric of a sweep.
         control: Decides about the jobs, and adds further ones.
         live: The jobs, and the requests to stop and to pause them.
-        round: Rounds done; see `Stream`.
+        round: Rounds done; see `Loop`.
         listeners: Callbacks that the events are sent to.
         training_time: Time of the windows so far, predicted and measured.
         lock: Lock of the run's folder; only `locked` sets it.
@@ -156,9 +156,10 @@ class Run:
             CheckpointError: Another process has it, or it holds another run or nothing
                 to resume.
         """
-        self.lock = RunLock(self.folder)
-        with agreement.held(self.lock):
+        lock = RunLock(self.folder)
+        with agreement.held(lock):
             processes.from_first(lambda: check_folder(self.folder, resume=resume))
+            self.lock = lock
             yield
 
     def begin(self, *, resume: bool, drop_state: bool) -> SavedStream | None:

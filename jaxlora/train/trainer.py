@@ -74,7 +74,7 @@ class RunTrainer[R: Ranking]:
 
     @property
     def round(self) -> int:
-        """Rounds done; see `Stream`."""
+        """Rounds done; see `Loop`."""
         return self._run.round
 
     def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:

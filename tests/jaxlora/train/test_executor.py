@@ -18,11 +18,14 @@ from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.resolve import resolve
+from jaxlora.run.callback import Listeners
+from jaxlora.run.lock import RunLock
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.control import Control
-from jaxlora.train.execute.stream import Border, Stream
+from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
+from jaxlora.train.loop import Loop, StopRequest
 from jaxlora.train.run import Run
 from tests import tiny
 from tests.jaxlora.train.late_executor import LateExecutor
@@ -81,7 +84,7 @@ def eval_loss(name: str, step: int) -> float:
 def drive(tmp_path):
     """Runs a stream to its end; returns jobs, executor, exported steps and events."""
 
-    def run(in_flight: int, at_border=lambda border, jobs, live: None):
+    def run(in_flight: int, at_border=lambda jobs, live: None):
         runs = make_runs()
         executor = LateExecutor(in_flight, loss, eval_loss)
         config = RunConfig(
@@ -104,6 +107,11 @@ def drive(tmp_path):
         log, exported = RunLog(folder, keep_rounds=None), {}
         live = LiveJobs(runs, (), lambda settings: pytest.fail(settings.name))
 
+        class Driven(Loop):
+            def _at_border(self, snapshot, *, ends_round):
+                super()._at_border(snapshot, ends_round=ends_round)
+                at_border({job.name: job for job in runs}, live)
+
         def export(job: JobState) -> None:
             exported[job.name] = executor.steps[job.slot]
             if job.name == "stalls":
@@ -114,12 +122,11 @@ def drive(tmp_path):
             run.live, run.jobs, run.control = live, runs, Control()
             run.sampler = run.meter = run.slots = None
             run.export, run.send = export, log.on_event
-            stream = Stream(run, executor)
-            stream.restore(None)
-            with stream:
-                while stream.start():
-                    for border in stream.run():
-                        at_border(border, {job.name: job for job in runs}, live)
+            run.listeners, run.lock = Listeners([]), mock.create_autospec(RunLock)
+            run.store = mock.Mock(latest=lambda: run.round)
+            inbox = mock.create_autospec(Inbox, instance=True)
+            inbox.poll.return_value = inbox.is_due.return_value = False
+            Driven(run, executor, inbox, StopRequest()).train(None)
         return runs, executor, exported, read_events(folder / "metrics.jsonl")
 
     return run
@@ -185,7 +192,7 @@ def test_a_paused_job_continues_where_it_was(drive):
 
     paused = []
 
-    def at_border(border: Border, jobs, live):
+    def at_border(jobs, live):
         if jobs["calm"].progress.step == 6 and not paused:
             paused.append("calm")
             live.pause("calm", "later")
