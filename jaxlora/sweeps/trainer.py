@@ -42,19 +42,10 @@ class Trainer(RunTrainer[SweepReport]):
             JaxloraError: A setting, the model or a job's data cannot be used, a GPU is
                 visible and JAX does not use it, or the sweep has several groups.
         """
-        _check_one_group(config)
+        if config.sweep is not None and config.sweep.has_groups:
+            raise ConfigError(
+                f"sweep.groups is {config.sweep.groups_text}, and a Trainer trains one "
+                "group. Call jaxlora.sweeps.engine.run.run_groups(config), or run "
+                "jaxlora sweep."
+            )
         super().__init__(config, model, SweepControl(config), replan=replan)
-
-
-def _check_one_group(config: RunConfig) -> None:
-    """Refuses a sweep over several groups of devices.
-
-    Raises:
-        ConfigError: It has several groups, and each is a process of its own.
-    """
-    if config.sweep is not None and config.sweep.has_groups:
-        raise ConfigError(
-            f"sweep.groups is {config.sweep.groups_text}, and a Trainer trains one "
-            "group. Call jaxlora.sweeps.engine.run.run_groups(config), or run jaxlora "
-            "sweep."
-        )

@@ -57,7 +57,7 @@ class Inbox:
         self._mailbox = Mailbox(folder)
         self._answers: dict[str, Answer] = {}  # that are not written yet, by request
         self._unanswered: set[str] = set()  # requests whose answers cannot be written
-        self._num_answered, self._has_warned = 0, False
+        self._has_warned = False
         self._adds: dict[str, tuple[str, Future[JobState]]] = {}
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="add")
         self._looked = 0.0
@@ -78,7 +78,7 @@ class Inbox:
         Returns:
             Whether a request was taken or a job was added.
         """
-        self._looked, before = time.monotonic(), self._num_answered
+        self._looked = time.monotonic()
         new = processes.from_first(self._new)
         for name, values in new:
             if isinstance(values, str):
@@ -87,8 +87,7 @@ class Inbox:
                 self._begin(name, ControlRequest(**values))
         if waits:
             wait([future for _, future in self._adds.values()])
-        self._finish_adds()
-        return bool(new) or self._num_answered > before
+        return self._finish_adds() or bool(new)
 
     def deliver(self) -> None:
         """Answers the requests whose effects the record already holds."""
@@ -163,7 +162,6 @@ class Inbox:
         self._answer(name, reason, is_accepted=False)
 
     def _answer(self, name: str, text: str, *, is_accepted: bool = True) -> None:
-        self._num_answered += 1
         if processes.is_first():
             self._answers[name] = Answer(is_accepted=is_accepted, text=text)
 
@@ -187,8 +185,9 @@ class Inbox:
         self._live.reserve(job)
         self._adds[name] = job.name, self._opener.submit(self._live.open, job)
 
-    def _finish_adds(self) -> None:
-        """Adds the jobs whose data every process has read, or refuses them."""
+    def _finish_adds(self) -> bool:
+        """Adds jobs whose data every process has read, or refuses them; if any."""
+        before = len(self._adds)
         mine = {name: _result(future) for name, (_, future) in self._adds.items()}
         everywhere = processes.gather(mine)
         for name in mine:
@@ -208,6 +207,7 @@ class Inbox:
             if origin := future.result().settings.clone_of:
                 text = f"job {job!r} is a copy of {origin.job!r} after its next batch."
             self._answer(name, text)
+        return len(self._adds) < before
 
 
 def _result(future: Future[JobState]) -> str | None:

@@ -2,17 +2,21 @@
 
 import dataclasses
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError
 from jaxlora.run.clone_settings import clone_settings
 from jaxlora.run.saved_run import SavedRequests
 from jaxlora.train.job_state import JobState
+
+logger = logging.getLogger(__name__)
 
 # Reasons of requests that give none.
 STOPPED, PAUSED = "stopped by request", "paused by request"
@@ -242,3 +246,45 @@ class LiveJobs:
             at = origin.replace(step=parent.next_border)
             settings = job.settings.replace(clone_of=at)
             job.prepared = dataclasses.replace(job.prepared, settings=settings)
+
+    # ---- copies, once they have joined ---------------------------------------------
+
+    def start_copies(
+        self, at_border: Sequence[JobState], copy: Callable[[int], ParkedSlot]
+    ) -> bool:
+        """Gives copies the states of jobs that have come to the step; whether it did.
+
+        Args:
+            at_border: The jobs that are between two batches, or have no slot.
+            copy: Returns the state of a slot.
+        """
+        parents, has_started = {job.name: job for job in at_border}, False
+        for clone in self.jobs:
+            if (origin := clone.awaits) is None:
+                continue
+            parent = parents.get(origin.job)
+            if parent is None or parent.progress.step != origin.step:
+                continue
+            has_state = parent.has_slot and parent.progress.status != "failed"
+            state = copy(parent.slot) if has_state else parent.parked
+            if state is not None:
+                clone.start_as_copy(parent, state)
+                what = "%s: a copy of %s at step %d"
+                logger.info(what, clone.name, parent.name, origin.step)
+                has_started = True
+        return has_started
+
+    def fail_late_copies(self) -> list[JobState]:
+        """Marks the copies of jobs that will not come to the step as failed."""
+        found = []
+        for clone in self.jobs:
+            if (origin := clone.awaits) is None or origin.step is None:
+                continue
+            for parent in [job for job in self.jobs if job.name == origin.job]:
+                step, is_over = parent.progress.step, parent.progress.is_over
+                if is_over or step > origin.step:
+                    what = f"{parent.name} {'ended' if is_over else 'was already'}"
+                    reason = f"{what} at step {step}, and not at {origin.step}"
+                    clone.update(status="failed", reason=reason)
+                    found.append(clone)
+        return found

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -26,7 +25,7 @@ from jaxlora.train.execute.executor import Outcomes
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.run_programs import FurtherPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
-from jaxlora.train.execute.window import Moment, Window
+from jaxlora.train.execute.window import Window
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.run_callbacks import open_callbacks
@@ -161,7 +160,7 @@ class Loop:
         self._due: set[str] = set()  # jobs without a step in this round
         self._has_stepped = False  # in this round
         self._stepped: list[JobState] = []  # jobs that are between two batches
-        self._window = Window(self._now())
+        self._window = Window(self._life.clock())
 
     def train(self, saved: SavedStream | None) -> bool:
         """Trains to the end; returns whether a signal or a failure has ended it.
@@ -209,7 +208,7 @@ class Loop:
         if not self._life.active:
             self._ticks.forget_leaving()
         self._life.change(self._stepped)
-        if not self._life.active and self._life.has_events:
+        if not self._life.active and self._run.has_events:
             self._end_round()  # that of the events above, as no step follows
         return self._life.has_work()
 
@@ -219,10 +218,10 @@ class Loop:
         if not life.active:
             return  # all jobs ended at their first evaluation
         self._due = {job.name for job in life.active}
-        self._window = Window(self._now())
+        self._window = Window(self._life.clock())
         for outcomes in self._executor.run(self._ticks, life.by_slot):
             num_rounds = run.round
-            self._window.add(outcomes, self._now())
+            self._window.add(outcomes, life.clock())
             self._note_steps(outcomes)
             if not self._due and self._has_stepped:
                 self._end_round()
@@ -237,7 +236,7 @@ class Loop:
         if not life.may_start:  # no tick has followed that could be copied after
             life.may_start = True
             self._at_border(self._executor.snapshot(), ends_round=False)
-        if life.has_events:
+        if run.has_events:
             self._end_round()
         if self._window.work.num_microbatches:
             self._end_window()
@@ -251,7 +250,7 @@ class Loop:
         for job in stepped:
             life.note(job, outcomes.steps[job.slot])
         running = [job for job in stepped if job.progress.status == "running"]
-        life.evaluate([job for job in running if life.side_work.wants_eval(job)])
+        life.evaluate_due(running)
         life.end_jobs(stepped)
         self._due.difference_update(job.name for job in stepped)
         self._due.intersection_update(job.name for job in life.active)
@@ -282,14 +281,14 @@ class Loop:
         if snapshot is None and ends_round and is_due:
             snapshot = self._snapshot()
         if snapshot is not None:
-            if self._life.has_events:  # a checkpoint is named by its round
+            if run.has_events:  # a checkpoint is named by its round
                 self._end_round()
             self._save(snapshot)
 
     def _end_round(self) -> None:
         run = self._run
         run.round += 1
-        self._has_stepped = self._life.has_events = False
+        self._has_stepped = run.has_events = False
         self._due = {job.name for job in self._life.active}
         self._window.num_rounds += 1
         is_last = run.round % run.plan.config.window_steps == 0
@@ -304,9 +303,6 @@ class Loop:
         life.num_changes = 0
         self._window = Window(window.end)
         run.send(event)
-
-    def _now(self) -> Moment:
-        return Moment(time=time.perf_counter(), aside=self._life.side_work.seconds)
 
     # ---- checkpoints ---------------------------------------------------------------
 

@@ -38,11 +38,7 @@ from jaxlora.train.saved.continue_job import continue_job, copy_best_export
 from jaxlora.train.saved.describe_run import resolved_settings, run_identity, saved_run
 from jaxlora.train.saved.job_states import JobStates, restore_jobs
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
-from jaxlora.train.saved.references import (
-    go_on_with_reference,
-    read_references,
-    write_references,
-)
+from jaxlora.train.saved.references import go_on_with_reference, write_references
 from jaxlora.train.saved.resume import FoundRun
 from jaxlora.train.saved.run_store import RunStore
 
@@ -73,6 +69,7 @@ class Run:
         control: Decides about the jobs, and adds further ones.
         live: The jobs, and the requests to stop and to pause them.
         round: Rounds done; see `Loop`.
+        has_events: Whether jobs have had events in the round that follows.
         listeners: Callbacks that the events are sent to.
         training_time: Time of the windows so far, predicted and measured.
         lock: Lock of the run's folder; only `locked` sets it.
@@ -94,6 +91,7 @@ class Run:
     control: Control
     live: LiveJobs = dataclasses.field(init=False)
     round: int = 0
+    has_events: bool = False
     listeners: Listeners = dataclasses.field(init=False)
     training_time: TrainingTime = dataclasses.field(init=False)
     lock: RunLock = dataclasses.field(init=False)
@@ -185,7 +183,7 @@ class Run:
                 job.progress, job.parked = JobProgress(), None
         self._has_begun = True
         self.listeners, self.training_time = Listeners([]), TrainingTime()
-        self._referenced = set()
+        self.has_events, self._referenced = False, set()
         self.live.take()
         # A resume is refused before anything is compiled.
         found = self._check_may_resume(drop_state=drop_state) if resume else None
@@ -223,7 +221,7 @@ class Run:
             control.restore(found.run.sweep, found.run.suggested)
             restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
             for job in [job for job in self.jobs if job.has_begun]:
-                self._go_on_with_reference(self.folder, job)
+                go_on_with_reference(self.folder, job, self.model.fingerprint)
             logger.info("resumed after round %d", found.number)
         self.live.restore_requests(store.saved_requests())
         self.continue_jobs(self.jobs)
@@ -248,12 +246,7 @@ class Run:
             if job.settings.continue_from and job.progress.status == "waiting":
                 continue_job(job, self.identity([job]))
                 folder = pathlib.Path(job.settings.continue_from)
-                self._go_on_with_reference(folder, job)
-
-    def _go_on_with_reference(self, folder: pathlib.Path, job: JobState) -> None:
-        go_on_with_reference(folder, job)
-        if job.lacks_references:
-            read_references(folder, job, self.model.fingerprint)
+                go_on_with_reference(folder, job, self.model.fingerprint)
 
     # ---- events and files ----------------------------------------------------------
 
@@ -268,6 +261,18 @@ class Run:
             self.lock.check_folder()
             self._checked = now
         self.listeners.send(event)
+
+    def send_of(self, job: JobState, kind: type[events.JobEvent], **values) -> None:
+        """Sends an event of a job at the step that it has reached, in this round."""
+        self.has_events = True
+        event = kind(
+            round=self.round + 1,
+            job=job.name,
+            progress=job.progress,
+            num_steps=job.num_steps,
+            **values,
+        )
+        self.send(event)
 
     def send_written(self, *, waits: bool = False) -> None:
         """Sends events for the checkpoints and adapters that are on the disk."""

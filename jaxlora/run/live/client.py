@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.run.live.mailbox import Action, Answer, ControlRequest, Mailbox
+from jaxlora.run.live.mailbox import FOLDER, Action, Answer, ControlRequest, Mailbox
 from jaxlora.run.live.status_file import STATUS_FILE, read_status
 from jaxlora.run.lock import find_owner
 
@@ -42,7 +42,7 @@ def send(
         CheckpointError: A file of the run is damaged.
     """
     mailbox = Mailbox(folder)
-    if not mailbox.exists() and (owner := find_owner(folder)) is not None:
+    if not (folder / FOLDER).exists() and (owner := find_owner(folder)) is not None:
         raise ConfigError(
             f"the run in {folder} takes no requests yet: {owner} is still compiling. "
             "Make the request again once jaxlora status shows the jobs."

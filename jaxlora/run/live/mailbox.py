@@ -94,10 +94,6 @@ class Mailbox:
         self._folder = run_folder / FOLDER
         self._ignored: set[str] = set()
 
-    def exists(self) -> bool:
-        """Returns whether a run has made the folder."""
-        return self._folder.exists()
-
     def create(self) -> None:
         """Makes the folder if there is none, and removes answers that nobody reads.
 

@@ -1,23 +1,29 @@
 """Starts, evaluates, pauses and ends the jobs of a stream, between their batches."""
 
+import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import math
+import time
+from collections.abc import Collection, Hashable, Iterator, Sequence
+
+import numpy as np
 
 from jaxlora.common.counted import counted
 from jaxlora.plan.job.job_slots import JobPosition, assign_slots
 from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run.events import (
+    EvalEvent,
     JobEndEvent,
-    JobEvent,
     JobPauseEvent,
     JobResumeEvent,
     JobStartEvent,
+    SampleEvent,
     StepEvent,
+    losses_by_set,
 )
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.streams.state import Position
 from jaxlora.train.execute.executor import StepOutcome
-from jaxlora.train.execute.side_work import SideWork
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
 from jaxlora.train.run import Run
@@ -31,21 +37,21 @@ class JobLifecycle:
     Attributes:
         jobs: Jobs of the run; more may be added between two microbatches.
         by_slot: The running jobs, by slot.
-        has_events: Whether there were events since it was last set to False.
         may_start: Whether jobs may start now.
         num_changes: How many jobs have started in slots, or left them.
-        side_work: Evaluates and exports jobs.
     """
 
     def __init__(self, run: Run, executor: StagedExecutor, ticks: StreamPlan):
         """Makes the object; see `Loop`, whose microbatches `ticks` has."""
         self.jobs, self.by_slot = run.jobs, {}
-        self.has_events, self.may_start = False, True
-        self.num_changes = 0
-        self.side_work = SideWork(run, executor, self._send_of)
+        self.may_start, self.num_changes = True, 0
         self._run, self._executor, self._ticks = run, executor, ticks
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
         self._has_left = False  # whether a job has ended or paused in this `change`
+        self._seconds_aside = 0.0  # that were not spent on training
+        self._references: dict[Hashable, dict[str, np.ndarray]] = {}
+        sweep = run.plan.config.sweep
+        self._is_maximized = sweep is not None and sweep.metric.is_maximized
 
     # ---- starting and pausing ------------------------------------------------------
 
@@ -63,7 +69,7 @@ class JobLifecycle:
         """
         self.by_slot = {job.slot: job for job in self.jobs if job.has_slot}
         for slot, job in self.by_slot.items():
-            self.side_work.refer_in_step(job, slot)
+            self._refer_in_step(job, slot)
         steps = {slot: job.progress.step for slot, job in self.by_slot.items()}
         numbers = {slot: self.number(job) for slot, job in self.by_slot.items()}
         found = saved and self._ticks.restore(saved, steps, numbers, self.describe())
@@ -151,7 +157,12 @@ class JobLifecycle:
         seen, self._has_left = self._seen(), False
         idle = [job for job in self.by_slot.values() if self._ticks.is_done(job.slot)]
         at_border = [*at_border, *(job for job in idle if job not in at_border)]
-        self._end_stopped(at_border)
+        has_ended = True
+        while has_ended:
+            # No rung waits any more for a job that has ended or was paused.
+            self._run.control.review(self.jobs)
+            here = [job for job in self.jobs if job in at_border or not job.has_slot]
+            has_ended = self.end_jobs(here)
         here = [job for job in at_border if job.has_slot]
         self._pause_held(here)
         self._make_room(here)
@@ -171,15 +182,6 @@ class JobLifecycle:
         )
         is_settled &= not any(map(self._is_held, self.active))
         self._settled = seen if is_settled else None
-
-    def _end_stopped(self, at_border: Collection[JobState]) -> None:
-        """Ends jobs that were stopped since they were last looked at."""
-        has_ended = True
-        while has_ended:
-            # No rung waits any more for a job that has ended or was paused.
-            self._run.control.review(self.jobs)
-            here = [job for job in self.jobs if job in at_border or not job.has_slot]
-            has_ended = self.end_jobs(here)
 
     def _pause_held(self, at_border: Collection[JobState]) -> None:
         """Pauses jobs that are not to run now.
@@ -221,7 +223,7 @@ class JobLifecycle:
             if job.parked is None:
                 new.append(job)
             self._start(job, slot)
-        self.evaluate([job for job in new if self.side_work.wants_eval(job)])
+        self.evaluate_due(new)
         self.end_jobs(new)
 
     def _pause(self, job: JobState, reason: str) -> None:
@@ -231,7 +233,7 @@ class JobLifecycle:
         self._leave(job)
         job.update(status="paused", reason=reason)
         logger.info("%s: paused. %s", job.name, reason)
-        self._send_of(job, JobPauseEvent, reason=reason)
+        self._run.send_of(job, JobPauseEvent, reason=reason)
 
     def _leave(self, job: JobState) -> None:
         """Frees the slot of a job."""
@@ -245,7 +247,7 @@ class JobLifecycle:
     def _start(self, job: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""
         if job.lacks_references:
-            self.side_work.refer(job, slot)
+            self._refer(job, slot)
         parked, job.parked = job.parked, None
         if parked is None:
             self._executor.load(slot, job.start, job.settings.optimizer)
@@ -253,25 +255,13 @@ class JobLifecycle:
         else:
             self._executor.restore(slot, parked, job.like)
             verb, event = "continues", JobResumeEvent
-        self.side_work.refer_in_step(job, slot)
+        self._refer_in_step(job, slot)
         job.update(status="running", reason="", slot=slot)
         self.by_slot[slot] = job
         self.num_changes += 1
         self._ticks.start(self._position(job))
         logger.info("%s %s in slot %d", job.name, verb, slot)
-        self._send_of(job, event, slot=slot)
-
-    def _send_of(self, job: JobState, kind: type[JobEvent], **values) -> None:
-        """Sends an event of a job at the step that it has reached, in this round."""
-        self.has_events = True
-        event = kind(
-            round=self._run.round + 1,
-            job=job.name,
-            progress=job.progress,
-            num_steps=job.num_steps,
-            **values,
-        )
-        self._run.send(event)
+        self._run.send_of(job, event, slot=slot)
 
     # ---- steps, evaluations and ends -----------------------------------------------
 
@@ -287,7 +277,7 @@ class JobLifecycle:
             return
         self._ticks.note_step(job.slot)
         job.note_step(outcome.loss, outcome.num_tokens, outcome.num_target_tokens)
-        self._send_of(
+        self._run.send_of(
             job,
             StepEvent,
             loss=outcome.loss,
@@ -298,10 +288,69 @@ class JobLifecycle:
             metrics=outcome.metrics,
         )
 
+    def evaluate_due(self, jobs: Sequence[JobState]) -> None:
+        """Evaluates those of the running jobs that are due after their steps so far."""
+        wants = self._run.control.wants_eval
+        self.evaluate([job for job in jobs if job.wants_eval() or wants(job)])
+
     def evaluate(self, jobs: Sequence[JobState]) -> None:
-        """Evaluates running jobs; see `SideWork.evaluate`."""
-        if self.side_work.evaluate(jobs):
+        """Evaluates running jobs, and generates texts with their adapters."""
+        if not jobs:
+            return
+        with self._timed():
+            values = self._executor.evaluate({job.slot: job for job in jobs})
+        sound = [job for job in jobs if math.isfinite(values[job.slot]["loss"])]
+        metrics = self._measure_answers(sound)
+        for job in jobs:
+            if job not in sound:
+                job.update(status="failed", reason="the evaluation loss is not finite")
+                continue
+            of_objective, metric = values[job.slot], metrics.get(job.name)
+            loss = of_objective.pop("loss")
+            is_best = job.note_eval(
+                loss,
+                metric,
+                is_maximized=self._is_maximized,
+                by_set=losses_by_set(of_objective),
+            )
+            if is_best and job.settings.keep_best:
+                self.export(job)
+            self._run.send_of(
+                job,
+                EvalEvent,
+                eval_loss=loss,
+                is_best=is_best,
+                metric=metric,
+                metrics=of_objective,
+            )
+        if self._run.control.note(self.jobs, sound):
             self._settled = None  # jobs may have to wait, or to end
+        self._send_samples(sound)
+
+    def _measure_answers(self, jobs: Sequence[JobState]) -> dict[str, float]:
+        """Returns the sweep's metric of the answers of each job, if it has one."""
+        meter, slots = self._run.meter, self._run.slots
+        if meter is None or not jobs:
+            return {}
+        with self._timed():
+            return meter.measure(jobs, slots.tables)
+
+    def _send_samples(self, jobs: Sequence[JobState]) -> None:
+        """Generates texts with the adapters of jobs that were evaluated."""
+        sampler, slots = self._run.sampler, self._run.slots
+        if sampler is None or not jobs:
+            return
+        with self._timed():
+            named = {job.name: job.slot for job in jobs}
+            samples = sampler.generate(named, slots.tables)
+        for job in jobs:
+            for values in samples[job.name]:
+                self._run.send_of(job, SampleEvent, **values)
+
+    def export(self, job: JobState) -> None:
+        """Exports the adapter of a job."""
+        with self._timed():
+            self._run.export(job)
 
     def end_jobs(self, jobs: Sequence[JobState]) -> bool:
         """Evaluates and exports the jobs that end here, and frees their slots.
@@ -312,13 +361,14 @@ class JobLifecycle:
         Returns:
             Whether any has ended.
         """
-        self._start_copies({job.name: job for job in jobs})
+        if self._run.live.start_copies(jobs, self._executor.copy):
+            self._settled = None
         was_over = {job for job in jobs if job.progress.is_over and not job.has_slot}
         for job in jobs:
             if not job.progress.is_over:
                 self._decide(job)
         ending = [r for r in jobs if r.progress.is_over and r not in was_over]
-        ending += self._fail_late_copies()
+        ending += self._run.live.fail_late_copies()
         # A request to stop may come at any step, even when no evaluation is due.
         self.evaluate(
             [r for r in ending if r.progress.status == "stopped" and r.lacks_eval()]
@@ -328,38 +378,6 @@ class JobLifecycle:
         self._has_left |= bool(ending)
         return bool(ending)
 
-    def _start_copies(self, at_border: Mapping[str, JobState]) -> None:
-        """Gives copies the states of jobs that have come to the step."""
-        for clone in self.jobs:
-            if (origin := clone.awaits) is None:
-                continue
-            parent = at_border.get(origin.job)
-            if parent is None or parent.progress.step != origin.step:
-                continue
-            has_state = parent.has_slot and parent.progress.status != "failed"
-            state = self._executor.copy(parent.slot) if has_state else parent.parked
-            if state is not None:
-                clone.start_as_copy(parent, state)
-                self._settled = None
-                logger.info(
-                    "%s: a copy of %s at step %d", clone.name, parent.name, origin.step
-                )
-
-    def _fail_late_copies(self) -> list[JobState]:
-        """Marks the copies of jobs that will not come to the step as failed."""
-        found = []
-        for clone in self.jobs:
-            if (origin := clone.awaits) is None or origin.step is None:
-                continue
-            for parent in [job for job in self.jobs if job.name == origin.job]:
-                step, is_over = parent.progress.step, parent.progress.is_over
-                if is_over or step > origin.step:
-                    what = f"{parent.name} {'ended' if is_over else 'was already'}"
-                    reason = f"{what} at step {step}, and not at {origin.step}"
-                    clone.update(status="failed", reason=reason)
-                    found.append(clone)
-        return found
-
     def _end(self, job: JobState) -> None:
         """Exports the adapter of a job that is over, and releases its slot."""
         keep_best, exported = job.settings.keep_best, job.progress.best_step
@@ -367,7 +385,7 @@ class JobLifecycle:
             is_wanted = job.has_begun and job.progress.status != "failed"
             exported = job.progress.step if is_wanted else None
         if exported is not None and not keep_best:
-            self.side_work.export(job)
+            self.export(job)
         job.parked = None
         if job.has_slot:
             self._leave(job)
@@ -380,7 +398,7 @@ class JobLifecycle:
                 job.name,
                 why,
             )
-        self._send_of(job, JobEndEvent, status=ended.status, reason=ended.reason)
+        self._run.send_of(job, JobEndEvent, status=ended.status, reason=ended.reason)
 
     def _decide(self, job: JobState) -> None:
         """Marks a job as over if it ends here; it is between two batches, or waits."""
@@ -400,3 +418,47 @@ class JobLifecycle:
             )
         elif (reason := self._run.live.stop_reason(job.name)) is not None:
             job.update(status="stopped", reason=reason)
+
+    # ---- references and time -------------------------------------------------------
+
+    def _refer(self, job: JobState, slot: int) -> None:
+        """Computes and keeps the log-probabilities of a job's samples by the reference.
+
+        The slot is free. Jobs of the same objective, data and reference, as of a sweep,
+        have the same ones.
+        """
+        reference = job.prepared.reference
+        source = job.settings.objective, *sorted(job.reference_source().items())
+        with self._timed():
+            if source not in self._references:
+                self._references[source] = {
+                    which: self._executor.log_likelihoods(slot, batch, reference)
+                    for which, batch in job.plain_batches(slot).items()
+                }
+            job.references = self._references[source]
+            self._run.keep_references(job)
+        count = counted(sum(map(len, job.references.values())), "sample")
+        logger.info(
+            "%s: the log-probabilities of %s by %s were computed once, and are kept",
+            job.name,
+            count,
+            job.prepared.describe_reference(),
+        )
+
+    def _refer_in_step(self, job: JobState, slot: int) -> None:
+        """Makes an adapter the reference of a job's steps, if it compares with one."""
+        reference = job.prepared.reference
+        if job.runs_reference and reference is not None:
+            self._executor.refer(slot, reference)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts the time of the block, which is then no time of training."""
+        self._executor.wait()  # the pending microbatch counts as training
+        began = time.perf_counter()
+        yield
+        self._seconds_aside += time.perf_counter() - began
+
+    def clock(self) -> float:
+        """Returns the seconds of a clock that stands still during this work."""
+        return time.perf_counter() - self._seconds_aside

@@ -1,6 +1,5 @@
 """Counts the work of a window, and reports it."""
 
-import dataclasses
 from typing import Any
 
 from jaxlora.plan.run_plan import RunPlan
@@ -10,34 +9,22 @@ from jaxlora.scheduler import Schedule
 from jaxlora.train.execute.executor import Outcomes, TickWork
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """A moment of a run.
-
-    Attributes:
-        time: Seconds of the clock.
-        aside: Seconds before it that were not spent on training.
-    """
-
-    time: float
-    aside: float
-
-
 class Window:
     """The work of some rounds.
 
     Attributes:
         num_rounds: Rounds that have ended.
-        end: Moment at which its last results came, where the next window begins: the
-            work that follows may be done on the device before the window is reported.
+        end: Time at which its last results came, where the next window begins: the work
+            that follows may be done on the device before the window is reported.
     """
 
-    def __init__(self, begin: Moment):
+    def __init__(self, begin: float):
+        """Begins a window; its times are those of `JobLifecycle.clock`."""
         self.num_rounds = 0
         self._begin = self.end = begin
         self._by_replica: dict[int, TickWork] = {}
 
-    def add(self, outcomes: Outcomes, now: Moment) -> None:
+    def add(self, outcomes: Outcomes, now: float) -> None:
         """Counts an item of the executor."""
         self.end = now
         for number, work in outcomes.work.items():
@@ -51,8 +38,7 @@ class Window:
     @property
     def seconds(self) -> float:
         """Time of training."""
-        begin, end = self._begin, self.end
-        return end.time - begin.time - (end.aside - begin.aside)
+        return self.end - self._begin
 
     def event(
         self, number: int, plan: RunPlan, ticks: StreamPlan, num_changes: int

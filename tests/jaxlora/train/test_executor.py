@@ -1,6 +1,7 @@
 """A stream keeps its promises with any executor that keeps the contract."""
 
 import contextlib
+import functools
 import math
 from unittest import mock
 
@@ -122,6 +123,8 @@ def drive(tmp_path):
             run.live, run.jobs, run.control = live, runs, Control()
             run.sampler = run.meter = run.slots = None
             run.export, run.send = export, log.on_event
+            run.send_of = functools.partial(Run.send_of, run)
+            run.has_events = False
             run.listeners, run.lock = Listeners([]), mock.create_autospec(RunLock)
             run.store = mock.Mock(latest=lambda: run.round)
             inbox = mock.create_autospec(Inbox, instance=True)
