@@ -20,7 +20,7 @@ from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import format_errors
-from jaxlora.run.live.mailbox import Answer, ControlRequest, Mailbox
+from jaxlora.run.live.mailbox import DONE, Answer, ControlRequest, Mailbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 
@@ -30,11 +30,6 @@ _POLL_SECONDS = 0.5  # between looks into the folder
 # Requests that may be taken and not answered yet. Others wait in the folder, so many of
 # them take little of training's time.
 _MAX_OPEN = 32
-_DONE = {
-    "stop": "stops after its current global batch",
-    "pause": "leaves its slot after its current global batch",
-    "resume": "continues when a slot is free",
-}
 
 
 class Inbox:
@@ -155,7 +150,7 @@ class Inbox:
         except JaxloraError as error:
             self._refuse(name, str(error))
         else:
-            self._answer(name, f"job {job!r} {_DONE[request.action]}.")
+            self._answer(name, f"job {job!r} {DONE[request.action]}.")
 
     def _refuse(self, name: str, reason: str) -> None:
         logger.warning("a request was refused: %s", reason)

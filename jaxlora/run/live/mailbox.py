@@ -40,6 +40,12 @@ _MAX_AGE_SECONDS = 86_400.0
 _MODE = 0o600  # of the files; the folder is 0o700
 
 Action = Literal["stop", "pause", "resume", "add", "clone"]
+# What a job does once such a request is accepted.
+DONE = {
+    "stop": "stops after its current global batch",
+    "pause": "leaves its slot after its current global batch",
+    "resume": "continues when a slot is free",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
