@@ -61,18 +61,24 @@ def send(
         return _post_for_later(folder, mailbox, request)
     name = mailbox.post(request)
     end = math.inf if timeout is None else time.monotonic() + timeout
-    checked = time.monotonic()
+    checked, has_ended = time.monotonic(), False
     while (answer := mailbox.take_answer(name)) is None:
         now = time.monotonic()
+        if has_ended:  # its last answer was looked for since
+            mailbox.withdraw(name)
+            raise ConfigError(
+                f"the run in {folder} ended before it answered, and the request is "
+                "taken back. If the process was killed, it may have taken effect just "
+                "before: see jaxlora status. Continue the run with jaxlora train "
+                "--resume."
+            )
         if now > end:
             raise ConfigError(
                 f"the run in {folder} has not answered in {timeout:g} s. The request "
                 "stays, and takes effect when its window ends."
             )
         if now - checked > _LIVENESS_SECONDS:
-            if find_owner(folder) is None:
-                return _last_answer(folder, mailbox, name)
-            checked = now
+            has_ended, checked = find_owner(folder) is None, now
         time.sleep(_POLL_SECONDS)
     return answer
 
@@ -94,19 +100,6 @@ def _post_for_later(
         text = f"job {request.job!r} continues when you run jaxlora train --resume."
     mailbox.post(request)
     return Answer(is_accepted=True, text=text)
-
-
-def _last_answer(folder: pathlib.Path, mailbox: Mailbox, name: str) -> Answer:
-    """Returns the answer of a run that has ended, or takes the request back."""
-    answer = mailbox.take_answer(name)
-    if answer is None:
-        mailbox.withdraw(name)
-        raise ConfigError(
-            f"the run in {folder} ended before it answered, and the request is taken "
-            "back. If the process was killed, it may have taken effect just before: "
-            "see jaxlora status. Continue the run with jaxlora train --resume."
-        )
-    return answer
 
 
 def job_settings(path: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
