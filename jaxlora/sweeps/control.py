@@ -76,17 +76,14 @@ class SweepControl(Control[SweepReport]):
             CheckpointError: Its rungs of halving are others than those of the run, or
                 a place is not on the axes of the search.
         """
-        self._found = Decisions(self._rules, self._metric)
+        self._found = found = Decisions(self._rules, self._metric)
         if saved is not None:
-            self._restore(saved)
+            check_same_rungs(self._rules, saved.halving, "the checkpoint")
+            found.points = {name: list(one) for name, one in saved.points.items()}
+            found.metrics = {name: list(one) for name, one in saved.metrics.items()}
+            stops = {n: Stop(rule=r, reason=why) for n, (r, why) in saved.stops.items()}
+            found.repeat(Decided(cutoffs=tuple(saved.cutoffs), stops=stops))
         self._suggestions.restore(suggested)
-
-    def _restore(self, saved: SavedSweep) -> None:
-        check_same_rungs(self._rules, saved.halving, "the checkpoint")
-        self._found.points = {n: list(points) for n, points in saved.points.items()}
-        self._found.metrics = {n: list(found) for n, found in saved.metrics.items()}
-        stops = {n: Stop(rule=r, reason=why) for n, (r, why) in saved.stops.items()}
-        self._found.repeat(Decided(cutoffs=tuple(saved.cutoffs), stops=stops))
 
     # ---- decisions -----------------------------------------------------------------
 

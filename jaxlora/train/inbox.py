@@ -138,7 +138,7 @@ class Inbox:
         live, job = self._live, request.job
         try:
             if request.settings is not None:
-                self._begin_open(name, self._settings_of(request))
+                self._begin_add(name, request, request.settings)
                 return
             live.find(job)  # refuses one that has ended
             if request.action == "stop":
@@ -160,19 +160,19 @@ class Inbox:
         if processes.is_first():
             self._answers[name] = Answer(is_accepted=is_accepted, text=text)
 
-    def _settings_of(self, request: ControlRequest) -> LoraJob:
-        """Returns the settings of a job that is to join."""
-        assert request.settings is not None
+    def _begin_add(
+        self, name: str, request: ControlRequest, settings: dict[str, Any]
+    ) -> None:
+        """Lets another thread read the data of a job that is to join."""
         if request.action == "clone":
-            changes = dict(request.settings)
-            name = changes.pop("name", None)
-            return self._live.settings_of_copy(request.job, name, changes)
-        try:
-            return LoraJob.model_validate(request.settings)
-        except pydantic.ValidationError as error:
-            raise ConfigError(format_errors(error, "the job to add")) from None
-
-    def _begin_open(self, name: str, job: LoraJob) -> None:
+            changes = {key: value for key, value in settings.items() if key != "name"}
+            new_name = settings.get("name")
+            job = self._live.settings_of_copy(request.job, new_name, changes)
+        else:
+            try:
+                job = LoraJob.model_validate(settings)
+            except pydantic.ValidationError as error:
+                raise ConfigError(format_errors(error, "the job to add")) from None
         if any(one.settings == job for one in self._live.jobs):
             text = f"job {job.name!r} is in this run already, with these settings."
             self._answer(name, text)

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import pathlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
@@ -214,7 +214,13 @@ class Run:
         """Restores jobs and requests; returns the checkpoint that has them, if any."""
         store, control = self.store, self.control
         found = store.restore(self.identity(self.jobs))
-        self._drop_suggested({} if found is None else found.run.progress)
+        # Jobs that were suggested after the checkpoint are suggested again. An earlier
+        # call of `train` may have suggested some that are not recorded.
+        record, known = store.record, {} if found is None else found.run.progress
+        names = processes.from_first(lambda: [] if record is None else record.suggested)
+        for name in {*names, *control.suggested()} - known.keys():
+            if name in self.live.added:
+                self.live.drop(name)
         if found is None:
             control.restore(None, {})
         else:
@@ -226,15 +232,6 @@ class Run:
         self.live.restore_requests(store.saved_requests())
         self.continue_jobs(self.jobs)
         return found
-
-    def _drop_suggested(self, known: Collection[str]) -> None:
-        """Drops what was suggested after the checkpoint, as it is suggested again."""
-        record = self.store.record
-        names = processes.from_first(lambda: [] if record is None else record.suggested)
-        # An earlier call of `train` may have suggested some that are not recorded.
-        for name in {*names, *self.control.suggested()}.difference(known):
-            if name in self.live.added:
-                self.live.drop(name)
 
     def continue_jobs(self, jobs: Sequence[JobState]) -> None:
         """Gives jobs that come from another run, and are new here, their states.

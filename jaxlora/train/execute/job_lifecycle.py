@@ -125,16 +125,15 @@ class JobLifecycle:
             )
             for number, job in enumerate(self.jobs)
             if job.has_slot
-            or not (job.progress.is_over or job.awaits or self._is_held(job))
+            or not (
+                job.progress.is_over or job.awaits or self._why_held(job) is not None
+            )
         ]
 
     def _why_held(self, job: JobState) -> str | None:
         """Returns why a job is not to run: by request, or as a sweep compares it."""
         asked = self._run.live.pause_reason(job.name)
         return asked or self._run.control.waiting_reason(job)
-
-    def _is_held(self, job: JobState) -> bool:
-        return self._why_held(job) is not None
 
     def has_work(self) -> bool:
         """Whether a job runs or may start."""
@@ -180,7 +179,7 @@ class JobLifecycle:
         is_settled = not self._has_left and all(
             self.jobs[p.job].progress.slot == p.slot for p in positions
         )
-        is_settled &= not any(map(self._is_held, self.active))
+        is_settled &= all(self._why_held(job) is None for job in self.active)
         self._settled = seen if is_settled else None
 
     def _pause_held(self, at_border: Collection[JobState]) -> None:
@@ -300,7 +299,10 @@ class JobLifecycle:
         with self._timed():
             values = self._executor.evaluate({job.slot: job for job in jobs})
         sound = [job for job in jobs if math.isfinite(values[job.slot]["loss"])]
-        metrics = self._measure_answers(sound)
+        metrics: dict[str, float] = {}  # of a sweep that compares answers
+        if self._run.meter is not None and sound:
+            with self._timed():
+                metrics = self._run.meter.measure(sound, self._run.slots.tables)
         for job in jobs:
             if job not in sound:
                 job.update(status="failed", reason="the evaluation loss is not finite")
@@ -326,14 +328,6 @@ class JobLifecycle:
         if self._run.control.note(self.jobs, sound):
             self._settled = None  # jobs may have to wait, or to end
         self._send_samples(sound)
-
-    def _measure_answers(self, jobs: Sequence[JobState]) -> dict[str, float]:
-        """Returns the sweep's metric of the answers of each job, if it has one."""
-        meter, slots = self._run.meter, self._run.slots
-        if meter is None or not jobs:
-            return {}
-        with self._timed():
-            return meter.measure(jobs, slots.tables)
 
     def _send_samples(self, jobs: Sequence[JobState]) -> None:
         """Generates texts with the adapters of jobs that were evaluated."""

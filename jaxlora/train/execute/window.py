@@ -74,19 +74,17 @@ class Window:
 
     def _replicas(self, plan: RunPlan) -> tuple[dict[str, Any], ...]:
         """Returns the work of each replica; nothing if replicas are alike."""
-        found = []
-        for number, replica in enumerate(plan.lanes.replicas):
-            work = self._by_replica.get(number, TickWork())
-            found.append(
-                {
-                    "replica": number + 1,
-                    "microbatch_tokens": replica.capacity,
-                    "num_microbatches": work.num_microbatches,
-                    "num_tokens": work.num_tokens,
-                    "fill": _fill(work),
-                }
-            )
-        return tuple(found)
+        return tuple(
+            {
+                "replica": number + 1,
+                "microbatch_tokens": replica.capacity,
+                "num_microbatches": work.num_microbatches,
+                "num_tokens": work.num_tokens,
+                "fill": _fill(work),
+            }
+            for number, replica in enumerate(plan.lanes.replicas)
+            for work in [self._by_replica.get(number, TickWork())]
+        )
 
 
 def _fill(work: TickWork) -> float:
