@@ -23,8 +23,8 @@ from .modules.multi_lora_linear import MultiLoraLinear, SlotVariable
 from .modules.routing import Routing
 from .modules.slot_shape import SlotShape
 from .run.callback import Callback
+from .sweeps.control import Trainer
 from .sweeps.files import print_summary
-from .sweeps.trainer import Trainer
 from .train.report.summary import JobResult, RunResult
 
 __all__ = [

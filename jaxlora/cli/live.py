@@ -9,7 +9,7 @@ from jaxlora.cli.options import positive_int
 from jaxlora.common.console import complain, say
 
 if TYPE_CHECKING:
-    from jaxlora.run.message import Action
+    from jaxlora.run.live.mailbox import Action
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -16,8 +16,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from jaxlora.run.live.status_file import STATUS_FILE, read_status
-    from jaxlora.run.live.status_table import print_status
     from jaxlora.run.lock import find_owner
+    from jaxlora.run.status_view import print_status
 
     folder = pathlib.Path(arguments.run_dir)
     owner = find_owner(folder)

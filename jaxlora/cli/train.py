@@ -133,8 +133,8 @@ def _train_in_process(
     from jaxlora.distributed import processes
     from jaxlora.run.folder import check_folder
     from jaxlora.run.lock import check_not_in_use
+    from jaxlora.sweeps.control import Trainer
     from jaxlora.sweeps.files import print_summary
-    from jaxlora.sweeps.trainer import Trainer
     from jaxlora.train.report.run_callbacks import KeepRunFile
 
     folder = pathlib.Path(config.output_dir)

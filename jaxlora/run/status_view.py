@@ -9,12 +9,15 @@ import dataclasses
 import datetime
 from collections.abc import Iterator, Sequence
 
+import rich.box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxlora.common.console import literal
+from jaxlora.common.console import literal, show
+from jaxlora.run.live.status_file import SavedStatus
+from jaxlora.run.lock import Owner
 from jaxlora.run.status import JobStatus, RunStatus
 
 _NARROW = 64  # columns below which jobs have no bars
@@ -110,6 +113,47 @@ def _cells(job: JobStatus, status: str, is_narrow: bool) -> tuple[str, ...]:
 
 def _format_loss(name: str, loss: float | None) -> str:
     return "" if loss is None else f"{name}{loss:.3f}"
+
+
+def print_status(saved: SavedStatus, owner: Owner | None, console: Console) -> None:
+    """Prints the state of a run: one line per job.
+
+    Args:
+        saved: The state, as `SavedStatus.seen` returns it.
+        owner: Process that trains the run; None: there is none.
+        console: Console to print to.
+    """
+    run = saved.run
+    if owner is not None:
+        show(console, f"trained by {owner}", soft_wrap=True)
+        parts = [f"{run.done_fraction:.0%} done"]
+        if run.tokens_per_second is not None:
+            parts.append(f"{run.tokens_per_second:,.0f} tok/s")
+        show(console, ", ".join([*parts, f"{format_seconds(run.seconds_left)} left"]))
+    else:
+        is_over = all(job.progress.is_over for job in run.jobs)
+        rest = "; `jaxlora train --resume` continues what is left"
+        show(console, "not running" + ("" if is_over else rest), soft_wrap=True)
+    counts = ", ".join(f"{count} {status}" for status, count in run.counts.items())
+    show(console, f"as of {saved.written}: round {run.round}, {counts}")
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in ("job", "status"):
+        table.add_column(column, no_wrap=True)
+    for column in ("slot", "rank", "steps", "loss", "best held-out"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for job in in_display_order(run.jobs):
+        p = job.progress
+        cells = (
+            job.name,
+            run.status_of(job),
+            "-" if p.slot is None else str(p.slot),
+            str(job.rank),
+            f"{p.step}/{job.num_steps}",
+            "-" if p.last_loss is None else f"{p.last_loss:.3f}",
+            "-" if p.best_eval is None else f"{p.best_eval:.3f} at {p.best_step}",
+        )
+        table.add_row(*map(literal, cells))
+    show(console, table)
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -1,9 +1,11 @@
-"""The rules, the search and the report of a sweep, as what controls its run."""
+"""The trainer of a run, with the rules, the search and the report of its sweep."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.hf.load import FrozenModel
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.run.saved_run import SavedSweep
 from jaxlora.sweeps.decisions import (
@@ -20,6 +22,7 @@ from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.summary import RunResult
+from jaxlora.train.trainer import RunTrainer
 
 
 class SweepControl(Control[SweepReport]):
@@ -41,13 +44,8 @@ class SweepControl(Control[SweepReport]):
         """
         self._rules = () if config.sweep is None else config.sweep.early_exit
         self._metric = None if config.sweep is None else config.sweep.metric
-        self._is_held: Callable[[str], bool] = lambda _: False
         self._found = Decisions(self._rules, self._metric)
         self._suggestions = Suggestions(config)
-
-    def attach(self, is_held: Callable[[str], bool]) -> None:
-        """Takes the test of whether the user has asked for a job to pause, by name."""
-        self._is_held = is_held
 
     # ---- checkpoints ---------------------------------------------------------------
 
@@ -77,25 +75,20 @@ class SweepControl(Control[SweepReport]):
             CheckpointError: Its rungs of halving are others than those of the run, or
                 a place is not on the axes of the search.
         """
-        self._found = Decisions(self._rules, self._metric)
+        self._found = found = Decisions(self._rules, self._metric)
         if saved is not None:
-            self._restore(saved)
+            check_same_rungs(self._rules, saved.halving, "the checkpoint")
+            found.points = {name: list(one) for name, one in saved.points.items()}
+            found.metrics = {name: list(one) for name, one in saved.metrics.items()}
+            stops = {n: Stop(rule=r, reason=why) for n, (r, why) in saved.stops.items()}
+            found.repeat(Decided(cutoffs=tuple(saved.cutoffs), stops=stops))
         self._suggestions.restore(suggested)
-
-    def _restore(self, saved: SavedSweep) -> None:
-        check_same_rungs(self._rules, saved.halving, "the checkpoint")
-        self._found.points = {n: list(points) for n, points in saved.points.items()}
-        self._found.metrics = {n: list(found) for n, found in saved.metrics.items()}
-        stops = {n: Stop(rule=r, reason=why) for n, (r, why) in saved.stops.items()}
-        self._found.repeat(Decided(cutoffs=tuple(saved.cutoffs), stops=stops))
 
     # ---- decisions -----------------------------------------------------------------
 
-    def suggest(
-        self, jobs: Sequence[JobState], num_slots: int, add: Callable[[LoraJob], None]
-    ) -> bool:
-        """Adds what the search suggests now; see `Control.suggest`."""
-        return self._suggestions.add_due(jobs, num_slots, add)
+    def suggest(self, jobs: Sequence[JobState], num_slots: int) -> LoraJob | None:
+        """Returns what the search suggests now; see `Control.suggest`."""
+        return self._suggestions.next(jobs, num_slots)
 
     def wants_eval(self, job: JobState) -> bool:
         """Whether a job is to be evaluated here because a rule compares it here."""
@@ -148,15 +141,14 @@ class SweepControl(Control[SweepReport]):
         }
 
     def _standing(self, job: JobState) -> Standing:
-        progress, origin = job.progress, job.settings.clone_of
-        step = progress.step
-        if job.awaits_parent and origin is not None:
+        progress, step = job.progress, job.progress.step
+        if (origin := job.awaits) is not None:
             step = origin.step or 0  # no rung before it waits for the copy
         return Standing(
             num_steps=job.num_steps,
             step=step,
             is_over=progress.is_over,
-            is_held=self._is_held(job.name),
+            is_held=self.live.pause_reason(job.name) is not None,
             has_failed=progress.status == "failed",
         )
 
@@ -201,3 +193,46 @@ def report_sweep(
     result = dataclasses.replace(result, sweep=report)
     write_result(result, config)
     return result
+
+
+class Trainer(RunTrainer[SweepReport]):
+    """Trains the jobs of a run together, each exactly as if it were alone.
+
+    If the run is a sweep, its rules decide which jobs end early, and which follow.
+
+    Attributes:
+        model: The frozen base.
+        jobs: The jobs, in the order in which they were given.
+        reader: Reads the data of jobs, with the tokenizer of the base.
+        output_dir: Folder of the run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: FrozenModel | None = None,
+        *,
+        replan: bool = False,
+    ):
+        """Loads the base model and every job's data; trains nothing yet.
+
+        The programs of the run are loaded or compiled meanwhile. They are kept in
+        ~/.cache/jaxlora, unless JAX's settings of the compilation cache say otherwise.
+
+        Args:
+            config: The run.
+            model: The base model, if it is loaded already.
+            replan: If the run has begun, choose what is `auto` anew for the jobs that
+                have not ended; otherwise, what was chosen when it began stays.
+
+        Raises:
+            JaxloraError: A setting, the model or a job's data cannot be used, a GPU is
+                visible and JAX does not use it, or the sweep has several groups.
+        """
+        if config.sweep is not None and config.sweep.has_groups:
+            raise ConfigError(
+                f"sweep.groups is {config.sweep.groups_text}, and a Trainer trains one "
+                "group. Call jaxlora.sweeps.engine.run.run_groups(config), or run "
+                "jaxlora sweep."
+            )
+        super().__init__(config, model, SweepControl(config), replan=replan)

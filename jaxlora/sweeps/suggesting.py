@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import pydantic
@@ -19,7 +19,7 @@ from jaxlora.config.job_settings import (
 )
 from jaxlora.config.space import Axis, is_place
 from jaxlora.config.sweep_config import Metric, Search
-from jaxlora.errors import CheckpointError, JaxloraError
+from jaxlora.errors import CheckpointError
 from jaxlora.problems import format_errors
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.optuna_search import Tried, check_installed, suggestions
@@ -102,26 +102,6 @@ class Suggestions:
         """Returns the points of the configurations that were suggested."""
         drawn = {} if self._search is None else self._search.points
         return {name: p for name, p in self.points.items() if name not in drawn}
-
-    def add_due(
-        self, jobs: Sequence[Candidate], num_slots: int, add: Callable[[LoraJob], None]
-    ) -> bool:
-        """Adds the configurations that are due now; returns whether there are any.
-
-        One that does not fit the run is left out, with a warning.
-
-        Args:
-            jobs: All jobs of the run, to which `add` adds one.
-            num_slots: Number of jobs that may run at the same time.
-            add: Adds a job.
-        """
-        before = len(jobs)
-        while (found := self.next(jobs, num_slots)) is not None:
-            try:
-                add(found)
-            except JaxloraError as error:
-                logger.warning("sweep: %s is left out: %s", found.name, error)
-        return len(jobs) > before
 
     def next(self, jobs: Sequence[Candidate], num_slots: int) -> LoraJob | None:
         """Returns a configuration to add now; None if none is due.

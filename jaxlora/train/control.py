@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.run.saved_run import SavedSweep
 from jaxlora.train.job_state import JobState
+from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.report.summary import Ranking, RunResult, write_report
 
 
@@ -15,13 +16,12 @@ class Control[R: Ranking]:
     The thread that trains calls all methods, between two microbatches.
 
     Attributes:
+        live: The jobs of the run, with the requests for them; it is set first.
         version: Changes when jobs may start, end or have to wait for a new reason.
     """
 
+    live: LiveJobs
     version: int = 0
-
-    def attach(self, is_held: Callable[[str], bool]) -> None:
-        """Takes the test of whether the user has asked for a job to pause, by name."""
 
     # ---- checkpoints ---------------------------------------------------------------
 
@@ -44,17 +44,14 @@ class Control[R: Ranking]:
 
     # ---- decisions -----------------------------------------------------------------
 
-    def suggest(
-        self, jobs: Sequence[JobState], num_slots: int, add: Callable[[LoraJob], None]
-    ) -> bool:
-        """Adds the jobs that are due now; returns whether there are any.
+    def suggest(self, jobs: Sequence[JobState], num_slots: int) -> LoraJob | None:
+        """Returns a job to add now; None if none is due.
 
         Args:
-            jobs: All jobs of the run, to which `add` adds one.
+            jobs: All jobs of the run.
             num_slots: Number of jobs that may run at the same time.
-            add: Adds a job.
         """
-        return False
+        return None
 
     def wants_eval(self, job: JobState) -> bool:
         """Whether a job is to be evaluated here because a rule compares it here."""

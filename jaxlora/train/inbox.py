@@ -8,7 +8,6 @@ the run already with the settings to add has been added.
 """
 
 import dataclasses
-import itertools
 import logging
 import pathlib
 import time
@@ -21,11 +20,7 @@ from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import format_errors
-from jaxlora.run.callback import Callback
-from jaxlora.run.events import StepEvent
-from jaxlora.run.live.mailbox import Mailbox
-from jaxlora.run.message import Answer, ControlRequest
-from jaxlora.train.cloning import find_running
+from jaxlora.run.live.mailbox import DONE, Answer, ControlRequest, Mailbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 
@@ -35,17 +30,11 @@ _POLL_SECONDS = 0.5  # between looks into the folder
 # Requests that may be taken and not answered yet. Others wait in the folder, so many of
 # them take little of training's time.
 _MAX_OPEN = 32
-_DONE = {
-    "stop": "stops after its current global batch",
-    "pause": "leaves its slot after its current global batch",
-    "resume": "continues when a slot is free",
-}
 
 
-class Inbox(Callback):
+class Inbox:
     """Takes requests between microbatches, in the thread that trains.
 
-    At a step it only looks for requests that take effect there, such as a stop.
     The data of a job to add are read by another thread, while training goes on.
     """
 
@@ -63,19 +52,17 @@ class Inbox(Callback):
         self._mailbox = Mailbox(folder)
         self._answers: dict[str, Answer] = {}  # that are not written yet, by request
         self._unanswered: set[str] = set()  # requests whose answers cannot be written
-        self._num_answered, self._has_warned = 0, False
+        self._has_warned = False
         self._adds: dict[str, tuple[str, Future[JobState]]] = {}
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="add")
         self._looked = 0.0
         if processes.is_first():
             self._mailbox.create()
 
-    def on_event(self, event) -> None:
-        """Looks for requests at a step, if only one process trains."""
-        if isinstance(event, StepEvent) and processes.count() == 1:
-            now = time.monotonic()
-            if now - self._looked > _POLL_SECONDS:
-                self._take()
+    def is_due(self) -> bool:
+        """Whether to look for requests before the window ends."""
+        is_late = time.monotonic() - self._looked > _POLL_SECONDS
+        return is_late or self._live.num_waiting > 0
 
     def poll(self, *, waits: bool = False) -> bool:
         """Takes new requests, and jobs whose data have been read.
@@ -86,12 +73,16 @@ class Inbox(Callback):
         Returns:
             Whether a request was taken or a job was added.
         """
-        before = self._num_answered
-        has_taken = self._take()
+        self._looked = time.monotonic()
+        new = processes.from_first(self._new)
+        for name, values in new:
+            if isinstance(values, str):
+                self._refuse(name, values)
+            else:
+                self._begin(name, ControlRequest(**values))
         if waits:
             wait([future for _, future in self._adds.values()])
-        self._finish_adds()
-        return has_taken or self._num_answered > before
+        return self._finish_adds() or bool(new)
 
     def deliver(self) -> None:
         """Answers the requests whose effects the record already holds."""
@@ -108,17 +99,6 @@ class Inbox(Callback):
         self._opener.shutdown(cancel_futures=True)
 
     # ---- requests ------------------------------------------------------------------
-
-    def _take(self) -> bool:
-        """Takes the new requests; returns whether there were any."""
-        self._looked = time.monotonic()
-        new = processes.from_first(self._new)
-        for name, values in new:
-            if isinstance(values, str):
-                self._refuse(name, values)
-            else:
-                self._begin(name, ControlRequest(**values))
-        return bool(new)
 
     def _new(self) -> list[tuple[str, Any]]:
         """Reads the requests that were not taken yet; a text says what is wrong."""
@@ -150,65 +130,59 @@ class Inbox(Callback):
             self._has_warned = True
             return []
         taken = {*self._answers, *self._unanswered, *self._adds}
-        new = (name for name in names if name not in taken)
-        return list(itertools.islice(new, room))
+        return [name for name in names if name not in taken][:room]
 
     def _begin(self, name: str, request: ControlRequest) -> None:
+        """Does what a request asks for, or begins to read the data of a job to add."""
         logger.info("request: %s %s", request.action, request.job)
+        live, job = self._live, request.job
         try:
             if request.settings is not None:
-                self._begin_open(name, self._settings_of(request))
+                self._begin_add(name, request, request.settings)
                 return
-            self._change(request)
+            live.find(job)  # refuses one that has ended
+            if request.action == "stop":
+                live.stop(job, request.reason or STOPPED)
+            elif request.action == "pause":
+                live.pause(job, request.reason or PAUSED)
+            else:
+                live.resume(job)
         except JaxloraError as error:
             self._refuse(name, str(error))
-            return
-        text = f"job {request.job!r} {_DONE[request.action]}."
-        self._answer(name, Answer(is_accepted=True, text=text))
+        else:
+            self._answer(name, f"job {job!r} {DONE[request.action]}.")
 
     def _refuse(self, name: str, reason: str) -> None:
         logger.warning("a request was refused: %s", reason)
-        self._answer(name, Answer(is_accepted=False, text=reason))
+        self._answer(name, reason, is_accepted=False)
 
-    def _answer(self, name: str, answer: Answer) -> None:
-        self._num_answered += 1
+    def _answer(self, name: str, text: str, *, is_accepted: bool = True) -> None:
         if processes.is_first():
-            self._answers[name] = answer
+            self._answers[name] = Answer(is_accepted=is_accepted, text=text)
 
-    def _change(self, request: ControlRequest) -> None:
-        """Stops, pauses or resumes a job."""
-        if request.job in {job.name for job in self._live.jobs}:
-            find_running(self._live.jobs, request.job)
-        if request.action == "stop":
-            self._live.stop(request.job, request.reason or STOPPED)
-        elif request.action == "pause":
-            self._live.pause(request.job, request.reason or PAUSED)
-        else:
-            self._live.resume(request.job)
-
-    def _settings_of(self, request: ControlRequest) -> LoraJob:
-        """Returns the settings of a job that is to join."""
-        assert request.settings is not None
+    def _begin_add(
+        self, name: str, request: ControlRequest, settings: dict[str, Any]
+    ) -> None:
+        """Lets another thread read the data of a job that is to join."""
         if request.action == "clone":
-            changes = dict(request.settings)
-            name = changes.pop("name", None)
-            return self._live.copy_settings(request.job, name, changes)
-        try:
-            return LoraJob.model_validate(request.settings)
-        except pydantic.ValidationError as error:
-            raise ConfigError(format_errors(error, "the job to add")) from None
-
-    def _begin_open(self, name: str, job: LoraJob) -> None:
+            changes = {key: value for key, value in settings.items() if key != "name"}
+            new_name = settings.get("name")
+            job = self._live.settings_of_copy(request.job, new_name, changes)
+        else:
+            try:
+                job = LoraJob.model_validate(settings)
+            except pydantic.ValidationError as error:
+                raise ConfigError(format_errors(error, "the job to add")) from None
         if any(one.settings == job for one in self._live.jobs):
             text = f"job {job.name!r} is in this run already, with these settings."
-            self._answer(name, Answer(is_accepted=True, text=text))
+            self._answer(name, text)
             return
         self._live.reserve(job)
-        future = self._opener.submit(self._live.open, job)
-        self._adds[name] = job.name, future
+        self._adds[name] = job.name, self._opener.submit(self._live.open, job)
 
-    def _finish_adds(self) -> None:
-        """Adds the jobs whose data every process has read, or refuses them."""
+    def _finish_adds(self) -> bool:
+        """Adds jobs whose data every process has read, or refuses them; if any."""
+        before = len(self._adds)
         mine = {name: _result(future) for name, (_, future) in self._adds.items()}
         everywhere = processes.gather(mine)
         for name in mine:
@@ -216,17 +190,19 @@ class Inbox(Callback):
             if None in results:
                 continue
             job, future = self._adds.pop(name)
-            if future.exception() is None:
-                results.append(self._live.refusal(future.result()))
-            if reasons := [reason for reason in results if reason]:
+            try:
+                if reasons := [reason for reason in results if reason]:
+                    raise ConfigError(reasons[0])
+                self._live.join(future.result())
+            except ConfigError as error:
                 self._live.release(job)
-                self._refuse(name, reasons[0])
+                self._refuse(name, str(error))
                 continue
-            self._live.join(future.result())
             text = f"job {job!r} has joined the run; it starts when a slot is free."
             if origin := future.result().settings.clone_of:
                 text = f"job {job!r} is a copy of {origin.job!r} after its next batch."
-            self._answer(name, Answer(is_accepted=True, text=text))
+            self._answer(name, text)
+        return len(self._adds) < before
 
 
 def _result(future: Future[JobState]) -> str | None:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
+from jaxlora.config.clone import CloneOf
 from jaxlora.config.schedules import learning_rate
 from jaxlora.data.objective import Objective
 from jaxlora.data.pack import JobBatch
@@ -118,10 +119,10 @@ class JobState:
         return prepared.objective.needs_reference and is_kept and not self.references
 
     @property
-    def awaits_parent(self) -> bool:
-        """Whether the job will start as a copy of another one, and has not yet."""
+    def awaits(self) -> CloneOf | None:
+        """The job and step whose state this one waits for; None: it is no such copy."""
         is_new = self.progress.status == "waiting" and self.parked is None
-        return is_new and self.settings.clone_of is not None
+        return self.settings.clone_of if is_new else None
 
     def start_as_copy(self, parent: "JobState", state: ParkedSlot) -> None:
         """Takes over the whole state of another job; what is best counts anew.

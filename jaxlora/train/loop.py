@@ -1,222 +1,370 @@
-"""One call of `Trainer.train`: a run from its first event to its last checkpoint."""
+"""One call of `Trainer.train`: a run from its first event to its last checkpoint.
+
+The microbatches of all running jobs are planned together and follow each other without
+a break. A job starts, pauses and ends between two of its own global batches, while the
+others go on: the microbatches are then planned anew from the next one on.
+"""
 
 import contextlib
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import jax
 
 from jaxlora.adapters.parked_slot import ReadSlot
-from jaxlora.config import LoraJob
+from jaxlora.common.background import StopRequest
 from jaxlora.distributed import processes
-from jaxlora.errors import CheckpointError, JaxloraError
+from jaxlora.errors import CheckpointError, DeviceError, JaxloraError
+from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
-from jaxlora.run.folder import clean_up
+from jaxlora.run.folder import CHECKPOINTS, clean_up
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.train.ending import StopRequest
+from jaxlora.train.execute.executor import Outcomes
+from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.run_programs import FurtherPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
-from jaxlora.train.execute.stream import Border, Stream
+from jaxlora.train.execute.window import Window
 from jaxlora.train.inbox import Inbox
-from jaxlora.train.live_run import LiveRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.report.run_callbacks import open_callbacks
+from jaxlora.train.run import Run
+from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5  # between looks for requests, if only one process trains
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
+
+_ENDS = "finishing what is in flight, then writing a checkpoint"
+
+
+def train_run(
+    run: Run,
+    saved: SavedStream | None,
+    callbacks: Sequence[Callback],
+    trainer: JobControl,
+    *,
+    is_resumed: bool,
+) -> bool:
+    """Trains the jobs until all have ended; returns whether a signal ended it early.
+
+    Args:
+        run: The run, which has begun; those of its jobs that are in the checkpoint have
+            its progress and states. Its files are closed at the end.
+        saved: The microbatches of the checkpoint that it resumes from, if any.
+        callbacks: Callbacks of the user.
+        trainer: Lets them add, stop, pause and resume jobs.
+        is_resumed: Whether the run goes on from what is on the disk.
+    """
+    # Signals take effect between microbatches, and interrupt no checkpoint.
+    with StopRequest(_ENDS) as stop, contextlib.ExitStack() as opened:
+        opened.callback(run.store.close)  # waits for the last checkpoint
+        # What could refuse to resume the run comes before, and leaves the folder as it
+        # was.
+        if processes.is_first():
+            clean_up(run.folder)
+        inbox = Inbox(run.folder, run.live)
+        opened.callback(inbox.close)
+        run.record()
+        run.store.keep_tokenizer(run.model)
+        config, latest = run.plan.config, run.store.latest()
+        own = open_callbacks(config, run.folder, latest, opened)
+        for callback in callbacks:
+            callback.trainer = trainer
+        run.listeners = Listeners(own, callbacks)
+        run.send(
+            events.RunStartEvent(
+                round=run.round,
+                jobs=tuple(job.info() for job in run.jobs),
+                output_dir=run.folder,
+                num_slots=run.plan.num_slots,
+                is_resumed=is_resumed,
+            )
+        )
+        with FurtherPrograms(run.layout, run.plan.further_limits) as further:
+            executor = StagedExecutor(
+                run.layout,
+                run.model.params,
+                run.slots,
+                config.limits,
+                further.wait_for,
+                run.further_bases,
+                run.plan.lanes.unlike[1:],
+            )
+            stops = Loop(run, executor, inbox, stop).train(saved)
+        run.send_written(waits=True)
+        stops = stops and not all(job.progress.is_over for job in run.jobs)
+        run.send(events.RunEndEvent(round=run.round, is_interrupted=stops))
+        run.listeners.raise_failure()
+        return stops
 
 
 class Loop:
-    """Trains the jobs of a run until every job has ended, or a signal ends it."""
+    """Trains microbatch after microbatch until all jobs have ended or are paused.
 
-    def __init__(self, run: LiveRun, saved: SavedStream | None):
-        """Makes the object; no file is changed yet.
+    A round ends when every job that ran at its beginning has taken an optimizer step or
+    has left. A checkpoint ends one, too. A window is some rounds.
+    """
+
+    def __init__(
+        self, run: Run, executor: StagedExecutor, inbox: Inbox, stop: StopRequest
+    ):
+        """Makes the object; nothing is trained yet.
 
         Args:
-            run: The run; those of its jobs that are in the checkpoint have its progress
-                and states. `train` closes its files.
-            saved: The microbatches of the checkpoint that it resumes from, if any.
+            run: The run; jobs may join it, and requests may come, at each border.
+            executor: Has the slots, and runs the microbatches.
+            inbox: Takes the requests of users from the folder of the run.
+            stop: Says whether a signal has asked for the end.
         """
-        self._run, self._live, self._saved = run, run.live, saved
-        self._config, self._folder = run.plan.config, run.opened.folder
-        self._num_saved = self._num_due(run.round)  # checkpoints due so far
-        self._looked = 0.0
+        self._run, self._executor = run, executor
+        self._inbox, self._stop = inbox, stop
+        self._ticks = StreamPlan(
+            run.plan.rules, lambda job, step: run.jobs[job].prepared.lengths(step)
+        )
+        self._life = JobLifecycle(run, executor, self._ticks)
+        self._due: set[str] = set()  # jobs without a step in this round
+        self._has_stepped = False  # in this round
+        self._stepped: list[JobState] = []  # jobs that are between two batches
+        self._window = Window(self._life.clock())
 
-    def train(
-        self, callbacks: Sequence[Callback], trainer: JobControl, *, is_resumed: bool
-    ) -> bool:
-        """Runs the jobs to their ends; returns whether a signal ended it early.
+    def train(self, saved: SavedStream | None) -> bool:
+        """Trains to the end; returns whether a signal or a failure has ended it.
 
         Args:
-            callbacks: Callbacks of the user.
-            trainer: Lets them add, stop, pause and resume jobs.
-            is_resumed: Whether the run goes on from what is on the disk.
+            saved: The microbatches that followed the checkpoint; None: there are none.
         """
         run, store = self._run, self._run.store
-        # Signals take effect between microbatches, and interrupt no checkpoint.
-        with StopRequest() as stop, contextlib.ExitStack() as opened:
-            opened.callback(store.close)  # waits for the last checkpoint
-            self._open_inbox(opened)
-            own = open_callbacks(self._config, self._folder, store.latest(), opened)
-            for callback in callbacks:
-                callback.trainer = trainer
-            run.listeners = Listeners([*own, self._inbox], callbacks)
-            run.send(
-                events.RunStartEvent(
-                    round=self._run.round,
-                    jobs=tuple(job.info() for job in self._live.jobs),
-                    output_dir=self._folder,
-                    num_slots=run.plan.num_slots,
-                    is_resumed=is_resumed,
-                )
-            )
-            self._take_requests()
-            stops = self._train(stop)
-            run.send_written(waits=True)
-            stops = stops and not all(job.progress.is_over for job in self._live.jobs)
-            run.send(events.RunEndEvent(round=self._run.round, is_interrupted=stops))
-            run.listeners.raise_failure()
-            return stops
-
-    def _train(self, stop: StopRequest) -> bool:
-        """Trains to the end; returns whether a signal or a failure has ended it."""
-        run, store = self._run.opened, self._run.store
-        further = FurtherPrograms(run.layout, run.plan.further_limits)
-        with further, self._open_stream(further) as stream:
-            while not (stops := self._must_end(stop)):
-                if not stream.start():
+        self._take_requests()
+        with self._ticks:
+            self._restore(saved)
+            while not (stops := self._must_end()):
+                if not self._starts():
                     more = self._suggest()
-                    if self._take_requests(waits=True) or more:
+                    if self._take_requests(waits=True) or more or self._wait():
                         continue
-                    if not self._wait(stream, stop):
-                        break
-                    continue
-                if self._config.checkpoint_every:
+                    break
+                if run.plan.config.checkpoint_every:
                     store.prepare(run.slots)
-                for border in stream.run():
-                    self._at_border(stream, border, stop)
+                self._train_microbatches()
                 self._take_requests()
-            if store.latest() != self._run.round:
-                self._save(stream, stream.snapshot())
+            if store.latest() != run.round:
+                self._save(self._snapshot())
             return stops
 
-    def _at_border(self, stream: Stream, border: Border, stop: StopRequest) -> None:
-        """Does what is due between two microbatches."""
-        self._run.send_written()
-        if self._suggest():
-            self._record()
-        if border.ends_window or processes.count() == 1:
-            # Several processes act alike only where they look at the same border.
-            if self._must_end(stop):
-                stream.stop()
-            if border.ends_window or self._is_time_to_look():
-                self._take_requests()
-        found = border.snapshot
-        is_due = self._num_due(self._run.round) > self._num_saved
-        is_due |= border.ends_round and self._run.control.wants_checkpoint()
-        if found is None and border.ends_round and is_due:
-            found = stream.snapshot()
-        if found is not None:
-            stream.end_round()
-            self._num_saved = self._num_due(self._run.round)
-            self._save(stream, found)
+    def _restore(self, saved: SavedStream | None) -> None:
+        """Takes up the jobs that have a slot, where a checkpoint has left them."""
+        run = self._run
+        try:
+            self._stepped = self._life.restore(saved)
+        except JaxloraError:
+            raise  # of the data, not of the checkpoint
+        except (RuntimeError, LookupError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {run.round} of {run.folder} is damaged: its microbatches "
+                f"break a rule ({error}). Remove its folder to resume from the "
+                "checkpoint before."
+            ) from error
 
-    def _wait(self, stream: Stream, stop: StopRequest) -> bool:
+    def _starts(self) -> bool:
+        """Ends, pauses and starts jobs; False if none is left to run.
+
+        Jobs that start for the first time are evaluated.
+        """
+        if not self._life.active:
+            self._ticks.forget_leaving()
+        self._life.change(self._stepped)
+        if not self._life.active and self._run.has_events:
+            self._end_round()  # that of the events above, as no step follows
+        return self._life.has_work()
+
+    def _train_microbatches(self) -> None:
+        """Trains until no job has samples left, or a signal has ended the run."""
+        run, life = self._run, self._life
+        if not life.active:
+            return  # all jobs ended at their first evaluation
+        self._due = {job.name for job in life.active}
+        self._window = Window(self._life.clock())
+        for outcomes in self._executor.run(self._ticks, life.by_slot):
+            num_rounds = run.round
+            self._window.add(outcomes, life.clock())
+            self._note_steps(outcomes)
+            if not self._due and self._has_stepped:
+                self._end_round()
+            if outcomes.snapshot is not None:
+                life.may_start = True
+            self._at_border(outcomes.snapshot, ends_round=run.round > num_rounds)
+            if not life.is_settled() or any(not j.has_slot for j in self._stepped):
+                life.change([job for job in self._stepped if job.has_slot])
+            if run.round > num_rounds:
+                self._due = {job.name for job in life.active}
+        self._ticks.forget_leaving()
+        if not life.may_start:  # no tick has followed that could be copied after
+            life.may_start = True
+            self._at_border(self._executor.snapshot(), ends_round=False)
+        if run.has_events:
+            self._end_round()
+        if self._window.work.num_microbatches:
+            self._end_window()
+
+    def _note_steps(self, outcomes: Outcomes) -> None:
+        """Handles results of optimizer steps: evaluates and ends the jobs."""
+        life = self._life
+        self._stepped = stepped = [life.by_slot[slot] for slot in outcomes.steps]
+        stepped.sort(key=life.number)  # evaluations are packed in this order
+        self._has_stepped |= bool(stepped)
+        for job in stepped:
+            life.note(job, outcomes.steps[job.slot])
+        running = [job for job in stepped if job.progress.status == "running"]
+        life.evaluate_due(running)
+        life.end_jobs(stepped)
+        self._due.difference_update(job.name for job in stepped)
+        self._due.intersection_update(job.name for job in life.active)
+
+    def _at_border(self, snapshot: ReadSlot | None, *, ends_round: bool) -> None:
+        """Does what is due between two microbatches.
+
+        Jobs that are added here, and requests, take effect when the loop goes on.
+
+        Args:
+            snapshot: The states of the slots here, if the executor has promised them.
+            ends_round: Whether a round has ended here.
+        """
+        run = self._run
+        ends_window = ends_round and not self._window.num_rounds
+        run.send_written()
+        if self._suggest():
+            run.record()
+        if ends_window or processes.count() == 1:
+            # Several processes act alike only where they look at the same border.
+            if self._must_end():
+                self._ticks.stop()
+            if ends_window or self._inbox.is_due():
+                self._take_requests()
+        every, latest = run.plan.config.checkpoint_every, run.store.latest() or 0
+        is_due = bool(every) and run.round // every > latest // every
+        is_due |= ends_round and run.control.wants_checkpoint()
+        if snapshot is None and ends_round and is_due:
+            snapshot = self._snapshot()
+        if snapshot is not None:
+            if run.has_events:  # a checkpoint is named by its round
+                self._end_round()
+            self._save(snapshot)
+
+    def _end_round(self) -> None:
+        run = self._run
+        run.round += 1
+        self._has_stepped = run.has_events = False
+        self._due = {job.name for job in self._life.active}
+        self._window.num_rounds += 1
+        is_last = run.round % run.plan.config.window_steps == 0
+        if is_last and self._window.work.num_microbatches:
+            self._end_window()
+
+    def _end_window(self) -> None:
+        """Sends the figures of the last rounds."""
+        run, window, life = self._run, self._window, self._life
+        event = window.event(run.round, run.plan, self._ticks, life.num_changes)
+        self._ticks.forget_figures()
+        life.num_changes = 0
+        self._window = Window(window.end)
+        run.send(event)
+
+    # ---- checkpoints ---------------------------------------------------------------
+
+    def _snapshot(self) -> ReadSlot | None:
+        """Copies the states of all slots, each after the steps reported so far.
+
+        Returns:
+            The states; None if a later border has them.
+        """
+        found = self._executor.snapshot()
+        self._life.may_start = found is not None
+        return found
+
+    def _save(self, read_slot: ReadSlot | None) -> None:
+        assert read_slot is not None, "steps are in flight"
+        here = [job.slot for job in self._stepped if job.has_slot]
+        self._run.save(self._ticks.saved(self._life.describe(), here), read_slot)
+
+    # ---- requests, signals and suggestions -----------------------------------------
+
+    def _wait(self) -> bool:
         """Waits for a sweep that others decide about; whether jobs may train again.
 
         A checkpoint is written before, as the jobs may go on in another process.
         """
         run = self._run
         if run.control.wants_checkpoint() and run.store.latest() != run.round:
-            self._save(stream, stream.snapshot())
+            self._save(self._snapshot())
         run.send_written(waits=True)
-        return run.control.wait(lambda: self._must_end(stop))
+        return run.control.wait(self._must_end)
 
-    def _save(self, stream: Stream, read_slot: ReadSlot | None) -> None:
-        assert read_slot is not None, "steps are in flight"
-        self._run.save(stream.saved(), read_slot)
-
-    def _num_due(self, number: int) -> int:
-        """Returns how many checkpoints are due by a round."""
-        every = self._config.checkpoint_every
-        return number // every if every else 0
-
-    def _must_end(self, stop: StopRequest) -> bool:
+    def _must_end(self) -> bool:
         """Whether a signal or a failed callback, on any process, ends the run."""
         has_failed = self._run.listeners.failure is not None
-        return processes.any_of(stop.requested or has_failed)
-
-    def _open_stream(self, further: FurtherPrograms) -> Stream:
-        run = self._run.opened
-        executor = StagedExecutor(
-            run.layout,
-            run.model.params,
-            run.slots,
-            self._config.limits,
-            further.wait_for,
-            run.further_bases,
-            run.plan.lanes.unlike[1:],
-        )
-        stream = Stream(self._run, executor)
-        try:
-            stream.restore(self._saved)
-        except JaxloraError:
-            raise  # of the data, not of the checkpoint
-        except (RuntimeError, LookupError, ValueError) as error:
-            raise CheckpointError(
-                f"checkpoint {self._run.round} of {self._folder} is damaged: its "
-                f"microbatches break a rule ({error}). Remove its folder to resume "
-                "from the checkpoint before."
-            ) from error
-        return stream
-
-    # ---- jobs and requests ---------------------------------------------------------
-
-    def _open_inbox(self, opened: contextlib.ExitStack) -> None:
-        """Opens the folder of requests, and writes the first record of the run.
-
-        What could refuse to resume the run comes before, and leaves the folder as it
-        was.
-        """
-        if processes.is_first():
-            clean_up(self._folder)
-        self._inbox = Inbox(self._folder, self._live)
-        opened.callback(self._inbox.close)
-        self._record()
-        self._run.store.keep_tokenizer(self._run.opened.model)
-
-    def _is_time_to_look(self) -> bool:
-        """Whether to look for requests before the window ends."""
-        now = time.monotonic()
-        if self._live.num_waiting or now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            return True
-        return False
+        return processes.any_of(self._stop.requested or has_failed)
 
     def _take_requests(self, *, waits: bool = False) -> bool:
         """Takes users' requests, and records and answers them; see `Inbox.poll`."""
         self._run.lock.check_folder()
         has_taken = self._inbox.poll(waits=waits)
-        self._record()
+        self._run.record()
         self._inbox.deliver()
         return has_taken
 
-    def _record(self) -> None:
-        """Adds the jobs that have joined, and writes the run's record if it changed."""
-        self._take_added()
-        self._run.record()
-
-    def _take_added(self) -> None:
-        for job in self._live.take():
-            self._run.send(events.JobAddEvent(round=self._run.round, info=job.info()))
-
     def _suggest(self) -> bool:
-        """Adds the jobs that the control suggests now; whether there are any."""
+        """Adds the jobs that the control suggests now; whether there are any.
 
-        def add(settings: LoraJob) -> None:
-            self._live.add(settings)
-            self._take_added()
+        One that does not fit the run is left out, with a warning.
+        """
+        run, before = self._run, len(self._run.jobs)
+        while (found := run.control.suggest(run.jobs, run.plan.num_slots)) is not None:
+            try:
+                run.live.add(found)
+            except JaxloraError as error:
+                logger.warning("sweep: %s is left out: %s", found.name, error)
+                continue
+            run.take_added()
             if processes.is_first():
-                logger.info("sweep: Optuna suggests %s", settings.name)
+                logger.info("sweep: Optuna suggests %s", found.name)
+        return len(run.jobs) > before
 
-        return self._run.control.suggest(self._live.jobs, self._run.plan.num_slots, add)
+
+@contextlib.contextmanager
+def explained(run: Run) -> Iterator[None]:
+    """Raises errors of devices as `DeviceError`, which says what to do.
+
+    An error of the system or of the run's files, if the folder was removed meanwhile,
+    becomes one that says so.
+
+    Args:
+        run: The run, whose folder is locked.
+    """
+    try:
+        yield
+    except (OSError, JaxloraError) as error:
+        try:
+            run.lock.check_folder()
+        except CheckpointError as removed:
+            raise removed from error
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        where = ", ".join(getattr(error, "__notes__", ()))
+        what, cure = "a device failed", "See whether all devices work (nvidia-smi)."
+        if _NO_MEMORY in str(error):
+            what = "a device is out of memory"
+            cure = (
+                "Lower microbatch_tokens, set remat: elementwise, mlp or layer, or "
+                "choose a mesh with more stages or a larger fsdp."
+            )
+        number = newest_checkpoint(run.folder / CHECKPOINTS)
+        kept = (
+            "Nothing was saved yet, so the run starts anew"
+            if number is None
+            else f"The checkpoint after round {number} is whole; continue with --resume"
+        )
+        reason = (str(error).strip() or "no reason given").splitlines()[0].rstrip(".")
+        raise DeviceError(
+            f"{what}{' (' + where + ')' if where else ''}: {reason}. {cure} {kept}."
+        ) from error

@@ -10,7 +10,14 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.adapters.adapter import Adapter, TokenRowValues
+from jaxlora.adapters.fresh import (
+    blank_adapter,
+    blank_rows,
+    fresh_adapter,
+    fresh_rows,
+    fresh_score,
+)
 from jaxlora.common.background import in_background
 from jaxlora.common.note import log_notes
 from jaxlora.config import LoraJob, RunConfig
@@ -18,164 +25,43 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.hf.load import FrozenModel, Place, load_model
+from jaxlora.hf.load import FrozenModel, Place, load_model, unquantized_reader
+from jaxlora.hf.names import linear_path
+from jaxlora.models.base_format import kernel_of
 from jaxlora.models.forward import Base
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepare_run import prepare_run
-from jaxlora.plan.job.prepared_job import DataReader, PreparedJob, prepare_job
+from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
 from jaxlora.plan.job.quantized_base import with_derived
 from jaxlora.plan.job.slot_spec import check_fits
-from jaxlora.plan.memory.footprint import StagePrograms
 from jaxlora.plan.resolve import check_comparable
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.folder import check_writable
-from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
-from jaxlora.run.saved_run import RunRecord
 from jaxlora.trackers.table import check_installed
-from jaxlora.train.cloning import check_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
+from jaxlora.train.control import Control
 from jaxlora.train.execute.answers import AnswerMeter
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState
+from jaxlora.train.live_jobs import LiveJobs
+from jaxlora.train.run import Run, is_evaluated
 from jaxlora.train.saved.continue_job import continued_step
-from jaxlora.train.saved.describe_run import run_identity
-from jaxlora.train.saved.resume import BegunRun, FoundRun, as_begun
-from jaxlora.train.start_job import start_job
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class OpenedRun:
-    """A run whose model and data are loaded; its programs may still be compiled.
-
-    Attributes:
-        plan: The plan of the run, with the jobs that joined it earlier.
-        model: The frozen base.
-        layout: The decoder on its devices.
-        further_bases: The frozen base on each further replica.
-        slots: The slots, which are empty.
-        num_compiled: Programs that this process had compiled for the layout before.
-        chooses_replicas: Whether the user left its replicas to `auto`.
-        jobs: The jobs.
-        reader: Reads the data of jobs.
-        found: What the folder of the run held when it was opened.
-        started: Time at which the run began, in ISO format.
-        joined: Names of the jobs that joined while an earlier process trained.
-        sampler: Generates texts at evaluations; None if `samples` asks for none.
-        meter: Measures answers at evaluations; None without such a metric of a sweep.
-        decoder: What both generate with.
-    """
-
-    plan: RunPlan
-    model: FrozenModel
-    layout: Layout
-    further_bases: Sequence[Base]
-    slots: StagedSlots
-    num_compiled: int
-    chooses_replicas: bool
-    jobs: list[JobState]
-    reader: DataReader
-    found: FoundRun
-    started: str
-    joined: tuple[str, ...]
-    sampler: Sampler | None
-    meter: AnswerMeter | None
-    decoder: SlotDecoder
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """Folder of the run."""
-        return pathlib.Path(self.plan.config.output_dir)
-
-    def open_job(self, settings: LoraJob) -> JobState:
-        """Reads the data of a job that is to join; it has done nothing.
-
-        Raises:
-            JaxloraError: A setting or the data cannot be used, or the job does not fit
-                the slots, or the sweep of the run.
-        """
-        config = self.plan.config
-        prepared = prepare_job(settings, self.model.config, self.reader)
-        log_notes(prepared.notes)
-        check_comparable(config.sweep, [*(job.prepared for job in self.jobs), prepared])
-        try:
-            check_fits(prepared, self.plan.spec, config.limits.capacity)
-        except ConfigError as error:
-            if not self.chooses_replicas:
-                raise
-            raise ConfigError(
-                f"{error} Or end the run (Ctrl-C), add the job to its run file and "
-                "resume it with --replan (Trainer(config, replan=True)): replicas: "
-                "auto then chooses replicas that hold it."
-            ) from None
-        check_copy(config, self.jobs, settings)
-        return start_job(prepared, self.model)
-
-    def identity(self, jobs: Sequence[JobState]) -> RunIdentity:
-        """Returns what is compared when a run of these jobs is resumed."""
-        prepared = [job.prepared for job in jobs]
-        return run_identity(self.plan, self.model.fingerprint, prepared)
-
-    def record(self, jobs: Sequence[JobState], **live: Any) -> RunRecord:
-        """Returns the record of the run with these jobs.
-
-        Args:
-            jobs: The jobs.
-            **live: The fields that do not follow from what was decided about the run.
-        """
-        config, mesh = self.plan.config, None
-        if self.chooses_replicas and not config.replica_shapes:
-            mesh = str(config.mesh_sizes)
-        return RunRecord(
-            started=self.started,
-            identity=self.identity(jobs),
-            mesh=mesh,
-            ended=list(self.plan.ended),
-            **live,
-        )
-
-    def start_programs(self, plan: RunPlan) -> RunPrograms:
-        """Starts to compile all programs of the run, with the settings of a plan.
-
-        Args:
-            plan: The run's plan, or one with another capacity or `remat`.
-        """
-        layout = self.layout.with_remat(plan.spec.options.remat)
-        evaluates = any(is_evaluated(job.prepared) for job in self.jobs)
-        limits = plan.config.limits
-        return RunPrograms.start(layout, limits, evaluates=evaluates)
-
-    def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:
-        """Compiles the passes of all stages; the other programs beside them."""
-        return self.start_programs(plan).compiled_passes()
-
-    def fitted(self) -> "OpenedRun":
-        """Returns the run with a plan that fits when compiled, and logs what changed.
-
-        It waits for all programs.
-
-        Raises:
-            ConfigError: The device's memory cannot hold the run.
-        """
-        plan = self.plan.fit(self.compile)
-        programs = self.start_programs(plan)
-        log_notes([*plan.notes, *plan.replica_notes(programs.compiled_further())])
-        programs.finish()
-        layout = self.layout.with_remat(plan.spec.options.remat)
-        return dataclasses.replace(self, plan=plan, layout=layout)
+from jaxlora.train.saved.resume import BegunRun, as_begun
 
 
 def open_run(
-    config: RunConfig, model: FrozenModel | None, *, replan: bool = False
-) -> OpenedRun:
+    config: RunConfig, model: FrozenModel | None, control: Control, *, replan: bool
+) -> Run:
     """Loads the base model and every job's data; the programs are compiled meanwhile.
 
     Args:
         config: The run.
         model: The base model, if it is loaded already.
+        control: Decides about the jobs.
         replan: See `Trainer`.
 
     Raises:
@@ -219,9 +105,9 @@ def open_run(
     model = _as_planned(plan, base.result())
     jobs = [start_job(job, model) for job in prepared.jobs]
     agreement.check_inputs(model.fingerprint, prepared.jobs)
-    decoder = SlotDecoder(layout, model.params)
-    sampler, meter = _text_makers(plan, decoder, model, prepared.reader.tokenizer)
-    return OpenedRun(
+    sampler, meter = _text_makers(plan, layout, model, prepared.reader.tokenizer)
+    joined = [job.name for job in config.jobs if job.name not in given]
+    run = Run(
         plan=plan,
         model=model,
         layout=layout,
@@ -229,15 +115,83 @@ def open_run(
         slots=slots,
         num_compiled=num_compiled,
         chooses_replicas=asked.replicas == "auto",
-        jobs=jobs,
         reader=prepared.reader,
         found=begun.found,
         started=begun.started,
-        joined=tuple(job.name for job in config.jobs if job.name not in given),
         sampler=sampler,
         meter=meter,
-        decoder=decoder,
+        control=control,
     )
+    run.live = control.live = LiveJobs(jobs, joined, lambda job: open_job(run, job))
+    return run
+
+
+def open_job(run: Run, settings: LoraJob) -> JobState:
+    """Reads the data of a job that is to join; it may continue from another run.
+
+    Raises:
+        JaxloraError: A setting or the data cannot be used, or the job does not fit the
+            slots, or the sweep of the run.
+    """
+    config = run.plan.config
+    prepared = prepare_job(settings, run.model.config, run.reader)
+    log_notes(prepared.notes)
+    check_comparable(config.sweep, [*(job.prepared for job in run.jobs), prepared])
+    try:
+        check_fits(prepared, run.plan.spec, config.limits.capacity)
+    except ConfigError as error:
+        if not run.chooses_replicas:
+            raise
+        raise ConfigError(
+            f"{error} Or end the run (Ctrl-C), add the job to its run file and resume "
+            "it with --replan (Trainer(config, replan=True)): replicas: auto then "
+            "chooses replicas that hold it."
+        ) from None
+    if (origin := settings.clone_of) is not None:  # it is refused if it is no copy
+        copy = settings.replace(clone_of=origin.replace(step=origin.step or 1))
+        config.replace(jobs=(*(job.settings for job in run.jobs), copy))
+    job = start_job(prepared, run.model)
+    run.continue_jobs([job])
+    return job
+
+
+def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
+    """Returns a job that has done nothing, with the adapter that it starts from."""
+    if prepared.start is not None:
+        return JobState(prepared, prepared.start)
+    paths = {name: linear_path(name) for name in prepared.modules}
+    params, base_format = model.params, model.base_format
+    given = prepared.settings, prepared.modules
+    biases = {
+        name: params[bias]
+        for name, path in paths.items()
+        if (bias := f"{path}.bias") in params
+    }
+
+    def kernels() -> dict[str, Any]:
+        return {
+            name: kernel_of(params, f"{path}.kernel", base_format)
+            for name, path in paths.items()
+        }
+
+    def whole(adapter: Adapter, rows: dict[str, TokenRowValues]) -> Adapter:
+        score = None
+        if prepared.objective.has_score:
+            score = fresh_score(prepared.settings, model.config.hidden_size)
+        return dataclasses.replace(adapter, score=score, token_rows=rows)
+
+    token_ids, stored = prepared.trained_rows(model.config.vocab_size), None
+    if prepared.settings.loftq_bits is not None:
+        stored = unquantized_reader(model)
+
+    def draw() -> Adapter:
+        rows = fresh_rows(token_ids, params)
+        made = fresh_adapter(*given, kernels(), model.dtype, biases, stored)
+        return whole(made, rows)
+
+    rows = blank_rows(token_ids, model.config.hidden_size)
+    blank = blank_adapter(*given, kernels(), biases)
+    return JobState(prepared, whole(blank, rows), draw)
 
 
 def _as_begun(config: RunConfig, *, replan: bool) -> BegunRun:
@@ -257,11 +211,12 @@ def _as_begun(config: RunConfig, *, replan: bool) -> BegunRun:
 
 
 def _text_makers(
-    plan: RunPlan, decoder: SlotDecoder, model: FrozenModel, tokenizer: Tokenizer
+    plan: RunPlan, layout: Layout, model: FrozenModel, tokenizer: Tokenizer
 ) -> tuple[Sampler | None, AnswerMeter | None]:
     """Returns what generates texts at evaluations, as far as the run asks for any."""
     sampler, meter = None, None
     samples, sweep = plan.config.samples, plan.config.sweep
+    decoder = SlotDecoder(layout, model.params)
     if samples is not None:
         sampler = Sampler(samples, model, tokenizer, decoder)
     if sweep is not None and not sweep.metric.is_loss:
@@ -282,11 +237,6 @@ def _check_generates_here(config: RunConfig) -> None:
         raise ConfigError(f"samples: texts are generated by one process, {cure}")
     if config.sweep is not None and not config.sweep.metric.is_loss:
         raise ConfigError(f"sweep.metric: answers are generated by one process, {cure}")
-
-
-def is_evaluated(job: PreparedJob) -> bool:
-    """Whether a job has samples to evaluate it, or the base, on."""
-    return job.eval_data is not None or job.objective.needs_reference
 
 
 def _import_ahead(config: RunConfig) -> None:
@@ -340,7 +290,17 @@ class _Loading:
 
     def _start(self, config: RunConfig, place: Place | None) -> None:
         if self._future is None:
-            self._future = in_background(lambda: _load(config, place))
+            self._future = in_background(
+                lambda: load_model(
+                    config.model,
+                    dtype=config.dtype,
+                    revision=config.revision,
+                    quantize=config.quantize_base,
+                    quantize_args=config.quantize_base_args,
+                    keep_bf16=config.keep_bf16,
+                    place=lambda *_: place,
+                )
+            )
 
     def result(self) -> FrozenModel:
         """Waits for the base."""
@@ -358,18 +318,6 @@ class _Loading:
         except Exception:
             self.result()
             raise
-
-
-def _load(config: RunConfig, place: Place | None) -> FrozenModel:
-    return load_model(
-        config.model,
-        dtype=config.dtype,
-        revision=config.revision,
-        quantize=config.quantize_base,
-        quantize_args=config.quantize_base_args,
-        keep_bf16=config.keep_bf16,
-        place=lambda *_: place,
-    )
 
 
 def _as_planned(plan: RunPlan, model: FrozenModel) -> FrozenModel:

@@ -14,7 +14,7 @@ from jaxlora.inspect import inspect_path
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.train import control
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.stream import Border, Stream
+from jaxlora.train.loop import Loop
 from jaxlora.train.report.plot import plot_losses
 from jaxlora.train.saved.export import export_checkpoint
 from tests.fuzz.data_kinds import PAIRS, make_records
@@ -44,11 +44,11 @@ def run_config(folder: pathlib.Path) -> RunConfig:
 
 
 @contextlib.contextmanager
-def without_computing(**stream_methods) -> Iterator[None]:
+def without_computing(**loop_methods) -> Iterator[None]:
     """Replaces compilation, evaluations, training steps and plots by stubs."""
     with contextlib.ExitStack() as patches:
-        for name, function in stream_methods.items():
-            patches.enter_context(mock.patch.object(Stream, name, function))
+        for name, function in loop_methods.items():
+            patches.enter_context(mock.patch.object(Loop, name, function))
         for owner, name, stub in (
             (JobLifecycle, "evaluate", lambda *_: None),
             (RunPlan, "fit", lambda self, *_: self),
@@ -74,17 +74,16 @@ def make_run(folder: pathlib.Path) -> None:
     make_model(folder)
     make_records("a.jsonl", PAIRS)(folder)
 
-    def interrupt(_) -> Iterator[Border]:
+    def interrupt(_) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        return iter(())
 
-    with without_computing(run=interrupt):
+    with without_computing(_train_microbatches=interrupt):
         train(folder)
     write_events(folder / "run")
 
 
 def read_run(folder: pathlib.Path) -> None:
-    with without_computing(start=lambda _: False):
+    with without_computing(_starts=lambda _: False):
         train(folder, resume=True)
 
 

@@ -1,14 +1,14 @@
 """Sends requests to a live run, and waits for the answers."""
 
+import math
 import pathlib
 import time
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.mailbox import FOLDER, Action, Answer, ControlRequest, Mailbox
 from jaxlora.run.live.status_file import STATUS_FILE, read_status
 from jaxlora.run.lock import find_owner
-from jaxlora.run.message import Action, Answer, ControlRequest
 
 _POLL_SECONDS = 0.2
 _LIVENESS_SECONDS = 2.0
@@ -42,7 +42,7 @@ def send(
         CheckpointError: A file of the run is damaged.
     """
     mailbox = Mailbox(folder)
-    if not mailbox.exists() and (owner := find_owner(folder)) is not None:
+    if not (folder / FOLDER).exists() and (owner := find_owner(folder)) is not None:
         raise ConfigError(
             f"the run in {folder} takes no requests yet: {owner} is still compiling. "
             "Make the request again once jaxlora status shows the jobs."
@@ -51,21 +51,34 @@ def send(
     request = ControlRequest(action=action, job=job, reason=reason, settings=settings)
     if find_owner(folder) is None:
         if action != "resume":
-            raise _not_running(folder, action)
+            cure = "Continue the run with jaxlora train --resume first."
+            if action == "add":
+                cure = "Add the job to the run file, and run jaxlora train --resume."
+            raise ConfigError(
+                f"no process trains the run in {folder}, so the request was not made. "
+                f"{cure}"
+            )
         return _post_for_later(folder, mailbox, request)
-    name, end = mailbox.post(request), _after(timeout)
-    checked = time.monotonic()
+    name = mailbox.post(request)
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    checked, has_ended = time.monotonic(), False
     while (answer := mailbox.take_answer(name)) is None:
         now = time.monotonic()
+        if has_ended:  # its last answer was looked for since
+            mailbox.withdraw(name)
+            raise ConfigError(
+                f"the run in {folder} ended before it answered, and the request is "
+                "taken back. If the process was killed, it may have taken effect just "
+                "before: see jaxlora status. Continue the run with jaxlora train "
+                "--resume."
+            )
         if now > end:
             raise ConfigError(
                 f"the run in {folder} has not answered in {timeout:g} s. The request "
                 "stays, and takes effect when its window ends."
             )
         if now - checked > _LIVENESS_SECONDS:
-            if find_owner(folder) is None:
-                return _last_answer(folder, mailbox, name)
-            checked = now
+            has_ended, checked = find_owner(folder) is None, now
         time.sleep(_POLL_SECONDS)
     return answer
 
@@ -87,34 +100,6 @@ def _post_for_later(
         text = f"job {request.job!r} continues when you run jaxlora train --resume."
     mailbox.post(request)
     return Answer(is_accepted=True, text=text)
-
-
-def _after(timeout: float | None) -> float:
-    return float("inf") if timeout is None else time.monotonic() + timeout
-
-
-def _last_answer(folder: pathlib.Path, mailbox: Mailbox, name: str) -> Answer:
-    """Returns the answer of a run that has ended, or takes the request back."""
-    # Imports that only this needs take seconds.
-
-    answer = mailbox.take_answer(name)
-    if answer is None:
-        mailbox.withdraw(name)
-        raise ConfigError(
-            f"the run in {folder} ended before it answered, and the request is taken "
-            "back. If the process was killed, it may have taken effect just before: "
-            "see jaxlora status. Continue the run with jaxlora train --resume."
-        )
-    return answer
-
-
-def _not_running(folder: pathlib.Path, action: Action) -> ConfigError:
-    cure = "Continue the run with jaxlora train --resume first."
-    if action == "add":
-        cure = "Add the job to the run file, and run jaxlora train --resume."
-    return ConfigError(
-        f"no process trains the run in {folder}, so the request was not made. {cure}"
-    )
 
 
 def job_settings(path: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import re
 import secrets
 import stat
 import time
+from typing import Any, Literal
 
 import pydantic
 
@@ -27,7 +28,7 @@ from jaxlora.common.atomic import remove_leftovers, wrap_os_errors, write_bytes
 from jaxlora.common.json_file import open_regular_file
 from jaxlora.common.type_adapter import type_adapter
 from jaxlora.errors import ConfigError
-from jaxlora.run.message import Answer, ControlRequest
+from jaxlora.run.saved_fields import STRICT, JobName
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,54 @@ _ID = re.compile(r"[0-9]{20}-[0-9a-f]{16}")
 _MAX_BYTES = 1 << 20
 _MAX_AGE_SECONDS = 86_400.0
 _MODE = 0o600  # of the files; the folder is 0o700
+
+Action = Literal["stop", "pause", "resume", "add", "clone"]
+# What a job does once such a request is accepted.
+DONE = {
+    "stop": "stops after its current global batch",
+    "pause": "leaves its slot after its current global batch",
+    "resume": "continues when a slot is free",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ControlRequest:
+    """A request of the user to a live run.
+
+    Attributes:
+        action: What is asked for.
+        job: Name of the job.
+        reason: Text that says why, for `stop` and `pause`.
+        settings: Settings of the job to add, or what a clone of the job changes, with
+            its `name`, as JSON values; None for other actions.
+    """
+
+    __pydantic_config__ = STRICT
+
+    action: Action
+    job: JobName
+    reason: str = ""
+    settings: dict[str, Any] | None = None
+
+    def __post_init__(self):
+        """Checks that the fields belong together; see `Mailbox.read`."""
+        if (self.action in ("add", "clone")) != (self.settings is not None):
+            raise ValueError(f"the action {self.action} and settings contradict.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The answer of a run to a request.
+
+    Attributes:
+        is_accepted: Whether the run does what was asked for.
+        text: Says what happens now, or why the request was refused.
+    """
+
+    __pydantic_config__ = STRICT
+
+    is_accepted: bool
+    text: str
 
 
 class Mailbox:
@@ -50,10 +99,6 @@ class Mailbox:
         """
         self._folder = run_folder / FOLDER
         self._ignored: set[str] = set()
-
-    def exists(self) -> bool:
-        """Returns whether a run has made the folder."""
-        return self._folder.exists()
 
     def create(self) -> None:
         """Makes the folder if there is none, and removes answers that nobody reads.

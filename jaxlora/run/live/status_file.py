@@ -82,11 +82,7 @@ class StatusFile(Callback):
 
     def _write(self) -> None:
         self._written, self._is_old = time.monotonic(), False
-        now = datetime.datetime.now().astimezone()
-        status = SavedStatus(
-            written=now.isoformat(timespec="seconds"), run=self._tracker.status()
-        )
-        write_text(self._path, json.dumps(dataclasses.asdict(status)) + "\n")
+        write_status(self._path, self._tracker.status())
 
     def close(self) -> None:
         """Writes what is missing from the file when a run ends with an error.
@@ -97,6 +93,17 @@ class StatusFile(Callback):
         # The run says itself that its folder was removed; no part is made again.
         if self._is_old and self._path.exists():
             self._write()
+
+
+def write_status(path: pathlib.Path, run: RunStatus) -> None:
+    """Writes the state of a run as it is now.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    written = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    status = SavedStatus(written=written, run=run)
+    write_text(path, json.dumps(dataclasses.asdict(status)) + "\n")
 
 
 def read_status(folder: pathlib.Path) -> SavedStatus:

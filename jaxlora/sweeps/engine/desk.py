@@ -1,21 +1,17 @@
 """Shows users the status of a sweep over several groups, and takes their requests."""
 
 import dataclasses
-import datetime
-import json
 import logging
 import pathlib
 import time
 
 import pydantic
 
-from jaxlora.common.atomic import write_text
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import format_errors
-from jaxlora.run.live.mailbox import Mailbox
-from jaxlora.run.live.status_file import STATUS_FILE, SavedStatus
-from jaxlora.run.message import Answer, ControlRequest
+from jaxlora.run.live.mailbox import DONE, Answer, ControlRequest, Mailbox
+from jaxlora.run.live.status_file import STATUS_FILE, write_status
 from jaxlora.run.status import JobStatus, RunStatus
 from jaxlora.sweeps.engine.driver import Driver
 
@@ -23,12 +19,7 @@ logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 2.0
 _FULL = 0.95  # share of a host's memory, above which the log warns
-_DONE = {
-    "stop": "stops after its current global batch",
-    "pause": "leaves its slot after its current global batch",
-    "resume": "continues when a slot is free",
-    "add": "is in the queue; it starts when a group has a free slot",
-}
+_DONE = DONE | {"add": "is in the queue; it starts when a group has a free slot"}
 
 
 class Desk:
@@ -59,7 +50,7 @@ class Desk:
         }
         if time.monotonic() - self._written > _STATUS_SECONDS or driver.is_ending:
             self._written = time.monotonic()
-            self._write_status(driver)
+            write_status(self._folder / STATUS_FILE, run_status(driver))
             self._warn(driver)
 
     # ---- requests ------------------------------------------------------------------
@@ -77,14 +68,6 @@ class Desk:
         return Answer(is_accepted=True, text=text)
 
     # ---- status --------------------------------------------------------------------
-
-    def _write_status(self, driver: Driver) -> None:
-        saved = SavedStatus(
-            written=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            run=run_status(driver),
-        )
-        text = json.dumps(dataclasses.asdict(saved)) + "\n"
-        write_text(self._folder / STATUS_FILE, text)
 
     def _warn(self, driver: Driver) -> None:
         """Warns of hosts whose memory is almost full."""

@@ -282,10 +282,9 @@ class GroupControl(Control[SweepReport], Callback):
                 break
         if name in self._ends:
             return
-        if job.awaits_parent:
-            origin = job.settings.clone_of
-            if origin is None or origin.job not in self._given:
-                reason = f"{origin and origin.job} has ended, and its copy has no state"
+        if (origin := job.awaits) is not None:
+            if origin.job not in self._given:
+                reason = f"{origin.job} has ended, and its copy has no state"
                 self._link.send(m.Refused(name=name, reason=reason))
                 return
             self._copies.add(name)

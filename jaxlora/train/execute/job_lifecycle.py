@@ -1,27 +1,32 @@
 """Starts, evaluates, pauses and ends the jobs of a stream, between their batches."""
 
+import contextlib
 import logging
-from collections.abc import Collection, Sequence
+import math
+import time
+from collections.abc import Collection, Hashable, Iterator, Sequence
+
+import numpy as np
 
 from jaxlora.common.counted import counted
 from jaxlora.plan.job.job_slots import JobPosition, assign_slots
 from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run.events import (
+    EvalEvent,
     JobEndEvent,
-    JobEvent,
     JobPauseEvent,
     JobResumeEvent,
     JobStartEvent,
+    SampleEvent,
     StepEvent,
+    losses_by_set,
 )
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.streams.state import Position
-from jaxlora.train.cloning import end_orphans, start_copies
 from jaxlora.train.execute.executor import StepOutcome
-from jaxlora.train.execute.side_work import SideWork
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.live_run import LiveRun
+from jaxlora.train.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -32,26 +37,21 @@ class JobLifecycle:
     Attributes:
         jobs: Jobs of the run; more may be added between two microbatches.
         by_slot: The running jobs, by slot.
-        has_events: Whether there were events since it was last set to False.
         may_start: Whether jobs may start now.
         num_changes: How many jobs have started in slots, or left them.
-        side_work: Evaluates and exports jobs.
     """
 
-    def __init__(self, run: LiveRun, executor: StagedExecutor, ticks: StreamPlan):
-        """Makes the object; see `Stream`, whose microbatches `ticks` has."""
-        self.jobs, self.by_slot = run.live.jobs, {}
-        self.has_events, self.may_start = False, True
-        self.num_changes = 0
-        self.side_work = SideWork(run, executor, self._send_of)
+    def __init__(self, run: Run, executor: StagedExecutor, ticks: StreamPlan):
+        """Makes the object; see `Loop`, whose microbatches `ticks` has."""
+        self.jobs, self.by_slot = run.jobs, {}
+        self.may_start, self.num_changes = True, 0
         self._run, self._executor, self._ticks = run, executor, ticks
-        self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
-
-    @property
-    def round(self) -> int:
-        """Rounds done. Events are of the next one."""
-        return self._run.round
+        self._has_left = False  # whether a job has ended or paused in this `change`
+        self._seconds_aside = 0.0  # that were not spent on training
+        self._references: dict[Hashable, dict[str, np.ndarray]] = {}
+        sweep = run.plan.config.sweep
+        self._is_maximized = sweep is not None and sweep.metric.is_maximized
 
     # ---- starting and pausing ------------------------------------------------------
 
@@ -69,7 +69,7 @@ class JobLifecycle:
         """
         self.by_slot = {job.slot: job for job in self.jobs if job.has_slot}
         for slot, job in self.by_slot.items():
-            self.side_work.refer_in_step(job, slot)
+            self._refer_in_step(job, slot)
         steps = {slot: job.progress.step for slot, job in self.by_slot.items()}
         numbers = {slot: self.number(job) for slot, job in self.by_slot.items()}
         found = saved and self._ticks.restore(saved, steps, numbers, self.describe())
@@ -88,9 +88,7 @@ class JobLifecycle:
 
     def number(self, job: JobState) -> int:
         """Returns the number of a job in the run."""
-        for number in range(len(self._numbers), len(self.jobs)):
-            self._numbers[self.jobs[number].name] = number
-        return self._numbers[job.name]
+        return self.jobs.index(job)
 
     def _position(self, job: JobState) -> Position:
         return Position(
@@ -118,32 +116,28 @@ class JobLifecycle:
         """Returns the positions of running jobs, and of those that may start."""
         return [
             JobPosition(
-                job=self.number(job),
+                job=number,
                 priority=job.settings.priority,
                 slot=job.progress.slot,
                 step=job.progress.step,
                 num_steps=job.num_steps,
                 batch_tokens=job.batch_tokens,
             )
-            for job in self._candidates()
+            for number, job in enumerate(self.jobs)
+            if job.has_slot
+            or not (
+                job.progress.is_over or job.awaits or self._why_held(job) is not None
+            )
         ]
-
-    def _candidates(self) -> list[JobState]:
-        """Returns the running jobs, and those that may start."""
-        return [job for job in self.jobs if job.has_slot or self._may_start(job)]
-
-    def _may_start(self, job: JobState) -> bool:
-        is_ready = not (job.progress.is_over or job.awaits_parent)
-        return is_ready and self._why_held(job) is None
 
     def _why_held(self, job: JobState) -> str | None:
         """Returns why a job is not to run: by request, or as a sweep compares it."""
-        asked = self._run.requests.pause_reason(job.name)
+        asked = self._run.live.pause_reason(job.name)
         return asked or self._run.control.waiting_reason(job)
 
     def has_work(self) -> bool:
         """Whether a job runs or may start."""
-        return bool(self.active or any(not j.has_slot for j in self._candidates()))
+        return bool(self.active or any(p.slot is None for p in self._positions()))
 
     def is_settled(self) -> bool:
         """Whether nothing has come up since the last `change`."""
@@ -151,7 +145,7 @@ class JobLifecycle:
 
     def _seen(self) -> tuple[int, ...]:
         """Returns what changes when a job may have to start, to pause or to end."""
-        return len(self.jobs), self._run.requests.version, self._run.control.version
+        return len(self.jobs), self._run.live.version, self._run.control.version
 
     def change(self, at_border: Collection[JobState]) -> None:
         """Ends, pauses and starts jobs.
@@ -159,80 +153,62 @@ class JobLifecycle:
         Args:
             at_border: The jobs with a slot that are between two global batches.
         """
-        seen = self._seen()
+        seen, self._has_left = self._seen(), False
         idle = [job for job in self.by_slot.values() if self._ticks.is_done(job.slot)]
         at_border = [*at_border, *(job for job in idle if job not in at_border)]
-        num_left = self._end_stopped(at_border)
+        has_ended = True
+        while has_ended:
+            # No rung waits any more for a job that has ended or was paused.
+            self._run.control.review(self.jobs)
+            here = [job for job in self.jobs if job in at_border or not job.has_slot]
+            has_ended = self.end_jobs(here)
         here = [job for job in at_border if job.has_slot]
-        num_left += self._pause_held(here) + self._make_room(here)
+        self._pause_held(here)
+        self._make_room(here)
         positions = assign_slots(
             self._positions(),
             self._run.plan.num_slots,
             preempts=self._run.plan.config.preempt,
         )
-        num_left += self._pause_for_priority(positions, here)
-        num_left += self._start_jobs(positions)
+        for job in [self.jobs[p.job] for p in positions if p.slot is None]:
+            if job.has_slot and job in here:
+                self._pause(job, "a job of higher priority has its slot")
+        self._start_jobs(positions)
         # A slot may have been left or may not be free yet, and a job that is to pause
         # may be in the middle of a batch: look again.
-        is_settled = not num_left and all(
+        is_settled = not self._has_left and all(
             self.jobs[p.job].progress.slot == p.slot for p in positions
         )
         is_settled &= all(self._why_held(job) is None for job in self.active)
         self._settled = seen if is_settled else None
 
-    def _end_stopped(self, at_border: Collection[JobState]) -> int:
-        """Ends jobs that were stopped since they were last looked at."""
-        count = 0
-        while True:
-            # No rung waits any more for a job that has ended or was paused.
-            self._run.control.review(self.jobs)
-            here = [job for job in self.jobs if job in at_border or not job.has_slot]
-            if not (ended := self.end_jobs(here)):
-                return count
-            count += ended
-
-    def _pause_held(self, at_border: Collection[JobState]) -> int:
-        """Pauses jobs that are not to run now; returns how many.
+    def _pause_held(self, at_border: Collection[JobState]) -> None:
+        """Pauses jobs that are not to run now.
 
         A job whose microbatches have ended where it waits for others of a sweep keeps
         its slot, as copying its state takes longer than a microbatch.
         """
-        count = 0
         for job in at_border:
             is_idle = self._ticks.is_done(job.slot)
-            asked = self._run.requests.pause_reason(job.name)
+            asked = self._run.live.pause_reason(job.name)
             reason = self._why_held(job)
             if asked is not None or (reason is not None and not is_idle):
                 self._pause(job, reason or "")
-                count += 1
             elif reason is None and is_idle:
                 self._ticks.start(self._position(job))
-        return count
 
-    def _make_room(self, at_border: Collection[JobState]) -> int:
-        """Pauses jobs in slots that others need, if they wait; returns how many."""
+    def _make_room(self, at_border: Collection[JobState]) -> None:
+        """Pauses jobs in slots that others need, if they wait."""
         idle = [j for j in at_border if j.has_slot and self._ticks.is_done(j.slot)]
         if not idle:
-            return 0
-        num_waiting = sum(not job.has_slot for job in self._candidates())
+            return
+        num_waiting = sum(position.slot is None for position in self._positions())
         num_missing = num_waiting + len(self.by_slot) - self._run.plan.num_slots
-        leaving = idle[: max(0, num_missing)]
-        for job in leaving:
+        for job in idle[: max(0, num_missing)]:
             self._pause(job, self._why_held(job) or "")
-        return len(leaving)
 
-    def _pause_for_priority(
-        self, positions: Sequence[JobPosition], at_border: Collection[JobState]
-    ) -> int:
-        """Pauses jobs whose slots others are to have; returns how many."""
-        jobs = [self.jobs[p.job] for p in positions if p.slot is None]
-        paused = [job for job in jobs if job.has_slot and job in at_border]
-        for job in paused:
-            self._pause(job, "a job of higher priority has its slot")
-        return len(paused)
-
-    def _start_jobs(self, positions: Sequence[JobPosition]) -> int:
-        """Starts jobs that get a slot, and evaluates them if due; returns how many end.
+    def _start_jobs(self, positions: Sequence[JobPosition]) -> None:
+        """Starts jobs that get a slot, and evaluates them if due.
 
         A job that was paused continues, and is not evaluated again.
         """
@@ -246,16 +222,17 @@ class JobLifecycle:
             if job.parked is None:
                 new.append(job)
             self._start(job, slot)
-        self.evaluate([job for job in new if self.side_work.wants_eval(job)])
-        return self.end_jobs(new)
+        self.evaluate_due(new)
+        self.end_jobs(new)
 
     def _pause(self, job: JobState, reason: str) -> None:
         """Parks the whole state of a running job, and frees its slot."""
+        self._has_left = True
         job.parked = self._executor.copy(job.slot)
         self._leave(job)
         job.update(status="paused", reason=reason)
         logger.info("%s: paused. %s", job.name, reason)
-        self._send_of(job, JobPauseEvent, reason=reason)
+        self._run.send_of(job, JobPauseEvent, reason=reason)
 
     def _leave(self, job: JobState) -> None:
         """Frees the slot of a job."""
@@ -269,7 +246,7 @@ class JobLifecycle:
     def _start(self, job: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""
         if job.lacks_references:
-            self.side_work.refer(job, slot)
+            self._refer(job, slot)
         parked, job.parked = job.parked, None
         if parked is None:
             self._executor.load(slot, job.start, job.settings.optimizer)
@@ -277,25 +254,13 @@ class JobLifecycle:
         else:
             self._executor.restore(slot, parked, job.like)
             verb, event = "continues", JobResumeEvent
-        self.side_work.refer_in_step(job, slot)
+        self._refer_in_step(job, slot)
         job.update(status="running", reason="", slot=slot)
         self.by_slot[slot] = job
         self.num_changes += 1
         self._ticks.start(self._position(job))
         logger.info("%s %s in slot %d", job.name, verb, slot)
-        self._send_of(job, event, slot=slot)
-
-    def _send_of(self, job: JobState, kind: type[JobEvent], **values) -> None:
-        """Sends an event of a job at the step that it has reached."""
-        self.has_events = True
-        event = kind(
-            round=self.round + 1,
-            job=job.name,
-            progress=job.progress,
-            num_steps=job.num_steps,
-            **values,
-        )
-        self._run.send(event)
+        self._run.send_of(job, event, slot=slot)
 
     # ---- steps, evaluations and ends -----------------------------------------------
 
@@ -311,7 +276,7 @@ class JobLifecycle:
             return
         self._ticks.note_step(job.slot)
         job.note_step(outcome.loss, outcome.num_tokens, outcome.num_target_tokens)
-        self._send_of(
+        self._run.send_of(
             job,
             StepEvent,
             loss=outcome.loss,
@@ -322,35 +287,90 @@ class JobLifecycle:
             metrics=outcome.metrics,
         )
 
-    def evaluate(self, jobs: Sequence[JobState]) -> None:
-        """Evaluates running jobs; see `SideWork.evaluate`."""
-        if self.side_work.evaluate(jobs, self.jobs):
-            self._settled = None  # jobs may have to wait, or to end
+    def evaluate_due(self, jobs: Sequence[JobState]) -> None:
+        """Evaluates those of the running jobs that are due after their steps so far."""
+        wants = self._run.control.wants_eval
+        self.evaluate([job for job in jobs if job.wants_eval() or wants(job)])
 
-    def end_jobs(self, jobs: Sequence[JobState]) -> int:
+    def evaluate(self, jobs: Sequence[JobState]) -> None:
+        """Evaluates running jobs, and generates texts with their adapters."""
+        if not jobs:
+            return
+        with self._timed():
+            values = self._executor.evaluate({job.slot: job for job in jobs})
+        sound = [job for job in jobs if math.isfinite(values[job.slot]["loss"])]
+        metrics: dict[str, float] = {}  # of a sweep that compares answers
+        if self._run.meter is not None and sound:
+            with self._timed():
+                metrics = self._run.meter.measure(sound, self._run.slots.tables)
+        for job in jobs:
+            if job not in sound:
+                job.update(status="failed", reason="the evaluation loss is not finite")
+                continue
+            of_objective, metric = values[job.slot], metrics.get(job.name)
+            loss = of_objective.pop("loss")
+            is_best = job.note_eval(
+                loss,
+                metric,
+                is_maximized=self._is_maximized,
+                by_set=losses_by_set(of_objective),
+            )
+            if is_best and job.settings.keep_best:
+                self.export(job)
+            self._run.send_of(
+                job,
+                EvalEvent,
+                eval_loss=loss,
+                is_best=is_best,
+                metric=metric,
+                metrics=of_objective,
+            )
+        if self._run.control.note(self.jobs, sound):
+            self._settled = None  # jobs may have to wait, or to end
+        self._send_samples(sound)
+
+    def _send_samples(self, jobs: Sequence[JobState]) -> None:
+        """Generates texts with the adapters of jobs that were evaluated."""
+        sampler, slots = self._run.sampler, self._run.slots
+        if sampler is None or not jobs:
+            return
+        with self._timed():
+            named = {job.name: job.slot for job in jobs}
+            samples = sampler.generate(named, slots.tables)
+        for job in jobs:
+            for values in samples[job.name]:
+                self._run.send_of(job, SampleEvent, **values)
+
+    def export(self, job: JobState) -> None:
+        """Exports the adapter of a job."""
+        with self._timed():
+            self._run.export(job)
+
+    def end_jobs(self, jobs: Sequence[JobState]) -> bool:
         """Evaluates and exports the jobs that end here, and frees their slots.
 
         Args:
             jobs: Jobs that are between two batches, or wait.
 
         Returns:
-            The number of jobs that ended.
+            Whether any has ended.
         """
-        if start_copies(self.jobs, jobs, self._executor.copy):
+        if self._run.live.start_copies(jobs, self._executor.copy):
             self._settled = None
         was_over = {job for job in jobs if job.progress.is_over and not job.has_slot}
         for job in jobs:
             if not job.progress.is_over:
                 self._decide(job)
         ending = [r for r in jobs if r.progress.is_over and r not in was_over]
-        ending += end_orphans(self.jobs)
+        ending += self._run.live.fail_late_copies()
         # A request to stop may come at any step, even when no evaluation is due.
         self.evaluate(
             [r for r in ending if r.progress.status == "stopped" and r.lacks_eval()]
         )
         for job in ending:
             self._end(job)
-        return len(ending)
+        self._has_left |= bool(ending)
+        return bool(ending)
 
     def _end(self, job: JobState) -> None:
         """Exports the adapter of a job that is over, and releases its slot."""
@@ -359,7 +379,7 @@ class JobLifecycle:
             is_wanted = job.has_begun and job.progress.status != "failed"
             exported = job.progress.step if is_wanted else None
         if exported is not None and not keep_best:
-            self.side_work.export(job)
+            self.export(job)
         job.parked = None
         if job.has_slot:
             self._leave(job)
@@ -372,7 +392,7 @@ class JobLifecycle:
                 job.name,
                 why,
             )
-        self._send_of(job, JobEndEvent, status=ended.status, reason=ended.reason)
+        self._run.send_of(job, JobEndEvent, status=ended.status, reason=ended.reason)
 
     def _decide(self, job: JobState) -> None:
         """Marks a job as over if it ends here; it is between two batches, or waits."""
@@ -390,5 +410,49 @@ class JobLifecycle:
             job.update(
                 status="stopped early", reason=f"{rule}: {reason}", stopped_by=rule
             )
-        elif (reason := self._run.requests.stop_reason(job.name)) is not None:
+        elif (reason := self._run.live.stop_reason(job.name)) is not None:
             job.update(status="stopped", reason=reason)
+
+    # ---- references and time -------------------------------------------------------
+
+    def _refer(self, job: JobState, slot: int) -> None:
+        """Computes and keeps the log-probabilities of a job's samples by the reference.
+
+        The slot is free. Jobs of the same objective, data and reference, as of a sweep,
+        have the same ones.
+        """
+        reference = job.prepared.reference
+        source = job.settings.objective, *sorted(job.reference_source().items())
+        with self._timed():
+            if source not in self._references:
+                self._references[source] = {
+                    which: self._executor.log_likelihoods(slot, batch, reference)
+                    for which, batch in job.plain_batches(slot).items()
+                }
+            job.references = self._references[source]
+            self._run.keep_references(job)
+        count = counted(sum(map(len, job.references.values())), "sample")
+        logger.info(
+            "%s: the log-probabilities of %s by %s were computed once, and are kept",
+            job.name,
+            count,
+            job.prepared.describe_reference(),
+        )
+
+    def _refer_in_step(self, job: JobState, slot: int) -> None:
+        """Makes an adapter the reference of a job's steps, if it compares with one."""
+        reference = job.prepared.reference
+        if job.runs_reference and reference is not None:
+            self._executor.refer(slot, reference)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts the time of the block, which is then no time of training."""
+        self._executor.wait()  # the pending microbatch counts as training
+        began = time.perf_counter()
+        yield
+        self._seconds_aside += time.perf_counter() - began
+
+    def clock(self) -> float:
+        """Returns the seconds of a clock that stands still during this work."""
+        return time.perf_counter() - self._seconds_aside

@@ -37,7 +37,7 @@ from jaxlora.train.job_state import JobState
 class StagedExecutor:
     """Queues work on the devices before it reads results, so they never idle.
 
-    `Stream` decides which jobs train and when a job ends; an executor queues the work
+    `Loop` decides which jobs train and when a job ends; an executor queues the work
     on its devices and yields what the optimizer steps did. All calls are made by one
     thread. All methods may be called between two calls of `run`, and while its iterator
     is suspended at an item.

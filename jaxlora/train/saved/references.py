@@ -35,28 +35,11 @@ def write_references(folder: pathlib.Path, job: JobState, base: str) -> None:
     write_bytes(path, safetensors.numpy.save(arrays, _key(job, base)))
 
 
-def go_on_with_reference(folder: pathlib.Path, job: JobState) -> None:
-    """Lets the reference of a job that has begun run in each step, or not, as before.
+def go_on_with_reference(folder: pathlib.Path, job: JobState, base: str) -> None:
+    """Reads the log-probabilities of a job that has begun, if it needs any.
 
-    With another number of steps, it could be chosen anew.
-
-    Args:
-        folder: Folder of the run.
-        job: The job.
-    """
-    prepared = job.prepared
-    if not prepared.chooses_reference:
-        return
-    try:
-        with safetensors.safe_open(_path(folder, job), framework="np") as file:
-            job.runs_reference = "train" not in file.keys()  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError):
-        # If there are few samples, their log-probabilities were kept, and are lost.
-        job.runs_reference = prepared.has_many_tokens
-
-
-def read_references(folder: pathlib.Path, job: JobState, base: str) -> None:
-    """Reads the log-probabilities of a job that has begun.
+    Its reference runs in each step, or not, as before: with another number of steps, it
+    could be chosen anew.
 
     Args:
         folder: Folder of the run.
@@ -68,6 +51,15 @@ def read_references(folder: pathlib.Path, job: JobState, base: str) -> None:
             another base.
     """
     path = _path(folder, job)
+    if job.prepared.chooses_reference:
+        try:
+            with safetensors.safe_open(path, framework="np") as file:
+                job.runs_reference = "train" not in file.keys()  # noqa: SIM118
+        except (OSError, safetensors.SafetensorError):
+            # If there are few samples, their log-probabilities were kept, and are lost.
+            job.runs_reference = job.prepared.has_many_tokens
+    if not job.lacks_references:
+        return
     try:
         with safetensors.safe_open(path, framework="np") as file:
             key = file.metadata()

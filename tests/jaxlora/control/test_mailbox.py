@@ -8,10 +8,9 @@ import pytest
 from jaxlora.config.run_file import RunFile
 from jaxlora.errors import ConfigError
 from jaxlora.run.live import client, mailbox
-from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.mailbox import Answer, ControlRequest, Mailbox
 from jaxlora.run.live.status_file import StatusFile
 from jaxlora.run.lock import Owner, RunLock
-from jaxlora.run.message import Answer, ControlRequest
 from jaxlora.run.status import StatusTracker
 from tests.jaxlora.run import made_events
 from tests.jaxlora.train import made_run

@@ -12,8 +12,7 @@ from jaxlora import Trainer, load_run
 from jaxlora.cli.main import main
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError
-from jaxlora.run.live.mailbox import Mailbox
-from jaxlora.run.message import ControlRequest
+from jaxlora.run.live.mailbox import ControlRequest, Mailbox
 from tests import tiny
 from tests.jaxlora.distributed.conftest import (
     folder_of,

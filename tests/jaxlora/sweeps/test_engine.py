@@ -10,10 +10,9 @@ from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.errors import CheckpointError, ConfigError, ProcessError
 from jaxlora.run.folder import SWEEP_LEDGER, check_folder
 from jaxlora.run.live.client import send
-from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.mailbox import ControlRequest, Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import RunLock
-from jaxlora.run.message import ControlRequest
 from jaxlora.sweeps import suggesting
 from jaxlora.sweeps.engine import fleet
 from jaxlora.sweeps.engine import messages as m

@@ -7,6 +7,7 @@ import types
 import pytest
 
 from jaxlora import LoraJob, Trainer
+from jaxlora.common.background import StopRequest
 from jaxlora.errors import ConfigError
 from jaxlora.run.events import ExportEvent, JobEndEvent, RunStartEvent
 from jaxlora.run.job_progress import JobProgress
@@ -14,7 +15,6 @@ from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine import worker
 from jaxlora.sweeps.engine.group_control import GroupControl
 from jaxlora.sweeps.engine.messages import Link
-from jaxlora.train.ending import StopRequest
 from jaxlora.train.job_state import JobState
 
 
@@ -220,7 +220,7 @@ def test_signals_from_a_scheduler_and_the_driver_let_a_run_end(control, monkeypa
                 is_resumed=False,
             )
         )
-        with StopRequest() as stop:
+        with StopRequest("x") as stop:
             signal.raise_signal(signal.SIGTERM)
             assert stop.requested
             signal.raise_signal(signal.SIGTERM)

@@ -129,7 +129,8 @@ def searched(config: RunConfig, interrupt_at: int | None = None) -> list[LoraJob
             again = Suggestions(config)
             again.restore(search.saved())
             search = again
-        search.add_due(jobs, 3, lambda settings: jobs.append(Job(settings)))
+        while (found := search.next(jobs, 3)) is not None:
+            jobs.append(Job(found))
         assert sum(not job.progress.is_over for job in jobs) <= 10
     raise AssertionError("it does not end")
 
@@ -158,19 +159,15 @@ def test_a_space_that_is_exhausted_ends_the_search(scripted):
     assert sorted(job.rank for job in found) == [4, 8, 16]
 
 
-def test_one_that_does_not_fit_is_left_out(scripted, caplog):
+def test_one_that_does_not_fit_is_left_out(scripted):
     config = run(initial=2, count=5)
     jobs = [Job(settings) for settings in config.jobs]
     search = Suggestions(config)
 
-    def add(settings: LoraJob) -> None:
-        raise ConfigError("its rank is too large")
-
     assert search.is_open
-    assert not search.add_due(jobs, 3, add)
+    left_out = list(iter(lambda: search.next(jobs, 3), None))
     assert not search.is_open
-    assert "is left out: its rank is too large" in caplog.text
-    assert len(search.points) == 5
+    assert len(left_out) == 3 and len(search.points) == 5
 
 
 def test_one_that_does_not_fit_is_not_suggested_again(scripted):
@@ -178,14 +175,10 @@ def test_one_that_does_not_fit_is_not_suggested_again(scripted):
     jobs, asked = [Job(settings) for settings in config.jobs], []
     (first,) = (job.settings.rank for job in jobs)
     search = Suggestions(config)
-
-    def add(settings: LoraJob) -> None:
-        asked.append((settings.name, settings.rank))
+    while (found := search.next(jobs, 3)) is not None:
+        asked.append(found.rank)
         assert len(asked) < 9, "it is suggested again and again"
-        raise ConfigError("it does not fit")
-
-    search.add_due(jobs, 3, add)
-    assert sorted(rank for _, rank in asked) == sorted({4, 8, 16} - {first})
+    assert sorted(asked) == sorted({4, 8, 16} - {first})
     again = Suggestions(config)
     again.restore(search.saved())
     assert again.next(jobs, 3) is None

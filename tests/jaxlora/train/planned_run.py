@@ -12,7 +12,7 @@ from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.resolve import resolve
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.train.job_state import JobState
-from jaxlora.train.start_job import start_job
+from jaxlora.train.open_run import start_job
 
 
 def plan_jobs(

@@ -110,8 +110,8 @@ def test_an_export_of_step_0_is_named(progress, keep_best, why, caplog):
     state.progress = JobProgress(**{"status": "finished", "first_eval": 1.0} | progress)
     state.parked = object()
     run = types.SimpleNamespace(
-        side_work=types.SimpleNamespace(export=lambda job: None),
-        _send_of=lambda *args, **values: None,
+        export=lambda job: None,
+        _run=types.SimpleNamespace(send_of=lambda *args, **values: None),
     )
     JobLifecycle._end(run, state)
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

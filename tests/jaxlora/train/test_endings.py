@@ -119,7 +119,7 @@ def test_a_stop_at_any_time(train, long, jobs, monkeypatch):
     def note_and_stop(self, run, outcome):
         note(self, run, outcome)
         if run.progress.step == 2:
-            self._run.requests.stop("job0", "enough")
+            self._run.live.stop("job0", "enough")
 
     monkeypatch.setattr(JobLifecycle, "note", note_and_stop)
     outcome = train([long, jobs[2]])
@@ -136,7 +136,7 @@ def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
 
     def evaluate_and_stop(self, runs):
         evaluate(self, runs)
-        self._run.requests.stop("job0", "never mind")
+        self._run.live.stop("job0", "never mind")
 
     monkeypatch.setattr(JobLifecycle, "evaluate", evaluate_and_stop)
     outcome = train([long])

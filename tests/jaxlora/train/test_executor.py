@@ -1,6 +1,7 @@
 """A stream keeps its promises with any executor that keeps the contract."""
 
 import contextlib
+import functools
 import math
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.targets import ModuleLora
+from jaxlora.common.background import StopRequest
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.hf.config import model_config
@@ -18,12 +20,15 @@ from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.resolve import resolve
+from jaxlora.run.callback import Listeners
+from jaxlora.run.lock import RunLock
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.control import Control
-from jaxlora.train.execute.stream import Border, Stream
+from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
-from jaxlora.train.live_run import LiveRun
+from jaxlora.train.loop import Loop
+from jaxlora.train.run import Run
 from tests import tiny
 from tests.jaxlora.train.late_executor import LateExecutor
 
@@ -81,7 +86,7 @@ def eval_loss(name: str, step: int) -> float:
 def drive(tmp_path):
     """Runs a stream to its end; returns jobs, executor, exported steps and events."""
 
-    def run(in_flight: int, at_border=lambda border, jobs, requests: None):
+    def run(in_flight: int, at_border=lambda jobs, live: None):
         runs = make_runs()
         executor = LateExecutor(in_flight, loss, eval_loss)
         config = RunConfig(
@@ -103,24 +108,29 @@ def drive(tmp_path):
         folder.mkdir()
         log, exported = RunLog(folder, keep_rounds=None), {}
         live = LiveJobs(runs, (), lambda settings: pytest.fail(settings.name))
-        requests = live.requests
+
+        class Driven(Loop):
+            def _at_border(self, snapshot, *, ends_round):
+                super()._at_border(snapshot, ends_round=ends_round)
+                at_border({job.name: job for job in runs}, live)
 
         def export(job: JobState) -> None:
             exported[job.name] = executor.steps[job.slot]
             if job.name == "stalls":
-                requests.stop("asked", "enough")  # between two borders
+                live.stop("asked", "enough")  # between two borders
 
         with contextlib.closing(log):
-            run = mock.create_autospec(LiveRun, instance=True, plan=plan, round=0)
-            run.live, run.requests, run.control = live, requests, Control()
-            run.opened = mock.Mock(sampler=None, meter=None)
+            run = mock.create_autospec(Run, instance=True, plan=plan, round=0)
+            run.live, run.jobs, run.control = live, runs, Control()
+            run.sampler = run.meter = run.slots = None
             run.export, run.send = export, log.on_event
-            stream = Stream(run, executor)
-            stream.restore(None)
-            with stream:
-                while stream.start():
-                    for border in stream.run():
-                        at_border(border, {job.name: job for job in runs}, requests)
+            run.send_of = functools.partial(Run.send_of, run)
+            run.has_events = False
+            run.listeners, run.lock = Listeners([]), mock.create_autospec(RunLock)
+            run.store = mock.Mock(latest=lambda: run.round)
+            inbox = mock.create_autospec(Inbox, instance=True)
+            inbox.poll.return_value = inbox.is_due.return_value = False
+            Driven(run, executor, inbox, StopRequest("x")).train(None)
         return runs, executor, exported, read_events(folder / "metrics.jsonl")
 
     return run
@@ -186,12 +196,12 @@ def test_a_paused_job_continues_where_it_was(drive):
 
     paused = []
 
-    def at_border(border: Border, jobs, requests):
+    def at_border(jobs, live):
         if jobs["calm"].progress.step == 6 and not paused:
             paused.append("calm")
-            requests.pause("calm", "later")
+            live.pause("calm", "later")
         if jobs["waits"].progress.step == 2:
-            requests.resume("calm")
+            live.resume("calm")
 
     runs, executor, exported, events = drive(2, at_border)
     mine = [(e["event"], e["step"]) for e in events if e.get("job") == "calm"]

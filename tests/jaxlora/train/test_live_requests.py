@@ -10,9 +10,8 @@ from jaxlora import LoraJob, RunConfig, Trainer, load_run
 from jaxlora.errors import ConfigError
 from jaxlora.run.folder import read_run_record
 from jaxlora.run.live import client
-from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.mailbox import ControlRequest, Mailbox
 from jaxlora.run.live.status_file import read_status
-from jaxlora.run.message import ControlRequest
 from jaxlora.train import inbox
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.inbox import Inbox

@@ -16,9 +16,9 @@ from jaxlora.plan.mesh.predict import SLOT_SECONDS
 from jaxlora.run.folder import SUMMARY_FILE
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.sweeps.files import print_summary
-from jaxlora.train import trainer
+from jaxlora.train import run as train_run
 from jaxlora.train.execute.executor import Outcomes, TickWork
-from jaxlora.train.execute.stream import _Moment, _WindowCounts
+from jaxlora.train.execute.window import Window
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.train.conftest import TWO_SLOTS
 
@@ -29,11 +29,11 @@ STEPS = {"a": 2, "b": 5, "c": 2}
 def test_a_window_has_the_time_of_the_work_that_it_counts():
     """The device does the next window's first microbatch before an evaluation."""
     outcomes = Outcomes(steps={}, work={0: TickWork(num_microbatches=1)})
-    first = _WindowCounts(_Moment(time=10.0, aside=2.0))
-    first.add(outcomes, _Moment(time=12.0, aside=3.0))
-    second = _WindowCounts(first.end)
-    # From 12 to 14 the microbatch was awaited, and from 14 to 20 jobs were evaluated.
-    second.add(outcomes, _Moment(time=20.001, aside=9.0))
+    first = Window(8.0)
+    first.add(outcomes, 9.0)
+    second = Window(first.end)
+    # The clock stands still while jobs are evaluated.
+    second.add(outcomes, 11.001)
     assert (first.seconds, second.seconds) == (1.0, pytest.approx(2.001))
 
 
@@ -68,7 +68,7 @@ def measured(monkeypatch):
 
 
 def test_the_end_has_both(config, measured, monkeypatch):
-    monkeypatch.setattr(trainer, "measured_peak", lambda: 3 * GIB)
+    monkeypatch.setattr(train_run, "measured_peak", lambda: 3 * GIB)
     result = Trainer(config).train()
     events = read_events(result.output_dir / METRICS_FILE)
     windows = [e for e in events if e["event"] == "window"]

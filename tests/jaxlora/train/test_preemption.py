@@ -10,7 +10,7 @@ from jaxlora.forecast import plan_run
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.stream import Stream
+from jaxlora.train.loop import Loop
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
 from tests.oracle import relative_error
@@ -132,7 +132,7 @@ def killed_at(number: int, monkeypatch) -> None:
     change = JobLifecycle.change
 
     def change_or_end(self, at_border):
-        if self.round >= number:
+        if self._run.round >= number:
             raise Killed
         return change(self, at_border)
 
@@ -233,20 +233,19 @@ def test_requests_outlive_a_kill(config, model, monkeypatch):
 def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
     """As by another thread, at any time: it joins at the next border."""
     run, trainer, added = config(), None, []
-    handle = Stream._handle
+    note_steps = Loop._note_steps
 
-    def handle_and_add(self, outcomes):
+    def note_and_add(self, outcomes):
         before = len(trainer.jobs)
         if not added:
             added.append(high)
             trainer.add_job(high)
             with pytest.raises(ConfigError, match="a job named 'high' is in this run"):
                 trainer.add_job(high)
-        stepped = handle(self, outcomes)
+        note_steps(self, outcomes)
         assert len(trainer.jobs) == before
-        return stepped
 
-    monkeypatch.setattr(Stream, "_handle", handle_and_add)
+    monkeypatch.setattr(Loop, "_note_steps", note_and_add)
     trainer = Trainer(run, model)
     result = trainer.train()
     assert [job.name for job in result.jobs] == ["low", "high"]

@@ -18,7 +18,7 @@ from jaxlora.run import folder as run_folder
 from jaxlora.train import open_run
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.staged_executor import StagedExecutor
-from jaxlora.train.open_run import OpenedRun
+from jaxlora.train.run import Run
 from jaxlora.train.saved import read_checkpoint
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import read_newest
@@ -161,7 +161,7 @@ def test_fewer_steps_than_are_done_need_a_word(
     Trainer(stopped, model).train(callbacks=[InterruptAt(4)])
     message = r"has done [4-8] steps in .*, and the number wanted here is 2, "
     new = changed(config, jobs=(other,), output_dir=str(tmp_path / "new"))
-    monkeypatch.setattr(OpenedRun, "fitted", lambda _: pytest.fail("it was compiled"))
+    monkeypatch.setattr(Run, "_fit", lambda _: pytest.fail("it was compiled"))
     with pytest.raises(CheckpointError, match=message):
         Trainer(new, model).train()
     assert not (tmp_path / "new").exists()

@@ -12,7 +12,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.plan.memory import device_memory as device_module
 from jaxlora.plan.memory import options
 from jaxlora.plan.memory.device_memory import DeviceMemory
-from jaxlora.train import open_run, start_job
+from jaxlora.train import open_run
 from jaxlora.train.report.summary import JobResult
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.counted_run import interrupt
@@ -79,13 +79,13 @@ def test_a_run_that_is_refused_loads_nothing(config, monkeypatch, settings, refu
 
 def test_fresh_weights_are_drawn_when_a_job_starts(config, model, monkeypatch):
     """They are the bits of one stream for each module; resuming draws none."""
-    drawn, draw = [], start_job.fresh_adapter
+    drawn, draw = [], open_run.fresh_adapter
 
     def counted(job, *rest):
         drawn.append(job.name)
         return draw(job, *rest)
 
-    monkeypatch.setattr(start_job, "fresh_adapter", counted)
+    monkeypatch.setattr(open_run, "fresh_adapter", counted)
     run = config(microbatch_tokens=128, checkpoint_every=1, window_steps=1)
     trainer = Trainer(run, model)
     assert not drawn
@@ -96,7 +96,7 @@ def test_fresh_weights_are_drawn_when_a_job_starts(config, model, monkeypatch):
     assert drawn == ["job0", "job1"]
     assert all(isinstance(job, JobResult) and job.num_modules for job in result.jobs)
 
-    job = start_job.start_job(trainer.jobs[0].prepared, model)
+    job = open_run.start_job(trainer.jobs[0].prepared, model)
     for name, weights in job.start.modules.items():
         key = [job.settings.seed, zlib.crc32(name.encode())]
         rng = np.random.Generator(np.random.Philox(key=key))

@@ -58,7 +58,7 @@ _PROGRAM = """
 import sys
 import jaxlora.cli.main
 import jaxlora.config.run_file
-import jaxlora.sweeps.trainer
+import jaxlora.sweeps.control
 print(*(name for name in sys.argv[1:] if name in sys.modules))
 """
 

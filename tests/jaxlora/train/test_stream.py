@@ -115,7 +115,7 @@ def test_a_stop_waits_for_the_batch(train, jobs, monkeypatch):
 
     def note_and_stop(self, run, outcome):
         note(self, run, outcome)
-        self._run.requests.stop("job1", "no longer needed")
+        self._run.live.stop("job1", "no longer needed")
 
     monkeypatch.setattr(JobLifecycle, "note", note_and_stop)
     outcome = train(jobs[:2], on_window=trainers.append)

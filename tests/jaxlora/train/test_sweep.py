@@ -9,10 +9,9 @@ import pytest
 
 from jaxlora import Callback, LoraJob, RunConfig, Sweep, Trainer, load_run
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.mailbox import ControlRequest, Mailbox
 from jaxlora.run.log import read_events
-from jaxlora.run.message import ControlRequest
-from jaxlora.train import inbox, loop
+from jaxlora.train import inbox
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import Outcome, outcome
 from tests.jaxlora.train.swept import write_job
@@ -247,7 +246,6 @@ def test_a_copy_equals_a_job_whose_settings_change(make, model, job, changed):
 def test_a_copy_is_asked_for_in_a_live_run(make, model, job, stops, monkeypatch):
     """It is in the run that resumes, also if the run ends before it has started."""
     monkeypatch.setattr(inbox, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "_LOOK_SECONDS", 0.0)
     config = make(jobs=declared(job)[:1], sweep=None)
     copy = {"name": "copy", "learning_rate": 1e-3, "lr_schedule": "linear"}
     wrong = {"rank": 8}, {"steps": 2}, {"name": "C", "steps": 9}

@@ -14,10 +14,9 @@ from jaxlora import LoraJob, RunConfig, Sweep, Trainer
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.folder import SWEEP_LEDGER
-from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.mailbox import ControlRequest, Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import read_owner
-from jaxlora.run.message import ControlRequest
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.devices import divide
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
