@@ -23,7 +23,7 @@ from jaxlora.common.device_file import (
     validated,
 )
 from jaxlora.common.json_file import parse_json
-from jaxlora.costs.device_speed import DeviceSpeed
+from jaxlora.costs.gpus import DeviceSpeed
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec

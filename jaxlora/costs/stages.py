@@ -7,7 +7,7 @@ import itertools
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE, DeviceSpeed
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
 from jaxlora.costs.work import PassWork, embedding_work, head_work, layer_work
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
-from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.gpus import find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import base_dtype

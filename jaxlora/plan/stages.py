@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
-from jaxlora.costs.device_speed import DeviceSpeed, find_speed
+from jaxlora.costs.gpus import DeviceSpeed, find_speed
 from jaxlora.costs.stages import stage_specs
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig

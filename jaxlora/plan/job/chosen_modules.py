@@ -21,7 +21,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
-from jaxlora.plan.job.reference import read_reference, refers_to_start
+from jaxlora.plan.job.objective import read_reference
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         check_biases(job, modules, model)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
-        reference = read_reference(job, model)
+        reference = read_reference(job, model, None)
         return ChosenModules(modules=modules, start=None, reference=reference)
     has_score = find_objective(job.objective).has_score
     size = model.hidden_size if has_score else None
@@ -83,7 +83,7 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         )
         for name, weights in start.modules.items()
     }
-    reference = start if refers_to_start(job) else read_reference(job, model)
+    reference = read_reference(job, model, start)
     return ChosenModules(modules=modules, start=start, reference=reference)
 
 

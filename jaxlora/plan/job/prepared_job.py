@@ -34,8 +34,8 @@ from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.plan.job.check_objective import check_objective
 from jaxlora.plan.job.chosen_modules import ChosenModules, choose_modules
+from jaxlora.plan.job.objective import check_objective
 from jaxlora.problems import Problems
 
 # A forward pass over so many tokens takes minutes with a model of 8B on an H100.
@@ -84,6 +84,26 @@ class PreparedJob:
         """Rank of each linear that the job adapts, by module name."""
         return {name: module.rank for name, module in self.modules.items()}
 
+    @property
+    def further_references(self) -> tuple[Adapter, ...]:
+        """The adapter of the objective, unless the job starts from it."""
+        reference = self.reference
+        return () if reference is None or reference is self.start else (reference,)
+
+    @property
+    def adapted(self) -> dict[str, int]:
+        """Largest rank in each linear that the job or its reference adapts."""
+        found = self.ranks
+        for reference in self.further_references:
+            for name, module in reference.modules.items():
+                found[name] = max(found.get(name, 0), module.rank)
+        return found
+
+    @property
+    def modules_to_save(self) -> tuple[str, ...]:
+        """Modules of which the job trains whole copies."""
+        return self.settings.modules_to_save
+
     @functools.cached_property
     def order(self) -> JobOrder:
         """Order of the samples, which defines the global batches."""
@@ -119,8 +139,8 @@ class PreparedJob:
         }
         if stream is not None:
             found["data_shards"] = stream.shards
-        if self.reference is not None and self.reference is not start:
-            found["reference_fingerprint"] = self.reference.product_fingerprint()
+        for reference in self.further_references:
+            found["reference_fingerprint"] = reference.product_fingerprint()
         return found
 
     @functools.cached_property

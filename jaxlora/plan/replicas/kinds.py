@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from jaxlora.costs.device_speed import DeviceSpeed
+from jaxlora.costs.gpus import DeviceSpeed
 from jaxlora.costs.stages import DecoderSeconds, decoder_seconds, stage_specs
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.memory.estimate import StepBytes, part_bytes

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders, stage_specs
 from jaxlora.costs.work import Work, head_work, layer_work
 from jaxlora.errors import ConfigError
@@ -120,7 +120,7 @@ def test_more_stages_than_layers():
     ],
 )
 def test_devices_are_found_by_their_kind(kind, name):
-    assert find_speed(kind).name == name
+    assert find_speed(kind).kind == name
 
 
 def test_only_arithmetic_takes_time_on_an_unknown_device():
