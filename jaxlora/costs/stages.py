@@ -4,14 +4,10 @@ import dataclasses
 import functools
 import itertools
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
 from jaxlora.costs.work import PassWork, embedding_work, head_work, layer_work
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.models.decoder import DecoderOptions, Remat
+from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.stages import cut_layers
 
@@ -135,24 +131,18 @@ def decoder_seconds(
     )
 
 
+@functools.lru_cache(maxsize=16)
 def stage_borders(
-    model: ModelConfig,
-    num_stages: int,
-    speed: DeviceSpeed = UNKNOWN_DEVICE,
-    *,
-    dtype: DTypeLike = jnp.bfloat16,
-    remat: Remat = "none",
+    spec: DecoderSpec, num_stages: int, speed: DeviceSpeed = UNKNOWN_DEVICE
 ) -> tuple[int, ...]:
-    """Divides the layers of a model into pipeline stages of about equal time.
+    """Divides the layers of a decoder into pipeline stages of about equal time.
 
     Adapters are left out, so that the stages are known before the jobs are.
 
     Args:
-        model: The model.
+        spec: The whole decoder.
         num_stages: Number of stages.
         speed: Rates of the devices.
-        dtype: Dtype of weights and activations.
-        remat: Part of each layer that the backward pass recomputes.
 
     Returns:
         See `DecoderSeconds.borders`.
@@ -160,30 +150,10 @@ def stage_borders(
     Raises:
         ConfigError: There are more stages than layers.
     """
-    options = DecoderOptions(dtype=jnp.dtype(dtype), remat=remat, max_segment_tokens=1)
-    spec = DecoderSpec(config=model, options=options)
-    seconds = decoder_seconds(spec, speed, mean_tokens=_MEAN_TOKENS)
-    return seconds.borders(num_stages)
-
-
-@functools.lru_cache(maxsize=16)
-def stage_specs(
-    spec: DecoderSpec, num_stages: int, speed: DeviceSpeed = UNKNOWN_DEVICE
-) -> tuple[DecoderSpec, ...]:
-    """Returns the stages of a decoder, with the borders of `stage_borders`.
-
-    Args:
-        spec: The whole decoder.
-        num_stages: Number of stages; one stage is the decoder itself.
-        speed: Rates of the devices.
-
-    Raises:
-        ConfigError: There are more stages than layers.
-    """
     if num_stages == 1:
-        return (spec,)
-    options = spec.options
-    borders = stage_borders(
-        spec.config, num_stages, speed, dtype=options.dtype, remat=options.remat
+        return 0, spec.config.num_layers
+    options = DecoderOptions(
+        dtype=spec.options.dtype, remat=spec.options.remat, max_segment_tokens=1
     )
-    return tuple(spec.stage(*pair) for pair in itertools.pairwise(borders))
+    plain = DecoderSpec(config=spec.config, options=options)
+    return decoder_seconds(plain, speed, mean_tokens=_MEAN_TOKENS).borders(num_stages)

@@ -4,7 +4,6 @@ This needs the tokenizer and the jobs' data, but no weights and no GPU.
 """
 
 import dataclasses
-import datetime
 import pathlib
 from collections.abc import Sequence
 
@@ -54,11 +53,6 @@ class PlannedTime:
 
     together: float
     apart: float
-
-    @property
-    def hours(self) -> float:
-        """Hours of the run."""
-        return self.together / 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,10 +133,8 @@ def plan_run(
         config = config.replace(mesh="auto")
     share = GATHERING_SHARE if config.may_gather else SHARE
     with planned_for(machine.planned(share)):
-        run = prepare_run(
-            config, None, datetime.datetime.now().isoformat(), done_steps=continued_step
-        )
-        return _forecast(run.plan, run.jobs, steps, machine)
+        plan, jobs, _ = prepare_run(config, continued_step)
+        return _forecast(plan, jobs, steps, machine)
 
 
 def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
@@ -160,18 +152,17 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
 
     begun = as_begun(config)
     log_notes(begun.notes)
-    run = prepare_run(
+    plan, jobs, _ = prepare_run(
         begun.config,
-        None,
-        begun.started,
-        done_steps=continued_step,
+        continued_step,
+        started=begun.started,
         ended=begun.ended,
         chosen=begun.chosen,
         on_read=check_saved,
         report_to=lambda: check_installed(config.report_to),
         output_dir=check_output_dir,
     )
-    return _forecast(run.plan, run.jobs, steps, None)
+    return _forecast(plan, jobs, steps, None)
 
 
 def _forecast(
@@ -190,11 +181,13 @@ def _forecast(
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
     _check_samples(jobs)
-    foretold = foretell(plan, jobs)
-    schedule = foretold.schedule
+    schedule, num_rows = foretell(plan, jobs)
     samples = tuple(s for m in schedule.microbatches for s in m)
     num_tokens = sum(s.num_tokens for s in samples)
-    forecast = RunForecast(
+    whole = None
+    if not plan.lanes.replicas:
+        whole = evaluate(schedule, samples, plan.lanes, plan.cost)
+    return RunForecast(
         plan=plan,
         machine=machine,
         jobs=tuple(jobs),
@@ -202,10 +195,10 @@ def _forecast(
         time=_time(plan, jobs, schedule),
         samples=samples,
         num_microbatches=sum(map(bool, schedule.microbatches)),
-        fill=num_tokens / max(1, foretold.num_rows),
+        fill=num_tokens / max(1, num_rows),
+        whole=whole,
         groups=_groups(plan, jobs),
     )
-    return forecast if plan.lanes.replicas else _simulated(forecast, schedule)
 
 
 def _check_samples(jobs: Sequence[PreparedJob]) -> None:
@@ -218,13 +211,6 @@ def _check_samples(jobs: Sequence[PreparedJob]) -> None:
             f"{_MOST_SAMPLES:,}, as it places each of them. Plan the first steps of "
             "each job, such as --steps 1000."
         )
-
-
-def _simulated(forecast: RunForecast, schedule: Schedule) -> RunForecast:
-    """Adds what the microbatches reach in a simulation."""
-    plan = forecast.plan
-    whole = evaluate(schedule, forecast.samples, plan.lanes, plan.cost)
-    return dataclasses.replace(forecast, whole=whole)
 
 
 def _groups(plan: RunPlan, jobs: Sequence[PreparedJob]) -> PlannedGroups | None:
@@ -241,10 +227,8 @@ def plan_run_groups(config: RunConfig) -> PlannedGroups | None:
     Raises:
         JaxloraError: The run cannot be trained.
     """
-    run = prepare_run(
-        config, None, datetime.datetime.now().isoformat(), done_steps=continued_step
-    )
-    return _groups(run.plan, run.jobs)
+    plan, jobs, _ = prepare_run(config, continued_step)
+    return _groups(plan, jobs)
 
 
 def _time(
@@ -270,7 +254,7 @@ def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
         tokens = min(largest, config.limits.capacity)
         config = config.replace(microbatch_tokens=tokens)
     alone = plan.alone(config, job)
-    schedule = foretell(alone, [job]).schedule
+    schedule, _ = foretell(alone, [job])
     seconds = alone.seconds(schedule, num_changes=2)
     assert seconds is not None
     return seconds * _with_reference(alone, [job], schedule)

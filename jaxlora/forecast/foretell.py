@@ -14,25 +14,15 @@ from jaxlora.scheduler.lanes import Tick
 from jaxlora.scheduler.streams.state import Position
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Foretold:
-    """The microbatches of a run, which name their jobs by number.
-
-    Attributes:
-        schedule: The microbatches.
-        num_rows: Rows of those that are not empty, padding included.
-    """
-
-    schedule: Schedule
-    num_rows: int
-
-
-def foretell(plan: RunPlan, jobs: Sequence[PreparedJob]) -> Foretold:
-    """Returns the microbatches of a run.
+def foretell(plan: RunPlan, jobs: Sequence[PreparedJob]) -> tuple[Schedule, int]:
+    """Returns the microbatches of a run, which name their jobs by number.
 
     Args:
         plan: The plan of the run.
         jobs: Its jobs.
+
+    Returns:
+        The microbatches, and the rows of those that are not empty, padding included.
     """
     with StreamPlan(plan.rules, lambda job, step: jobs[job].lengths(step)) as stream:
         course = list(_Course(plan, jobs, stream).ticks())
@@ -42,10 +32,8 @@ def foretell(plan: RunPlan, jobs: Sequence[PreparedJob]) -> Foretold:
     if plan.lanes.pipeline.distance == 1:  # a no-op takes no time
         ticks = [tick for tick in ticks if any(tick)]
     microbatches = tuple(microbatch for tick in ticks for microbatch in tick)
-    return Foretold(
-        schedule=Schedule(microbatches=microbatches, limits=plan.config.limits),
-        num_rows=sum(_num_rows(plan, tick, rows) for tick, rows in course),
-    )
+    schedule = Schedule(microbatches=microbatches, limits=plan.config.limits)
+    return schedule, sum(_num_rows(plan, tick, rows) for tick, rows in course)
 
 
 def _num_rows(plan: RunPlan, tick: Tick, rows: int) -> int:

@@ -78,9 +78,9 @@ def window_cost(
         half = AffineCost(base=0.5 * base, per_token=0.5, per_square=0.0)
         return CostModel.uniform(1, forward=half, backward=half, buckets=buckets)
     dtype, remat = base_dtype(config.dtype), config.weakest_remat
-    borders = stage_borders(model, num_stages, speed, dtype=dtype, remat=remat)
     options = DecoderOptions(dtype=dtype, remat=remat, max_segment_tokens=1)
     spec = DecoderSpec(config=model, options=options)
+    borders = stage_borders(spec, num_stages, speed)
     times = decoder_seconds(spec, speed).stages(borders)
     whole = sum(time.both for time in times)
 

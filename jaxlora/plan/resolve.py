@@ -11,9 +11,8 @@ from jaxlora.costs.work import layer_work
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.job.job_slots import JobPosition
-from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.planned_model import PlannedModel, describe_base
 from jaxlora.plan.job.prepared_job import PreparedJob
-from jaxlora.plan.job.quantized_base import describe_base
 from jaxlora.plan.job.slot_spec import check_fits, decoder_spec, needed
 from jaxlora.plan.memory import capacity
 from jaxlora.plan.memory.base_storage import choose_storage

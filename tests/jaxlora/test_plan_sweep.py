@@ -57,10 +57,8 @@ def run(tmp_path_factory):
 
 def planned(config: RunConfig, gpus: str):
     with planned_for(parse_machine(gpus).planned(0.75)):
-        run = prepare_run(
-            config, None, "2026-01-01T00:00:00", done_steps=continued_step
-        )
-        return run.plan, run.jobs, plan_groups(run.plan, run.jobs, this_machine())
+        plan, jobs, _ = prepare_run(config, continued_step)
+        return plan, jobs, plan_groups(plan, jobs, this_machine())
 
 
 def test_groups_of_a_sweep(run, tmp_path):
@@ -129,7 +127,7 @@ def test_a_configuration_alone_takes_the_time_of_its_microbatches(run):
     from jaxlora.forecast.foretell import foretell
 
     with planned_for(parse_machine("h100").planned(0.75)):
-        seconds = plan.seconds(foretell(plan, [job]).schedule)
+        seconds = plan.seconds(foretell(plan, [job])[0])
     (alone,) = groups.planned.plan.sweep.configurations
     evaluated = alone.step_tokens / (len(job.lengths(0)) * TOKENS)
     makespan = groups.planned.plan.makespan

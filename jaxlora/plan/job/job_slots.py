@@ -41,17 +41,6 @@ class JobPosition:
     num_steps: int
     batch_tokens: float = 1.0
 
-    @property
-    def tokens_left(self) -> float:
-        """Number of tokens that the job still trains on, about."""
-        return (self.num_steps - self.step) * self.batch_tokens
-
-    def steps(self, most: int) -> range:
-        """Returns the next optimizer steps of the job, at most so many."""
-        if self.slot is None:
-            return range(0)
-        return range(self.step, min(self.step + most, self.num_steps))
-
 
 def assign_slots(
     positions: Sequence[JobPosition],
@@ -75,24 +64,21 @@ def assign_slots(
     """
     # There is no estimate of memory, because slots and microbatches take theirs when
     # the run starts.
-    running = [_candidate(p) for p in positions if p.slot is not None]
-    waiting = [_candidate(p) for p in positions if p.slot is None]
-    paused: set[int] = set()
+    candidates = {p: Candidate(job=p.job, priority=p.priority) for p in positions}
+    running = [candidate for p, candidate in candidates.items() if p.slot is not None]
+    waiting = [candidate for p, candidate in candidates.items() if p.slot is None]
+    slots = {p.job: p.slot for p in positions if p.slot is not None}
     if preempts:
         change = preempt(running, waiting, num_slots)
-        paused, started = {c.job for c in change.paused}, change.started
+        started = change.started
+        for candidate in change.paused:
+            del slots[candidate.job]
     else:
-        started = tuple(admit(waiting, num_slots - len(running)))
-    kept = [p for p in positions if p.slot is not None and p.job not in paused]
-    slots = {p.job: p.slot for p in kept}
+        started = admit(waiting, num_slots - len(running))
     taken = set(slots.values())
     free = [slot for slot in range(num_slots) if slot not in taken]
     slots |= {c.job: slot for c, slot in zip(started, free, strict=False)}
     return [dataclasses.replace(p, slot=slots.get(p.job)) for p in positions]
-
-
-def _candidate(position: JobPosition) -> Candidate:
-    return Candidate(job=position.job, priority=position.priority)
 
 
 def next_samples(
@@ -112,7 +98,9 @@ def next_samples(
         Sample(owner=position.slot, batch=step, index=i, num_tokens=num_tokens)
         for position in positions
         if position.slot is not None
-        for step in position.steps(num_steps)
+        for step in range(
+            position.step, min(position.step + num_steps, position.num_steps)
+        )
         for i, num_tokens in enumerate(lengths(position.job, step))
     )
 
