@@ -54,6 +54,11 @@ class PlannedTime:
     together: float
     apart: float
 
+    @property
+    def hours(self) -> float:
+        """Hours of the run."""
+        return self.together / 3600
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RunForecast:

@@ -50,7 +50,6 @@ class _Course:
         # Those that have not ended.
         self._left = {p.job: p for p in first_positions(jobs)}
         self._in_slot: dict[int, int] = {}  # job by slot
-        self._steps: Counter[int] = Counter()  # optimizer steps done, by slot
         self._done: Counter[tuple[int, int]] = Counter()  # samples, by slot and batch
         # Ticks that are taken after a tick before the trainer knows of its steps: W
         # until they are reported, and W that are in flight and prepared by then.
@@ -61,20 +60,20 @@ class _Course:
         """Yields the ticks, whose samples name their job by number, and their rows."""
         stepping: deque[tuple[int, int]] = deque()  # the tick of a report, and a slot
         self._fill_slots()
-        number = 0
-        while (taken := self._stream.take()) is not None:
+        for number, taken in enumerate(iter(self._stream.take, None)):
             yield self._renamed(taken.tick), taken.rows
             stepping += [(number + self._lag, s) for s in self._completed(taken.tick)]
             ended = []
             while stepping and stepping[0][0] <= number:
                 slot = stepping.popleft()[1]
                 self._stream.note_step(slot)
-                self._steps[slot] += 1
-                if self._steps[slot] == self._jobs[self._in_slot[slot]].num_steps:
+                if self._stream.is_done(slot):
                     ended.append(slot)
+            for slot in ended:
+                del self._left[self._in_slot.pop(slot)]
+                self._stream.drop(slot)
             if ended:
-                self._leave(ended)
-            number += 1
+                self._fill_slots()
 
     def _completed(self, tick: Tick) -> list[int]:
         """Returns the slots whose batch is complete with a tick."""
@@ -88,12 +87,6 @@ class _Course:
                 complete.append(slot)
         return complete
 
-    def _leave(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            del self._left[self._in_slot.pop(slot)], self._steps[slot]
-            self._stream.drop(slot)
-        self._fill_slots()
-
     def _fill_slots(self) -> None:
         positions: list[JobPosition] = assign_slots(
             list(self._left.values()),
@@ -105,7 +98,6 @@ class _Course:
             if slot is None or slot in self._in_slot:
                 continue
             self._left[position.job], self._in_slot[slot] = position, position.job
-            self._steps[slot] = position.step
             self._stream.start(
                 Position(
                     job=position.job,

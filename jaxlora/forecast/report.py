@@ -182,7 +182,7 @@ def _add_time(table: Table, planned: RunForecast, price_per_hour: float | None) 
         )
     if price_per_hour is not None:
         count = each if planned.machine is None else planned.machine.count
-        price = count * price_per_hour * time.together / 3600
+        price = count * price_per_hour * time.hours
         table.add_row(
             "price",
             f"{price:,.2f}: {count} x {price_per_hour:g} for each hour of a GPU",

@@ -15,7 +15,7 @@ from jaxlora.config import RunConfig
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.plan.job.prepared_job import PreparedJob, longest_group
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.mesh.predict import (
     Rates,
@@ -26,7 +26,6 @@ from jaxlora.plan.mesh.predict import (
 )
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import (
-    MeshFootprint,
     MeshStages,
     check_division,
     estimated_footprint,
@@ -105,7 +104,7 @@ def plan_groups(
         num_gpus=machine.num_devices,
         max_degree=per_host,
     )
-    longest = max(map(longest_group, jobs))
+    longest = max(job.longest_group for job in jobs)
     found = {
         degree: best
         for degree in sweep.degrees
@@ -288,7 +287,8 @@ def _room(
     """
     capacity = config.limits.capacity
     available = machine.memory_of(stages.sizes.num_devices)
-    slot = _most(estimated_footprint(stages, config.block_tokens, capacity))
+    found = estimated_footprint(stages, config.block_tokens, capacity)
+    slot = max(stage.adapter_bytes for stage in found.stages)
     if available is None:
         return capacity, float(plan.num_slots * slot), float(slot)
     while capacity >= longest:
@@ -298,10 +298,6 @@ def _room(
             return capacity, float(free), float(slot)
         capacity = capacity // 2 // config.block_tokens * config.block_tokens
     return None
-
-
-def _most(found: MeshFootprint) -> int:
-    return max(stage.adapter_bytes for stage in found.stages)
 
 
 # ---- showing -------------------------------------------------------------------------

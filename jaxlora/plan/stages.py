@@ -168,6 +168,11 @@ class MeshStages:
             num_tensor=sizes.tensor,
         )
 
+    @property
+    def used(self) -> list[tuple[DecoderSpec, StageUse]]:
+        """The stages, each with how its devices are used."""
+        return [(spec, self.use(number)) for number, spec in enumerate(self.specs)]
+
     def describe(self, number: int) -> str:
         """Describes the devices of a stage, for errors; empty on a single device."""
         if self.further:
@@ -236,12 +241,8 @@ class MeshFootprint:
 
 def resident_footprint(stages: MeshStages) -> MeshFootprint:
     """The footprint of weights and slots alone, without a training step."""
-    return MeshFootprint(
-        stages=tuple(
-            stage_resident(spec, stages.use(number))
-            for number, spec in enumerate(stages.specs)
-        )
-    )
+    found = tuple(stage_resident(spec, use) for spec, use in stages.used)
+    return MeshFootprint(stages=found)
 
 
 def estimated_footprint(
@@ -266,12 +267,8 @@ def stages_footprint(stages: MeshStages, found: StepBytes) -> MeshFootprint:
         stages: Stages of the run.
         found: Those of the whole decoder, or of the part that each device runs.
     """
-    return MeshFootprint(
-        stages=tuple(
-            stage_estimated(spec, found, stages.use(number))
-            for number, spec in enumerate(stages.specs)
-        )
-    )
+    each = tuple(stage_estimated(spec, found, use) for spec, use in stages.used)
+    return MeshFootprint(stages=each)
 
 
 def measured_footprint(
@@ -284,13 +281,10 @@ def measured_footprint(
         programs: The compiled passes of each stage.
         limits: Limits of the microbatches that they were compiled for.
     """
-    found = []
-    for number, (spec, own) in enumerate(zip(stages.specs, programs, strict=True)):
-        stage = stage_measured(spec, own, limits, stages.use(number))
-        if stage is None:
-            return None
-        found.append(stage)
-    return MeshFootprint(stages=tuple(found))
+    pairs = zip(stages.used, programs, strict=True)
+    found = [stage_measured(spec, own, limits, use) for (spec, use), own in pairs]
+    known = tuple(stage for stage in found if stage is not None)
+    return MeshFootprint(stages=known) if len(known) == len(found) else None
 
 
 def divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:

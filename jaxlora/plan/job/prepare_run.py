@@ -5,7 +5,7 @@ The trainer and `jaxlora plan` enter here, so that they refuse the same runs.
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jaxlora.adapters.optimizers.table import find_optimizer
 from jaxlora.common.note import log_notes
@@ -19,7 +19,7 @@ from jaxlora.generate.prompt import sample_prompts
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
 from jaxlora.plan.job.chosen_modules import ChosenModules, choose_modules
-from jaxlora.plan.job.found_inputs import missing_inputs
+from jaxlora.plan.job.found_inputs import data_sets, missing_inputs
 from jaxlora.plan.job.objective import check_objective
 from jaxlora.plan.job.planned_model import PlannedModel, planned_model
 from jaxlora.plan.job.prepared_job import (
@@ -91,11 +91,9 @@ def _check_jobs(
     """Checks templates; if the model is open, also returns the modules of the jobs."""
     modules = []
     model, tokenizer = (None, None) if base is None else (base[0].config, base[1])
+    for path, data in data_sets(config.jobs):
+        _check_data(data, tokenizer, path, problems)
     for number, job in enumerate(config.jobs):
-        for key in ("data", "eval_data"):
-            if (data := getattr(job, key)) is not None:
-                for path, one in _sets(data, ("jobs", number, key)):
-                    _check_data(one, tokenizer, path, problems)
         with problems.at("jobs", number, "objective"):
             check_objective(job)
         with problems.at("jobs", number, "optimizer"):
@@ -111,14 +109,6 @@ def _check_jobs(
         with problems.at("samples", "prompts"):
             sample_prompts(config.samples, model, tokenizer)
     return modules
-
-
-def _sets(data: DataConfig, path: Path) -> Iterator[tuple[Path, DataConfig]]:
-    """Yields the data sets of a job, and the setting that has each."""
-    if not data.datasets:
-        yield path, data
-    for number, one in enumerate(data.datasets):
-        yield (*path, "datasets", number), one
 
 
 def _check_data(

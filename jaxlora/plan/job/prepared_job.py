@@ -75,8 +75,14 @@ class PreparedJob:
         """Name of the job."""
         return self.settings.name
 
+    @property
+    def data(self) -> tuple[TokenizedData, ...]:
+        """The training samples, and those that are held out."""
+        held_out = self.eval_data
+        return (self.train_data,) if held_out is None else (self.train_data, held_out)
+
     def __post_init__(self):
-        for data in filter(None, (self.train_data, self.eval_data)):
+        for data in self.data:
             assert data.group_size == self.objective.group_size, "read for another"
 
     @property
@@ -122,6 +128,11 @@ class PreparedJob:
     def num_steps(self) -> int:
         """Optimizer steps in all."""
         return self.order.num_steps
+
+    @property
+    def longest_group(self) -> int:
+        """Tokens of the longest group of samples, held out or not."""
+        return max(data.longest_group for data in self.data)
 
     @property
     def batch_tokens(self) -> float:
@@ -465,15 +476,3 @@ def _note_on_modules(job: LoraJob, modules: Mapping[str, ModuleLora]) -> Note:
 
 def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray:
     return np.concatenate([d.lengths for d in (train, held_out) if d is not None])
-
-
-def longest_sample(prepared: PreparedJob) -> int:
-    """Returns the number of tokens of a job's longest sample, held out or not."""
-    data = filter(None, (prepared.train_data, prepared.eval_data))
-    return max(one.longest_sample for one in data)
-
-
-def longest_group(prepared: PreparedJob) -> int:
-    """Returns the number of tokens of a job's longest group of samples."""
-    data = filter(None, (prepared.train_data, prepared.eval_data))
-    return max(one.longest_group for one in data)

@@ -23,7 +23,7 @@ from jaxlora.plan.job.kernel_choice import (
     choose_kernels,
 )
 from jaxlora.plan.job.planned_model import PlannedModel
-from jaxlora.plan.job.prepared_job import PreparedJob, longest_group, longest_sample
+from jaxlora.plan.job.prepared_job import PreparedJob
 
 
 def decoder_spec(
@@ -269,7 +269,8 @@ def _check_start(prepared: PreparedJob, spec: DecoderSpec) -> None:
 
 def _check_lengths(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:
     name = prepared.name
-    longest, limit = longest_sample(prepared), spec.options.max_segment_tokens
+    longest = max(data.longest_sample for data in prepared.data)
+    limit = spec.options.max_segment_tokens
     if longest > limit:
         raise ConfigError(
             f"job {name!r} has a sample of {longest} tokens, and this run supports "
@@ -277,7 +278,7 @@ def _check_lengths(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) ->
             "joins later, the max_length of the jobs it starts with), or lower the "
             "job's max_length."
         )
-    if (longest := longest_group(prepared)) > max_tokens:
+    if (longest := prepared.longest_group) > max_tokens:
         size = prepared.objective.group_size
         raise ConfigError(
             f"job {name!r} has {size} samples that are trained on together, of "

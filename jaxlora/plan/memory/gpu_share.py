@@ -131,39 +131,29 @@ def _default(reason: str) -> ShareChoice:
 
 def query_gpus() -> tuple[GpuUse, ...] | None:
     """Returns the use of all GPUs of the machine; None if `nvidia-smi` fails."""
+
+    def number(text: str) -> int | None:
+        return int(text) if text.isdecimal() else None
+
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, check=True
         )
-        return _parse(done.stdout)
+        rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+        return tuple(
+            GpuUse(
+                index=int(index),
+                uuid=uuid,
+                name=name,
+                driver=driver,
+                total_mib=number(total),
+                used_mib=number(used),
+            )
+            for index, uuid, name, driver, total, used in rows
+        )
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-
-
-def _parse(text: str) -> tuple[GpuUse, ...]:
-    """Reads the lines of `nvidia-smi`.
-
-    Raises:
-        ValueError: A line is not as expected.
-    """
-
-    def number(text: str) -> int | None:
-        return int(text) if text.isdecimal() else None
-
-    return tuple(
-        GpuUse(
-            index=int(index),
-            uuid=uuid,
-            name=name,
-            driver=driver,
-            total_mib=number(total),
-            used_mib=number(used),
-        )
-        for index, uuid, name, driver, total, used in csv.reader(
-            text.splitlines(), skipinitialspace=True
-        )
-    )
 
 
 def _ours(

@@ -20,9 +20,8 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import MAGNITUDE, TRAINED_BIAS, VERA_B
 from jaxlora.pallas_kernels import Nf4Weight
 from jaxlora.plan.job.slot_spec import check_fits
-from jaxlora.plan.memory.estimate import step_bytes
+from jaxlora.plan.memory.estimate import scratch_bytes, step_bytes
 from jaxlora.plan.memory.footprint import StageUse, stage_resident
-from jaxlora.plan.memory.linear_scratch import scratch_bytes
 from tests import tiny
 from tests.golden_base import biased
 from tests.jaxlora.train.at_window import InterruptAt

@@ -17,9 +17,9 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import LORA_A, VERA_B, VERA_D
 from jaxlora.plan.job.slot_spec import check_fits
+from jaxlora.plan.memory.estimate import scratch_bytes
 from jaxlora.plan.memory.footprint import StageUse, num_bytes, stage_resident
 from jaxlora.plan.memory.inputs import settings_shapes
-from jaxlora.plan.memory.linear_scratch import scratch_bytes
 from tests import tiny
 from tests.jaxlora.train.test_contracts import assert_same_training
 
