@@ -39,11 +39,6 @@ class PassSeconds:
             backward=self.backward + other.backward,
         )
 
-    def __mul__(self, factor: float) -> "PassSeconds":
-        return PassSeconds(
-            forward=factor * self.forward, backward=factor * self.backward
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSeconds:
@@ -120,7 +115,8 @@ def decoder_seconds(
 
     # The backward pass of attention computes its scores again, and `layer` all of it.
     again = 0.3 if spec.options.remat == "layer" else 0.0
-    attention = PassSeconds(forward=0.3, backward=0.7 + again) * speed.attention_seconds
+    each = speed.attention_seconds
+    attention = PassSeconds(forward=each * 0.3, backward=each * (0.7 + again))
     layers = [
         seconds(layer_work(spec, layer, mean)) + attention
         for layer in range(spec.config.num_layers)

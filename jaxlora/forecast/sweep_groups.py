@@ -105,12 +105,16 @@ def plan_groups(
         max_degree=per_host,
     )
     longest = max(job.longest_group for job in jobs)
-    found = {
-        degree: best
-        for degree in sweep.degrees
-        if (best := _cheapest(plan, machine, degree, configurations, longest))
-        is not None
-    }
+    found: dict[int, _Kind] = {}  # the faster mesh of so many GPUs
+    for degree in sweep.degrees:
+        meshes = [f"{axis}={degree}" for axis in ("fsdp", "stage")]
+        kinds = [
+            kind
+            for mesh in (meshes if degree > 1 else [ONE_DEVICE])
+            if (kind := _kind(plan, machine, mesh, configurations, longest)) is not None
+        ]
+        if kinds:
+            found[degree] = min(kinds, key=lambda one: one.costs.step[1].per_token)
     costs = AnalyticCosts(
         by_degree={d: kind.costs for d, kind in found.items()}, pads_ranks=True
     )
@@ -171,23 +175,6 @@ class _Kind:
     mesh: str
     capacity: int
     costs: GroupCosts
-
-
-def _cheapest(
-    plan: RunPlan,
-    machine: Machine,
-    degree: int,
-    configurations: Sequence[Configuration],
-    longest: int,
-) -> _Kind | None:
-    """Returns the faster mesh of so many GPUs; None if none can run."""
-    meshes = [f"{axis}={degree}" for axis in ("fsdp", "stage")]
-    found = [
-        kind
-        for mesh in (meshes if degree > 1 else [ONE_DEVICE])
-        if (kind := _kind(plan, machine, mesh, configurations, longest)) is not None
-    ]
-    return min(found, key=lambda one: one.costs.step[1].per_token, default=None)
 
 
 def _kind(

@@ -288,7 +288,7 @@ def _draft(
         machine=machine,
         spec=spec,
         bounds=bounds,
-        notes=(Note(str(choices)), *storage),
+        notes=(Note(choices), *storage),
     )
 
 

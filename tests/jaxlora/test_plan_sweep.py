@@ -11,6 +11,7 @@ from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.errors import ConfigError
 from jaxlora.forecast import plan_run_groups
+from jaxlora.forecast.forecast import foretell
 from jaxlora.forecast.sweep_groups import draw_groups, plan_groups, print_groups
 from jaxlora.forecast.sweep_process import group_plans
 from jaxlora.pallas_kernels.device import planned_for
@@ -124,8 +125,6 @@ def test_a_configuration_alone_takes_the_time_of_its_microbatches(run):
     """As the trainer's own prediction for one microbatch a step."""
     plan, (job,), groups = planned(run(rank=[16]), "h100")
     assert len(job.lengths(0)) * TOKENS == plan.config.microbatch_tokens
-    from jaxlora.forecast.foretell import foretell
-
     with planned_for(parse_machine("h100").planned(0.75)):
         seconds = plan.seconds(foretell(plan, [job])[0])
     (alone,) = groups.planned.plan.sweep.configurations

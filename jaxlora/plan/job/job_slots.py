@@ -22,20 +22,18 @@ from jaxlora.scheduler.lanes import ONE_LANE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobPosition:
+class JobPosition(Candidate):
     """The position of a job that has not ended, between two of its global batches.
 
+    Jobs are numbered in order of arrival.
+
     Attributes:
-        job: Number of the job, in order of arrival.
-        priority: Priority of the job.
         slot: Slot of the job; None while it waits or is paused.
         step: Optimizer steps done.
         num_steps: Optimizer steps in all.
         batch_tokens: Mean number of tokens of a global batch, which balances replicas.
     """
 
-    job: int
-    priority: int
     slot: int | None
     step: int
     num_steps: int
@@ -64,9 +62,8 @@ def assign_slots(
     """
     # There is no estimate of memory, because slots and microbatches take theirs when
     # the run starts.
-    candidates = {p: Candidate(job=p.job, priority=p.priority) for p in positions}
-    running = [candidate for p, candidate in candidates.items() if p.slot is not None]
-    waiting = [candidate for p, candidate in candidates.items() if p.slot is None]
+    running = [p for p in positions if p.slot is not None]
+    waiting = [p for p in positions if p.slot is None]
     slots = {p.job: p.slot for p in positions if p.slot is not None}
     if preempts:
         change = preempt(running, waiting, num_slots)

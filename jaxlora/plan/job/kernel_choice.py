@@ -44,34 +44,21 @@ class Choice[Name: str]:
         return f"{self.name}, as requested" if self.is_requested else self.name
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class KernelChoices:
-    """The kernels and attention that run on the device of a run.
+def describe_choices(
+    kernels: Choice[str], attention: Choice[AttentionImplementation]
+) -> str:
+    """Says in one line on which device a run is, what runs there, and why.
 
-    Attributes:
-        kernels: LoRA kernels.
-        attention: Attention.
+    A reason why something else cannot run there is told once.
     """
-
-    kernels: Choice[str]
-    attention: Choice[AttentionImplementation]
-
-    def __str__(self) -> str:
-        """Says in one line on which device a run is, what runs there, and why.
-
-        A reason why something else cannot run there is told once.
-        """
-        passed_over = (
-            *self.kernels.passed_over.items(),
-            *self.attention.passed_over.items(),
-        )
-        parts = [
-            f"device: {describe_device()}",
-            f"LoRA kernels: {self.kernels}",
-            f"attention: {self.attention}",
-            *group_reasons(passed_over),
-        ]
-        return "; ".join(parts)
+    passed_over = *kernels.passed_over.items(), *attention.passed_over.items()
+    parts = [
+        f"device: {describe_device()}",
+        f"LoRA kernels: {kernels}",
+        f"attention: {attention}",
+        *group_reasons(passed_over),
+    ]
+    return "; ".join(parts)
 
 
 def choose_kernels(asked: str, spec: DecoderSpec, block_tokens: int) -> Choice[str]:

@@ -18,7 +18,6 @@ from jaxlora.hf.base_format import change_settings, find_base_format, kept_linea
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.load import FrozenModel, base_dtype
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
 from jaxlora.models.sharded import BaseDivision
 from jaxlora.models.spec import DecoderSpec
@@ -53,14 +52,6 @@ class PlannedModel:
         return PlannedModel(
             config=model.config, dtype=model.dtype, base_format=base_format
         )
-
-    @property
-    def spec(self) -> DecoderSpec:
-        """The decoder without slots."""
-        options = DecoderOptions(
-            dtype=self.dtype, base_format=self.base_format, max_segment_tokens=1
-        )
-        return DecoderSpec(config=self.config, options=options)
 
 
 def planned_model(config: RunConfig, folder: pathlib.Path) -> PlannedModel:

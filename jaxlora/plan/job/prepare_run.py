@@ -18,9 +18,12 @@ from jaxlora.errors import ConfigError
 from jaxlora.generate.prompt import sample_prompts
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
-from jaxlora.plan.job.chosen_modules import ChosenModules, choose_modules
+from jaxlora.plan.job.chosen_modules import (
+    ChosenModules,
+    check_objective,
+    choose_modules,
+)
 from jaxlora.plan.job.found_inputs import data_sets, missing_inputs
-from jaxlora.plan.job.objective import check_objective
 from jaxlora.plan.job.planned_model import PlannedModel, planned_model
 from jaxlora.plan.job.prepared_job import (
     PreparedJob,

@@ -34,8 +34,11 @@ from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.plan.job.chosen_modules import ChosenModules, choose_modules
-from jaxlora.plan.job.objective import check_objective
+from jaxlora.plan.job.chosen_modules import (
+    ChosenModules,
+    check_objective,
+    choose_modules,
+)
 from jaxlora.problems import Problems
 
 # A forward pass over so many tokens takes minutes with a model of 8B on an H100.
@@ -43,15 +46,11 @@ _MANY_TOKENS = 2**22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PreparedJob:
+class PreparedJob(ChosenModules):
     """The modules that a job adapts, and its samples.
 
     Attributes:
         settings: Settings of the job.
-        modules: Rank and scaling of each linear that it adapts, by module name.
-        start: Adapter of `init_from`; None: the job starts from fresh weights.
-        reference: Adapter with which the objective compares; None: it is the base, or
-            there is no reference.
         train_data: Training samples; of a stream, those of the first window, without
             their tokens.
         eval_data: Held-out samples, if any.
@@ -61,9 +60,6 @@ class PreparedJob:
     """
 
     settings: LoraJob
-    modules: Mapping[str, ModuleLora]
-    start: Adapter | None
-    reference: Adapter | None = None
     train_data: TokenizedData
     eval_data: TokenizedData | None
     stream: SampleStream | None = None
@@ -352,10 +348,8 @@ def _read_job(
         check_enough(data, job)
     read = {"training data": train, "held-out data": held_out}
     prepared = PreparedJob(
+        **vars(chosen),
         settings=job,
-        modules=chosen.modules,
-        start=chosen.start,
-        reference=chosen.reference,
         train_data=train,
         eval_data=held_out,
         stream=stream,

@@ -18,9 +18,9 @@ from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.plan.job.kernel_choice import (
-    KernelChoices,
     choose_attention,
     choose_kernels,
+    describe_choices,
 )
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
@@ -31,7 +31,7 @@ def decoder_spec(
     planned: PlannedModel,
     jobs: Sequence[PreparedJob],
     max_tokens: int,
-) -> tuple[DecoderSpec, KernelChoices]:
+) -> tuple[DecoderSpec, str]:
     """Makes the decoder with the slots of a run, and says which kernels run it.
 
     Args:
@@ -80,7 +80,7 @@ def decoder_spec(
     kernels = choose_kernels(config.implementation, on_device, config.block_tokens)
     options = dataclasses.replace(options, implementation=kernels.name)
     spec = dataclasses.replace(spec, options=options)
-    return spec, KernelChoices(kernels=kernels, attention=attention)
+    return spec, describe_choices(kernels, attention)
 
 
 def needed(job: PreparedJob) -> SlotShape:
@@ -155,54 +155,38 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
     _check_lengths(prepared, spec, max_tokens)
 
 
-# What a job has and the slots do not, by the field of their shapes, with the cure.
+_SUCH_A_JOB = "Start a run with such a job"
+# By field of the slots: what a job has and they do not, for errors, and the cure.
 _MISFITS = {
     "use_dropout": (
-        "has dropout {job.dropout}, and the slots of this run were made without "
-        "dropout. Set slot_dropout: true when the run starts."
+        "dropout {job.dropout}",
+        "Set slot_dropout: true when the run starts",
     ),
-    "keeps_start": (
-        "has init_lora_weights {job.init_lora_weights}, and this run was started "
-        "without a job of this kind. Start a run with such a job."
-    ),
+    "keeps_start": ("init_lora_weights {job.init_lora_weights}", _SUCH_A_JOB),
     "dora_dropout": (
-        "has use_dora and dropout {job.dropout}, and this run was started without a "
-        "job that has both. Start a run with such a job, or leave dropout out."
+        "use_dora with dropout {job.dropout}",
+        f"{_SUCH_A_JOB}, or leave dropout out",
     ),
     "has_references": (
-        "compares with an adapter in each step, and this run was started without such "
-        "a job, so that there is no memory for its reference. Set "
-        "objective_args.reference_logps: kept, or start the run with such a job."
+        "an adapter as reference in each step",
+        f"Set objective_args.reference_logps: kept. {_SUCH_A_JOB} otherwise",
     ),
-    "optimizers": (
-        "has optimizer {need!r}, and this run was started for {have}. Start the run "
-        "with a job of this optimizer."
-    ),
-    "rank": (
-        "has rank {need}, above the slots' rank {have}. Lower it, or set slot_rank to "
-        "at least {need}."
-    ),
-    "settings": (
-        "has {need}, and the slots of this run were made without. Start the run with "
-        "a job that has {need}: true."
-    ),
+    "optimizers": ("optimizer {need}", _SUCH_A_JOB),
+    "rank": ("rank {need}", "Lower it, or set slot_rank to at least {need}"),
+    "settings": ("{need}", "Start the run with a job that has {need}: true"),
     "num_token_rows": (
-        "has {need} trainable_token_indices of embed_tokens, and the slots of this run "
-        "hold {have}. Start the run with a job that has as many."
+        "{need} trainable_token_indices of embed_tokens",
+        "Start the run with a job that has as many",
     ),
     "num_head_rows": (
-        "has {need} trainable_token_indices of lm_head, and the slots of this run hold "
-        "{have}. Start the run with a job that has as many."
+        "{need} trainable_token_indices of lm_head",
+        "Start the run with a job that has as many",
     ),
     "whole_modules": (
-        "has modules_to_save, and the slots of this run were made without whole copies "
-        "of {need}. Start the run with a job that has them, or train this one in "
-        "another run."
+        "modules_to_save {need}",
+        f"{_SUCH_A_JOB}, or train this one in another run",
     ),
-    "has_lora": (
-        "has A and B, and this run was started for jobs with use_vera alone, which "
-        "have none. Start the run with a job of LoRA."
-    ),
+    "has_lora": ("A and B", "Start the run with a job of LoRA beside those of VeRA"),
 }
 
 
@@ -220,7 +204,7 @@ def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
         whose += " with its reference"
     elif prepared.settings.keeps_start:
         whose += " with the first weights that it keeps"
-    for field, text in _MISFITS.items():
+    for field, (has, cure) in _MISFITS.items():
         need, have = getattr(shape, field), getattr(spec.slots, field)
         if isinstance(need, tuple):
             lacking = [name for name in need if name not in have]
@@ -228,7 +212,9 @@ def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
         else:
             lacking = need > have
         if lacking:
-            text = text.format(need=need, have=have, job=prepared.settings)
+            made = f"for {have}" if have else "without that"
+            text = f"has {has}, and the slots of this run were made {made}. {cure}."
+            text = text.format(need=need, job=prepared.settings)
             raise ConfigError(f"{whose} {text}")
 
 

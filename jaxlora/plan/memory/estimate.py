@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,13 +138,9 @@ def step_bytes(
         num_tokens: Tokens of a microbatch; None: without attention's transient memory,
             which is a lower bound for every capacity.
     """
-    given = spec, block_tokens, num_tokens, planned_device()
-    values = kept_value(
-        "the estimate of memory",
-        ("step_bytes", *given),
-        lambda: dataclasses.asdict(_estimate(spec, block_tokens, num_tokens)),
-    )
-    return StepBytes(**values)
+    given = "step_bytes", spec, block_tokens, num_tokens, planned_device()
+    estimate = lambda: dataclasses.asdict(_estimate(spec, block_tokens, num_tokens))
+    return StepBytes(**kept_value("the estimate of memory", given, estimate))
 
 
 def _estimate(
@@ -180,19 +176,19 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         tokens *= 2
 
     remat, mlp, hidden = spec.options.remat, _mlp_bytes(spec), _hidden_bytes(spec)
-    one = _kept(_first_layers(spec, 1, remat=remat), tokens, block_tokens)
-    two = one.per_token
+    one, fixed = _kept(_first_layers(spec, 1, remat=remat), tokens, block_tokens)
+    two = one
     if spec.config.num_layers > 1:
         whole = _first_layers(spec, 2, remat=remat)
         if _first_are_alike(spec):
             both = _kept_bytes(whole, tokens, block_tokens)
-            two = (both - 2 * one.fixed) / tokens
+            two = (both - 2 * fixed) / tokens
         else:
-            two = _kept(whole, tokens, block_tokens).per_token
+            two, _ = _kept(whole, tokens, block_tokens)
     recomputed = 0.0
     if remat != "none":
         weakest = _first_layers(spec, 1, remat="none")
-        recomputed = _kept(weakest, tokens, block_tokens).per_token - one.per_token
+        recomputed = _kept(weakest, tokens, block_tokens)[0] - one
     # The gradients of the MLP's arrays, as none of these is free for them.
     alone = _MLP_KEEPS * mlp + hidden - recomputed
     if remat == "none":
@@ -202,8 +198,8 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         # the hidden states has the place of what was kept for the loss.
         transient, own = mlp, mlp + hidden
     return StepBytes(
-        kept_by_layer=two - one.per_token,
-        kept_at_ends=2 * one.per_token - two,
+        kept_by_layer=two - one,
+        kept_at_ends=2 * one - two,
         recomputed=recomputed,
         transient=transient,
         alone=max(own, alone),
@@ -237,27 +233,15 @@ def _first_are_alike(spec: DecoderSpec) -> bool:
     return linears(0) == linears(1)
 
 
-class _Kept(NamedTuple):
-    """Bytes that a decoder keeps for its backward pass.
-
-    Attributes:
-        per_token: Bytes for each token.
-        fixed: Bytes that do not depend on the tokens.
-    """
-
-    per_token: float
-    fixed: int
-
-
 @functools.lru_cache(maxsize=64)
-def _kept(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> _Kept:
-    """Counts the kept bytes, from traces with two numbers of tokens."""
+def _kept(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> tuple[float, int]:
+    """Returns the bytes that are kept for each token, and those that are fixed.
+
+    They follow from traces with two numbers of tokens.
+    """
     small = _kept_bytes(spec, num_tokens, block_tokens)
     large = _kept_bytes(spec, 2 * num_tokens, block_tokens)
-    return _Kept(
-        per_token=(large - small) / num_tokens,
-        fixed=2 * small - large,
-    )
+    return (large - small) / num_tokens, 2 * small - large
 
 
 def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:

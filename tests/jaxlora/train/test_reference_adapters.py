@@ -20,7 +20,7 @@ from jaxlora import (
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.errors import AdapterError, CheckpointError, ConfigError
 from jaxlora.hf.load import load_model
-from jaxlora.plan.job.objective import check_objective
+from jaxlora.plan.job.chosen_modules import check_objective
 from jaxlora.plan.memory.footprint import num_bytes, stage_resident
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.train.execute.layout import Layout
@@ -248,7 +248,7 @@ def test_references_that_do_not_fit_the_slots_are_refused(
     model, references, pairs, tmp_path
 ):
     args = {"reference": references["vera"]}
-    with pytest.raises(ConfigError, match="'x' with its reference has rank 6, above"):
+    with pytest.raises(ConfigError, match="'x' with its reference has rank 6, and"):
         planned(model, job("x", "dpo", pairs, args), slot_rank=5)
 
     config = RunConfig(

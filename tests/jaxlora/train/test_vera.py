@@ -43,7 +43,7 @@ def test_jobs_train_beside_vera_as_if_alone(train, jobs):
     slots = alone.trainer.layout.stages[0].spec.slots
     assert slots.tensors == (VERA_D, VERA_B)
     assert LORA_A in together.trainer.layout.stages[0].spec.slots.tensors
-    with pytest.raises(ConfigError, match="for jobs with use_vera alone"):
+    with pytest.raises(ConfigError, match="has A and B, and the slots of this run"):
         alone.trainer.add_job(jobs[4])
     spec = together.trainer.layout.stages[0].spec
     without = dataclasses.replace(spec.slots, settings=("use_dora",))
