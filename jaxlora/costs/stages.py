@@ -59,29 +59,8 @@ class DecoderSeconds:
         """Time in all parts together."""
         return sum(self.layers, self.embedding + self.head)
 
-    def borders(self, num_stages: int) -> tuple[int, ...]:
-        """Returns the borders of the stages between which the slowest is fastest.
-
-        Stage s has the layers from `borders[s]` to `borders[s + 1] - 1`.
-
-        Raises:
-            ConfigError: There are more stages than layers.
-        """
-        num_layers = len(self.layers)
-        if num_stages > num_layers:
-            raise ConfigError(
-                f"mesh: stage={num_stages} needs a layer for each stage, and the model "
-                f"has {num_layers} layers. Use at most stage={num_layers}."
-            )
-        return cut_layers(
-            [layer.both for layer in self.layers],
-            num_stages,
-            first=self.embedding.both,
-            last=self.head.both,
-        )
-
     def stages(self, borders: tuple[int, ...]) -> tuple[PassSeconds, ...]:
-        """Returns the time of one token in each stage."""
+        """Returns the time of one token in each stage; see `stage_borders`."""
         times = [
             sum(self.layers[start:stop], PassSeconds())
             for start, stop in itertools.pairwise(borders)
@@ -131,7 +110,7 @@ def decoder_seconds(
 def stage_borders(
     spec: DecoderSpec, num_stages: int, speed: DeviceSpeed = UNKNOWN_DEVICE
 ) -> tuple[int, ...]:
-    """Divides the layers of a decoder into pipeline stages of about equal time.
+    """Returns the borders of the stages between which the slowest is fastest.
 
     Adapters are left out, so that the stages are known before the jobs are.
 
@@ -141,15 +120,27 @@ def stage_borders(
         speed: Rates of the devices.
 
     Returns:
-        See `DecoderSeconds.borders`.
+        Stage s has the layers from `borders[s]` to `borders[s + 1] - 1`.
 
     Raises:
         ConfigError: There are more stages than layers.
     """
+    num_layers = spec.config.num_layers
     if num_stages == 1:
-        return 0, spec.config.num_layers
+        return 0, num_layers
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"mesh: stage={num_stages} needs a layer for each stage, and the model "
+            f"has {num_layers} layers. Use at most stage={num_layers}."
+        )
     options = DecoderOptions(
         dtype=spec.options.dtype, remat=spec.options.remat, max_segment_tokens=1
     )
     plain = DecoderSpec(config=spec.config, options=options)
-    return decoder_seconds(plain, speed, mean_tokens=_MEAN_TOKENS).borders(num_stages)
+    seconds = decoder_seconds(plain, speed, mean_tokens=_MEAN_TOKENS)
+    return cut_layers(
+        [layer.both for layer in seconds.layers],
+        num_stages,
+        first=seconds.embedding.both,
+        last=seconds.head.both,
+    )

@@ -142,7 +142,7 @@ def _configuration(plan: RunPlan, job: PreparedJob) -> Configuration:
     return Configuration(
         name=job.name,
         # Configurations that may join later need slots of `slot_rank`.
-        rank=max(plan.config.slot_rank or 1, *job.ranks.values()),
+        rank=max(plan.config.slot_rank or 1, *(m.rank for m in job.modules.values())),
         batch_size=batch_size,
         num_steps=job.num_steps,
         sample_tokens=max(1, round(tokens / batch_size)),

@@ -13,9 +13,6 @@ from jaxtyping import Int
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizers.table import find_optimizer
-from jaxlora.adapters.targets import (
-    ModuleLora,
-)
 from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
@@ -82,11 +79,6 @@ class PreparedJob(ChosenModules):
             assert data.group_size == self.objective.group_size, "read for another"
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """Rank of each linear that the job adapts, by module name."""
-        return {name: module.rank for name, module in self.modules.items()}
-
-    @property
     def further_references(self) -> tuple[Adapter, ...]:
         """The adapter of the objective, unless the job starts from it."""
         reference = self.reference
@@ -95,7 +87,7 @@ class PreparedJob(ChosenModules):
     @property
     def adapted(self) -> dict[str, int]:
         """Largest rank in each linear that the job or its reference adapts."""
-        found = self.ranks
+        found = {name: module.rank for name, module in self.modules.items()}
         for reference in self.further_references:
             for name, module in reference.modules.items():
                 found[name] = max(found.get(name, 0), module.rank)
@@ -346,31 +338,20 @@ def _read_job(
         held_out = reader.read(job, "eval")
     for data in filter(None, (train, held_out)):
         check_enough(data, job)
-    read = {"training data": train, "held-out data": held_out}
     prepared = PreparedJob(
         **vars(chosen),
         settings=job,
         train_data=train,
         eval_data=held_out,
         stream=stream,
-        notes=(
-            *([] if stream is None else [Note(stream.summary(), job=job.name)]),
-            *(
-                Note(f"{use} {line}", job=job.name)
-                for use, data in read.items()
-                if data is not None
-                for line in data.summaries()
-            ),
-            *_notes_on_shared(job, train, held_out),
-            *_notes_on_positions(job.name, _lengths(train, held_out), model),
-            _note_on_modules(job, chosen.modules),
-        ),
     )
-    _check_steps(prepared)
-    if prepared.runs_reference:
-        note = _note_on_reference(prepared)
-        prepared = dataclasses.replace(prepared, notes=(*prepared.notes, note))
-    return prepared
+    if (num_steps := prepared.num_steps) > MOST_STEPS:
+        raise ConfigError(
+            f"epochs={job.epochs:g} of job {job.name!r} are {num_steps:.3g} optimizer "
+            f"steps, and a job has at most {MOST_STEPS:,}. Lower epochs, or set steps."
+        )
+    notes = tuple(_notes(prepared, model))
+    return dataclasses.replace(prepared, notes=notes)
 
 
 def prepare_jobs(
@@ -398,49 +379,47 @@ def prepare_jobs(
     return prepared
 
 
-def _check_steps(job: PreparedJob) -> None:
-    if (num_steps := job.num_steps) > MOST_STEPS:
-        name, epochs = job.name, job.settings.epochs
-        raise ConfigError(
-            f"epochs={epochs:g} of job {name!r} are {num_steps:.3g} optimizer steps, "
-            f"and a job has at most {MOST_STEPS:,}. Lower epochs, or set steps."
-        )
+def _notes(job: PreparedJob, model: ModelConfig) -> Iterator[Note]:
+    """Yields lines for the log about a job's samples and modules."""
+    name = job.name
+    if job.stream is not None:
+        yield Note(job.stream.summary(), job=name)
+    for use, data in zip(("training", "held-out"), job.data, strict=False):
+        for line in data.summaries():
+            yield Note(f"{use} data {line}", job=name)
+    yield from _warnings(job, model)
+    yield Note(_describe_modules(job), job=name)
+    if job.runs_reference:
+        yield Note(_describe_runs_reference(job), job=name)
 
 
-def _notes_on_shared(
-    job: LoraJob, train: TokenizedData, held_out: TokenizedData | None
-) -> Iterator[Note]:
-    """Warns of held-out records that are trained on; a stream is not searched."""
-    if held_out is None or job.data.is_stream:
-        return
-    if shared := held_out.describe_shared(train):
-        yield Note(
+def _warnings(job: PreparedJob, model: ModelConfig) -> Iterator[Note]:
+    """Warns of held-out records that are trained on, and of samples that are too long.
+
+    A stream is not searched.
+    """
+    held_out, shared = job.eval_data, None
+    if held_out is not None and job.stream is None:
+        shared = held_out.describe_shared(job.train_data)
+    if shared:
+        text = (
             f"{shared} On these, the held-out loss says nothing about new records. "
-            "Remove duplicates.",
-            is_warning=True,
-            job=job.name,
+            "Remove duplicates."
         )
-
-
-def _notes_on_positions(
-    name: str, lengths: np.ndarray, model: ModelConfig
-) -> Iterator[Note]:
-    """Warns, once, of samples that are longer than the model's position limit."""
-    limit = model.max_positions
-    num_beyond = np.count_nonzero(lengths > limit)
-    if num_beyond:
+        yield Note(text, is_warning=True, job=job.name)
+    lengths, limit = np.concatenate([d.lengths for d in job.data]), model.max_positions
+    if num_beyond := np.count_nonzero(lengths > limit):
         are = "is" if num_beyond == 1 else "are"
-        yield Note(
+        text = (
             f"{num_beyond} of {len(lengths)} samples {are} longer than the "
             f"{limit} positions that the model supports (max_position_embeddings); the "
             f"longest has {lengths.max()} tokens. Set max_length to {limit}, or expect "
-            "worse results on them.",
-            is_warning=True,
-            job=name,
+            "worse results on them."
         )
+        yield Note(text, is_warning=True, job=job.name)
 
 
-def _note_on_reference(job: PreparedJob) -> Note:
+def _describe_runs_reference(job: PreparedJob) -> str:
     why = "as reference_logps says"
     if job.settings.data.is_stream:
         why = "as the data are streamed"
@@ -450,23 +429,19 @@ def _note_on_reference(job: PreparedJob) -> Note:
             "would delay the first step. To compute them once, such as for several "
             "jobs with the same data, set reference_logps: kept"
         )
-    return Note(
+    return (
         f"the log-probabilities by {job.describe_reference()} are computed in each "
-        f"step, by a forward pass more, {why}.",
-        job=job.name,
+        f"step, by a forward pass more, {why}."
     )
 
 
-def _note_on_modules(job: LoraJob, modules: Mapping[str, ModuleLora]) -> Note:
-    share = 2 if job.keeps_start else 1  # the other half is the first weights, fixed
-    each = sorted({module.rank // share for module in modules.values()})
+def _describe_modules(job: PreparedJob) -> str:
+    # The other half is the first weights, which are fixed.
+    share = 2 if job.settings.keeps_start else 1
+    each = sorted({module.rank // share for module in job.modules.values()})
     ranks = "/".join(map(str, each)) + (" (twice that in a slot)" if share > 1 else "")
-    kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules)
-    text = f"rank {ranks} on {counted(len(modules), 'module')}: {', '.join(kinds)}"
+    kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in job.modules)
+    text = f"rank {ranks} on {counted(len(job.modules), 'module')}: {', '.join(kinds)}"
     if job.modules_to_save:
         text += f"; whole copies of {' and '.join(job.modules_to_save)}"
-    return Note(text, job=job.name)
-
-
-def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray:
-    return np.concatenate([d.lengths for d in (train, held_out) if d is not None])
+    return text
