@@ -37,7 +37,6 @@ from jaxlora.run.folder import (
 from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.lanes import Tick
 from jaxlora.scheduler.plan import evaluate
-from jaxlora.scheduler.streams.state import Position
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.saved.continue_job import continued_step
@@ -389,15 +388,7 @@ class _Course:
             if slot is None or slot in self._in_slot:
                 continue
             self._left[position.job], self._in_slot[slot] = position, position.job
-            self._stream.start(
-                Position(
-                    job=position.job,
-                    owner=slot,
-                    batch=position.step,
-                    num_batches=position.num_steps,
-                    batch_tokens=position.batch_tokens,
-                )
-            )
+            self._stream.start(position.in_stream)
 
     def _renamed(self, tick: Tick) -> Tick:
         """Replaces the slots of samples by the numbers of the jobs in them."""

@@ -19,6 +19,7 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.admission import Candidate, admit, preempt
 from jaxlora.scheduler.lanes import ONE_LANE
+from jaxlora.scheduler.streams.state import Position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,18 @@ class JobPosition(Candidate):
     step: int
     num_steps: int
     batch_tokens: float = 1.0
+
+    @property
+    def in_stream(self) -> Position:
+        """The position by which microbatches are planned; the job has a slot."""
+        assert self.slot is not None, f"job {self.job} has no slot"
+        return Position(
+            job=self.job,
+            owner=self.slot,
+            batch=self.step,
+            num_batches=self.num_steps,
+            batch_tokens=self.batch_tokens,
+        )
 
 
 def assign_slots(

@@ -15,7 +15,6 @@ from jaxlora.run.events import (
     StepEvent,
 )
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.scheduler.streams.state import Position
 from jaxlora.train.cloning import end_orphans, start_copies
 from jaxlora.train.execute.executor import StepOutcome
 from jaxlora.train.execute.side_work import SideWork
@@ -76,7 +75,7 @@ class JobLifecycle:
         if saved is not None and found:
             return [self.by_slot[s] for s in saved.at_border if s in self.by_slot]
         for job in self.by_slot.values():
-            self._ticks.start(self._position(job))
+            self._plan(job)
         return list(self.by_slot.values())
 
     def describe(self) -> str:
@@ -92,14 +91,19 @@ class JobLifecycle:
             self._numbers[self.jobs[number].name] = number
         return self._numbers[job.name]
 
-    def _position(self, job: JobState) -> Position:
-        return Position(
+    def _position(self, job: JobState, num_steps: int) -> JobPosition:
+        return JobPosition(
             job=self.number(job),
-            owner=job.slot,
-            batch=job.progress.step,
-            num_batches=self._num_allowed(job),
+            priority=job.settings.priority,
+            slot=job.progress.slot,
+            step=job.progress.step,
+            num_steps=num_steps,
             batch_tokens=job.batch_tokens,
         )
+
+    def _plan(self, job: JobState) -> None:
+        """Adds a job with a slot to the microbatches that are not taken yet."""
+        self._ticks.start(self._position(job, self._num_allowed(job)).in_stream)
 
     def _num_allowed(self, job: JobState) -> int:
         """Returns the number of steps to which a job is planned.
@@ -116,17 +120,7 @@ class JobLifecycle:
 
     def _positions(self) -> list[JobPosition]:
         """Returns the positions of running jobs, and of those that may start."""
-        return [
-            JobPosition(
-                job=self.number(job),
-                priority=job.settings.priority,
-                slot=job.progress.slot,
-                step=job.progress.step,
-                num_steps=job.num_steps,
-                batch_tokens=job.batch_tokens,
-            )
-            for job in self._candidates()
-        ]
+        return [self._position(job, job.num_steps) for job in self._candidates()]
 
     def _candidates(self) -> list[JobState]:
         """Returns the running jobs, and those that may start."""
@@ -206,7 +200,7 @@ class JobLifecycle:
                 self._pause(job, reason or "")
                 count += 1
             elif reason is None and is_idle:
-                self._ticks.start(self._position(job))
+                self._plan(job)
         return count
 
     def _make_room(self, at_border: Collection[JobState]) -> int:
@@ -281,7 +275,7 @@ class JobLifecycle:
         job.update(status="running", reason="", slot=slot)
         self.by_slot[slot] = job
         self.num_changes += 1
-        self._ticks.start(self._position(job))
+        self._plan(job)
         logger.info("%s %s in slot %d", job.name, verb, slot)
         self._send_of(job, event, slot=slot)
 
