@@ -55,12 +55,10 @@ class Kernels(_Strict):
     @staticmethod
     def of(spec: DecoderSpec) -> "Kernels":
         """Returns the kernels of a decoder."""
-        options = spec.options
+        options, stored = spec.options, spec.options.base_format
         return Kernels(
             dtype=options.dtype.name,
-            base_format=None
-            if options.base_format is None
-            else options.base_format.name,
+            base_format=None if stored is None else stored.name,
             implementation=options.implementation,
             attention=options.attention,
         )

@@ -78,7 +78,8 @@ def _with_slots(config: RunConfig) -> tuple[RunPlan, list[PreparedJob]]:
                 raise
         if num_slots == 1:
             config = config.replace(mesh="auto")
-        num_slots = max(1, num_slots // 2)
+        else:
+            num_slots //= 2
 
 
 def main() -> None:
