@@ -23,7 +23,7 @@ from jaxlora.common.cache_home import (
     validated,
 )
 from jaxlora.common.json_file import parse_json
-from jaxlora.costs.device_speed import DeviceSpeed
+from jaxlora.costs.gpus import DeviceSpeed
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
@@ -55,12 +55,10 @@ class Kernels(_Strict):
     @staticmethod
     def of(spec: DecoderSpec) -> "Kernels":
         """Returns the kernels of a decoder."""
-        options = spec.options
+        options, stored = spec.options, spec.options.base_format
         return Kernels(
             dtype=options.dtype.name,
-            base_format=None
-            if options.base_format is None
-            else options.base_format.name,
+            base_format=None if stored is None else stored.name,
             implementation=options.implementation,
             attention=options.attention,
         )

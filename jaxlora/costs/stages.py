@@ -4,14 +4,10 @@ import dataclasses
 import functools
 import itertools
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE, DeviceSpeed
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
 from jaxlora.costs.work import PassWork, embedding_work, head_work, layer_work
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.models.decoder import DecoderOptions, Remat
+from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.stages import cut_layers
 
@@ -43,11 +39,6 @@ class PassSeconds:
             backward=self.backward + other.backward,
         )
 
-    def __mul__(self, factor: float) -> "PassSeconds":
-        return PassSeconds(
-            forward=factor * self.forward, backward=factor * self.backward
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSeconds:
@@ -68,29 +59,8 @@ class DecoderSeconds:
         """Time in all parts together."""
         return sum(self.layers, self.embedding + self.head)
 
-    def borders(self, num_stages: int) -> tuple[int, ...]:
-        """Returns the borders of the stages between which the slowest is fastest.
-
-        Stage s has the layers from `borders[s]` to `borders[s + 1] - 1`.
-
-        Raises:
-            ConfigError: There are more stages than layers.
-        """
-        num_layers = len(self.layers)
-        if num_stages > num_layers:
-            raise ConfigError(
-                f"mesh: stage={num_stages} needs a layer for each stage, and the model "
-                f"has {num_layers} layers. Use at most stage={num_layers}."
-            )
-        return cut_layers(
-            [layer.both for layer in self.layers],
-            num_stages,
-            first=self.embedding.both,
-            last=self.head.both,
-        )
-
     def stages(self, borders: tuple[int, ...]) -> tuple[PassSeconds, ...]:
-        """Returns the time of one token in each stage."""
+        """Returns the time of one token in each stage; see `stage_borders`."""
         times = [
             sum(self.layers[start:stop], PassSeconds())
             for start, stop in itertools.pairwise(borders)
@@ -124,7 +94,8 @@ def decoder_seconds(
 
     # The backward pass of attention computes its scores again, and `layer` all of it.
     again = 0.3 if spec.options.remat == "layer" else 0.0
-    attention = PassSeconds(forward=0.3, backward=0.7 + again) * speed.attention_seconds
+    each = speed.attention_seconds
+    attention = PassSeconds(forward=each * 0.3, backward=each * (0.7 + again))
     layers = [
         seconds(layer_work(spec, layer, mean)) + attention
         for layer in range(spec.config.num_layers)
@@ -135,55 +106,41 @@ def decoder_seconds(
     )
 
 
+@functools.lru_cache(maxsize=16)
 def stage_borders(
-    model: ModelConfig,
-    num_stages: int,
-    speed: DeviceSpeed = UNKNOWN_DEVICE,
-    *,
-    dtype: DTypeLike = jnp.bfloat16,
-    remat: Remat = "none",
+    spec: DecoderSpec, num_stages: int, speed: DeviceSpeed = UNKNOWN_DEVICE
 ) -> tuple[int, ...]:
-    """Divides the layers of a model into pipeline stages of about equal time.
+    """Returns the borders of the stages between which the slowest is fastest.
 
     Adapters are left out, so that the stages are known before the jobs are.
 
     Args:
-        model: The model.
+        spec: The whole decoder.
         num_stages: Number of stages.
         speed: Rates of the devices.
-        dtype: Dtype of weights and activations.
-        remat: Part of each layer that the backward pass recomputes.
 
     Returns:
-        See `DecoderSeconds.borders`.
+        Stage s has the layers from `borders[s]` to `borders[s + 1] - 1`.
 
     Raises:
         ConfigError: There are more stages than layers.
     """
-    options = DecoderOptions(dtype=jnp.dtype(dtype), remat=remat, max_segment_tokens=1)
-    spec = DecoderSpec(config=model, options=options)
-    seconds = decoder_seconds(spec, speed, mean_tokens=_MEAN_TOKENS)
-    return seconds.borders(num_stages)
-
-
-@functools.lru_cache(maxsize=16)
-def stage_specs(
-    spec: DecoderSpec, num_stages: int, speed: DeviceSpeed = UNKNOWN_DEVICE
-) -> tuple[DecoderSpec, ...]:
-    """Returns the stages of a decoder, with the borders of `stage_borders`.
-
-    Args:
-        spec: The whole decoder.
-        num_stages: Number of stages; one stage is the decoder itself.
-        speed: Rates of the devices.
-
-    Raises:
-        ConfigError: There are more stages than layers.
-    """
+    num_layers = spec.config.num_layers
     if num_stages == 1:
-        return (spec,)
-    options = spec.options
-    borders = stage_borders(
-        spec.config, num_stages, speed, dtype=options.dtype, remat=options.remat
+        return 0, num_layers
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"mesh: stage={num_stages} needs a layer for each stage, and the model "
+            f"has {num_layers} layers. Use at most stage={num_layers}."
+        )
+    options = DecoderOptions(
+        dtype=spec.options.dtype, remat=spec.options.remat, max_segment_tokens=1
     )
-    return tuple(spec.stage(*pair) for pair in itertools.pairwise(borders))
+    plain = DecoderSpec(config=spec.config, options=options)
+    seconds = decoder_seconds(plain, speed, mean_tokens=_MEAN_TOKENS)
+    return cut_layers(
+        [layer.both for layer in seconds.layers],
+        num_stages,
+        first=seconds.embedding.both,
+        last=seconds.head.both,
+    )

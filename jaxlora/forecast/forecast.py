@@ -4,9 +4,9 @@ This needs the tokenizer and the jobs' data, but no weights and no GPU.
 """
 
 import dataclasses
-import datetime
 import pathlib
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
@@ -14,9 +14,9 @@ from jaxlora.costs.gpus import GpuMachine
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.device_check import check_device
 from jaxlora.errors import ConfigError
-from jaxlora.forecast.foretell import foretell
 from jaxlora.forecast.sweep_groups import PlannedGroups, plan_groups
 from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan.job.job_slots import assign_slots
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepare_run import prepare_run
 from jaxlora.plan.job.prepared_job import PreparedJob
@@ -25,14 +25,17 @@ from jaxlora.plan.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.plan.memory.need import MemoryNeed
 from jaxlora.plan.memory.refusal import refusal
 from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.resolve import first_positions
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import estimated_footprint
+from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run.folder import (
     SWEEP_LEDGER,
     check_folder,
     check_writable,
 )
 from jaxlora.scheduler import Plan, Sample, Schedule
+from jaxlora.scheduler.lanes import Tick
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
@@ -139,10 +142,8 @@ def plan_run(
         config = config.replace(mesh="auto")
     share = GATHERING_SHARE if config.may_gather else SHARE
     with planned_for(machine.planned(share)):
-        run = prepare_run(
-            config, None, datetime.datetime.now().isoformat(), done_steps=continued_step
-        )
-        return _forecast(run.plan, run.jobs, steps, machine)
+        plan, jobs, _ = prepare_run(config, continued_step)
+        return _forecast(plan, jobs, steps, machine)
 
 
 def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
@@ -160,18 +161,17 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
 
     begun = as_begun(config)
     log_notes(begun.notes)
-    run = prepare_run(
+    plan, jobs, _ = prepare_run(
         begun.config,
-        None,
-        begun.started,
-        done_steps=continued_step,
+        continued_step,
+        started=begun.started,
         ended=begun.ended,
         chosen=begun.chosen,
         on_read=check_saved,
         report_to=lambda: check_installed(config.report_to),
         output_dir=check_output_dir,
     )
-    return _forecast(run.plan, run.jobs, steps, None)
+    return _forecast(plan, jobs, steps, None)
 
 
 def _forecast(
@@ -189,11 +189,13 @@ def _forecast(
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
     _check_samples(jobs)
-    foretold = foretell(plan, jobs)
-    schedule = foretold.schedule
+    schedule, num_rows = foretell(plan, jobs)
     samples = tuple(s for m in schedule.microbatches for s in m)
     num_tokens = sum(s.num_tokens for s in samples)
-    forecast = RunForecast(
+    whole = None
+    if not plan.lanes.replicas:
+        whole = evaluate(schedule, samples, plan.lanes, plan.cost)
+    return RunForecast(
         plan=plan,
         machine=machine,
         jobs=tuple(jobs),
@@ -201,10 +203,10 @@ def _forecast(
         time=_time(plan, jobs, schedule),
         samples=samples,
         num_microbatches=sum(map(bool, schedule.microbatches)),
-        fill=num_tokens / max(1, foretold.num_rows),
+        fill=num_tokens / max(1, num_rows),
+        whole=whole,
         groups=_groups(plan, jobs),
     )
-    return forecast if plan.lanes.replicas else _simulated(forecast, schedule)
 
 
 def _check_samples(jobs: Sequence[PreparedJob]) -> None:
@@ -217,13 +219,6 @@ def _check_samples(jobs: Sequence[PreparedJob]) -> None:
             f"{_MOST_SAMPLES:,}, as it places each of them. Plan the first steps of "
             "each job, such as --steps 1000."
         )
-
-
-def _simulated(forecast: RunForecast, schedule: Schedule) -> RunForecast:
-    """Adds what the microbatches reach in a simulation."""
-    plan = forecast.plan
-    whole = evaluate(schedule, forecast.samples, plan.lanes, plan.cost)
-    return dataclasses.replace(forecast, whole=whole)
 
 
 def _groups(plan: RunPlan, jobs: Sequence[PreparedJob]) -> PlannedGroups | None:
@@ -240,10 +235,8 @@ def plan_run_groups(config: RunConfig) -> PlannedGroups | None:
     Raises:
         JaxloraError: The run cannot be trained.
     """
-    run = prepare_run(
-        config, None, datetime.datetime.now().isoformat(), done_steps=continued_step
-    )
-    return _groups(run.plan, run.jobs)
+    plan, jobs, _ = prepare_run(config, continued_step)
+    return _groups(plan, jobs)
 
 
 def _time(
@@ -269,7 +262,7 @@ def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
         tokens = min(largest, config.limits.capacity)
         config = config.replace(microbatch_tokens=tokens)
     alone = plan.alone(config, job)
-    schedule = foretell(alone, [job]).schedule
+    schedule, _ = foretell(alone, [job])
     seconds = alone.seconds(schedule, num_changes=2)
     assert seconds is not None
     return seconds * _with_reference(alone, [job], schedule)
@@ -305,3 +298,101 @@ def _memory_need(plan: RunPlan, *, must_fit: bool) -> MemoryNeed:
         assert available is not None
         raise refusal(plan.config, plan.stages, plan.bounds, found, available)
     return need
+
+
+# ---- microbatches --------------------------------------------------------------------
+
+
+def foretell(plan: RunPlan, jobs: Sequence[PreparedJob]) -> tuple[Schedule, int]:
+    """Returns the microbatches of a run, which name their jobs by number.
+
+    Args:
+        plan: The plan of the run.
+        jobs: Its jobs.
+
+    Returns:
+        The microbatches, and the rows of those that are not empty, padding included.
+    """
+    with StreamPlan(plan.rules, lambda job, step: jobs[job].lengths(step)) as stream:
+        course = list(_Course(plan, jobs, stream).ticks())
+    ticks = [tick for tick, _ in course]
+    while not any(ticks[-1]):
+        ticks.pop()
+    if plan.lanes.pipeline.distance == 1:  # a no-op takes no time
+        ticks = [tick for tick in ticks if any(tick)]
+    microbatches = tuple(microbatch for tick in ticks for microbatch in tick)
+    schedule = Schedule(microbatches=microbatches, limits=plan.config.limits)
+    return schedule, sum(_num_rows(plan, tick, rows) for tick, rows in course)
+
+
+def _num_rows(plan: RunPlan, tick: Tick, rows: int) -> int:
+    """Returns the rows of the microbatches with samples of a tick of this shape."""
+    each = [lane.capacity for lane in plan.lanes.unlike] or [rows] * len(tick)
+    return sum(n for n, microbatch in zip(each, tick, strict=True) if microbatch)
+
+
+class _Course:
+    """The course of a run: which job has which slot, and when."""
+
+    def __init__(self, plan: RunPlan, jobs: Sequence[PreparedJob], stream: StreamPlan):
+        self._plan, self._jobs, self._stream = plan, jobs, stream
+        # Those that have not ended.
+        self._left = {p.job: p for p in first_positions(jobs)}
+        self._in_slot: dict[int, int] = {}  # job by slot
+        self._done: Counter[tuple[int, int]] = Counter()  # samples, by slot and batch
+        # Ticks that are taken after a tick before the trainer knows of its steps: W
+        # until they are reported, and W that are in flight and prepared by then.
+        pipeline = plan.lanes.pipeline
+        self._lag = 2 * (pipeline.in_flight or pipeline.num_stages)
+
+    def ticks(self) -> Iterator[tuple[Tick, int]]:
+        """Yields the ticks, whose samples name their job by number, and their rows."""
+        stepping: deque[tuple[int, int]] = deque()  # the tick of a report, and a slot
+        self._fill_slots()
+        for number, taken in enumerate(iter(self._stream.take, None)):
+            yield self._renamed(taken.tick), taken.rows
+            stepping += [(number + self._lag, s) for s in self._completed(taken.tick)]
+            ended = []
+            while stepping and stepping[0][0] <= number:
+                slot = stepping.popleft()[1]
+                self._stream.note_step(slot)
+                if self._stream.is_done(slot):
+                    ended.append(slot)
+            for slot in ended:
+                del self._left[self._in_slot.pop(slot)]
+                self._stream.drop(slot)
+            if ended:
+                self._fill_slots()
+
+    def _completed(self, tick: Tick) -> list[int]:
+        """Returns the slots whose batch is complete with a tick."""
+        touched = Counter((s.owner, s.batch) for m in tick for s in m)
+        self._done.update(touched)
+        complete = []
+        for slot, batch in sorted(touched):
+            job = self._jobs[self._in_slot[slot]]
+            if self._done[slot, batch] == len(job.lengths(batch)):
+                del self._done[slot, batch]
+                complete.append(slot)
+        return complete
+
+    def _fill_slots(self) -> None:
+        positions = assign_slots(
+            list(self._left.values()),
+            self._plan.num_slots,
+            preempts=self._plan.config.preempt,
+        )
+        for position in positions:
+            slot = position.slot
+            if slot is None or slot in self._in_slot:
+                continue
+            self._left[position.job], self._in_slot[slot] = position, position.job
+            self._stream.start(position.in_stream)
+
+    def _renamed(self, tick: Tick) -> Tick:
+        """Replaces the slots of samples by the numbers of the jobs in them."""
+        jobs = self._in_slot
+        return tuple(
+            tuple(dataclasses.replace(s, owner=jobs[s.owner]) for s in microbatch)
+            for microbatch in tick
+        )

@@ -1,7 +1,6 @@
 """Plans replicas of different shapes for the jobs of a run (`--replicas auto`)."""
 
 import contextlib
-import datetime
 import os
 from collections.abc import Iterator
 
@@ -57,11 +56,9 @@ def plan_run_replicas(
     if machine is not None:
         planned = planned_for(machine.planned(SHARE))
     with planned:
-        run = prepare_run(
-            config, None, datetime.datetime.now().isoformat(), done_steps=continued_step
-        )
+        plan, jobs, _ = prepare_run(config, continued_step)
         here = this_machine()
-        found = [plan_replicas(run.plan, run.jobs, here, remat) for remat in remats]
+        found = [plan_replicas(plan, jobs, here, remat) for remat in remats]
     return min(filter(None, found), key=lambda one: one.planned.seconds, default=None)
 
 

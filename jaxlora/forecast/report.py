@@ -78,15 +78,6 @@ def describe_machine(machine: GpuMachine) -> str:
     return f"on {machine.count} x {gpu.kind}{hosts}, linked by {gpu.link}"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
-    )
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
 def _facts_table() -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -241,7 +232,11 @@ def _notes(planned: RunForecast) -> Iterator[str]:
 
 
 def _jobs_table(planned: RunForecast) -> Table:
-    table = _table("jobs", "job", "samples", "longest", "steps", "tokens")
+    table = Table(
+        title="jobs", title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
+    )
+    for i, column in enumerate(("job", "samples", "longest", "steps", "tokens")):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
     for job in planned.jobs:
         lengths = job.train_data.lengths
         tokens = sum(sum(job.lengths(step)) for step in range(job.num_steps))

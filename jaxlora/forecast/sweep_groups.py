@@ -15,7 +15,7 @@ from jaxlora.config import RunConfig
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.plan.job.prepared_job import PreparedJob, longest_group
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.mesh.predict import (
     Rates,
@@ -26,7 +26,6 @@ from jaxlora.plan.mesh.predict import (
 )
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import (
-    MeshFootprint,
     MeshStages,
     check_division,
     estimated_footprint,
@@ -105,13 +104,17 @@ def plan_groups(
         num_gpus=machine.num_devices,
         max_degree=per_host,
     )
-    longest = max(map(longest_group, jobs))
-    found = {
-        degree: best
-        for degree in sweep.degrees
-        if (best := _cheapest(plan, machine, degree, configurations, longest))
-        is not None
-    }
+    longest = max(job.longest_group for job in jobs)
+    found: dict[int, _Kind] = {}  # the faster mesh of so many GPUs
+    for degree in sweep.degrees:
+        meshes = [f"{axis}={degree}" for axis in ("fsdp", "stage")]
+        kinds = [
+            kind
+            for mesh in (meshes if degree > 1 else [ONE_DEVICE])
+            if (kind := _kind(plan, machine, mesh, configurations, longest)) is not None
+        ]
+        if kinds:
+            found[degree] = min(kinds, key=lambda one: one.costs.step[1].per_token)
     costs = AnalyticCosts(
         by_degree={d: kind.costs for d, kind in found.items()}, pads_ranks=True
     )
@@ -139,7 +142,7 @@ def _configuration(plan: RunPlan, job: PreparedJob) -> Configuration:
     return Configuration(
         name=job.name,
         # Configurations that may join later need slots of `slot_rank`.
-        rank=max(plan.config.slot_rank or 1, *job.ranks.values()),
+        rank=max(plan.config.slot_rank or 1, *(m.rank for m in job.modules.values())),
         batch_size=batch_size,
         num_steps=job.num_steps,
         sample_tokens=max(1, round(tokens / batch_size)),
@@ -172,23 +175,6 @@ class _Kind:
     mesh: str
     capacity: int
     costs: GroupCosts
-
-
-def _cheapest(
-    plan: RunPlan,
-    machine: Machine,
-    degree: int,
-    configurations: Sequence[Configuration],
-    longest: int,
-) -> _Kind | None:
-    """Returns the faster mesh of so many GPUs; None if none can run."""
-    meshes = [f"{axis}={degree}" for axis in ("fsdp", "stage")]
-    found = [
-        kind
-        for mesh in (meshes if degree > 1 else [ONE_DEVICE])
-        if (kind := _kind(plan, machine, mesh, configurations, longest)) is not None
-    ]
-    return min(found, key=lambda one: one.costs.step[1].per_token, default=None)
 
 
 def _kind(
@@ -288,7 +274,8 @@ def _room(
     """
     capacity = config.limits.capacity
     available = machine.memory_of(stages.sizes.num_devices)
-    slot = _most(estimated_footprint(stages, config.block_tokens, capacity))
+    found = estimated_footprint(stages, config.block_tokens, capacity)
+    slot = max(stage.adapter_bytes for stage in found.stages)
     if available is None:
         return capacity, float(plan.num_slots * slot), float(slot)
     while capacity >= longest:
@@ -298,10 +285,6 @@ def _room(
             return capacity, float(free), float(slot)
         capacity = capacity // 2 // config.block_tokens * config.block_tokens
     return None
-
-
-def _most(found: MeshFootprint) -> int:
-    return max(stage.adapter_bytes for stage in found.stages)
 
 
 # ---- showing -------------------------------------------------------------------------

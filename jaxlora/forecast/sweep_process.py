@@ -3,7 +3,6 @@
 `jaxlora.sweeps.engine.group_plan` starts it, with the settings of a run as JSON.
 """
 
-import datetime
 import json
 import logging
 import math
@@ -12,9 +11,14 @@ import sys
 
 from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.forecast.sweep_groups import plan_groups
+from jaxlora.plan.job.prepare_run import prepare_run
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.memory.gpu_share import take_free_gpus
 from jaxlora.plan.memory.need import DoesNotFitError
+from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.mesh.predict import SLOT_SECONDS
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
 from jaxlora.train.saved.continue_job import continued_step
 
@@ -32,39 +36,9 @@ def group_plans(config: RunConfig) -> GroupPlans:
         ConfigError: The rates of the device are not known.
         JaxloraError: The run cannot be trained.
     """
-    from jaxlora.forecast.sweep_groups import PlannedGroups, plan_groups
-    from jaxlora.plan.job.prepare_run import PreparedRun, prepare_run
-    from jaxlora.plan.mesh.machine import this_machine
-
     assert config.sweep is not None
-
-    now = datetime.datetime.now().isoformat()
-
-    def prepared(num_slots: int) -> PreparedRun:
-        """The run with as many slots as fit; the groups have slots of their own."""
-        one = config.sweep.replace(groups=1)
-        fewer = config.replace(sweep=one, max_concurrent_jobs=num_slots)
-        try:
-            return prepare_run(
-                fewer,
-                None,
-                now,
-                done_steps=continued_step,
-            )
-        except DoesNotFitError:
-            if num_slots > 1:
-                return prepared(num_slots // 2)
-            if config.mesh == "auto":
-                raise
-            return prepare_run(
-                fewer.replace(mesh="auto"),
-                None,
-                now,
-                done_steps=continued_step,
-            )
-
-    run = prepared(len(config.jobs))
-    found: PlannedGroups | None = plan_groups(run.plan, run.jobs, this_machine())
+    run = _with_slots(config.replace(sweep=config.sweep.replace(groups=1)))
+    found = plan_groups(*run, this_machine())
     if found is None:
         raise ConfigError(NOT_KNOWN)
     block, plan = config.block_tokens, found.planned.plan
@@ -90,6 +64,22 @@ def group_plans(config: RunConfig) -> GroupPlans:
         ranks={c.name: c.rank for c in plan.sweep.configurations},
         seconds=plan.makespan + 2 * most * SLOT_SECONDS,  # into slots, and out of them
     )
+
+
+def _with_slots(config: RunConfig) -> tuple[RunPlan, list[PreparedJob]]:
+    """Prepares the run with as many slots as fit; groups have slots of their own."""
+    num_slots = len(config.jobs)
+    while True:
+        fewer = config.replace(max_concurrent_jobs=num_slots)
+        try:
+            return prepare_run(fewer, continued_step)[:2]
+        except DoesNotFitError:
+            if num_slots == 1 and config.mesh == "auto":
+                raise
+        if num_slots == 1:
+            config = config.replace(mesh="auto")
+        else:
+            num_slots //= 2
 
 
 def main() -> None:

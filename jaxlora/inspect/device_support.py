@@ -60,7 +60,7 @@ def inspect_device(console: Console) -> None:
     check_device()
     facts = _device_facts()
     if share is not None:
-        facts["memory of a run"] = share.text
+        _, facts["memory of a run"] = share
     print_rows(console, "device", facts | _versions())
     kernels = {name: b.unsupported(_LINEAR) for name, b in BACKENDS.items()}
     why_not = {

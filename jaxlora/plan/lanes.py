@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
-from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.gpus import find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import base_dtype
@@ -78,9 +78,9 @@ def window_cost(
         half = AffineCost(base=0.5 * base, per_token=0.5, per_square=0.0)
         return CostModel.uniform(1, forward=half, backward=half, buckets=buckets)
     dtype, remat = base_dtype(config.dtype), config.weakest_remat
-    borders = stage_borders(model, num_stages, speed, dtype=dtype, remat=remat)
     options = DecoderOptions(dtype=dtype, remat=remat, max_segment_tokens=1)
     spec = DecoderSpec(config=model, options=options)
+    borders = stage_borders(spec, num_stages, speed)
     times = decoder_seconds(spec, speed).stages(borders)
     whole = sum(time.both for time in times)
 

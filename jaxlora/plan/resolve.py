@@ -11,11 +11,9 @@ from jaxlora.costs.work import layer_work
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.job.job_slots import JobPosition
-from jaxlora.plan.job.loaded import loaded_by
-from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.planned_model import PlannedModel, describe_base
 from jaxlora.plan.job.prepared_job import PreparedJob
-from jaxlora.plan.job.quantized_base import describe_base
-from jaxlora.plan.job.slot_spec import check_fits, decoder_spec
+from jaxlora.plan.job.slot_spec import check_fits, decoder_spec, needed
 from jaxlora.plan.memory import capacity
 from jaxlora.plan.memory.base_storage import choose_storage
 from jaxlora.plan.memory.bounds import Bounds, low_fill
@@ -179,20 +177,21 @@ def _check_adapters(
     """Refuses rows and copies that the mesh cannot divide, or that two stages need."""
     sizes, replicas = config.mesh_sizes, config.replica_shapes
     tensor = max([sizes.tensor, *(one.tensor for one in replicas)])
-    for job in [one for prepared in jobs for one in loaded_by(prepared)]:
-        has_rows = any(job.token_ids.values())
-        if job.whole_modules and tensor > 1:
+    for job in jobs:
+        slots = needed(job)
+        if slots.whole_modules and tensor > 1:
             cure = f"a mesh without it, not {sizes}"
             if replicas:
                 cure = "replicas without it"
             raise ConfigError(
-                f"{job.whose} has modules_to_save, which meshes with the axis tensor "
-                f"do not support. Set {cure}."
+                f"job {job.name!r} has modules_to_save, which meshes with the axis "
+                f"tensor do not support. Set {cure}."
             )
+        has_rows = slots.num_token_rows or slots.num_head_rows
         if sizes.stage > 1 and has_rows and model.config.tie_embeddings:
             raise ConfigError(
-                f"{job.whose} has trainable_token_indices, and the head of this base "
-                "is tied to its embedding, which is on another pipeline stage. "
+                f"job {job.name!r} has trainable_token_indices, and the head of this "
+                "base is tied to its embedding, which is on another pipeline stage. "
                 f"Set a mesh of one stage, not {sizes}."
             )
 
@@ -289,7 +288,7 @@ def _draft(
         machine=machine,
         spec=spec,
         bounds=bounds,
-        notes=(Note(str(choices)), *storage),
+        notes=(Note(choices), *storage),
     )
 
 

@@ -227,13 +227,13 @@ class RunPlan:
         """
         notes, available = [], None if self.need is None else self.need.available
         pairs = zip(self.stages.further, programs, strict=True)
-        for number, (replica, own) in enumerate(pairs, start=2):
-            needed = replica.num_bytes(own, self.config.block_tokens)
+        for number, (shape, own) in enumerate(pairs, start=2):
+            needed = self.stages.further_bytes(shape, own, self.config.limits)
             if needed is None:
                 continue
             text = (
                 f"{format_bytes(needed)} needed on replica {number} with microbatches "
-                f"of {replica.shape.tokens} tokens"
+                f"of {shape.tokens} tokens"
             )
             if available is not None and needed > available.num_bytes:
                 raise ConfigError(
@@ -295,25 +295,15 @@ def laid_out(
         bounds: Bounds of the capacity.
         rates: What the predicted time follows from.
     """
-    assert spec.slots is not None
+    stages, lanes = MeshStages.of(config, spec), run_lanes(config)
     if len(shapes := config.replica_shapes) > 1:
-        stages = MeshStages.of(config, spec)
         seconds = {one: replica_seconds(stages, one, rates) for one in set(shapes)}
-        return RunPlan(
-            config=config,
-            model=model,
-            stages=stages,
-            lanes=replica_lanes(shapes, seconds),
-            bounds=bounds,
-            rates=rates,
-            notes=(*_program_notes(stages), *_tensor_notes(stages, jobs)),
-        )
-    stages = MeshStages.of(config, spec)
+        lanes = replica_lanes(shapes, seconds)
     return RunPlan(
         config=config,
         model=model,
         stages=stages,
-        lanes=run_lanes(config),
+        lanes=lanes,
         bounds=bounds,
         rates=rates,
         notes=(
@@ -326,7 +316,7 @@ def laid_out(
 
 def _tensor_notes(stages: MeshStages, jobs: Sequence[PreparedJob]) -> list[Note]:
     """Says what adapters add to the exchanges along `tensor`, in the job with most."""
-    tensors = {stages.sizes.tensor, *(one.shape.tensor for one in stages.further)} - {1}
+    tensors = {stages.sizes.tensor, *(one.tensor for one in stages.further)} - {1}
     if not jobs:
         return []
     smallest, notes = min(jobs, key=lambda job: job.batch_tokens), []
@@ -351,7 +341,7 @@ def _program_notes(stages: MeshStages) -> list[Note]:
 
 def _mesh_notes(stages: MeshStages) -> list[Note]:
     sizes = stages.sizes
-    if sizes.num_devices == 1:
+    if sizes.num_devices == 1 or stages.further:
         return []
     described = f"{sizes.num_devices} devices"
     if sizes.stage > 1:

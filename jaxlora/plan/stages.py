@@ -2,6 +2,8 @@
 
 import bisect
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,8 +11,8 @@ from jax.sharding import NamedSharding
 
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
-from jaxlora.costs.device_speed import DeviceSpeed, find_speed
-from jaxlora.costs.stages import stage_specs
+from jaxlora.costs.gpus import DeviceSpeed, find_speed
+from jaxlora.costs.stages import stage_borders
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
@@ -39,95 +41,24 @@ from jaxlora.sharding.pipeline import RUN_AHEAD, ticks_ahead
 REPLICA_TICKS = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FurtherReplica:
-    """A replica beside the first one, which has the slots and takes all steps.
-
-    Attributes:
-        spec: The decoder, for the replica's samples. Its slots have weights and
-            gradients, and no optimizer state.
-        shape: Its devices and microbatches.
-    """
-
-    spec: DecoderSpec
-    shape: ReplicaShape
-
-    @staticmethod
-    def of(spec: DecoderSpec, shape: ReplicaShape) -> "FurtherReplica":
-        """Makes the replica.
-
-        Args:
-            spec: The decoder of the first replica.
-            shape: The replica, whose microbatches are at most those of the first one.
-        """
-        longest = min(spec.options.max_segment_tokens, shape.tokens)
-        options = dataclasses.replace(spec.options, max_segment_tokens=longest)
-        assert spec.slots is not None
-        slots = dataclasses.replace(spec.slots, optimizers=())
-        spec = dataclasses.replace(spec, options=options, slots=slots)
-        return FurtherReplica(spec=spec, shape=shape)
-
-    def num_bytes(self, programs: StagePrograms, block_tokens: int) -> int | None:
-        """Returns the memory of each of its devices; None: the compiler reports none.
-
-        Args:
-            programs: The compiled passes.
-            block_tokens: Tokens of a block.
-        """
-        tokens = self.shape.tokens
-        limits = Limits(capacity=tokens, block_tokens=block_tokens)
-        use = stage_use(MeshSizes(tensor=self.shape.tensor), 0, in_flight=1)
-        found = stage_measured(self.spec, programs, limits, use)
-        return None if found is None else found.total_bytes(tokens)
-
-    def with_remat(self, remat: Remat) -> "FurtherReplica":
-        """Returns the same replica, with another part of each layer recomputed."""
-        return dataclasses.replace(self, spec=self.spec.with_remat(remat))
-
-
-def stage_use(sizes: MeshSizes, number: int, *, in_flight: int) -> StageUse:
-    """Returns how the devices of a stage are used.
-
-    A device keeps the microbatches that its forward passes are ahead, and the one that
-    it runs. It holds the hidden states of those that the stage before is further ahead,
-    of those that come and go, and of those that the host has queued and the device has
-    not reached: copies of them free their source when they are done. The last stage
-    runs both passes of a microbatch at once.
-
-    Args:
-        sizes: Sizes of the mesh.
-        number: Number of the stage.
-        in_flight: Microbatches that each device of the first stage has in flight.
-    """
-    ahead = ticks_ahead(sizes.stage, in_flight)
-    num_before = ahead[number - 1] if number else ahead[0]
-    num_waiting = num_before - ahead[number] + 2 + RUN_AHEAD
-    return StageUse(
-        num_shards=sizes.fsdp,
-        num_parts=sizes.num_lanes,
-        num_kept=ahead[number] + 1,
-        num_waiting=num_waiting if sizes.stage > 1 else 0,
-        num_tensor=sizes.tensor,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshStages:
     """The stages of a run's decoder, and how the devices of each one are used.
 
     Attributes:
         spec: The whole decoder.
-        specs: The stages, from the embedding to the head.
         sizes: Sizes of the mesh.
+        borders: Layers at which the stages begin and end, from 0 to L.
         in_flight: Microbatches that each device of the first stage has in flight.
-        further: Replicas beside the stages, on devices of their own.
+        further: Replicas beside the stages, on devices of their own. The stages have
+            the slots, and take all optimizer steps.
     """
 
     spec: DecoderSpec
-    specs: tuple[DecoderSpec, ...]
     sizes: MeshSizes
+    borders: tuple[int, ...]
     in_flight: int
-    further: tuple[FurtherReplica, ...] = ()
+    further: tuple[ReplicaShape, ...] = ()
 
     @staticmethod
     def of(
@@ -153,30 +84,61 @@ class MeshStages:
         spec = dataclasses.replace(spec, options=options)
         if speed is None:
             speed = find_speed(device_kind())
-        further = [FurtherReplica.of(spec, one) for one in config.replica_shapes[1:]]
+        further = config.replica_shapes[1:]
         # A pipeline of one stage has no use for more.
         in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
         return MeshStages(
             spec=spec,
-            specs=stage_specs(spec, sizes.stage, speed),
             sizes=sizes,
+            borders=stage_borders(spec, sizes.stage, speed),
             in_flight=in_flight or (REPLICA_TICKS if further else sizes.stage),
-            further=tuple(further),
+            further=further,
         )
 
-    @property
-    def borders(self) -> tuple[int, ...]:
-        """Layers at which the stages begin and end, from 0 to L."""
-        return (0, *(spec.layer_numbers.stop for spec in self.specs))
+    @functools.cached_property
+    def specs(self) -> tuple[DecoderSpec, ...]:
+        """The stages, from the embedding to the head."""
+        if self.sizes.stage == 1:
+            return (self.spec,)
+        return tuple(
+            self.spec.stage(*pair) for pair in itertools.pairwise(self.borders)
+        )
+
+    def further_spec(self, shape: ReplicaShape) -> DecoderSpec:
+        """Returns the decoder of a further replica, for the samples that fit there.
+
+        Its slots have weights and gradients, and no optimizer state.
+        """
+        options, slots = self.spec.options, self.spec.slots
+        assert slots is not None
+        longest = min(options.max_segment_tokens, shape.tokens)
+        return dataclasses.replace(
+            self.spec,
+            options=dataclasses.replace(options, max_segment_tokens=longest),
+            slots=dataclasses.replace(slots, optimizers=()),
+        )
+
+    def further_bytes(
+        self, shape: ReplicaShape, programs: StagePrograms, limits: Limits
+    ) -> int | None:
+        """Returns the memory of each device of a further replica.
+
+        Args:
+            shape: The replica.
+            programs: Its compiled passes.
+            limits: Limits of the microbatches of the run.
+
+        Returns:
+            Bytes; None: the compiler reports none.
+        """
+        use = self.like(shape.tensor).use(0)
+        limits = dataclasses.replace(limits, capacity=shape.tokens)
+        found = stage_measured(self.further_spec(shape), programs, limits, use)
+        return None if found is None else found.total_bytes(shape.tokens)
 
     def with_remat(self, remat: Remat) -> "MeshStages":
         """Returns the same layers on each stage, with another part recomputed."""
-        return dataclasses.replace(
-            self,
-            spec=self.spec.with_remat(remat),
-            specs=tuple(spec.with_remat(remat) for spec in self.specs),
-            further=tuple(one.with_remat(remat) for one in self.further),
-        )
+        return dataclasses.replace(self, spec=self.spec.with_remat(remat))
 
     def like(self, tensor: int) -> "MeshStages":
         """Returns the same stages with another number of devices along `tensor`."""
@@ -184,8 +146,32 @@ class MeshStages:
         return dataclasses.replace(self, sizes=sizes, further=())
 
     def use(self, number: int) -> StageUse:
-        """Returns how the devices of a stage are used; see `stage_use`."""
-        return stage_use(self.sizes, number, in_flight=self.in_flight)
+        """Returns how the devices of a stage are used.
+
+        A device keeps the microbatches that its forward passes are ahead, and the one
+        that it runs. It holds the hidden states of those that the stage before is
+        further ahead, of those that come and go, and of those that the host has queued
+        and the device has not reached: copies of them free their source when they are
+        done. The last stage runs both passes of a microbatch at once.
+
+        Args:
+            number: Number of the stage.
+        """
+        sizes, ahead = self.sizes, ticks_ahead(self.sizes.stage, self.in_flight)
+        num_before = ahead[number - 1] if number else ahead[0]
+        num_waiting = num_before - ahead[number] + 2 + RUN_AHEAD
+        return StageUse(
+            num_shards=sizes.fsdp,
+            num_parts=sizes.num_lanes,
+            num_kept=ahead[number] + 1,
+            num_waiting=num_waiting if sizes.stage > 1 else 0,
+            num_tensor=sizes.tensor,
+        )
+
+    @property
+    def used(self) -> list[tuple[DecoderSpec, StageUse]]:
+        """The stages, each with how its devices are used."""
+        return [(spec, self.use(number)) for number, spec in enumerate(self.specs)]
 
     def describe(self, number: int) -> str:
         """Describes the devices of a stage, for errors; empty on a single device."""
@@ -255,12 +241,8 @@ class MeshFootprint:
 
 def resident_footprint(stages: MeshStages) -> MeshFootprint:
     """The footprint of weights and slots alone, without a training step."""
-    return MeshFootprint(
-        stages=tuple(
-            stage_resident(spec, stages.use(number))
-            for number, spec in enumerate(stages.specs)
-        )
-    )
+    found = tuple(stage_resident(spec, use) for spec, use in stages.used)
+    return MeshFootprint(stages=found)
 
 
 def estimated_footprint(
@@ -285,12 +267,8 @@ def stages_footprint(stages: MeshStages, found: StepBytes) -> MeshFootprint:
         stages: Stages of the run.
         found: Those of the whole decoder, or of the part that each device runs.
     """
-    return MeshFootprint(
-        stages=tuple(
-            stage_estimated(spec, found, stages.use(number))
-            for number, spec in enumerate(stages.specs)
-        )
-    )
+    each = tuple(stage_estimated(spec, found, use) for spec, use in stages.used)
+    return MeshFootprint(stages=each)
 
 
 def measured_footprint(
@@ -303,13 +281,10 @@ def measured_footprint(
         programs: The compiled passes of each stage.
         limits: Limits of the microbatches that they were compiled for.
     """
-    found = []
-    for number, (spec, own) in enumerate(zip(stages.specs, programs, strict=True)):
-        stage = stage_measured(spec, own, limits, stages.use(number))
-        if stage is None:
-            return None
-        found.append(stage)
-    return MeshFootprint(stages=tuple(found))
+    pairs = zip(stages.used, programs, strict=True)
+    found = [stage_measured(spec, own, limits, use) for (spec, use), own in pairs]
+    known = tuple(stage for stage in found if stage is not None)
+    return MeshFootprint(stages=known) if len(known) == len(found) else None
 
 
 def divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:

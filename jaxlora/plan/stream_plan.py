@@ -77,9 +77,7 @@ class StreamPlan:
         self._steps: dict[int, int] = {}  # optimizer steps of the job in each slot
         self._ends: dict[int, int] = {}  # steps to which it was added
         self._num_held: int | None = None  # ticks to take and hold; None: not stopped
-        self._leaving: dict[
-            int, int
-        ] = {}  # slots, and the tick from which each is free
+        self._leaving: dict[int, int] = {}  # the tick from which each slot is free
         self.forget_figures()
 
     def __enter__(self) -> "StreamPlan":

@@ -29,10 +29,9 @@ from jaxlora.hf.load import FrozenModel, Place, load_model, unquantized_reader
 from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
 from jaxlora.models.forward import Base
-from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.planned_model import PlannedModel, with_derived
 from jaxlora.plan.job.prepare_run import prepare_run
 from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
-from jaxlora.plan.job.quantized_base import with_derived
 from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.resolve import check_comparable
 from jaxlora.plan.run_plan import RunPlan
@@ -78,11 +77,11 @@ def open_run(
         processes.from_first(lambda: begun.found.check_prepared(model, jobs))
 
     base = _Loading(config, model)
-    prepared = prepare_run(
+    plan, read_jobs, reader = prepare_run(
         config,
+        continued_step,
         model,
-        begun.started,
-        done_steps=continued_step,
+        started=begun.started,
         ended=begun.ended,
         chosen=begun.chosen,
         held_bytes=0 if model is None else device_bytes(model.params),
@@ -91,21 +90,20 @@ def open_run(
         report_to=lambda: check_installed(config.report_to),
         output_dir=lambda: processes.from_first(lambda: check_writable(folder)),
     )
-    plan = prepared.plan
     agreement.check_mesh(plan.config)
     layout = Layout.of(plan.stages, None if model is None else model.params)
     slots, num_compiled = layout.empty_slots(), layout.num_compilations()
 
     base.start(plan)
-    limits, evaluates = plan.config.limits, any(map(is_evaluated, prepared.jobs))
+    limits, evaluates = plan.config.limits, any(map(is_evaluated, read_jobs))
     with base.first_to_fail():
         RunPrograms.start(layout, limits, evaluates=evaluates)
         if model is None:
             _import_ahead(plan.config)
     model = _as_planned(plan, base.result())
-    jobs = [start_job(job, model) for job in prepared.jobs]
-    agreement.check_inputs(model.fingerprint, prepared.jobs)
-    sampler, meter = _text_makers(plan, layout, model, prepared.reader.tokenizer)
+    jobs = [start_job(job, model) for job in read_jobs]
+    agreement.check_inputs(model.fingerprint, read_jobs)
+    sampler, meter = _text_makers(plan, layout, model, reader.tokenizer)
     joined = [job.name for job in config.jobs if job.name not in given]
     run = Run(
         plan=plan,
@@ -115,7 +113,7 @@ def open_run(
         slots=slots,
         num_compiled=num_compiled,
         chooses_replicas=asked.replicas == "auto",
-        reader=prepared.reader,
+        reader=reader,
         found=begun.found,
         started=begun.started,
         sampler=sampler,

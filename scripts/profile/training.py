@@ -26,9 +26,8 @@ from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.base_format import BaseFormat, kernel_of
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.planned_model import PlannedModel, run_format
 from jaxlora.plan.job.prepared_job import PreparedJob
-from jaxlora.plan.job.quantized_base import run_format
 from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.resolve import resolve
 from jaxlora.plan.run_plan import RunPlan

@@ -195,7 +195,7 @@ def test_a_given_capacity_must_fit_too(folder):
 @by_formula
 def test_other_faults_of_the_run_are_refused(folder):
     for config, message in (
-        (run(folder, slot_rank=1), "above the slots' rank 1"),
+        (run(folder, slot_rank=1), "the slots of this run were made for 1"),
         (run(folder, microbatch_tokens=64), "supports samples of at most 64"),
         (run(folder, implementation="mosaic"), "implementation: mosaic"),
     ):

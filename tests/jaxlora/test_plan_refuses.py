@@ -90,11 +90,14 @@ BAD_RUNS: dict[str, tuple[Change, str]] = {
     "no data": (job(data={"path": "/nowhere.jsonl"}), "/nowhere.jsonl"),
     "empty data": (data([]), "data.jsonl"),
     "record": (data([{"question": "a", "answer": "b"}]), "data.jsonl"),
-    "slot_rank": (run(slot_rank=1), "rank 2, above the slots' rank 1"),
+    "slot_rank": (
+        run(slot_rank=1),
+        "rank 2, and the slots of .* made for 1",
+    ),
     "slot_targets": (run(slot_targets=["query"]), "slot_targets: target_modules"),
     "slot_dropout": (
         lambda r, f: job(dropout=0.1)(r.replace(slot_dropout=False), f),
-        "slots of this run were made without dropout",
+        "dropout 0.1, and the slots of this run were made without",
     ),
     "long sample": (run(microbatch_tokens=32), "supports samples of at most 32"),
     "mesh of more devices": (run(mesh="fsdp=16"), "mesh: .*16.*8"),

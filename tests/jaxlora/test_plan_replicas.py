@@ -108,8 +108,8 @@ def test_a_replica_of_one_gpu_takes_the_time_of_its_microbatches(model, kinds):
     kind = kinds[1, 1]
     stages = MeshStages(
         spec=model.spec,
-        specs=(model.spec,),
         sizes=MeshSizes(),
+        borders=(0, model.spec.config.num_layers),
         in_flight=1,
     )
     tokens = min(CAPACITY, kind.longest)

@@ -11,6 +11,7 @@ from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.errors import ConfigError
 from jaxlora.forecast import plan_run_groups
+from jaxlora.forecast.forecast import foretell
 from jaxlora.forecast.sweep_groups import draw_groups, plan_groups, print_groups
 from jaxlora.forecast.sweep_process import group_plans
 from jaxlora.pallas_kernels.device import planned_for
@@ -57,10 +58,8 @@ def run(tmp_path_factory):
 
 def planned(config: RunConfig, gpus: str):
     with planned_for(parse_machine(gpus).planned(0.75)):
-        run = prepare_run(
-            config, None, "2026-01-01T00:00:00", done_steps=continued_step
-        )
-        return run.plan, run.jobs, plan_groups(run.plan, run.jobs, this_machine())
+        plan, jobs, _ = prepare_run(config, continued_step)
+        return plan, jobs, plan_groups(plan, jobs, this_machine())
 
 
 def test_groups_of_a_sweep(run, tmp_path):
@@ -126,10 +125,8 @@ def test_a_configuration_alone_takes_the_time_of_its_microbatches(run):
     """As the trainer's own prediction for one microbatch a step."""
     plan, (job,), groups = planned(run(rank=[16]), "h100")
     assert len(job.lengths(0)) * TOKENS == plan.config.microbatch_tokens
-    from jaxlora.forecast.foretell import foretell
-
     with planned_for(parse_machine("h100").planned(0.75)):
-        seconds = plan.seconds(foretell(plan, [job]).schedule)
+        seconds = plan.seconds(foretell(plan, [job])[0])
     (alone,) = groups.planned.plan.sweep.configurations
     evaluated = alone.step_tokens / (len(job.lengths(0)) * TOKENS)
     makespan = groups.planned.plan.makespan

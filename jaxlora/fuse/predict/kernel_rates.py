@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE, DeviceSpeed, find_speed
-from jaxlora.costs.gpus import find_gpu
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed, find_gpu
 
 # A tile of a large matrix product, on one multiprocessor.
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -44,12 +43,12 @@ class KernelRates:
     @property
     def name(self) -> str:
         """Name of the device."""
-        return self.speed.name
+        return self.speed.kind
 
     @property
     def title(self) -> str:
         """The device whose times are predicted, in words."""
-        if self.name == UNKNOWN_DEVICE.name:
+        if self.name == UNKNOWN_DEVICE.kind:
             return "a typical GPU, as the rates of this device are unknown"
         return self.name
 
@@ -120,7 +119,7 @@ def describe_device(kind: str | None = None) -> KernelRates:
     if gpu is None:
         return KernelRates(speed=_UNKNOWN_SPEED, **_rates(108, 1.41))
     return KernelRates(
-        speed=find_speed(kind),
+        speed=gpu,
         **_rates(gpu.num_sms, gpu.gigahertz),
         **_SHARES.get(gpu.name, {}),
     )

@@ -1,8 +1,9 @@
-"""The modules that a job adapts, by its targets or the adapter that it starts from."""
+"""The modules that a job adapts, its start and its reference."""
 
 import dataclasses
 import json
 import logging
+import pathlib
 from collections.abc import Mapping, Sequence
 
 from jaxlora.adapters.adapter import Adapter, lora_scaling
@@ -16,12 +17,11 @@ from jaxlora.adapters.targets import (
 )
 from jaxlora.config import LoraJob
 from jaxlora.config.rules import NOT_OF_VERA
-from jaxlora.data.objectives import find_objective
-from jaxlora.errors import ConfigError
+from jaxlora.data.objectives import find_objective, smallest_batch
+from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
-from jaxlora.plan.job.reference import read_reference, refers_to_start
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ _TARGET_FIELDS = (
 )
 _RANK_FIELDS = "rank", "rank_pattern"
 _SCALING_FIELDS = "lora_alpha", "alpha_pattern", "use_rslora"
+_NO_FOLDERS = None, "base", "start"  # references that are no further adapter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +65,7 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         check_biases(job, modules, model)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
-        reference = read_reference(job, model)
+        reference = _read_reference(job, model, None)
         return ChosenModules(modules=modules, start=None, reference=reference)
     has_score = find_objective(job.objective).has_score
     size = model.hidden_size if has_score else None
@@ -83,7 +84,7 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         )
         for name, weights in start.modules.items()
     }
-    reference = start if refers_to_start(job) else read_reference(job, model)
+    reference = _read_reference(job, model, start)
     return ChosenModules(modules=modules, start=start, reference=reference)
 
 
@@ -226,4 +227,73 @@ def _other_modules(
         alpha, scaling = asked[name].lora_alpha, start.scaling(weights)
         if lora_scaling(alpha, weights.rank, job.use_rslora) != scaling:
             add(_SCALING_FIELDS, f"has scaling {scaling:g} on {name}")
+    return found
+
+
+# ---- the objective and its reference -------------------------------------------------
+
+
+def check_objective(job: LoraJob) -> None:
+    """Checks the objective of a job before its data are read.
+
+    Raises:
+        ConfigError: There is no such objective, it has no such settings, its batches
+            are too small, or the reference cannot be had.
+        AdapterError: The folder of its reference is not there.
+    """
+    settings = find_objective(job.objective).settings_of(job.objective_args)
+    reference = settings.get("reference")
+    if reference == "start" and job.init_from is None:
+        raise ConfigError(
+            f"objective_args: reference=start is the adapter of init_from, and job "
+            f"{job.name!r} has none: an adapter starts as the base. Set init_from, or "
+            "leave reference out."
+        )
+    fewest = smallest_batch(job.objective, job.objective_args)
+    if job.batch_size < fewest:
+        raise ConfigError(
+            f"batch_size={job.batch_size} of job {job.name!r} must be {fewest} or more "
+            f"with {job.objective}: its baseline joins the prompt of each sample in a "
+            "batch to the answer of another one. Raise batch_size, which may be any "
+            "number of microbatches, or choose a loss_type without a baseline."
+        )
+    if reference not in _NO_FOLDERS:
+        _check_folder(job, str(reference))
+
+
+def _check_folder(job: LoraJob, folder: str) -> None:
+    """Checks that the folder of a job's reference is there, without reading it."""
+    if (pathlib.Path(folder) / "adapter_config.json").is_file():
+        return
+    cure = f"looked in {pathlib.Path.cwd()}"
+    if folder.startswith("job:"):
+        cure = (
+            "an adapter that trains is no reference, as it moves; when that job has "
+            "ended, give its folder in adapters of its output_dir to a job that is "
+            "added, or to another run"
+        )
+    raise AdapterError(
+        f"objective_args: reference={folder!r} of job {job.name!r} is neither `base` "
+        f"nor `start`, and there is no PEFT folder with adapter_config.json ({cure})."
+    )
+
+
+def _read_reference(
+    job: LoraJob, model: ModelConfig, start: Adapter | None
+) -> Adapter | None:
+    """Returns the adapter with which the objective of a job compares.
+
+    It is None if that is the base, or if the objective compares with nothing.
+    """
+    settings = find_objective(job.objective).settings_of(job.objective_args)
+    reference = settings.get("reference")
+    if reference in _NO_FOLDERS:
+        return start if reference == "start" else None
+    try:
+        found = import_peft(str(reference), linear_shapes(model))
+        found.check_base(model)
+    except AdapterError as error:
+        raise AdapterError(
+            f"objective_args: the reference of job {job.name!r} cannot be used. {error}"
+        ) from error
     return found

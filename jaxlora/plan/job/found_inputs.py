@@ -34,15 +34,22 @@ def missing_inputs(values: Mapping[str, Any]) -> list[tuple[Path, JaxloraError]]
 
     if isinstance(model := values.get("model"), str) and model:
         look(("model",), find_local, model)
+    for path, data in data_sets(values.get("jobs")):
+        look((*path, "path"), check_found, data)
     for path, job in _jobs(values.get("jobs")):
-        for key in ("data", "eval_data"):
-            for inner, one in _sets(job.get(key)):
-                if (data := _data(one)) is not None:
-                    look((*path, key, *inner, "path"), check_found, data)
         for key, check in _FOLDERS.items():
             if isinstance(folder := job.get(key), str):
                 look((*path, key), check, folder)
     return found
+
+
+def data_sets(jobs: Any) -> Iterator[tuple[Path, DataConfig]]:
+    """Yields the data sets of a run's jobs, and the setting that has each."""
+    for path, job in _jobs(jobs):
+        for key in ("data", "eval_data"):
+            for inner, one in _sets(job.get(key)):
+                if (data := _data(one)) is not None:
+                    yield (*path, key, *inner), data
 
 
 def _jobs(jobs: Any) -> Iterator[tuple[Path, Mapping[str, Any]]]:

@@ -19,38 +19,38 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.admission import Candidate, admit, preempt
 from jaxlora.scheduler.lanes import ONE_LANE
+from jaxlora.scheduler.streams.state import Position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobPosition:
+class JobPosition(Candidate):
     """The position of a job that has not ended, between two of its global batches.
 
+    Jobs are numbered in order of arrival.
+
     Attributes:
-        job: Number of the job, in order of arrival.
-        priority: Priority of the job.
         slot: Slot of the job; None while it waits or is paused.
         step: Optimizer steps done.
         num_steps: Optimizer steps in all.
         batch_tokens: Mean number of tokens of a global batch, which balances replicas.
     """
 
-    job: int
-    priority: int
     slot: int | None
     step: int
     num_steps: int
     batch_tokens: float = 1.0
 
     @property
-    def tokens_left(self) -> float:
-        """Number of tokens that the job still trains on, about."""
-        return (self.num_steps - self.step) * self.batch_tokens
-
-    def steps(self, most: int) -> range:
-        """Returns the next optimizer steps of the job, at most so many."""
-        if self.slot is None:
-            return range(0)
-        return range(self.step, min(self.step + most, self.num_steps))
+    def in_stream(self) -> Position:
+        """The position by which microbatches are planned; the job has a slot."""
+        assert self.slot is not None, f"job {self.job} has no slot"
+        return Position(
+            job=self.job,
+            owner=self.slot,
+            batch=self.step,
+            num_batches=self.num_steps,
+            batch_tokens=self.batch_tokens,
+        )
 
 
 def assign_slots(
@@ -75,24 +75,20 @@ def assign_slots(
     """
     # There is no estimate of memory, because slots and microbatches take theirs when
     # the run starts.
-    running = [_candidate(p) for p in positions if p.slot is not None]
-    waiting = [_candidate(p) for p in positions if p.slot is None]
-    paused: set[int] = set()
+    running = [p for p in positions if p.slot is not None]
+    waiting = [p for p in positions if p.slot is None]
+    slots = {p.job: p.slot for p in positions if p.slot is not None}
     if preempts:
         change = preempt(running, waiting, num_slots)
-        paused, started = {c.job for c in change.paused}, change.started
+        started = change.started
+        for candidate in change.paused:
+            del slots[candidate.job]
     else:
-        started = tuple(admit(waiting, num_slots - len(running)))
-    kept = [p for p in positions if p.slot is not None and p.job not in paused]
-    slots = {p.job: p.slot for p in kept}
+        started = admit(waiting, num_slots - len(running))
     taken = set(slots.values())
     free = [slot for slot in range(num_slots) if slot not in taken]
     slots |= {c.job: slot for c, slot in zip(started, free, strict=False)}
     return [dataclasses.replace(p, slot=slots.get(p.job)) for p in positions]
-
-
-def _candidate(position: JobPosition) -> Candidate:
-    return Candidate(job=position.job, priority=position.priority)
 
 
 def next_samples(
@@ -112,7 +108,9 @@ def next_samples(
         Sample(owner=position.slot, batch=step, index=i, num_tokens=num_tokens)
         for position in positions
         if position.slot is not None
-        for step in position.steps(num_steps)
+        for step in range(
+            position.step, min(position.step + num_steps, position.num_steps)
+        )
         for i, num_tokens in enumerate(lengths(position.job, step))
     )
 

@@ -1,7 +1,6 @@
 """Chooses the LoRA kernels and the attention of a run, and says why."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
@@ -11,7 +10,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
-from jaxlora.modules.attention_table import ATTENTIONS, AttentionChoice
+from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -45,34 +44,21 @@ class Choice[Name: str]:
         return f"{self.name}, as requested" if self.is_requested else self.name
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class KernelChoices:
-    """The kernels and attention that run on the device of a run.
+def describe_choices(
+    kernels: Choice[str], attention: Choice[AttentionImplementation]
+) -> str:
+    """Says in one line on which device a run is, what runs there, and why.
 
-    Attributes:
-        kernels: LoRA kernels.
-        attention: Attention.
+    A reason why something else cannot run there is told once.
     """
-
-    kernels: Choice[str]
-    attention: Choice[AttentionImplementation]
-
-    def __str__(self) -> str:
-        """Says in one line on which device a run is, what runs there, and why.
-
-        A reason why something else cannot run there is told once.
-        """
-        passed_over = (
-            *self.kernels.passed_over.items(),
-            *self.attention.passed_over.items(),
-        )
-        parts = [
-            f"device: {describe_device()}",
-            f"LoRA kernels: {self.kernels}",
-            f"attention: {self.attention}",
-            *group_reasons(passed_over),
-        ]
-        return "; ".join(parts)
+    passed_over = *kernels.passed_over.items(), *attention.passed_over.items()
+    parts = [
+        f"device: {describe_device()}",
+        f"LoRA kernels: {kernels}",
+        f"attention: {attention}",
+        *group_reasons(passed_over),
+    ]
+    return "; ".join(parts)
 
 
 def choose_kernels(asked: str, spec: DecoderSpec, block_tokens: int) -> Choice[str]:
@@ -87,15 +73,11 @@ def choose_kernels(asked: str, spec: DecoderSpec, block_tokens: int) -> Choice[s
         ConfigError: The back end asked for cannot run the model here, or none can.
     """
 
-    def why_not(backend: Backend) -> str | None:
-        unsupported = kernels_unsupported(backend, spec, block_tokens)
-        return backend.why_not(unsupported, is_auto=asked == "auto")
+    def why_not(name: str) -> str | None:
+        unsupported = kernels_unsupported(BACKENDS[name], spec, block_tokens)
+        return BACKENDS[name].why_not(unsupported, is_auto=asked == "auto")
 
-    return _choose(
-        "implementation",
-        asked,
-        {name: functools.partial(why_not, entry) for name, entry in BACKENDS.items()},
-    )
+    return _choose("implementation", asked, BACKENDS, why_not)
 
 
 def choose_attention(
@@ -112,35 +94,34 @@ def choose_attention(
         ConfigError: The implementation asked for cannot run the model here.
     """
 
-    def why_not(attention: AttentionChoice) -> str | None:
-        unsupported = attention.unsupported(dtype, model)
+    def why_not(name: AttentionImplementation) -> str | None:
+        unsupported = ATTENTIONS[name].unsupported(dtype, model)
         return None if unsupported is None else f"cannot run this: {unsupported}"
 
-    return _choose(
-        "attention",
-        asked,
-        {one.name: functools.partial(why_not, one) for one in ATTENTIONS.values()},
-    )
+    names = [one.name for one in ATTENTIONS.values()]
+    return _choose("attention", asked, names, why_not)
 
 
 def _choose[Name: str](
     setting: str,
     asked: str,
-    why_not: Mapping[Name, Callable[[], str | None]],
+    names: Iterable[Name],
+    why_not: Callable[[Name], str | None],
 ) -> Choice[Name]:
     """Chooses from a table, in its order.
 
     Args:
         setting: Name of the setting, for errors.
         asked: Name of an entry, or `auto`.
-        why_not: For each name, a function that returns why it is not taken, as what
-            follows the name in a sentence; None if it is.
+        names: Names of the entries.
+        why_not: Returns why an entry is not taken, as what follows its name in a
+            sentence; None if it is.
     """
     passed_over: dict[str, str] = {}
-    for name, why in why_not.items():
+    for name in names:
         if asked not in ("auto", name):
             continue
-        if (reason := why()) is None:
+        if (reason := why_not(name)) is None:
             is_requested = asked != "auto"
             return Choice(name=name, is_requested=is_requested, passed_over=passed_over)
         if asked == name:

@@ -1,20 +1,30 @@
-"""Metadata of a run's base model, without its weights."""
+"""The base model of a run without its weights, and how it is stored."""
 
 import dataclasses
+import functools
 import pathlib
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
+from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
 from jaxlora.config.base_settings import BaseSettings
+from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.base_format import find_base_format
+from jaxlora.hf.base_format import change_settings, find_base_format, kept_linears
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.load import FrozenModel, base_dtype
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.forward import Base
+from jaxlora.models.sharded import BaseDivision
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.plan.job.quantized_base import run_format
+from jaxlora.pallas_kernels import WeightOptions
+from jaxlora.sharding.rules import FSDP, TENSOR
+
+_KERNEL = ".kernel."  # in the path of an array of a quantized weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,14 +53,6 @@ class PlannedModel:
             config=model.config, dtype=model.dtype, base_format=base_format
         )
 
-    @property
-    def spec(self) -> DecoderSpec:
-        """The decoder without slots."""
-        options = DecoderOptions(
-            dtype=self.dtype, base_format=self.base_format, max_segment_tokens=1
-        )
-        return DecoderSpec(config=self.config, options=options)
-
 
 def planned_model(config: RunConfig, folder: pathlib.Path) -> PlannedModel:
     """Describes the base model of a run; its weights need not exist.
@@ -78,3 +80,131 @@ def planned_model(config: RunConfig, folder: pathlib.Path) -> PlannedModel:
             quantize_args=config.quantize_base_args,
         ),
     )
+
+
+def run_format(
+    settings: BaseSettings, model: ModelConfig, stored: BaseFormat | None
+) -> BaseFormat | None:
+    """Returns the format of a run's base; None if it is not quantized.
+
+    Args:
+        settings: Settings of the base.
+        model: The model.
+        stored: Format of the weights that are loaded, or will be.
+
+    Raises:
+        ConfigError: The settings do not fit the weights.
+    """
+    name = None if stored is None else stored.name
+    described = "not quantized" if name is None else f"in {name}"
+    if settings.quantize_base not in (None, name):
+        raise ConfigError(
+            f"quantize_base is {settings.quantize_base}, and the base is {described}. "
+            f"Load it with load_model(..., quantize={settings.quantize_base!r})."
+        )
+    if stored is None:
+        if args := settings.quantize_base_args:
+            raise ConfigError(
+                f"quantize_base_args has {', '.join(args)}, and the base is not "
+                "quantized. Leave it out, or set quantize_base."
+            )
+        return None
+    if changed := set(kept_linears(model, settings.keep_bf16)) - set(stored.kept):
+        raise ConfigError(
+            f"keep_bf16 matches {min(changed)}, which is quantized in this base. Load "
+            f"it with load_model(..., keep_bf16={list(settings.keep_bf16)})."
+        )
+    return change_settings(stored, settings.quantize_base_args)
+
+
+def with_derived(model: FrozenModel, spec: DecoderSpec) -> FrozenModel:
+    """Returns the model with all arrays of its format and no others.
+
+    Those that follow from others, such as transposed copies, are made where they will
+    lie.
+
+    Args:
+        model: The base model.
+        spec: Decoder of the run.
+    """
+    base = spec.options.base_format
+    if base is None:
+        return model
+    params = {k: v for k, v in model.params.items() if _KERNEL not in k}
+    for path, arrays in _quantized_kernels(model.params).items():
+        found = _completed(base.options, path, arrays, spec.division)
+        params |= {f"{path}.{field}": array for field, array in found.items()}
+    return dataclasses.replace(model, params=params)
+
+
+def _quantized_kernels(params: Base) -> dict[str, Base]:
+    """Returns the arrays of each quantized weight by field, by the kernel's path."""
+    kernels: dict[str, Base] = {}
+    for path, array in params.items():
+        if _KERNEL in path:
+            kernel, field = path.rsplit(".", 1)
+            kernels.setdefault(kernel, {})[field] = array
+    return kernels
+
+
+def _completed(
+    options: WeightOptions, kernel: str, arrays: Base, division: BaseDivision
+) -> Base:
+    wanted = jax.eval_shape(options.complete, arrays)
+    kept = {field: arrays[field] for field in wanted if field in arrays}
+    missing = tuple(field for field in wanted if field not in arrays)
+    if not missing:
+        return kept
+    sharding = next(iter(arrays.values())).sharding
+    # Without a mesh, an array is as little bound to a device as those it follows from.
+    places: tuple[NamedSharding | None, ...] = (None,) * len(missing)
+    if isinstance(sharding, NamedSharding):
+        device_mesh = sharding.mesh
+        sizes = dict(device_mesh.shape)
+        division = dataclasses.replace(
+            division, fsdp=sizes.get(FSDP, 1), tensor=sizes.get(TENSOR, 1)
+        )
+        specs = (division.spec(f"{kernel}.{f}", wanted[f].shape) for f in missing)
+        places = tuple(NamedSharding(device_mesh, spec) for spec in specs)
+    made = _maker(options, missing, places)(arrays)
+    return kept | dict(zip(missing, made, strict=True))
+
+
+@functools.lru_cache(maxsize=32)
+def _maker(
+    options: WeightOptions,
+    fields: tuple[str, ...],
+    places: tuple[NamedSharding | None, ...],
+) -> Callable[[Base], tuple[jax.Array, ...]]:
+    """Returns a program that makes fields of a weight from the others."""
+
+    def make(arrays: Base) -> tuple[jax.Array, ...]:
+        complete = options.complete(arrays)
+        return tuple(complete[field] for field in fields)
+
+    return jax.jit(make, out_shardings=places)
+
+
+def describe_base(spec: DecoderSpec) -> str:
+    """Describes how a quantized base is stored and multiplied."""
+    base, name = spec.options.base_format, spec.options.implementation
+    assert base is not None
+    dtype = spec.options.dtype.name
+    if not base.options.multiplies_forward:
+        text = f"dequantized to {dtype} layer by layer for the products of {name}"
+    elif base.options.multiplies_backward:
+        text = f"{base.name} products of {name} forward and backward, " + (
+            "with a second, transposed copy of the weights"
+            if base.options.stores_transpose
+            else "with one copy of the weights"
+        )
+    else:
+        text = (
+            f"{base.name} products of {name} forward, dequantized to {dtype} layer by "
+            "layer backward"
+        )
+    kept = [path.removeprefix("layers.") for path in base.kept]
+    if kept:
+        shown = ", ".join(kept[:4]) + (", ..." if len(kept) > 4 else "")
+        text += f"; {counted(len(kept), 'linear')} kept in {dtype}: {shown}"
+    return f"{base.name}, {text}"

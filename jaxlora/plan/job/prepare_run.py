@@ -5,7 +5,7 @@ The trainer and `jaxlora plan` enter here, so that they refuse the same runs.
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jaxlora.adapters.optimizers.table import find_optimizer
 from jaxlora.common.note import log_notes
@@ -18,9 +18,12 @@ from jaxlora.errors import ConfigError
 from jaxlora.generate.prompt import sample_prompts
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
-from jaxlora.plan.job.check_objective import check_objective
-from jaxlora.plan.job.chosen_modules import ChosenModules, choose_modules
-from jaxlora.plan.job.found_inputs import missing_inputs
+from jaxlora.plan.job.chosen_modules import (
+    ChosenModules,
+    check_objective,
+    choose_modules,
+)
+from jaxlora.plan.job.found_inputs import data_sets, missing_inputs
 from jaxlora.plan.job.planned_model import PlannedModel, planned_model
 from jaxlora.plan.job.prepared_job import (
     PreparedJob,
@@ -33,27 +36,12 @@ from jaxlora.plan.run_plan import RunPlan
 from jaxlora.problems import Path, Problems
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The inputs of a run besides its data.
-
-    Attributes:
-        model: The base model, without weights.
-        tokenizer: Its tokenizer.
-        modules: The modules that each job adapts.
-    """
-
-    model: PlannedModel
-    tokenizer: Tokenizer
-    modules: tuple[ChosenModules, ...] = ()
-
-
-def check_inputs(
+def _check_inputs(
     config: RunConfig,
     model: FrozenModel | None,
     started: str,
     **checks: Callable[[], object],
-) -> Inputs:
+) -> tuple[PlannedModel, Tokenizer, list[ChosenModules]]:
     """Checks files, model, tokenizer, targets and templates; reads no data.
 
     Args:
@@ -61,6 +49,9 @@ def check_inputs(
         model: The base model, if it is loaded already.
         started: Time at which the run began, in ISO format.
         **checks: Further checks, by the setting that they are about.
+
+    Returns:
+        The base model, its tokenizer, and the modules that each job adapts.
 
     Raises:
         JaxloraError: Something is missing or does not fit. If there are several
@@ -73,17 +64,19 @@ def check_inputs(
     values = {"jobs": config.jobs} | ({"model": config.model} if model is None else {})
     for path, error in missing_inputs(values):
         problems.add(path, error)
-    inputs = None
+    base = None
     if not problems.has("model"):
         with problems.at("model"):
-            inputs = _open(config, model, started)
-    modules = _check_jobs(config, inputs, problems)
+            base = _open(config, model, started)
+    modules = _check_jobs(config, base, problems)
     problems.raise_all()
-    assert inputs is not None, "without a problem, the model is open"
-    return dataclasses.replace(inputs, modules=modules)
+    assert base is not None, "without a problem, the model is open"
+    return *base, modules
 
 
-def _open(config: RunConfig, model: FrozenModel | None, started: str) -> Inputs:
+def _open(
+    config: RunConfig, model: FrozenModel | None, started: str
+) -> tuple[PlannedModel, Tokenizer]:
     if model is None:
         folder = tokenizer_folder(config.model, config.revision)
         planned = planned_model(config, folder)
@@ -92,19 +85,18 @@ def _open(config: RunConfig, model: FrozenModel | None, started: str) -> Inputs:
     now = datetime.datetime.fromisoformat(started)
     tokenizer = load_tokenizer(folder, now=now)
     tokenizer.check_fits(planned.config.vocab_size)
-    return Inputs(model=planned, tokenizer=tokenizer)
+    return planned, tokenizer
 
 
 def _check_jobs(
-    config: RunConfig, inputs: Inputs | None, problems: Problems
-) -> tuple[ChosenModules, ...]:
+    config: RunConfig, base: tuple[PlannedModel, Tokenizer] | None, problems: Problems
+) -> list[ChosenModules]:
     """Checks templates; if the model is open, also returns the modules of the jobs."""
     modules = []
+    model, tokenizer = (None, None) if base is None else (base[0].config, base[1])
+    for path, data in data_sets(config.jobs):
+        _check_data(data, tokenizer, path, problems)
     for number, job in enumerate(config.jobs):
-        for key in ("data", "eval_data"):
-            if (data := getattr(job, key)) is not None:
-                for path, one in _sets(data, ("jobs", number, key)):
-                    _check_data(one, inputs, path, problems)
         with problems.at("jobs", number, "objective"):
             check_objective(job)
         with problems.at("jobs", number, "optimizer"):
@@ -112,26 +104,18 @@ def _check_jobs(
         has_problem = any(
             problems.has("jobs", number, key) for key in ("init_from", "objective")
         )
-        if inputs is not None and not has_problem:
+        if model is not None and not has_problem:
             key = "target_modules" if job.init_from is None else "init_from"
             with problems.at("jobs", number, key):
-                modules.append(choose_modules(job, inputs.model.config))
-    if inputs is not None and config.samples is not None:
+                modules.append(choose_modules(job, model))
+    if model is not None and tokenizer is not None and config.samples is not None:
         with problems.at("samples", "prompts"):
-            sample_prompts(config.samples, inputs.model.config, inputs.tokenizer)
-    return tuple(modules)
-
-
-def _sets(data: DataConfig, path: Path) -> Iterator[tuple[Path, DataConfig]]:
-    """Yields the data sets of a job, and the setting that has each."""
-    if not data.datasets:
-        yield path, data
-    for number, one in enumerate(data.datasets):
-        yield (*path, "datasets", number), one
+            sample_prompts(config.samples, model, tokenizer)
+    return modules
 
 
 def _check_data(
-    data: DataConfig, inputs: Inputs | None, path: Path, problems: Problems
+    data: DataConfig, tokenizer: Tokenizer | None, path: Path, problems: Problems
 ) -> None:
     for key in ("prompt", "completion", "text", "chosen", "rejected", "system"):
         with problems.at(*path, key):
@@ -139,72 +123,59 @@ def _check_data(
     if data.chat_template is not None:
         with problems.at(*path, "chat_template"):
             find_template(data.chat_template)
-    elif inputs is not None and data.chat:
+    elif tokenizer is not None and data.chat:
         with problems.at(*path, "chat"):
-            inputs.tokenizer.chat.check()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PreparedRun:
-    """A planned run whose weights are not loaded.
-
-    Attributes:
-        plan: The plan of the run.
-        jobs: Its jobs, whose data are read.
-        reader: Reads the data of further jobs.
-    """
-
-    plan: RunPlan
-    jobs: list[PreparedJob]
-    reader: DataReader
+            tokenizer.chat.check()
 
 
 def prepare_run(
     config: RunConfig,
-    model: FrozenModel | None,
-    started: str,
-    *,
     done_steps: Callable[[LoraJob], int],
+    model: FrozenModel | None = None,
+    *,
+    started: str | None = None,
     ended: Collection[str] = (),
     chosen: Collection[str] = (),
     held_bytes: int = 0,
     on_read: Callable[[PlannedModel, Sequence[PreparedJob]], None] = lambda *_: None,
     on_accepted: Callable[[], None] = lambda: None,
     **checks: Callable[[], object],
-) -> PreparedRun:
+) -> tuple[RunPlan, list[PreparedJob], DataReader]:
     """Prepares a run for this machine, and logs what was read and decided.
 
     Args:
         config: The run.
-        model: The base model, if it is loaded already.
-        started: Time at which the run began, in ISO format.
         done_steps: Returns the optimizer steps that a job with `continue_from` has
             done in the other run.
+        model: The base model, if it is loaded already.
+        started: Time at which the run began, in ISO format; None: it begins now.
         ended: Jobs that have ended and need not be held; see `resolve`.
         chosen: Settings that stay as they were chosen; see `BegunRun`.
         held_bytes: Memory that the run holds already on the first device.
         on_read: Is called when the data are read, and may refuse the run.
         on_accepted: See `resolve`.
-        **checks: Further checks; see `check_inputs`.
+        **checks: Further checks, by the setting that they are about.
+
+    Returns:
+        The plan, the jobs with their data, and what reads the data of further jobs.
 
     Raises:
         JaxloraError: A setting, the model or a job's data cannot be used, or the run
             does not fit this machine.
     """
     # Mistakes in the settings and the data are refused before weights are loaded.
-    inputs = check_inputs(config, model, started, **checks)
-    reader = data_reader(config, inputs.tokenizer)
+    started = started or datetime.datetime.now().isoformat()
+    planned, tokenizer, modules = _check_inputs(config, model, started, **checks)
+    reader = data_reader(config, tokenizer)
     jobs = [
         dataclasses.replace(job, first_step=done_steps(job.settings))
-        for job in prepare_jobs(
-            config.jobs, inputs.modules, inputs.model.config, reader
-        )
+        for job in prepare_jobs(config.jobs, modules, planned.config, reader)
     ]
     log_notes(note for job in jobs for note in job.notes)
-    on_read(inputs.model, jobs)
-    args = config, inputs.model, jobs, this_machine(held_bytes), on_accepted, ended
+    on_read(planned, jobs)
+    machine = this_machine(held_bytes)
     try:
-        plan = resolve(*args)
+        plan = resolve(config, planned, jobs, machine, on_accepted, ended)
     except ConfigError as error:
         if chosen:
             names = " and ".join(chosen)
@@ -214,4 +185,4 @@ def prepare_run(
             )
         raise
     log_notes(plan.notes)
-    return PreparedRun(plan=plan, jobs=jobs, reader=reader)
+    return plan, jobs, reader

@@ -13,9 +13,6 @@ from jaxtyping import Int
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizers.table import find_optimizer
-from jaxlora.adapters.targets import (
-    ModuleLora,
-)
 from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
@@ -33,8 +30,11 @@ from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.plan.job.check_objective import check_objective
-from jaxlora.plan.job.chosen_modules import ChosenModules, choose_modules
+from jaxlora.plan.job.chosen_modules import (
+    ChosenModules,
+    check_objective,
+    choose_modules,
+)
 from jaxlora.problems import Problems
 
 # A forward pass over so many tokens takes minutes with a model of 8B on an H100.
@@ -42,15 +42,11 @@ _MANY_TOKENS = 2**22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PreparedJob:
+class PreparedJob(ChosenModules):
     """The modules that a job adapts, and its samples.
 
     Attributes:
         settings: Settings of the job.
-        modules: Rank and scaling of each linear that it adapts, by module name.
-        start: Adapter of `init_from`; None: the job starts from fresh weights.
-        reference: Adapter with which the objective compares; None: it is the base, or
-            there is no reference.
         train_data: Training samples.
         eval_data: Held-out samples, if any.
         first_step: Optimizer steps that it has done in another run.
@@ -58,9 +54,6 @@ class PreparedJob:
     """
 
     settings: LoraJob
-    modules: Mapping[str, ModuleLora]
-    start: Adapter | None
-    reference: Adapter | None = None
     train_data: TokenizedData
     eval_data: TokenizedData | None
     first_step: int = 0
@@ -71,14 +64,35 @@ class PreparedJob:
         """Name of the job."""
         return self.settings.name
 
+    @property
+    def data(self) -> tuple[TokenizedData, ...]:
+        """The training samples, and those that are held out."""
+        held_out = self.eval_data
+        return (self.train_data,) if held_out is None else (self.train_data, held_out)
+
     def __post_init__(self):
-        for data in filter(None, (self.train_data, self.eval_data)):
+        for data in self.data:
             assert data.group_size == self.objective.group_size, "read for another"
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """Rank of each linear that the job adapts, by module name."""
-        return {name: module.rank for name, module in self.modules.items()}
+    def further_references(self) -> tuple[Adapter, ...]:
+        """The adapter of the objective, unless the job starts from it."""
+        reference = self.reference
+        return () if reference is None or reference is self.start else (reference,)
+
+    @property
+    def adapted(self) -> dict[str, int]:
+        """Largest rank in each linear that the job or its reference adapts."""
+        found = {name: module.rank for name, module in self.modules.items()}
+        for reference in self.further_references:
+            for name, module in reference.modules.items():
+                found[name] = max(found.get(name, 0), module.rank)
+        return found
+
+    @property
+    def modules_to_save(self) -> tuple[str, ...]:
+        """Modules of which the job trains whole copies."""
+        return self.settings.modules_to_save
 
     @functools.cached_property
     def order(self) -> JobOrder:
@@ -100,6 +114,11 @@ class PreparedJob:
         return self.order.num_steps
 
     @property
+    def longest_group(self) -> int:
+        """Tokens of the longest group of samples, held out or not."""
+        return max(data.longest_group for data in self.data)
+
+    @property
     def batch_tokens(self) -> float:
         """Mean number of tokens of a global batch."""
         return self.train_data.mean_batch_tokens(self.settings.batch_size)
@@ -113,8 +132,8 @@ class PreparedJob:
             "eval_data_fingerprint": None if held_out is None else held_out.fingerprint,
             "init_from_fingerprint": None if start is None else start.fingerprint(),
         }
-        if self.reference is not None and self.reference is not start:
-            found["reference_fingerprint"] = self.reference.product_fingerprint()
+        for reference in self.further_references:
+            found["reference_fingerprint"] = reference.product_fingerprint()
         return found
 
     @functools.cached_property
@@ -285,31 +304,19 @@ def _read_job(
         held_out = reader.read(job, "eval")
     for data in filter(None, (train, held_out)):
         check_enough(data, job)
-    read = {"training data": train, "held-out data": held_out}
     prepared = PreparedJob(
+        **vars(chosen),
         settings=job,
-        modules=chosen.modules,
-        start=chosen.start,
-        reference=chosen.reference,
         train_data=train,
         eval_data=held_out,
-        notes=(
-            *(
-                Note(f"{use} {line}", job=job.name)
-                for use, data in read.items()
-                if data is not None
-                for line in data.summaries()
-            ),
-            *_notes_on_shared(job, train, held_out),
-            *_notes_on_positions(job.name, _lengths(train, held_out), model),
-            _note_on_modules(job, chosen.modules),
-        ),
     )
-    _check_steps(prepared)
-    if prepared.runs_reference:
-        note = _note_on_reference(prepared)
-        prepared = dataclasses.replace(prepared, notes=(*prepared.notes, note))
-    return prepared
+    if (num_steps := prepared.num_steps) > MOST_STEPS:
+        raise ConfigError(
+            f"epochs={job.epochs:g} of job {job.name!r} are {num_steps:.3g} optimizer "
+            f"steps, and a job has at most {MOST_STEPS:,}. Lower epochs, or set steps."
+        )
+    notes = tuple(_notes(prepared, model))
+    return dataclasses.replace(prepared, notes=notes)
 
 
 def prepare_jobs(
@@ -337,49 +344,42 @@ def prepare_jobs(
     return prepared
 
 
-def _check_steps(job: PreparedJob) -> None:
-    if (num_steps := job.num_steps) > MOST_STEPS:
-        name, epochs = job.name, job.settings.epochs
-        raise ConfigError(
-            f"epochs={epochs:g} of job {name!r} are {num_steps:.3g} optimizer steps, "
-            f"and a job has at most {MOST_STEPS:,}. Lower epochs, or set steps."
-        )
+def _notes(job: PreparedJob, model: ModelConfig) -> Iterator[Note]:
+    """Yields lines for the log about a job's samples and modules."""
+    name = job.name
+    for use, data in zip(("training", "held-out"), job.data, strict=False):
+        for line in data.summaries():
+            yield Note(f"{use} data {line}", job=name)
+    yield from _warnings(job, model)
+    yield Note(_describe_modules(job), job=name)
+    if job.runs_reference:
+        yield Note(_describe_runs_reference(job), job=name)
 
 
-def _notes_on_shared(
-    job: LoraJob, train: TokenizedData, held_out: TokenizedData | None
-) -> Iterator[Note]:
-    """Warns of held-out records that are trained on."""
-    if held_out is None:
-        return
-    if shared := held_out.describe_shared(train):
-        yield Note(
+def _warnings(job: PreparedJob, model: ModelConfig) -> Iterator[Note]:
+    """Warns of held-out records that are trained on, and of too long samples."""
+    held_out, shared = job.eval_data, None
+    if held_out is not None:
+        shared = held_out.describe_shared(job.train_data)
+    if shared:
+        text = (
             f"{shared} On these, the held-out loss says nothing about new records. "
-            "Remove duplicates.",
-            is_warning=True,
-            job=job.name,
+            "Remove duplicates."
         )
-
-
-def _notes_on_positions(
-    name: str, lengths: np.ndarray, model: ModelConfig
-) -> Iterator[Note]:
-    """Warns, once, of samples that are longer than the model's position limit."""
-    limit = model.max_positions
-    num_beyond = np.count_nonzero(lengths > limit)
-    if num_beyond:
+        yield Note(text, is_warning=True, job=job.name)
+    lengths, limit = np.concatenate([d.lengths for d in job.data]), model.max_positions
+    if num_beyond := np.count_nonzero(lengths > limit):
         are = "is" if num_beyond == 1 else "are"
-        yield Note(
+        text = (
             f"{num_beyond} of {len(lengths)} samples {are} longer than the "
             f"{limit} positions that the model supports (max_position_embeddings); the "
             f"longest has {lengths.max()} tokens. Set max_length to {limit}, or expect "
-            "worse results on them.",
-            is_warning=True,
-            job=name,
+            "worse results on them."
         )
+        yield Note(text, is_warning=True, job=job.name)
 
 
-def _note_on_reference(job: PreparedJob) -> Note:
+def _describe_runs_reference(job: PreparedJob) -> str:
     why = "as reference_logps says"
     if job.objective_settings["reference_logps"] == "auto":
         why = (
@@ -387,35 +387,19 @@ def _note_on_reference(job: PreparedJob) -> Note:
             "would delay the first step. To compute them once, such as for several "
             "jobs with the same data, set reference_logps: kept"
         )
-    return Note(
+    return (
         f"the log-probabilities by {job.describe_reference()} are computed in each "
-        f"step, by a forward pass more, {why}.",
-        job=job.name,
+        f"step, by a forward pass more, {why}."
     )
 
 
-def _note_on_modules(job: LoraJob, modules: Mapping[str, ModuleLora]) -> Note:
-    share = 2 if job.keeps_start else 1  # the other half is the first weights, fixed
-    each = sorted({module.rank // share for module in modules.values()})
+def _describe_modules(job: PreparedJob) -> str:
+    # The other half is the first weights, which are fixed.
+    share = 2 if job.settings.keeps_start else 1
+    each = sorted({module.rank // share for module in job.modules.values()})
     ranks = "/".join(map(str, each)) + (" (twice that in a slot)" if share > 1 else "")
-    kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules)
-    text = f"rank {ranks} on {counted(len(modules), 'module')}: {', '.join(kinds)}"
+    kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in job.modules)
+    text = f"rank {ranks} on {counted(len(job.modules), 'module')}: {', '.join(kinds)}"
     if job.modules_to_save:
         text += f"; whole copies of {' and '.join(job.modules_to_save)}"
-    return Note(text, job=job.name)
-
-
-def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray:
-    return np.concatenate([d.lengths for d in (train, held_out) if d is not None])
-
-
-def longest_sample(prepared: PreparedJob) -> int:
-    """Returns the number of tokens of a job's longest sample, held out or not."""
-    data = filter(None, (prepared.train_data, prepared.eval_data))
-    return max(one.longest_sample for one in data)
-
-
-def longest_group(prepared: PreparedJob) -> int:
-    """Returns the number of tokens of a job's longest group of samples."""
-    data = filter(None, (prepared.train_data, prepared.eval_data))
-    return max(one.longest_group for one in data)
+    return text

@@ -1,7 +1,8 @@
 """The decoder of a run with its slots, and whether they can hold a job."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxlora.adapters.targets import Targets, choose_linears
 from jaxlora.common.patterns import Patterns
@@ -17,13 +18,12 @@ from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.plan.job.kernel_choice import (
-    KernelChoices,
     choose_attention,
     choose_kernels,
+    describe_choices,
 )
-from jaxlora.plan.job.loaded import Loaded, loaded_by
 from jaxlora.plan.job.planned_model import PlannedModel
-from jaxlora.plan.job.prepared_job import PreparedJob, longest_group, longest_sample
+from jaxlora.plan.job.prepared_job import PreparedJob
 
 
 def decoder_spec(
@@ -31,7 +31,7 @@ def decoder_spec(
     planned: PlannedModel,
     jobs: Sequence[PreparedJob],
     max_tokens: int,
-) -> tuple[DecoderSpec, KernelChoices]:
+) -> tuple[DecoderSpec, str]:
     """Makes the decoder with the slots of a run, and says which kernels run it.
 
     Args:
@@ -44,8 +44,7 @@ def decoder_spec(
         ConfigError: No kernels or attention can run the model here.
     """
     model, dtype = planned.config, planned.dtype
-    loaded = [one for job in jobs for one in loaded_by(job)]
-    adapted = {linear_path(name) for one in loaded for name in one.ranks}
+    adapted = {linear_path(name) for job in jobs for name in job.adapted}
     if config.slot_targets is not None:
         where = "slot_targets"
         targets = Targets(where=where, target_modules=config.slot_targets)
@@ -74,44 +73,61 @@ def decoder_spec(
     spec = DecoderSpec(
         config=model,
         options=options,
-        slots=_slot_shape(config, jobs, loaded),
+        slots=_slot_shape(config, jobs),
         adapted=tuple(sorted(adapted)),
     )
     on_device = dataclasses.replace(spec, config=part)
     kernels = choose_kernels(config.implementation, on_device, config.block_tokens)
     options = dataclasses.replace(options, implementation=kernels.name)
     spec = dataclasses.replace(spec, options=options)
-    return spec, KernelChoices(kernels=kernels, attention=attention)
+    return spec, describe_choices(kernels, attention)
 
 
-def _slot_shape(
-    config: RunConfig, jobs: Sequence[PreparedJob], loaded: Sequence[Loaded]
-) -> SlotShape:
-    """Returns the shape of slots that can hold each of the jobs and its reference."""
-    settings = [job.settings for job in jobs]
+def needed(job: PreparedJob) -> SlotShape:
+    """Returns the smallest slots that can hold a job, and its reference in its place.
+
+    The log-probabilities by a further reference are computed with it in the job's slot.
+    """
+    settings, held = job.settings, (job, *job.further_references)
+    has = [{name for name in tensor_settings() if one.is_set(name)} for one in held]
     return SlotShape(
-        num_slots=config.max_concurrent_jobs or len(config.jobs),
-        rank=config.slot_rank or max(max(one.ranks.values()) for one in loaded),
-        use_dropout=(
-            any(job.dropout > 0 for job in settings)
-            if config.slot_dropout is None
-            else config.slot_dropout
-        ),
-        settings=tuple(
-            setting
-            for setting in tensor_settings()
-            if any(setting in one.settings for one in loaded)
-        ),
-        keeps_start=any(job.keeps_start for job in settings),
-        dora_dropout=any(job.use_dora and job.dropout > 0 for job in settings),
-        optimizers=tuple(sorted({job.optimizer for job in settings})),
-        has_score=any(job.objective.has_score for job in jobs),
-        num_token_rows=max(len(one.token_ids["embed_tokens"]) for one in loaded),
-        num_head_rows=max(len(one.token_ids["lm_head"]) for one in loaded),
-        whole_modules=tuple(sorted({m for one in loaded for m in one.whole_modules})),
-        has_lora=not all("use_vera" in one.settings for one in loaded),
-        has_references=any(job.needs_reference_table for job in jobs),
+        num_slots=1,
+        rank=max(job.adapted.values()),
+        use_dropout=settings.dropout > 0,
+        settings=_in_order(set().union(*has)),
+        keeps_start=settings.keeps_start,
+        dora_dropout=settings.use_dora and settings.dropout > 0,
+        optimizers=(settings.optimizer,),
+        has_score=job.objective.has_score,
+        num_token_rows=max(len(one.token_ids["embed_tokens"]) for one in held),
+        num_head_rows=max(len(one.token_ids["lm_head"]) for one in held),
+        whole_modules=tuple(sorted({m for one in held for m in one.modules_to_save})),
+        has_lora=any("use_vera" not in names for names in has),
+        has_references=job.needs_reference_table,
     )
+
+
+def _in_order(settings: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in tensor_settings() if name in settings)
+
+
+def _slot_shape(config: RunConfig, jobs: Sequence[PreparedJob]) -> SlotShape:
+    """Returns the slots of a run: what any of its jobs needs, or the run asks for."""
+    shapes = [needed(job) for job in jobs]
+
+    def joined(name: str) -> Any:
+        values = [getattr(shape, name) for shape in shapes]
+        if isinstance(values[0], tuple):
+            return tuple(sorted(set().union(*values)))
+        return max(values)
+
+    found = {field.name: joined(field.name) for field in dataclasses.fields(SlotShape)}
+    found["settings"] = _in_order(found["settings"])
+    found["num_slots"] = config.max_concurrent_jobs or len(config.jobs)
+    found["rank"] = config.slot_rank or found["rank"]
+    if config.slot_dropout is not None:
+        found["use_dropout"] = config.slot_dropout
+    return SlotShape(**found)
 
 
 def _mean_tokens(data: TokenizedData, most: int) -> int:
@@ -133,111 +149,84 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
         ConfigError: A rank is above the slots', a module has no slots, the job drops
             features and the slots do not, or a sample does not fit into a microbatch.
     """
-    _check_dropout(prepared, spec)
-    _check_kinds(prepared, spec)
-    for one in loaded_by(prepared):
-        _check_tables(one, spec)
-        _check_modules(one, spec)
+    _check_slots(prepared, spec)
+    _check_modules(prepared, spec)
     _check_start(prepared, spec)
     _check_lengths(prepared, spec, max_tokens)
 
 
-def _check_dropout(prepared: PreparedJob, spec: DecoderSpec) -> None:
+_SUCH_A_JOB = "Start a run with such a job"
+# By field of the slots: what a job has and they do not, for errors, and the cure.
+_MISFITS = {
+    "use_dropout": (
+        "dropout {job.dropout}",
+        "Set slot_dropout: true when the run starts",
+    ),
+    "keeps_start": ("init_lora_weights {job.init_lora_weights}", _SUCH_A_JOB),
+    "dora_dropout": (
+        "use_dora with dropout {job.dropout}",
+        f"{_SUCH_A_JOB}, or leave dropout out",
+    ),
+    "has_references": (
+        "an adapter as reference in each step",
+        f"Set objective_args.reference_logps: kept. {_SUCH_A_JOB} otherwise",
+    ),
+    "optimizers": ("optimizer {need}", _SUCH_A_JOB),
+    "rank": ("rank {need}", "Lower it, or set slot_rank to at least {need}"),
+    "settings": ("{need}", "Start the run with a job that has {need}: true"),
+    "num_token_rows": (
+        "{need} trainable_token_indices of embed_tokens",
+        "Start the run with a job that has as many",
+    ),
+    "num_head_rows": (
+        "{need} trainable_token_indices of lm_head",
+        "Start the run with a job that has as many",
+    ),
+    "whole_modules": (
+        "modules_to_save {need}",
+        f"{_SUCH_A_JOB}, or train this one in another run",
+    ),
+    "has_lora": ("A and B", "Start the run with a job of LoRA beside those of VeRA"),
+}
+
+
+def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
+    """Checks that the slots have all that a job needs, field by field."""
     assert spec.slots is not None
-    name = prepared.name
-    if prepared.settings.dropout > 0 and not spec.slots.use_dropout:
-        raise ConfigError(
-            f"job {name!r} has dropout {prepared.settings.dropout}, and the slots of "
-            "this run were made without dropout. Set slot_dropout: true when the run "
-            "starts."
-        )
-    if prepared.settings.keeps_start and not spec.slots.keeps_start:
-        raise ConfigError(
-            f"job {name!r} has init_lora_weights {prepared.settings.init_lora_weights},"
-            " and this run was started without a job of this kind. Start a run with "
-            "such a job."
-        )
-    drops_dora = prepared.settings.dropout > 0 and prepared.is_set("use_dora")
-    if drops_dora and not spec.slots.dora_dropout:
-        raise ConfigError(
-            f"job {name!r} has use_dora and dropout {prepared.settings.dropout}, and "
-            "this run was started without a job that has both. Start a run with such "
-            "a job, or leave dropout out."
-        )
-
-
-def _check_tables(one: Loaded, spec: DecoderSpec) -> None:
-    assert spec.slots is not None
-    whose, largest = one.whose, max(one.ranks.values())
-    if largest > spec.slots.rank:
-        raise ConfigError(
-            f"{whose} has rank {largest}, above the slots' rank {spec.slots.rank}. "
-            f"Lower it, or set slot_rank to at least {largest}."
-        )
-    for setting in one.settings:
-        if setting not in spec.slots.settings:
-            raise ConfigError(
-                f"{whose} has {setting}, and the slots of this run were made "
-                f"without. Start the run with a job that has {setting}: true."
-            )
-    sizes = {
-        "embed_tokens": spec.slots.num_token_rows,
-        "lm_head": spec.slots.num_head_rows,
-    }
-    for module, size in sizes.items():
-        if (num := len(one.token_ids[module])) > size:
-            raise ConfigError(
-                f"{whose} has {num} trainable_token_indices of {module}, and the "
-                f"slots of this run hold {size}. Start the run with a job that has as "
-                "many."
-            )
-    for module in one.whole_modules:
-        if module not in spec.slots.whole_modules:
-            raise ConfigError(
-                f"{whose} has modules_to_save, and the slots of this run were made "
-                f"without whole copies of {module}. Start the run with a job that has "
-                "them, or train this one in another run."
-            )
-    if not ("use_vera" in one.settings or spec.slots.has_lora):
-        raise ConfigError(
-            f"{whose} has A and B, and this run was started for jobs with use_vera "
-            "alone, which have none. Start the run with a job of LoRA."
-        )
-
-
-def _check_kinds(prepared: PreparedJob, spec: DecoderSpec) -> None:
-    assert spec.slots is not None
-    name = prepared.name
-    if prepared.needs_reference_table and not spec.slots.has_references:
-        raise ConfigError(
-            f"job {name!r} compares with {prepared.describe_reference()} in each step, "
-            "and this run was started without such a job, so that there is no memory "
-            "for its reference. Set objective_args.reference_logps: kept, or start the "
-            "run with such a job."
-        )
-    if prepared.settings.optimizer not in spec.slots.optimizers:
-        raise ConfigError(
-            f"job {name!r} has optimizer {prepared.settings.optimizer!r}, and this run "
-            f"was started for {', '.join(spec.slots.optimizers)}. Start the run with a "
-            "job of this optimizer."
-        )
+    shape, whose = needed(prepared), f"job {prepared.name!r}"
     if prepared.objective.name not in spec.options.objectives:
         raise ConfigError(
-            f"job {name!r} has objective {prepared.objective.name!r}, and this run "
-            f"was started for {', '.join(spec.options.objectives)}. Start a run with a "
-            "job of this objective."
+            f"{whose} has objective {prepared.objective.name!r}, and this run was "
+            f"started for {', '.join(spec.options.objectives)}. Start a run with a job "
+            "of this objective."
         )
+    if prepared.further_references:
+        whose += " with its reference"
+    elif prepared.settings.keeps_start:
+        whose += " with the first weights that it keeps"
+    for field, (has, cure) in _MISFITS.items():
+        need, have = getattr(shape, field), getattr(spec.slots, field)
+        if isinstance(need, tuple):
+            lacking = [name for name in need if name not in have]
+            need, have = ", ".join(lacking), ", ".join(have)
+        else:
+            lacking = need > have
+        if lacking:
+            made = f"for {have}" if have else "without that"
+            text = f"has {has}, and the slots of this run were made {made}. {cure}."
+            text = text.format(need=need, job=prepared.settings)
+            raise ConfigError(f"{whose} {text}")
 
 
-def _check_modules(one: Loaded, spec: DecoderSpec) -> None:
-    for module in one.ranks:
-        path = linear_path(module)
-        if one.adapter is not None:
-            one.adapter.check_format(spec.options.weight_format(path))
-        if path not in spec.adapted:
+def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
+    for adapter in filter(None, (prepared.start, *prepared.further_references)):
+        for module in adapter.modules:
+            adapter.check_format(spec.options.weight_format(linear_path(module)))
+    for module in prepared.adapted:
+        if linear_path(module) not in spec.adapted:
             raise ConfigError(
-                f"{one.whose} adapts {module}, which has no slots in this run. Add the "
-                "module to slot_targets when the run starts."
+                f"job {prepared.name!r} adapts {module}, which has no slots in this "
+                "run. Add the module to slot_targets when the run starts."
             )
 
 
@@ -266,7 +255,8 @@ def _check_start(prepared: PreparedJob, spec: DecoderSpec) -> None:
 
 def _check_lengths(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:
     name = prepared.name
-    longest, limit = longest_sample(prepared), spec.options.max_segment_tokens
+    longest = max(data.longest_sample for data in prepared.data)
+    limit = spec.options.max_segment_tokens
     if longest > limit:
         raise ConfigError(
             f"job {name!r} has a sample of {longest} tokens, and this run supports "
@@ -274,7 +264,7 @@ def _check_lengths(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) ->
             "joins later, the max_length of the jobs it starts with), or lower the "
             "job's max_length."
         )
-    if (longest := longest_group(prepared)) > max_tokens:
+    if (longest := prepared.longest_group) > max_tokens:
         size = prepared.objective.group_size
         raise ConfigError(
             f"job {name!r} has {size} samples that are trained on together, of "

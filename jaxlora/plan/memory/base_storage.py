@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.gpus import find_speed
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import WeightOptions, get_backend
 from jaxlora.pallas_kernels.device import device_kind

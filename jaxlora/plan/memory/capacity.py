@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.gpus import find_speed
 from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.plan import stages as mesh_stages

@@ -3,12 +3,15 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jax_core
 
+from jaxlora.families.model_config import LayerLinear
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.layer import Remat
 from jaxlora.models.residuals import reshapes
@@ -17,6 +20,7 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
+from jaxlora.modules.trained_tensors import MAGNITUDE
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
 from jaxlora.plan.memory import planned
@@ -31,7 +35,6 @@ from jaxlora.plan.memory.footprint import (
     whole_table_bytes,
 )
 from jaxlora.plan.memory.inputs import batch_shapes, key_shapes, settings_shapes
-from jaxlora.plan.memory.linear_scratch import scratch_bytes
 from jaxlora.programs.program import kept_value
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.rules import TENSOR
@@ -42,6 +45,14 @@ _GRADIENT_COPIES = 2.5
 # With these, a layer's input is kept for the gradient of its norm alone, which the
 # first layer does not compute.
 _INPUT_FOR_GRADIENT: tuple[Remat, ...] = ("none", "mlp")
+# Linears that share their input run in one call; see `apply_together`.
+_TOGETHER = {
+    "self_attn.q_proj": "q, k and v",
+    "self_attn.k_proj": "q, k and v",
+    "self_attn.v_proj": "q, k and v",
+    "mlp.gate_proj": "gate and up",
+    "mlp.up_proj": "gate and up",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,13 +138,9 @@ def step_bytes(
         num_tokens: Tokens of a microbatch; None: without attention's transient memory,
             which is a lower bound for every capacity.
     """
-    given = spec, block_tokens, num_tokens, planned_device()
-    values = kept_value(
-        "the estimate of memory",
-        ("step_bytes", *given),
-        lambda: dataclasses.asdict(_estimate(spec, block_tokens, num_tokens)),
-    )
-    return StepBytes(**values)
+    given = "step_bytes", spec, block_tokens, num_tokens, planned_device()
+    estimate = lambda: dataclasses.asdict(_estimate(spec, block_tokens, num_tokens))
+    return StepBytes(**kept_value("the estimate of memory", given, estimate))
 
 
 def _estimate(
@@ -169,19 +176,19 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         tokens *= 2
 
     remat, mlp, hidden = spec.options.remat, _mlp_bytes(spec), _hidden_bytes(spec)
-    one = _kept(_first_layers(spec, 1, remat=remat), tokens, block_tokens)
-    two = one.per_token
+    one, fixed = _kept(_first_layers(spec, 1, remat=remat), tokens, block_tokens)
+    two = one
     if spec.config.num_layers > 1:
         whole = _first_layers(spec, 2, remat=remat)
         if _first_are_alike(spec):
             both = _kept_bytes(whole, tokens, block_tokens)
-            two = (both - 2 * one.fixed) / tokens
+            two = (both - 2 * fixed) / tokens
         else:
-            two = _kept(whole, tokens, block_tokens).per_token
+            two, _ = _kept(whole, tokens, block_tokens)
     recomputed = 0.0
     if remat != "none":
         weakest = _first_layers(spec, 1, remat="none")
-        recomputed = _kept(weakest, tokens, block_tokens).per_token - one.per_token
+        recomputed = _kept(weakest, tokens, block_tokens)[0] - one
     # The gradients of the MLP's arrays, as none of these is free for them.
     alone = _MLP_KEEPS * mlp + hidden - recomputed
     if remat == "none":
@@ -191,8 +198,8 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         # the hidden states has the place of what was kept for the loss.
         transient, own = mlp, mlp + hidden
     return StepBytes(
-        kept_by_layer=two - one.per_token,
-        kept_at_ends=2 * one.per_token - two,
+        kept_by_layer=two - one,
+        kept_at_ends=2 * one - two,
         recomputed=recomputed,
         transient=transient,
         alone=max(own, alone),
@@ -226,27 +233,15 @@ def _first_are_alike(spec: DecoderSpec) -> bool:
     return linears(0) == linears(1)
 
 
-class _Kept(NamedTuple):
-    """Bytes that a decoder keeps for its backward pass.
-
-    Attributes:
-        per_token: Bytes for each token.
-        fixed: Bytes that do not depend on the tokens.
-    """
-
-    per_token: float
-    fixed: int
-
-
 @functools.lru_cache(maxsize=64)
-def _kept(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> _Kept:
-    """Counts the kept bytes, from traces with two numbers of tokens."""
+def _kept(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> tuple[float, int]:
+    """Returns the bytes that are kept for each token, and those that are fixed.
+
+    They follow from traces with two numbers of tokens.
+    """
     small = _kept_bytes(spec, num_tokens, block_tokens)
     large = _kept_bytes(spec, 2 * num_tokens, block_tokens)
-    return _Kept(
-        per_token=(large - small) / num_tokens,
-        fixed=2 * small - large,
-    )
+    return (large - small) / num_tokens, 2 * small - large
 
 
 def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
@@ -365,3 +360,73 @@ def _mask_bytes(spec: DecoderSpec) -> int:
     if spec.slots is None or not spec.slots.use_dropout or not backend.stores_masks:
         return 0
     return sum(spec.linear(path).in_features for path in spec.adapted)
+
+
+# ---- scratch memory of linears -------------------------------------------------------
+
+
+def scratch_bytes(spec: DecoderSpec) -> int:
+    """Returns the bytes that the largest call of linears takes beside its results.
+
+    These are dequantized weights, transposed ones, the products of which the norms of
+    DoRA are made, and the matrices of VeRA. They are freed when the call has ended.
+
+    Args:
+        spec: The decoder, or one stage of it.
+    """
+    base, of_norms = spec.options.base_format, _norm_bytes(spec)
+    of_vera = _vera_bytes(spec)
+    if base is None:
+        return of_norms + of_vera
+    each = _bytes_per_weight(spec, base)
+    calls: dict[tuple[int, str], int] = {}
+    for number in spec.layer_numbers:
+        for linear in _quantized(spec, base, number):
+            call = number, _TOGETHER.get(linear.name, linear.name)
+            size = each * linear.in_features * linear.out_features
+            calls[call] = calls.get(call, 0) + size
+    return max(of_norms, *calls.values(), 0) + of_vera
+
+
+def _vera_bytes(spec: DecoderSpec) -> int:
+    """Bytes of the matrices of VeRA of one call of linears, and of their gradients."""
+    if spec.slots is None or not spec.slots.has_vera:
+        return 0
+    calls: dict[tuple[str, str], int] = {}
+    for path in spec.adapted:
+        _, layer, name = path.split(".", 2)
+        linear, call = spec.linear(path), (layer, _TOGETHER.get(name, name))
+        size = linear.in_features + linear.out_features
+        calls[call] = calls.get(call, 0) + size
+    each = 2 * 4 * spec.slots.num_slots * spec.slots.rank  # two in float32
+    return each * max(calls.values(), default=0)
+
+
+def _norm_bytes(spec: DecoderSpec) -> int:
+    """Bytes for the norms of DoRA of one linear: see `column_norms`."""
+    if spec.slots is None or MAGNITUDE not in spec.slots.tensors:
+        return 0
+    products = 2 * 4 * spec.slots.num_slots * spec.slots.rank  # two in float32
+    sizes = [0]
+    for path in spec.adapted:
+        linear, is_dense = spec.linear(path), not spec.options.weight_format(path)
+        copy = 0 if is_dense else linear.in_features * spec.options.dtype.itemsize
+        sizes.append(linear.out_features * (products + copy))
+    return max(sizes)
+
+
+def _bytes_per_weight(spec: DecoderSpec, base: BaseFormat) -> int:
+    if not base.options.multiplies_backward:
+        return spec.options.dtype.itemsize
+    backend = get_backend(spec.options.implementation)
+    return 1 if backend.reads_transpose and not base.options.stores_transpose else 0
+
+
+def _quantized(
+    spec: DecoderSpec, base: BaseFormat, number: int
+) -> Iterable[LayerLinear]:
+    return (
+        linear
+        for name, linear in spec.config.linears().items()
+        if base.quantizes(f"layers.{number}.{name}")
+    )

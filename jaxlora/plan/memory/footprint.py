@@ -185,10 +185,7 @@ def stage_measured(
     hidden = limits.capacity * spec.config.hidden_size * itemsize // use.num_tensor
     step_bytes = last
     if programs.forward is not None:
-        forward = _own_bytes(programs.forward)
-        found = programs.forward.memory_analysis()
-        assert forward is not None and found is not None
-        kept = found.output_size_in_bytes - hidden  # for the backward pass
+        forward, kept = _forward_bytes(programs.forward, hidden)
         both = last + kept, forward  # of the backward and of the forward pass
         step_bytes = max(both) + (use.num_kept - 1) * kept
         step_bytes += math.ceil(GAPS * use.num_kept * kept)
@@ -220,14 +217,19 @@ def _chain_bytes(last: int, sections: Sequence[StagePrograms], hidden: int) -> i
         own = _own_bytes(section.last)
         assert own is not None
         if section.forward is not None:
-            forward = _own_bytes(section.forward)
-            found = section.forward.memory_analysis()
-            assert forward is not None and found is not None
+            forward, more = _forward_bytes(section.forward, hidden)
             most = max(most, kept + forward)
-            kept += found.output_size_in_bytes - hidden
+            kept += more
         most = max(most, kept + own)
     # A pass has the hidden states, or their gradient, of the section beside it.
     return max(most, kept + last) + hidden + math.ceil(GAPS * kept)
+
+
+def _forward_bytes(program: jax.stages.Compiled, hidden: int) -> tuple[int, int]:
+    """Bytes of a forward pass, and those that it keeps for the backward pass."""
+    own, found = _own_bytes(program), program.memory_analysis()
+    assert own is not None and found is not None
+    return own, found.output_size_in_bytes - hidden
 
 
 def _own_bytes(program: jax.stages.Compiled) -> int | None:

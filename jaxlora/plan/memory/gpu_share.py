@@ -49,19 +49,6 @@ class GpuUse:
     used_mib: int | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ShareChoice:
-    """The share of the GPUs' memory that a run from the command line takes.
-
-    Attributes:
-        share: The share; None: what JAX takes.
-        text: Says which share it is, and why.
-    """
-
-    share: float | None
-    text: str
-
-
 def take_free_gpus(
     local_ids: Sequence[int] | None = None,
     environ: MutableMapping[str, str] = os.environ,
@@ -81,9 +68,10 @@ def take_free_gpus(
     choice = choose_share(local_ids, environ, gathers=gathers)
     if choice is None:
         return
-    if choice.share is not None:
-        environ[FRACTION] = str(choice.share)
-    logger.info("GPU memory: %s", choice.text)
+    share, text = choice
+    if share is not None:
+        environ[FRACTION] = str(share)
+    logger.info("GPU memory: %s", text)
 
 
 def choose_share(
@@ -91,14 +79,18 @@ def choose_share(
     environ: Mapping[str, str],
     *,
     gathers: bool = False,
-) -> ShareChoice | None:
-    """Decides what `take_free_gpus` does; None if there is nothing to decide."""
+) -> tuple[float | None, str] | None:
+    """Decides what `take_free_gpus` does.
+
+    Returns:
+        The share, or None if it is what JAX takes, and why; None: there is no GPU.
+    """
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return None
     for name in (*FRACTIONS, *_OTHERS):
         if value := environ.get(name):
-            return ShareChoice(share=None, text=f"as set by {name}={value}")
+            return None, f"as set by {name}={value}"
     if shutil.which("nvidia-smi") is None:
         if not pathlib.Path("/proc/driver/nvidia").exists():
             return None
@@ -117,53 +109,41 @@ def choose_share(
         return None
     share = GATHERING_SHARE if gathers else SHARE
     rest = ", and gathered weights take a part of the rest" if gathers else ""
-    return ShareChoice(
-        share=share,
-        text=f"JAX takes {share:.0%}, as no other process uses it{rest} "
-        f"({FRACTION}={share})",
+    return share, (
+        f"JAX takes {share:.0%}, as no other process uses it{rest} ({FRACTION}={share})"
     )
 
 
-def _default(reason: str) -> ShareChoice:
+def _default(reason: str) -> tuple[None, str]:
     text = f"JAX takes its default, 75% of each GPU, as {reason}; {FRACTION} changes it"
-    return ShareChoice(share=None, text=text)
+    return None, text
 
 
 def query_gpus() -> tuple[GpuUse, ...] | None:
     """Returns the use of all GPUs of the machine; None if `nvidia-smi` fails."""
+
+    def number(text: str) -> int | None:
+        return int(text) if text.isdecimal() else None
+
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, check=True
         )
-        return _parse(done.stdout)
+        rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+        return tuple(
+            GpuUse(
+                index=int(index),
+                uuid=uuid,
+                name=name,
+                driver=driver,
+                total_mib=number(total),
+                used_mib=number(used),
+            )
+            for index, uuid, name, driver, total, used in rows
+        )
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-
-
-def _parse(text: str) -> tuple[GpuUse, ...]:
-    """Reads the lines of `nvidia-smi`.
-
-    Raises:
-        ValueError: A line is not as expected.
-    """
-
-    def number(text: str) -> int | None:
-        return int(text) if text.isdecimal() else None
-
-    return tuple(
-        GpuUse(
-            index=int(index),
-            uuid=uuid,
-            name=name,
-            driver=driver,
-            total_mib=number(total),
-            used_mib=number(used),
-        )
-        for index, uuid, name, driver, total, used in csv.reader(
-            text.splitlines(), skipinitialspace=True
-        )
-    )
 
 
 def _ours(

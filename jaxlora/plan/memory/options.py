@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxlora.config import RunConfig
-from jaxlora.costs.device_speed import DeviceSpeed
+from jaxlora.costs.gpus import DeviceSpeed
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec

@@ -7,8 +7,7 @@ import jax
 
 from jaxlora.costs import device_profile
 from jaxlora.costs.device_profile import Profile, find_profile
-from jaxlora.costs.device_speed import DeviceSpeed, find_speed
-from jaxlora.costs.links import make_links
+from jaxlora.costs.gpus import DeviceSpeed, find_speed, make_links
 from jaxlora.distributed import processes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import device

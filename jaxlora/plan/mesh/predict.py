@@ -9,8 +9,7 @@ import numpy as np
 
 from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_profile import Profile
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE
-from jaxlora.costs.links import Links
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, Links
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec

@@ -39,7 +39,7 @@ from jaxlora.plan.replicas.room import (
 )
 from jaxlora.plan.run_plan import RunPlan, laid_out
 from jaxlora.scheduler import Schedule
-from jaxlora.scheduler.streams.stream import Position, StreamState, next_stretch
+from jaxlora.scheduler.streams.stream import StreamState, next_stretch
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 _TICKS = 24  # that are packed for each list, at least
@@ -263,15 +263,7 @@ class ReplicaLists:
             preempts=plan.config.preempt,
         ):
             if position.slot is not None:
-                state = state.with_job(
-                    Position(
-                        job=position.job,
-                        owner=position.slot,
-                        batch=position.step,
-                        num_batches=position.num_steps,
-                        batch_tokens=position.batch_tokens,
-                    )
-                )
+                state = state.with_job(position.in_stream)
         while len(ticks) < _TICKS:
             stretch = next_stretch(state, lengths, plan.rules)
             if not stretch.ticks:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlora.errors import ConfigError
 from jaxlora.models.layer import Remat
-from jaxlora.plan.job.prepared_job import PreparedJob, longest_group
+from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.replicas.kinds import ReplicaModel
 from jaxlora.plan.run_plan import RunPlan
@@ -156,7 +156,7 @@ class _Demand:
     ) -> "_Demand":
         steps = _steps(jobs, plan.num_slots)
         lengths = np.concatenate([own for step in steps for own in step]).astype(float)
-        longest = max(map(longest_group, jobs))
+        longest = max(job.longest_group for job in jobs)
         num_gpus = machine.num_devices
         available = machine.memory_of(num_gpus)
         model = ReplicaModel(

@@ -5,8 +5,8 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from jaxlora.costs.device_speed import DeviceSpeed
-from jaxlora.costs.stages import DecoderSeconds, decoder_seconds, stage_specs
+from jaxlora.costs.gpus import DeviceSpeed
+from jaxlora.costs.stages import DecoderSeconds, decoder_seconds, stage_borders
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.memory.estimate import StepBytes, part_bytes
 from jaxlora.plan.memory.footprint import num_bytes
@@ -87,8 +87,8 @@ class ReplicaModel:
     def _stages(self, stage: int, tensor: int) -> MeshStages:
         return MeshStages(
             spec=self.spec,
-            specs=stage_specs(self.spec, stage, self.rates.links.speed),
             sizes=MeshSizes(stage=stage, tensor=tensor),
+            borders=stage_borders(self.spec, stage, self.rates.links.speed),
             in_flight=stage,
         )
 

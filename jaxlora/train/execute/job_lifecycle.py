@@ -22,7 +22,6 @@ from jaxlora.run.events import (
     losses_by_set,
 )
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.scheduler.streams.state import Position
 from jaxlora.train.execute.executor import StepOutcome
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
@@ -76,7 +75,7 @@ class JobLifecycle:
         if saved is not None and found:
             return [self.by_slot[s] for s in saved.at_border if s in self.by_slot]
         for job in self.by_slot.values():
-            self._ticks.start(self._position(job))
+            self._plan(job)
         return list(self.by_slot.values())
 
     def describe(self) -> str:
@@ -90,14 +89,19 @@ class JobLifecycle:
         """Returns the number of a job in the run."""
         return self.jobs.index(job)
 
-    def _position(self, job: JobState) -> Position:
-        return Position(
+    def _position(self, job: JobState, num_steps: int) -> JobPosition:
+        return JobPosition(
             job=self.number(job),
-            owner=job.slot,
-            batch=job.progress.step,
-            num_batches=self._num_allowed(job),
+            priority=job.settings.priority,
+            slot=job.progress.slot,
+            step=job.progress.step,
+            num_steps=num_steps,
             batch_tokens=job.batch_tokens,
         )
+
+    def _plan(self, job: JobState) -> None:
+        """Adds a job with a slot to the microbatches that are not taken yet."""
+        self._ticks.start(self._position(job, self._num_allowed(job)).in_stream)
 
     def _num_allowed(self, job: JobState) -> int:
         """Returns the number of steps to which a job is planned.
@@ -115,15 +119,8 @@ class JobLifecycle:
     def _positions(self) -> list[JobPosition]:
         """Returns the positions of running jobs, and of those that may start."""
         return [
-            JobPosition(
-                job=number,
-                priority=job.settings.priority,
-                slot=job.progress.slot,
-                step=job.progress.step,
-                num_steps=job.num_steps,
-                batch_tokens=job.batch_tokens,
-            )
-            for number, job in enumerate(self.jobs)
+            self._position(job, job.num_steps)
+            for job in self.jobs
             if job.has_slot
             or not (
                 job.progress.is_over or job.awaits or self._why_held(job) is not None
@@ -195,7 +192,7 @@ class JobLifecycle:
             if asked is not None or (reason is not None and not is_idle):
                 self._pause(job, reason or "")
             elif reason is None and is_idle:
-                self._ticks.start(self._position(job))
+                self._plan(job)
 
     def _make_room(self, at_border: Collection[JobState]) -> None:
         """Pauses jobs in slots that others need, if they wait."""
@@ -258,7 +255,7 @@ class JobLifecycle:
         job.update(status="running", reason="", slot=slot)
         self.by_slot[slot] = job
         self.num_changes += 1
-        self._ticks.start(self._position(job))
+        self._plan(job)
         logger.info("%s %s in slot %d", job.name, verb, slot)
         self._run.send_of(job, event, slot=slot)
 

@@ -42,7 +42,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacedReplica:
-    """A replica beside the first one; see `FurtherReplica`.
+    """A replica beside the first one; see `MeshStages.further`.
 
     Attributes:
         stage: The decoder on the replica's devices.
@@ -216,7 +216,7 @@ def _further_replicas(
         )
     every = jax.local_devices() if devices is None else devices
     left = [device for device in every if device not in used]
-    wanted = sum(one.shape.tensor for one in stages.further)
+    wanted = sum(one.tensor for one in stages.further)
     if len(left) < wanted:
         raise ConfigError(
             f"replicas: {wanted} devices are needed beside those of the first one, "
@@ -224,10 +224,10 @@ def _further_replicas(
         )
     placed, devices_left = [], iter(left)
     for one in stages.further:
-        tensor = one.shape.tensor
-        placement = _placement_on(list(itertools.islice(devices_left, tensor)))
-        stage = Stage(spec=one.spec.divided(tensor=tensor), placement=placement)
-        placed.append(PlacedReplica(stage=stage, capacity=one.shape.tokens))
+        placement = _placement_on(list(itertools.islice(devices_left, one.tensor)))
+        spec = stages.further_spec(one).divided(tensor=one.tensor)
+        stage = Stage(spec=spec, placement=placement)
+        placed.append(PlacedReplica(stage=stage, capacity=one.tokens))
     return tuple(placed)
 
 

@@ -22,7 +22,7 @@ from jaxlora.bench.mesh.results import Results, columns_of
 from jaxlora.bench.mesh.timeline import draw_step, measured
 from jaxlora.bench.report import Timing, about, needs_gpu
 from jaxlora.bench.scheduler.lengths import lengths
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.data.pack import PackedBatch
 from jaxlora.errors import JaxloraError

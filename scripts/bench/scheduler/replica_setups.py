@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.bench.shapes import config_json
-from jaxlora.costs.device_speed import find_speed
-from jaxlora.costs.gpus import parse_machine
-from jaxlora.costs.links import make_links
+from jaxlora.costs.gpus import find_speed, make_links, parse_machine
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec

@@ -23,7 +23,7 @@ from jaxlora.costs.device_profile import (
     versions,
     write_profile,
 )
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions

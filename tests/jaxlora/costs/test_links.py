@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
-from jaxlora.costs.links import make_links
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed, make_links
 
 GB = 1e9
 

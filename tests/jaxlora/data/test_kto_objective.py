@@ -19,7 +19,7 @@ from jaxlora.data.tokens.choose import check_enough
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError, DataError
-from jaxlora.plan.job.check_objective import check_objective
+from jaxlora.plan.job.chosen_modules import check_objective
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.targets import ModuleLora
-from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.gpus import find_speed
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.plan.job.planned_model import PlannedModel

@@ -20,9 +20,9 @@ from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.pallas_kernels.triton.target import forced_capability
 from jaxlora.plan.job.kernel_choice import (
     Choice,
-    KernelChoices,
     choose_attention,
     choose_kernels,
+    describe_choices,
     describe_device,
 )
 from jaxlora.scheduler import Sample
@@ -165,8 +165,8 @@ TOASTER = "cannot run this: it is a toaster"
     ],
 )
 def test_one_line_says_what_runs_where_and_each_reason_once(kernels, attention, said):
-    choices = KernelChoices(kernels=kernels, attention=attention)
-    assert str(choices) == f"device: {describe_device()}; LoRA kernels: {said}"
+    choices = describe_choices(kernels, attention)
+    assert choices == f"device: {describe_device()}; LoRA kernels: {said}"
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_requests_are_answered_and_change_no_other_job(config, model, late, alon
         [
             "job 'late' has joined the run",
             "a job named 'First' is in this run already",
-            "rank 16, above the slots' rank 8",
+            "rank 16, and the slots of this run were made for 8",
             "which has no slots in this run. Add the module to slot_targets",
             "/nowhere.jsonl",
             "there is no job 'nobody'",

@@ -11,7 +11,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.data.order import JobOrder
 from jaxlora.errors import ConfigError
 from jaxlora.plan.job import prepared_job
-from jaxlora.plan.job.check_objective import check_objective
+from jaxlora.plan.job.chosen_modules import check_objective
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from tests.jaxlora.train.at_window import InterruptAt

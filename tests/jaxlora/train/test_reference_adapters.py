@@ -20,7 +20,7 @@ from jaxlora import (
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.errors import AdapterError, CheckpointError, ConfigError
 from jaxlora.hf.load import load_model
-from jaxlora.plan.job.check_objective import check_objective
+from jaxlora.plan.job.chosen_modules import check_objective
 from jaxlora.plan.memory.footprint import num_bytes, stage_resident
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.train.execute.layout import Layout
@@ -248,7 +248,7 @@ def test_references_that_do_not_fit_the_slots_are_refused(
     model, references, pairs, tmp_path
 ):
     args = {"reference": references["vera"]}
-    with pytest.raises(ConfigError, match="job 'x' has rank 6, above the slots' rank"):
+    with pytest.raises(ConfigError, match="'x' with its reference has rank 6, and"):
         planned(model, job("x", "dpo", pairs, args), slot_rank=5)
 
     config = RunConfig(
@@ -260,7 +260,7 @@ def test_references_that_do_not_fit_the_slots_are_refused(
     )
     trainer = Trainer(config, model)
     more = job("late", "dpo", pairs, {"reference": references["dora"]})
-    with pytest.raises(ConfigError, match="reference of job 'late' has use_dora"):
+    with pytest.raises(ConfigError, match="'late' with its reference has use_dora"):
         trainer.add_job(more)
     args = {"reference": references["lora"], "reference_logps": "in_step"}
     with pytest.raises(ConfigError, match=r"Set .*reference_logps: kept"):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from jaxlora import LoraJob, Trainer
-from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.gpus import find_speed
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.plan.job import prepare_run
 from jaxlora.plan.memory.device_memory import DeviceMemory

@@ -21,7 +21,7 @@ from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.replicas import choose
 from jaxlora.plan.replicas.choose import ReplicaLists
 from jaxlora.plan.replicas.room import RoomFinder, describe_list
-from jaxlora.plan.stages import FurtherReplica
+from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.replicas import FurtherReplicas, Replica
@@ -344,7 +344,7 @@ def test_memory_is_named_by_replica(runs, unlike_jobs, caplog):
 
 
 def test_a_replica_that_does_not_fit(runs, unlike_jobs, monkeypatch):
-    monkeypatch.setattr(FurtherReplica, "num_bytes", lambda *_: 2**60)
+    monkeypatch.setattr(MeshStages, "further_bytes", lambda *_: 2**60)
     trainer = Trainer(runs.config(unlike_jobs, **UNLIKE), runs.model)
     with pytest.raises(ConfigError, match="replica 2 with microbatches"):
         trainer.train()

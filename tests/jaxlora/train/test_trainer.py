@@ -173,7 +173,7 @@ def test_starts_from_an_adapter(train, jobs, model, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"slot_rank": 4}, "job 'job1' has rank 8, above the slots' rank 4. Lower it"),
+        ({"slot_rank": 4}, "'job1' has rank 8, and the slots .* made for 4. Lower it"),
         (
             {"microbatch_tokens": 32},
             "supports samples of at most 32. Raise microbatch",
@@ -191,14 +191,14 @@ def test_a_job_that_cannot_join(config, model, jobs):
     trainer = Trainer(config(jobs[0], **own), model)
     with pytest.raises(ConfigError, match="a job named 'job0' is in this run already"):
         trainer.add_job(jobs[0])
-    with pytest.raises(ConfigError, match="above the slots' rank 4"):
+    with pytest.raises(ConfigError, match=r"rank 8, and the slots .* made for 4"):
         trainer.add_job(jobs[1])
     other = jobs[2].model_copy(update={"target_modules": ("down_proj",)})
     with pytest.raises(ConfigError, match=r"down_proj, which has no slots in this run"):
         trainer.add_job(other)
     plain = Trainer(config(jobs[1], output_dir="unused", **own), model)
     with pytest.raises(
-        ConfigError, match=r"dropout 0\.1, and the slots .* without dropout"
+        ConfigError, match=r"dropout 0\.1, and the slots .* made without that"
     ):
         plain.add_job(jobs[0])
     with pytest.raises(ConfigError, match="there is no job 'x'; there are: job0"):

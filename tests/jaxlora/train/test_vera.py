@@ -17,9 +17,9 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import LORA_A, VERA_B, VERA_D
 from jaxlora.plan.job.slot_spec import check_fits
+from jaxlora.plan.memory.estimate import scratch_bytes
 from jaxlora.plan.memory.footprint import StageUse, num_bytes, stage_resident
 from jaxlora.plan.memory.inputs import settings_shapes
-from jaxlora.plan.memory.linear_scratch import scratch_bytes
 from tests import tiny
 from tests.jaxlora.train.test_contracts import assert_same_training
 
@@ -43,7 +43,7 @@ def test_jobs_train_beside_vera_as_if_alone(train, jobs):
     slots = alone.trainer.layout.stages[0].spec.slots
     assert slots.tensors == (VERA_D, VERA_B)
     assert LORA_A in together.trainer.layout.stages[0].spec.slots.tensors
-    with pytest.raises(ConfigError, match="for jobs with use_vera alone"):
+    with pytest.raises(ConfigError, match="has A and B, and the slots of this run"):
         alone.trainer.add_job(jobs[4])
     spec = together.trainer.layout.stages[0].spec
     without = dataclasses.replace(spec.slots, settings=("use_dora",))

@@ -75,7 +75,7 @@ def test_a_benchmark_takes_the_memory_that_training_takes(subject, share, monkey
 
     def choose(local_ids, environ, *, gathers):
         taken = gpu_share.GATHERING_SHARE if gathers else gpu_share.SHARE
-        return gpu_share.ShareChoice(share=taken, text="a free GPU")
+        return taken, "a free GPU"
 
     class Module:
         def add_options(self, parser):

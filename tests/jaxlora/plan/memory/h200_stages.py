@@ -15,8 +15,8 @@ import sys
 
 import jax
 
-from jaxlora.costs.device_speed import find_speed
-from jaxlora.costs.stages import stage_specs
+from jaxlora.costs.gpus import find_speed
+from jaxlora.costs.stages import stage_borders
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
@@ -60,8 +60,8 @@ def compare(words: str, remat: str, devices) -> list[dict[str, int]]:
     spec = spec_of(remat, LAYERS_PER_STAGE * sizes.stage)
     stages = MeshStages(
         spec=spec,
-        specs=stage_specs(spec, sizes.stage, find_speed(KIND)),
         sizes=sizes,
+        borders=stage_borders(spec, sizes.stage, find_speed(KIND)),
         in_flight=sizes.stage,
     )
     layout = Layout.of(stages, devices=devices)

@@ -35,7 +35,6 @@ from jaxlora.plan.memory.footprint import (
 )
 from jaxlora.plan.memory.planned import TRACED_ON
 from jaxlora.plan.stages import (
-    FurtherReplica,
     MeshFootprint,
     MeshStages,
     estimated_footprint,
@@ -262,8 +261,8 @@ def test_the_sum_of_gradients_takes_no_more_on_more_devices(data, monkeypatch):
     use = lambda mesh: stages_of(SPEC, mesh).use(0)
     assert optimizer_bytes(SPEC, use(f"data={data}")) == slots // 2
     assert optimizer_bytes(SPEC, use("fsdp=1")) == 0
-    further = FurtherReplica.of(SPEC, ReplicaShape(tokens=256))
-    assert optimizer_bytes(further.spec, use("fsdp=1")) == 0  # it takes no steps
+    further = stages_of(SPEC, "fsdp=1").further_spec(ReplicaShape(tokens=256))
+    assert optimizer_bytes(further, use("fsdp=1")) == 0  # it takes no steps
 
 
 def test_llama_70b_fits_four_devices():

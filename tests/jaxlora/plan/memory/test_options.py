@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jaxlora.config import RunConfig
-from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.gpus import find_speed
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.plan import stages as mesh_stages

@@ -15,8 +15,8 @@ from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.plan.memory.base_storage import choose_storage
 from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.plan.memory.estimate import scratch_bytes
 from jaxlora.plan.memory.footprint import Footprint, num_bytes
-from jaxlora.plan.memory.linear_scratch import scratch_bytes
 from tests import tiny
 
 WIDTH, FEATURES, LAYERS = 64, 128, 2

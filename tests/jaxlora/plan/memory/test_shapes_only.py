@@ -68,10 +68,10 @@ def test_two_layers_keep_what_two_traces_show(remat, is_fused, is_tied, unlike):
     spec = dataclasses.replace(spec, config=config, adapted=tuple(adapted))
     with planned_for(planned.TRACED_ON):
         found = estimate._step_bytes(spec, 64)
-        one, two = (
+        (one, fixed), (two, fixed_of_two) = (
             estimate._kept(estimate._first_layers(spec, n, remat=remat), 4096, 64)
             for n in (1, 2)
         )
-    assert found.kept_by_layer == two.per_token - one.per_token > 0
-    assert found.kept_at_ends == 2 * one.per_token - two.per_token
-    assert (two.fixed == 2 * one.fixed) == (not unlike)
+    assert found.kept_by_layer == two - one > 0
+    assert found.kept_at_ends == 2 * one - two
+    assert (fixed_of_two == 2 * fixed) == (not unlike)

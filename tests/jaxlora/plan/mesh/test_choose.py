@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jaxlora.config import RunConfig
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.plan.job.job_slots import JobPosition

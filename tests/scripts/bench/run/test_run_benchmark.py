@@ -15,8 +15,7 @@ from jaxlora.bench.run.inputs import (
 from jaxlora.config.run_file import RunFile
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.load import load_model
-from jaxlora.plan.job.prepare_run import check_inputs
-from jaxlora.plan.job.prepared_job import data_reader, prepare_jobs
+from jaxlora.plan.job.prepare_run import prepare_run
 from jaxlora.run.log import METRICS_FILE
 
 INPUTS = Inputs(model="tiny", jobs=2, tokens=6000, median_tokens=200, batch_size=2)
@@ -34,15 +33,7 @@ def test_inputs_are_a_run(tmp_path):
         True
     }
     assert float(np.std(model.params["layers.0.mlp.up_proj.kernel"])) > 0.05
-    found = check_inputs(
-        config,
-        model,
-        "2026-11-25T00:00:00",
-        report_to=lambda: None,
-        output_dir=lambda: None,
-    )
-    reader = data_reader(config, found.tokenizer)
-    jobs = prepare_jobs(config.jobs, found.modules, found.model.config, reader)
+    _, jobs, _ = prepare_run(config, lambda job: 0, model)
     lengths = [
         [len(s.token_ids) for part in (j.train_data, j.eval_data) for s in part.samples]
         for j in jobs
