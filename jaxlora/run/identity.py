@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxlora.config.clone import CHANGEABLE
@@ -100,31 +100,33 @@ class RunIdentity:
     settings: dict[str, Any]
     jobs: dict[JobName, dict[str, Any]]
 
-    def differences(
-        self, saved: "RunIdentity", where: str = "the checkpoint"
-    ) -> list[str]:
+    def limited_to(self, names: Collection[str]) -> "RunIdentity":
+        """Returns the identity without jobs of other names."""
+        jobs = {name: job for name, job in self.jobs.items() if name in names}
+        return dataclasses.replace(self, jobs=jobs)
+
+    def differences(self, saved: "RunIdentity") -> list[str]:
         """Describes the differences that prevent a saved run from being resumed.
 
         Args:
-            saved: Identity that was saved.
-            where: Describes the file that it was saved in.
+            saved: Identity in the run's record.
         """
         out = []
         if self.base and self.base != saved.base:
             out.append(
                 f"the base model is another one (fingerprint {saved.base[:12]} in "
-                f"{where}, {self.base[:12]} now)"
+                f"run.json, {self.base[:12]} now)"
             )
-        out += _refused("", where, saved.settings, self.settings, FIXED_IN_RUN)
+        out += _refused("", saved.settings, self.settings, FIXED_IN_RUN)
         for name, then in saved.jobs.items():
             now = self.jobs.get(name)
             if now is None:
                 out.append(
-                    f"job {name!r} is in {where} but not in this run: keep it, and "
+                    f"job {name!r} is in run.json but not in this run: keep it, and "
                     "stop it with stop_job"
                 )
             else:
-                out += _refused(f"job {name!r}: ", where, then, now, FIXED_IN_JOB)
+                out += _refused(f"job {name!r}: ", then, now, FIXED_IN_JOB)
         return out
 
     def changes(self, saved: "RunIdentity") -> list[str]:
@@ -144,29 +146,28 @@ class RunIdentity:
 
 def _refused(
     whose: str,
-    where: str,
     then: Mapping[str, Any],
     now: Mapping[str, Any],
     fixed: Mapping[str, str],
 ) -> list[str]:
     return [
-        f"{whose}{_difference(key, where, then.get(key), now.get(key))}, but must not "
+        f"{whose}{_difference(key, then.get(key), now.get(key))}, but must not "
         f"change, as {reason}"
         for key, reason in fixed.items()
         if then.get(key) != now.get(key)
     ]
 
 
-def _difference(key: str, where: str, then: Any, now: Any) -> str:
+def _difference(key: str, then: Any, now: Any) -> str:
     if key == "data_shards" and not (then and now):
         was, is_now = ("is", "is not") if then else ("is not", "is")
-        return f"data {was} streamed in {where} and {is_now} now"
+        return f"data {was} streamed in run.json and {is_now} now"
     if key == "data_shards":
         changed = sorted(n for n in then.keys() | now if then.get(n) != now.get(n))
         names = ", ".join(changed[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        return f"its data have changed since {where}: shard {names}{more}"
-    return f"{key} is {then!r} in {where} and {now!r} now"
+        return f"its data have changed since the run began: shard {names}{more}"
+    return f"{key} is {then!r} in run.json and {now!r} now"
 
 
 def _changed(whose: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -177,22 +178,18 @@ def _changed(whose: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     ]
 
 
-def check_same_run(
-    now: RunIdentity, then: RunIdentity, path: pathlib.Path, where: str
-) -> None:
+def check_same_run(now: RunIdentity, then: RunIdentity, path: pathlib.Path) -> None:
     """Refuses to resume a run with changes that it cannot continue with.
 
     Args:
         now: Identity of the run to resume.
         then: Identity that was saved.
-        path: File or folder that holds the saved identity.
-        where: Describes that file or folder in a word or two.
+        path: The run.json that it was saved in.
 
     Raises:
         CheckpointError: The identities differ too much; the text says how.
     """
-    differences = now.differences(then, where)
-    if differences:
+    if differences := now.differences(then):
         raise CheckpointError(
             f"{path} is of another run:\n- "
             + "\n- ".join(differences)

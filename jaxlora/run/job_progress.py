@@ -74,6 +74,11 @@ class JobProgress:
         """Whether the job has ended, for any reason."""
         return self.status not in ("waiting", "running", "paused")
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the job has begun and not ended; a checkpoint has its state."""
+        return self.status in ("running", "paused")
+
     def shown_status(self, *, is_live: bool) -> str:
         """Returns the status for users: without a process, no job is running.
 

@@ -3,12 +3,14 @@
 import logging
 import time
 
-from jaxlora.adapters.parked_slot import ReadSlot
+from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.distributed import processes
 from jaxlora.run import events
 from jaxlora.run.callback import Listeners
 from jaxlora.run.folder import ADAPTERS
 from jaxlora.run.lock import RunLock
+from jaxlora.run.saved_adapter import SavedAdapter
+from jaxlora.run.saved_run import SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState
@@ -16,8 +18,7 @@ from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.open_run import OpenedRun
 from jaxlora.train.report.summary import TrainingTime
 from jaxlora.train.saved.continue_job import copy_best_export
-from jaxlora.train.saved.describe_run import resolved_settings, saved_run
-from jaxlora.train.saved.job_states import JobStates
+from jaxlora.train.saved.describe_run import resolved_settings
 from jaxlora.train.saved.references import write_references
 from jaxlora.train.saved.run_store import RunStore
 
@@ -103,18 +104,28 @@ class LiveRun:
         if store.is_saving:  # the disk is slower than `checkpoint_every`
             logger.warning("round %d: waiting for the checkpoint before", self.round)
             self.send_written(waits=True)
-        saved = saved_run(
-            self.opened.identity(jobs),
-            jobs,
-            self.opened.model,
-            stream,
-            self.control.saved(),
-            self.control.suggested(),
-        )
-        for job in jobs:  # copies of jobs, and jobs of other runs, have them already
-            if job.has_begun and job.references and job.name not in self._referenced:
+        begun = [job for job in jobs if job.has_begun]
+        for job in begun:  # copies of jobs, and jobs of other runs, have them already
+            if job.references and job.name not in self._referenced:
                 self.keep_references(job)
-        store.save(self.round, JobStates.of(jobs, read_slot), saved)
+        saved = SavedRun(
+            progress={job.name: job.progress for job in jobs},
+            adapters={
+                job.name: SavedAdapter.of(job.like, job.settings.optimizer)
+                for job in begun
+            },
+            stream=stream,
+            sweep=self.control.saved(),
+            suggested=self.control.suggested(),
+            places={job.name: job.place for job in jobs if job.place is not None},
+        )
+        parked = {job.name: job.parked for job in begun if job.parked is not None}
+        slots = {job.name: job.slot for job in begun if job.has_slot}
+
+        def read_states() -> dict[str, ParkedSlot]:
+            return parked | {name: read_slot(slot) for name, slot in slots.items()}
+
+        store.save(self.round, read_states, saved)
 
     def keep_references(self, job: JobState) -> None:
         """Writes the log-probabilities of a job's samples by its reference."""
@@ -129,4 +140,4 @@ class LiveRun:
             adapter = job.parked.adapter(job.like)
         else:
             adapter = self.opened.slots.read(job.slot, job.like)
-        self.store.export(self.round, job, adapter, self.opened.model)
+        self.store.export(self.round, job, adapter)

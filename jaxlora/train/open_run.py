@@ -19,6 +19,7 @@ from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
+from jaxlora.hf.names import linear_names
 from jaxlora.models.forward import Base
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepare_run import prepare_run
@@ -126,13 +127,12 @@ class OpenedRun:
             jobs: The jobs.
             **live: The fields that do not follow from what was decided about the run.
         """
-        config, mesh = self.plan.config, None
-        if self.chooses_replicas and not config.replica_shapes:
-            mesh = str(config.mesh_sizes)
         return RunRecord(
             started=self.started,
             identity=self.identity(jobs),
-            mesh=mesh,
+            base_model=self.model.source,
+            base_revision=self.model.revision,
+            linear_names=linear_names(self.model.config),
             ended=list(self.plan.ended),
             **live,
         )
@@ -297,7 +297,7 @@ def _import_ahead(config: RunConfig) -> None:
     """
     names = [f"jaxlora.trackers.{name}" for name in config.report_to]
     if config.checkpoint_every:
-        names.append("jaxlora.train.saved.orbax_folder")
+        names.append("jaxlora.train.saved.checkpoint")
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)

@@ -1,19 +1,13 @@
 """Describes a run for its files."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlora.config.replicas_config import listed
-from jaxlora.hf.load import FrozenModel
-from jaxlora.hf.names import linear_names
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.identity import RunIdentity
-from jaxlora.run.saved_adapter import SavedAdapter
-from jaxlora.run.saved_run import SavedRun, SavedSweep
-from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.job_state import JobState
 
 
@@ -32,7 +26,11 @@ def run_identity(plan: RunPlan, base: str, jobs: Sequence[PreparedJob]) -> RunId
         base=base,
         settings={
             **_base_settings(plan.model),
-            **({"replicas": listed(replicas)} if replicas else {}),
+            **(
+                {"replicas": listed(replicas)}
+                if replicas
+                else {"mesh": str(config.mesh_sizes)}
+            ),
             "microbatch_tokens": config.microbatch_tokens,
             "microbatch_shapes": list(plan.shapes.tokens),
             "block_tokens": config.block_tokens,
@@ -83,55 +81,3 @@ def resolved_settings(plan: RunPlan, jobs: Sequence[JobState]) -> dict[str, Any]
         jobs=tuple(job.settings for job in jobs),
     )
     return resolved.model_dump(mode="json")
-
-
-def saved_run(
-    identity: RunIdentity,
-    jobs: Sequence[JobState],
-    model: FrozenModel,
-    stream: SavedStream,
-    sweep: SavedSweep | None,
-    suggested: Mapping[str, dict[str, float]],
-) -> SavedRun:
-    """Returns what a checkpoint keeps besides the tensors of the jobs.
-
-    Args:
-        identity: Identity of the run.
-        jobs: The jobs.
-        model: The base model.
-        stream: The microbatches that follow.
-        sweep: Decisions of the sweep; None if there is none.
-        suggested: The place on each axis of configurations that were suggested.
-    """
-    return SavedRun(
-        identity=identity,
-        progress={job.name: job.progress for job in jobs},
-        adapters={job.name: _saved_adapter(job) for job in jobs},
-        base_model=model.source,
-        base_revision=model.revision,
-        linear_names=list(linear_names(model.config)),
-        stream=stream,
-        sweep=sweep,
-        suggested=dict(suggested),
-        places={job.name: job.place for job in jobs if job.place is not None},
-    )
-
-
-def _saved_adapter(job: JobState) -> SavedAdapter:
-    vera = job.like.vera
-    ids = job.like.token_ids
-    return SavedAdapter(
-        modules={
-            name: (weights.rank, weights.lora_alpha)
-            for name, weights in job.like.modules.items()
-        },
-        use_rslora=job.like.use_rslora,
-        dropout=job.like.dropout,
-        keep_best=job.settings.keep_best,
-        has_score=job.like.score is not None,
-        token_ids=list(ids["embed_tokens"]),
-        head_token_ids=list(ids["lm_head"]),
-        modules_to_save=list(job.like.modules_to_save),
-        vera=None if vera is None else dataclasses.astuple(vera),
-        loftq_bits=job.like.loftq_bits,
-    )

@@ -4,50 +4,35 @@ The run may be active: nothing in its folder is changed.
 """
 
 import dataclasses
-import json
 import logging
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.files.base_name import run_base
 from jaxlora.adapters.files.export_record import (
-    CONFIG_FILE,
     Export,
-    ExportRecord,
     check_replaceable,
     read_export,
 )
 from jaxlora.adapters.files.model_card import write_card
-from jaxlora.adapters.files.peft_export import export_peft
-from jaxlora.adapters.files.tokenizer_copy import (
-    COPIED,
-    ChatTemplate,
-    TokenizerCopy,
-    job_template,
-)
-from jaxlora.adapters.optimizers.table import evaluates_other_weights
-from jaxlora.adapters.parked_slot import PARAMS
+from jaxlora.adapters.files.tokenizer_copy import COPIED
 from jaxlora.common.atomic import (
     find_complete_folder,
     remove_leftovers,
     replace_folder,
     sync_files,
 )
-from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.errors import AdapterError, CheckpointError
-from jaxlora.hf.files import tokenizer_files
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, TOKENIZER, read_run_record
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, begun_record
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_run import SavedRun
-from jaxlora.train.saved.job_card import job_card
+from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.read_checkpoint import (
     ReadCheckpoint,
     newest_checkpoint,
     read_newest,
 )
+from jaxlora.train.saved.write_adapter import job_card, run_tokenizer, write_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -67,30 +52,22 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """A consistent snapshot of a run's folder.
+    """A snapshot of a run's folder.
 
     Attributes:
         folder: The run's `output_dir`.
-        jobs: Names of the run's jobs.
+        record: Record of the run.
         checkpoint: The newest checkpoint, if there is one.
-        settings: Settings of each job, by its name.
-        templates: Chat templates that data of the jobs name, by the setting.
     """
 
     folder: pathlib.Path
-    jobs: tuple[str, ...]
+    record: RunRecord
     checkpoint: ReadCheckpoint | None
-    settings: Mapping[str, Mapping[str, Any]]
-    templates: Mapping[str, ChatTemplate]
 
-    def tokenizer(self, job: str) -> TokenizerCopy | None:
-        """Returns the tokenizer of a job; None: the run kept none."""
-        folder = self.folder / TOKENIZER
-        if not tokenizer_files(folder, COPIED):
-            return None
-        data = self.settings.get(job, {}).get("data", {})
-        template = job_template(data, self.templates)
-        return TokenizerCopy(folder=folder, template=template)
+    def progress(self, job: str) -> JobProgress | None:
+        """Returns the progress of a job; None: no checkpoint has it yet."""
+        found = self.checkpoint
+        return None if found is None else found.run.progress.get(job)
 
 
 def export_checkpoint(
@@ -120,11 +97,11 @@ def export_checkpoint(
             cannot be used. Then nothing has been written.
     """
     run = _read_run(run_dir)
-    wanted = tuple(dict.fromkeys(jobs or run.jobs))
-    unknown = [name for name in wanted if name not in run.jobs]
-    if unknown:
+    known = run.record.identity.jobs
+    wanted = tuple(dict.fromkeys(jobs or known))
+    if unknown := [name for name in wanted if name not in known]:
         raise CheckpointError(
-            f"{run_dir} has no job {unknown[0]!r}; it has: {', '.join(run.jobs)}."
+            f"{run_dir} has no job {unknown[0]!r}; it has: {', '.join(known)}."
         )
     sources = {name: _source(run, name) for name in wanted}
     left_out = {n: text for n, text in sources.items() if isinstance(text, str)}
@@ -140,24 +117,10 @@ def export_checkpoint(
 
 
 def _read_run(folder: pathlib.Path) -> _Run:
-    record, checkpoint = read_run_record(folder), None
+    record, checkpoint = begun_record(folder), None
     if newest_checkpoint(folder / CHECKPOINTS) is not None:
-        checkpoint = read_newest(folder / CHECKPOINTS)
-        optimizers = map(checkpoint.optimizer, checkpoint.tensors)
-        kinds = None if any(map(evaluates_other_weights, optimizers)) else [PARAMS]
-        checkpoint = read_newest(folder / CHECKPOINTS, kinds)
-    elif record is None:
-        raise CheckpointError(f"{folder} holds no checkpoints, so it is no run.")
-    saved = {} if checkpoint is None else checkpoint.run.identity.jobs
-    begun = {} if record is None else record.identity.jobs
-    settings = {**saved, **begun}
-    return _Run(
-        folder=folder,
-        jobs=tuple(settings),
-        checkpoint=checkpoint,
-        settings=settings,
-        templates={} if record is None else record.chat_templates,
-    )
+        checkpoint = read_newest(folder / CHECKPOINTS, exported_only=True)
+    return _Run(folder=folder, record=record, checkpoint=checkpoint)
 
 
 def _source(run: _Run, name: str) -> Export | Adapter | str:
@@ -169,12 +132,12 @@ def _source(run: _Run, name: str) -> Export | Adapter | str:
             f"{folder} holds the adapter of job {own.record.job!r}. Put back the "
             "folder that was there."
         )
-    if run.checkpoint is None or name not in run.checkpoint.run.progress:
+    progress = run.progress(name)
+    if run.checkpoint is None or progress is None:
         return own or "it has not been in a checkpoint yet"
-    saved = run.checkpoint.run
-    progress, keep_best = saved.progress[name], saved.adapters[name].keep_best
-    if name not in run.checkpoint.tensors:
+    if not progress.has_state:
         return own or _nothing(progress, folder)
+    keep_best = run.record.identity.jobs[name].get("keep_best", False)
     if own is not None and (keep_best or own.record.step >= progress.step):
         return own
     return run.checkpoint.adapter(name)
@@ -232,68 +195,24 @@ def _write(
     *,
     tokenizers: bool,
 ) -> None:
-    tokenizer = run.tokenizer(folder.name) if tokenizers else None
+    name, progress = folder.name, run.progress(folder.name)
+    tokenizer = run_tokenizer(run.folder, run.record, name) if tokenizers else None
+    has_tokenizer = tokenizer is not None
     if isinstance(source, Export):
         has_tokenizer = tokenizers and not source.files.keys().isdisjoint(COPIED)
-    else:
-        has_tokenizer = tokenizer is not None
     if tokenizers and not has_tokenizer:
-        logger.warning(
-            "%s has no tokenizer beside the adapter: the base has none, or an earlier "
-            "version of jaxlora began the run",
-            folder,
+        logger.warning("%s has no tokenizer, as the base has none", folder)
+    if isinstance(source, Adapter):
+        assert progress is not None
+        write_adapter(
+            source, folder, run.record, name, progress, tokenizer, overwrite=overwrite
         )
-    card = _card(run, source, folder.name, has_tokenizer=has_tokenizer)
-    if isinstance(source, Export):
+    elif isinstance(source, Export):
+        step = source.record.step
+        card = job_card(run.record, name, step, progress, has_tokenizer=has_tokenizer)
         with replace_folder(folder) as temporary:
-            for name, data in source.files.items():
-                if tokenizers or name not in COPIED:
-                    (temporary / name).write_bytes(data)
+            for file, data in source.files.items():
+                if tokenizers or file not in COPIED:
+                    (temporary / file).write_bytes(data)
             write_card(temporary, card)
             sync_files(temporary)
-    elif isinstance(source, Adapter):
-        assert run.checkpoint is not None
-        saved: SavedRun = run.checkpoint.run
-        base = run_base(saved.base_model, saved.base_revision)
-        step = saved.progress[folder.name].step
-        data = run.settings[folder.name].get("data", {})
-        export_peft(
-            source,
-            folder,
-            base_model=base.path,
-            revision=base.revision,
-            linear_names=saved.linear_names,
-            overwrite=overwrite,
-            record=ExportRecord(
-                job=folder.name,
-                step=step,
-                chat_template_kwargs=common_template_kwargs(data),
-            ),
-            card=card,
-            tokenizer=tokenizer,
-        )
-
-
-def _card(
-    run: _Run, source: Export | Adapter | str, name: str, *, has_tokenizer: bool
-) -> str:
-    """Returns the model card of a job, by what the run knows of it."""
-    saved = None if run.checkpoint is None else run.checkpoint.run
-    progress = None if saved is None else saved.progress.get(name)
-    if isinstance(source, Export):
-        step = source.record.step
-        config = json.loads(source.files[CONFIG_FILE])
-        path = config.get("base_model_name_or_path") or "unknown"
-        base = run_base(path, config.get("revision"))
-    else:
-        assert saved is not None
-        step = saved.progress[name].step
-        base = run_base(saved.base_model, saved.base_revision)
-    return job_card(
-        name=name,
-        step=step,
-        base=base,
-        settings=run.settings.get(name, {}),
-        progress=progress,
-        has_tokenizer=has_tokenizer,
-    )

@@ -18,21 +18,21 @@ from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import RunRecord
-from jaxlora.train.saved.checkpoint import unfinished_checkpoints
-from jaxlora.train.saved.continue_job import check_continues
+from jaxlora.train.saved.continue_job import read_continued
 from jaxlora.train.saved.describe_run import planned_identity
 from jaxlora.train.saved.read_checkpoint import (
     ReadCheckpoint,
     meta_file,
     newest_checkpoint,
     read_newest,
+    unfinished_checkpoints,
 )
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ class FoundRun:
         seen, checkpoint = _seen(folder), None
         if (record := read_run_record(folder)) is None:
             return FoundRun(folder=folder, seen=seen)
-        if (checkpoints := folder / CHECKPOINTS).is_dir():
-            unfinished_checkpoints(checkpoints)
+        unfinished_checkpoints(checkpoints := folder / CHECKPOINTS)
         if newest_checkpoint(checkpoints) is not None:
             checkpoint = read_newest(checkpoints)
         return FoundRun(folder=folder, record=record, checkpoint=checkpoint, seen=seen)
@@ -110,12 +109,11 @@ class FoundRun:
             CheckpointError: The identities differ too much, a job that has finished has
                 more steps now, or jobs would end at once and `drop_state` is false.
         """
-        if self.checkpoint is not None:
-            then, path = self.checkpoint.run.identity, self.checkpoint.folder
-            check_same_run(now, then, path, "the checkpoint")
-        elif self.record is not None:
-            path = self.folder / RUN_FILE
-            check_same_run(now, self.record.identity, path, RUN_FILE)
+        if self.record is not None:
+            then = self.record.identity
+            if self.checkpoint is not None:  # a job that it lacks begins anew
+                then = then.limited_to(self.progress)
+            check_same_run(now, then, self.folder / RUN_FILE)
         _check_not_extended(self.progress, jobs)
         if drop_state is not None:
             _check_not_cut(self.progress, jobs, drop_state)
@@ -146,7 +144,7 @@ class FoundRun:
         for job in jobs:
             if job.settings.continue_from is not None:
                 identity = planned_identity(model, [job])
-                check_continues(job.settings, job.num_steps, identity)
+                read_continued(job.settings, job.num_steps, identity)
 
     def check_settings(self, config: RunConfig) -> None:
         """Refuses a run by its settings, before any data are read.
@@ -159,8 +157,7 @@ class FoundRun:
         """
         if self.record is None:
             return
-        source = self.record if self.checkpoint is None else self.checkpoint.run
-        then = source.identity
+        then = self.record.identity
         # Values that are not known yet count as unchanged.
         jobs = {job.name: job.model_dump(mode="json") for job in config.jobs}
         jobs = {name: then.jobs.get(name, {}) | job for name, job in jobs.items()}
@@ -225,11 +222,10 @@ def as_begun(config: RunConfig, *, replan: bool = False) -> BegunRun:
         found = FoundRun.read(found.folder)
         if (record := found.record) is None:
             return datetime.datetime.now().isoformat(), {}, []
-        added = _added_jobs(config, record)
         begun = _begun_settings(config, record)
         if replan:
             begun = {k: v for k, v in begun.items() if k == "max_concurrent_jobs"}
-        return record.started, begun, added
+        return record.started, begun, _added_jobs(config, record)
 
     started, begun, added = processes.from_first(read)
     joined = [LoraJob.model_validate(job) for job in added]
@@ -243,7 +239,15 @@ def as_begun(config: RunConfig, *, replan: bool = False) -> BegunRun:
         notes.append(Note(f"replicas: auto: mesh {mesh}, as in the run so far"))
     joining = "joined while the run trained; it is in the run"
     notes += [Note(joining, job=job.name) for job in joined]
-    config = config.replace(**begun, jobs=(*config.jobs, *joined))
+    try:
+        config = config.replace(**begun, jobs=(*config.jobs, *joined))
+    except ConfigError as error:
+        values = ", ".join(f"{name}: {value}" for name, value in begun.items())
+        raise CheckpointError(
+            f"the run in {config.output_dir} began with {values or 'other settings'}, "
+            f"and cannot go on with these settings: {error}\nGive the settings that it "
+            "began with, or choose another output_dir."
+        ) from error
 
     def check() -> list[str]:
         found.check_settings(config)
@@ -280,25 +284,15 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     These are `microbatch_tokens`, `remat` and `replicas`, or the mesh that
     `replicas: auto` has chosen, and the number and rank of the slots if jobs have
     joined since.
-
-    Raises:
-        CheckpointError: `block_tokens` differs from what the run began with.
     """
     then, begun, replicas = record.identity.settings, {}, config.replicas
-    if config.has_open_replicas and then.get("replicas"):
+    if config.has_open_replicas and "replicas" in then:
         begun["replicas"] = then["replicas"]
-    if replicas == "auto" and record.mesh is not None:
-        begun |= {"replicas": None, "mesh": record.mesh}
+    elif replicas == "auto":
+        begun |= {"replicas": None, "mesh": then["mesh"]}
         replicas = None
     if config.microbatch_tokens == "auto" and replicas is None:
-        begun["microbatch_tokens"] = tokens = then["microbatch_tokens"]
-        if tokens % config.block_tokens:
-            raise CheckpointError(
-                f"the run in {config.output_dir} began with {tokens} for "
-                "microbatch_tokens: auto, which is not a multiple of "
-                f"block_tokens={config.block_tokens}. Give the block_tokens that the "
-                "run began with, or choose another output_dir."
-            )
+        begun["microbatch_tokens"] = then["microbatch_tokens"]
     if config.remat == "auto":
         begun["remat"] = then["remat"]
     if record.added:

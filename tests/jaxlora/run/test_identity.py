@@ -36,7 +36,7 @@ def test_what_must_not_change(key):
     (why,) = changed_job(key).differences(THEN)
     then = THEN.jobs["a"][key]
     assert why == (
-        f"job 'a': {key} is {then!r} in the checkpoint and 'another' now, but must not "
+        f"job 'a': {key} is {then!r} in run.json and 'another' now, but must not "
         f"change, as {FIXED_IN_JOB[key]}"
     )
 
@@ -45,9 +45,9 @@ def test_changed_shards_are_named():
     shards = THEN.jobs["a"]["data_shards"]
     now = [shards | {"3.jsonl": "t"}, dict.fromkeys(shards, "t"), None]
     words = [
-        "its data have changed since the checkpoint: shard 3.jsonl, but must not",
+        "its data have changed since the run began: shard 3.jsonl, but must not",
         "shard 0.jsonl, 1.jsonl, 2.jsonl, 3.jsonl, 4.jsonl and 4 more, but must not",
-        "data is streamed in the checkpoint and is not now, but must not",
+        "data is streamed in run.json and is not now, but must not",
     ]
     for found, text in zip(now, words, strict=True):
         jobs = THEN.jobs | {"a": THEN.jobs["a"] | {"data_shards": found}}
@@ -67,7 +67,7 @@ def test_jobs_may_be_added_but_not_left_out():
     more = dataclasses.replace(THEN, jobs=THEN.jobs | {"c": THEN.jobs["a"]})
     assert not more.differences(THEN)
     assert more.changes(THEN) == ["job 'c' was added"]
-    (why,) = THEN.differences(more, "run.json")
+    (why,) = THEN.differences(more)
     assert why.startswith("job 'c' is in run.json but not in this run")
 
 
@@ -83,5 +83,5 @@ def test_the_base_and_its_dtype_must_stay():
     settings = THEN.settings | {"dtype": "bfloat16", "window_steps": 2}
     other = dataclasses.replace(THEN, settings=settings)
     (why,) = other.differences(THEN)
-    assert why.startswith("dtype is 'float32' in the checkpoint and 'bfloat16' now")
+    assert why.startswith("dtype is 'float32' in run.json and 'bfloat16' now")
     assert "window_steps was 4 and is 2" in other.changes(THEN)

@@ -35,30 +35,47 @@ def identity(jobs=JOBS) -> RunIdentity:
     return RunIdentity(
         base="f" * 64,
         settings={"microbatch_tokens": 64, "dtype": "float32", "remat": "none"},
-        jobs={n: {"seed": i, "optimizer": "adamw"} for i, n in enumerate(jobs)},
+        jobs={n: {"seed": i, "keep_best": n == "best"} for i, n in enumerate(jobs)},
     )
 
 
-def adapter_shape(name: str) -> SavedAdapter:
+def record(jobs=JOBS) -> RunRecord:
+    return RunRecord(
+        started="2026-01-02T03:04:05",
+        identity=identity(jobs),
+        base_model="nobody/tiny",
+        linear_names=tuple(LINEARS),
+    )
+
+
+def saved_adapter() -> SavedAdapter:
+    shapes = {path: tensor.shape for path, tensor in parked().params.items()}
     return SavedAdapter(
         modules=dict.fromkeys(LINEARS, (RANK, 4.0)),
         use_rslora=False,
         dropout=0.0,
-        keep_best=name == "best",
+        shapes=shapes,
+        optimizer="adamw",
     )
 
 
 # A run without samples has this stream; tests save it where they need no microbatches.
-NO_STREAM = SavedStream.of("", [], StreamState(), [], Hint(), 0, {}, [])
+NO_STREAM = SavedStream(
+    rules="",
+    repeated=(),
+    state=StreamState(),
+    planned=(),
+    hint=Hint(),
+    shapes_from=0,
+    leaving={},
+    at_border=(),
+)
 
 
 def saved_run(jobs=JOBS) -> SavedRun:
     return SavedRun(
-        identity=identity(jobs),
         progress=dict(jobs),
-        adapters={name: adapter_shape(name) for name in jobs},
-        base_model="nobody/tiny",
-        linear_names=list(LINEARS),
+        adapters={n: saved_adapter() for n, job in jobs.items() if job.has_state},
         stream=NO_STREAM,
     )
 
@@ -127,8 +144,7 @@ def write_checkpoints(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> None:
 def write_run(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> pathlib.Path:
     """A run of five jobs: finished, running twice, failed and waiting."""
     folder.mkdir(parents=True)
-    record = RunRecord(started="2026-01-02T03:04:05", identity=identity(jobs))
-    write_run_record(folder, record)
+    write_run_record(folder, record(jobs))
     write_export(folder / "adapters" / "done", "done", 9)
     write_export(folder / "adapters" / "best", "best", 2)
     if numbers:

@@ -25,9 +25,9 @@ from jaxlora.plan.memory.footprint import Footprint, StagePrograms
 from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
-from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.describe_run import run_identity
 from jaxlora.train.saved.resume import as_begun
+from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
 
 
@@ -249,13 +249,13 @@ def test_a_run_that_is_resumed_keeps_its_blocks(config):
     folder = pathlib.Path(first.output_dir)
     settings = {"microbatch_tokens": 176, "remat": "none"}
     identity = RunIdentity(base="", settings=settings, jobs={})
-    record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
+    record = dataclasses.replace(made_run.record(), identity=identity)
     write_run_record(folder, record)
     assert as_begun(first).config == first.replace(microbatch_tokens=176)
     given = first.replace(microbatch_tokens=64)
     assert as_begun(given).config == given
     other = first.replace(block_tokens=64)
-    message = r"176 for microbatch_tokens: auto, which is not .* block_tokens=64. Give"
+    message = r"(?s)began with microbatch_tokens: 176, .* block_tokens.*Give"
     for resume in (as_begun, plan_run):
         with pytest.raises(CheckpointError, match=message):
             resume(other)
@@ -266,18 +266,15 @@ def test_a_run_that_is_resumed_keeps_its_remat(config):
     folder = pathlib.Path(first.output_dir)
     settings = {"microbatch_tokens": 64, "remat": "mlp"}
     identity = RunIdentity(base="", settings=settings, jobs={})
-    record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
+    record = dataclasses.replace(made_run.record(), identity=identity)
     write_run_record(folder, record)
     assert as_begun(first).config == first.replace(remat="mlp")
     given = first.replace(remat="layer")
     assert as_begun(given).config == given
-    with pytest.raises(ValueError, match="remat is 'some', which there is not"):
-        RunRecord(
-            started="2020-02-03T04:05:06",
-            identity=dataclasses.replace(
-                identity, settings=settings | {"remat": "some"}
-            ),
-        )
+    identity = dataclasses.replace(identity, settings=settings | {"remat": "some"})
+    write_run_record(folder, dataclasses.replace(record, identity=identity))
+    with pytest.raises(CheckpointError, match=r"(?s)began with remat: some, .* remat"):
+        as_begun(first)
 
 
 def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(

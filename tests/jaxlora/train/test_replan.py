@@ -19,11 +19,11 @@ from jaxlora.run.folder import (
     write_run_record,
 )
 from jaxlora.run.identity import RunIdentity
-from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.read_checkpoint import read_newest
 from jaxlora.train.saved.resume import as_begun
 from tests import tiny
 from tests.jaxlora.memory_formula import estimated_by_formula
+from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import Copies, at_windows
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
@@ -148,7 +148,7 @@ def test_replan_chooses_for_the_jobs_that_are_left(runs, own_jobs, replanned):
     assert trainer.config.mesh == "data=3" and not is_wide(trainer)
     assert trainer.plan.ended == ("job0",)
     record = read_run_record(folder)
-    assert (record.ended, record.mesh) == (["job0"], "data=3")
+    assert (record.ended, record.identity.settings["mesh"]) == (["job0"], "data=3")
     assert_same_on_meshes(runs.once(own_jobs, **ONE), outcome)
 
 
@@ -236,9 +236,9 @@ def test_the_record_has_the_mesh_that_was_chosen(runs, own_jobs):
     config = runs.config(own_jobs, **AUTO)
     folder = pathlib.Path(config.output_dir)
     folder.mkdir()
-    settings = {"microbatch_tokens": 192, "remat": "layer"}
+    settings = {"microbatch_tokens": 192, "remat": "layer", "mesh": "data=3"}
     identity = RunIdentity(base="", settings=settings, jobs={})
-    record = RunRecord(started="2026-11-26", identity=identity, mesh="data=3")
+    record = dataclasses.replace(made_run.record(), identity=identity)
     write_run_record(folder, record)
     begun = as_begun(config)
     assert (begun.config.mesh, begun.config.replicas) == ("data=3", None)
@@ -249,5 +249,7 @@ def test_the_record_has_the_mesh_that_was_chosen(runs, own_jobs):
     assert as_begun(given).config.replicas == given.replicas
     anew = as_begun(config, replan=True)
     assert anew.config == config and not anew.chosen and not anew.notes
-    with pytest.raises(ValueError, match="data=no"):
-        dataclasses.replace(record, mesh="data=no")
+    identity = dataclasses.replace(identity, settings=settings | {"mesh": "data=no"})
+    write_run_record(folder, dataclasses.replace(record, identity=identity))
+    with pytest.raises(CheckpointError, match=r"began with .*mesh: data=no"):
+        as_begun(config)
