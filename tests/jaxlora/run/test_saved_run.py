@@ -200,7 +200,7 @@ LINEAR = made_run.LINEARS[0]
         (set_in(*SHAPES, PATH_A, [7, 2]), "cannot reshape"),
         (
             lambda m: rename(m["adapters"]["now"]["shapes"], PATH_A, "a/../b"),
-            "is no name",
+            "is damaged",
         ),
         (set_in("checksums", {}), "checksum of params does not match"),
         (set_in("adapters", {}), "adapters has the jobs"),

@@ -106,7 +106,7 @@ def test_a_changed_shard_is_named(model, tmp_path):
     )
     Trainer(config, model).train(callbacks=[InterruptAt(1)])
     tiny.write_records(tmp_path / "set" / "part-2.jsonl", 8, seed=9)
-    with pytest.raises(ValueError, match="changed since the checkpoint: shard part-2"):
+    with pytest.raises(ValueError, match="changed since the run began: shard part-2"):
         Trainer(config, model).train(resume=True)
 
 
