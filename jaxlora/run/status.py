@@ -11,56 +11,12 @@ from jaxlora.run.events import (
     Event,
     JobAddEvent,
     JobEvent,
-    JobInfo,
     RunEndEvent,
     RunStartEvent,
     WindowEvent,
 )
-from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_fields import STRICT, JobName
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobStatus:
-    """State of one job.
-
-    Attributes:
-        name: Name of the job.
-        rank: Largest LoRA rank of its modules.
-        num_steps: Optimizer steps in all.
-        batch_tokens: Mean number of tokens of a global batch.
-        progress: Its status, slot, steps and losses.
-    """
-
-    __pydantic_config__ = STRICT
-
-    name: JobName
-    rank: int
-    num_steps: int
-    batch_tokens: float
-    progress: JobProgress
-
-    @staticmethod
-    def of(info: JobInfo) -> "JobStatus":
-        """Returns the state of a job when it enters a run."""
-        return JobStatus(
-            name=info.settings.name,
-            rank=info.rank,
-            num_steps=info.num_steps,
-            batch_tokens=info.batch_tokens,
-            progress=info.progress,
-        )
-
-    @property
-    def done_tokens(self) -> float:
-        """Tokens of the optimizer steps done, by the mean size of a global batch."""
-        return self.progress.step * self.batch_tokens
-
-    @property
-    def total_tokens(self) -> float:
-        """Tokens of all steps; a job that has ended does no further ones."""
-        steps = self.progress.step if self.progress.is_over else self.num_steps
-        return steps * self.batch_tokens
+from jaxlora.run.job_progress import JobStatus
+from jaxlora.run.saved_fields import STRICT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,8 +105,7 @@ class StatusTracker(Callback):
         for info in event.jobs:
             self._add(info)
 
-    def _add(self, info: JobInfo) -> None:
-        job = JobStatus.of(info)
+    def _add(self, job: JobStatus) -> None:
         self._jobs[job.name] = job
         self._time_left.note_job(job.name, job.done_tokens)
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxlora.common.console import literal
-from jaxlora.run.status import JobStatus, RunStatus
+from jaxlora.run.job_progress import JobStatus
+from jaxlora.run.status import RunStatus
 
 _NARROW = 64  # columns below which jobs have no bars
 _ORDER = ("running", "paused", "waiting")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import json
 import pathlib
 import time
 from typing import Any
@@ -86,7 +85,8 @@ class StatusFile(Callback):
         status = SavedStatus(
             written=now.isoformat(timespec="seconds"), run=self._tracker.status()
         )
-        write_text(self._path, json.dumps(dataclasses.asdict(status)) + "\n")
+        text = type_adapter(SavedStatus).dump_json(status).decode()
+        write_text(self._path, text + "\n")
 
     def close(self) -> None:
         """Writes what is missing from the file when a run ends with an error.

@@ -5,9 +5,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlora.common.console import literal, show
+from jaxlora.run.job_progress import JobStatus
 from jaxlora.run.live.status_file import SavedStatus
 from jaxlora.run.lock import Owner
-from jaxlora.run.status import JobStatus, RunStatus
+from jaxlora.run.status import RunStatus
 from jaxlora.run.status_view import format_seconds, in_display_order
 
 
