@@ -8,6 +8,7 @@ from typing import Any
 import pydantic
 import xxhash
 
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.common.type_adapter import type_adapter
 from jaxlora.data.order import StreamPlace
@@ -15,13 +16,11 @@ from jaxlora.errors import CheckpointError
 from jaxlora.problems import format_errors
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_adapter import SavedAdapter
 from jaxlora.run.saved_fields import (
     STRICT,
     Count,
     IsoTime,
     JobName,
-    LinearName,
     OneLine,
 )
 from jaxlora.run.saved_stream import SavedStream
@@ -71,7 +70,9 @@ class SavedRun:
 
     Attributes:
         progress: Each job's progress, by name.
-        adapters: The adapter of each job that has begun and not ended, by name.
+        adapters: The adapter of each job that has begun and not ended, by name; its
+            values are in the file of tensors.
+        optimizers: Names of the optimizers of these jobs, by name.
         stream: The microbatches that follow.
         sweep: Decisions of the run's sweep; None if it has none.
         suggested: The place on each axis of configurations that were suggested.
@@ -82,7 +83,8 @@ class SavedRun:
     __pydantic_config__ = STRICT
 
     progress: dict[JobName, JobProgress]
-    adapters: dict[JobName, SavedAdapter]
+    adapters: dict[JobName, Adapter]
+    optimizers: dict[JobName, str]
     stream: SavedStream
     sweep: SavedSweep | None = None
     suggested: dict[JobName, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -101,7 +103,7 @@ class SavedRun:
                     f"job {name} is {job.status} at step {job.step} in slot {job.slot}."
                 )
         begun = [n for n, job in self.progress.items() if job.has_state]
-        if {*begun} != self.adapters.keys():
+        if not {*begun} == self.adapters.keys() == self.optimizers.keys():
             raise ValueError(
                 f"adapters has the jobs {sorted(self.adapters)}, and those that have "
                 f"begun and not ended are {sorted(begun)}."
@@ -134,7 +136,7 @@ class RunRecord:
     started: IsoTime
     identity: RunIdentity
     base_model: OneLine
-    linear_names: tuple[LinearName, ...]
+    linear_names: tuple[OneLine, ...]
     base_revision: OneLine | None = None
     requests: SavedRequests = dataclasses.field(default_factory=SavedRequests)
     added: list[JobName] = dataclasses.field(default_factory=list)

@@ -9,7 +9,6 @@ from jaxlora.run import events
 from jaxlora.run.callback import Listeners
 from jaxlora.run.folder import ADAPTERS
 from jaxlora.run.lock import RunLock
-from jaxlora.run.saved_adapter import SavedAdapter
 from jaxlora.run.saved_run import SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.control import Control
@@ -110,10 +109,8 @@ class LiveRun:
                 self.keep_references(job)
         saved = SavedRun(
             progress={job.name: job.progress for job in jobs},
-            adapters={
-                job.name: SavedAdapter.of(job.like, job.settings.optimizer)
-                for job in begun
-            },
+            adapters={job.name: job.like for job in begun},
+            optimizers={job.name: job.settings.optimizer for job in begun},
             stream=stream,
             sweep=self.control.saved(),
             suggested=self.control.suggested(),

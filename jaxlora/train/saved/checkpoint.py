@@ -31,6 +31,7 @@ from jaxlora.train.saved.read_checkpoint import (
     checksum,
     newest_checkpoint,
     other_files,
+    shapes_by_kind,
     unfinished_checkpoints,
 )
 
@@ -95,9 +96,9 @@ class Checkpoints:
                 "output_dir."
             )
         arrays = {}
-        for job, saved in run.adapters.items():
+        for job in run.adapters:
             tensors = parked[job].by_kind()
-            for kind, shapes in saved.kinds().items():
+            for kind, shapes in shapes_by_kind(run, job).items():
                 flat = [tensors[kind][path].ravel() for path in shapes]
                 arrays[array_name(job, kind)] = np.concatenate(flat)
         sums = {name: checksum(array) for name, array in arrays.items()}

@@ -11,9 +11,9 @@ import safetensors
 import xxhash
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizers.state import Kind
+from jaxlora.adapters.optimizers.state import Kind, own_shapes
 from jaxlora.adapters.optimizers.table import evaluates_other_weights
-from jaxlora.adapters.parked_slot import PARAMS, ParkedSlot
+from jaxlora.adapters.parked_slot import PARAMS, ParkedSlot, adapter_from_rows
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError
 from jaxlora.run.saved_run import SavedRun, read_sealed
@@ -62,15 +62,14 @@ class ReadCheckpoint:
         try:
             check_regular_file(path)
             with safetensors.safe_open(path, framework="numpy") as file:
-                for job, saved in self.run.adapters.items():
+                for job in self.run.adapters:
                     tensors[job] = {}
-                    kinds = saved.kinds(exported_only=exported_only)
+                    kinds = shapes_by_kind(self.run, job, exported_only=exported_only)
                     for kind, shapes in kinds.items():
                         array = file.get_tensor(name := array_name(job, kind))
                         if checksum(array) != self.run.checksums.get(name):
                             raise ValueError(f"the checksum of {kind} does not match")
                         tensors[job][kind] = _split(array, shapes)
-                    saved.adapter(tensors[job][PARAMS])
         except (
             OSError,
             safetensors.SafetensorError,
@@ -86,15 +85,14 @@ class ReadCheckpoint:
 
     def adapter(self, job: str) -> Adapter:
         """Returns the adapter of a job as it is exported; its tensors were read."""
-        saved = self.run.adapters[job]
-        adapter = saved.adapter(self.tensors[job][PARAMS])
-        if not evaluates_other_weights(saved.optimizer):
-            return adapter
-        return self.parked(job).adapter(adapter)
+        like = self.run.adapters[job]
+        if evaluates_other_weights(self.run.optimizers[job]):
+            return self.parked(job).adapter(like)
+        return adapter_from_rows(self.tensors[job][PARAMS], like)
 
     def parked(self, job: str) -> ParkedSlot:
         """Returns the state of a job's slot; all kinds must have been read."""
-        return ParkedSlot.of(self.tensors[job], self.run.adapters[job].optimizer)
+        return ParkedSlot.of(self.tensors[job], self.run.optimizers[job])
 
 
 def read_newest(
@@ -152,6 +150,23 @@ def _cure(folder: pathlib.Path) -> str:
 def array_name(job: str, kind: Kind) -> str:
     """Name of the array that holds a job's tensors of one kind."""
     return f"{job}/{kind}"
+
+
+def shapes_by_kind(
+    run: SavedRun, job: str, *, exported_only: bool = False
+) -> Mapping[Kind, Mapping[str, tuple[int, ...]]]:
+    """Returns the shapes of a job's tensors of each kind, by path, in their order.
+
+    Args:
+        run: The metadata of the checkpoint.
+        job: Name of the job.
+        exported_only: Whether to leave out what an exported adapter does not need.
+    """
+    optimizer, arrays = run.optimizers[job], run.adapters[job].by_path()
+    shapes = {path: array.shape for path, array in arrays.items()}
+    if exported_only and not evaluates_other_weights(optimizer):
+        return {PARAMS: shapes}
+    return {PARAMS: shapes, **own_shapes(optimizer, shapes)}
 
 
 def _split(

@@ -25,7 +25,6 @@ from jaxlora.modules import trained_tensors as tensors
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import TrainedTensor
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_adapter import SavedAdapter
 from jaxlora.run.saved_run import SavedRun
 from jaxlora.train.execute.step import CompiledSteps
 from jaxlora.train.saved.checkpoint import Checkpoints
@@ -114,7 +113,8 @@ def test_a_checkpoint_carries_a_third_tensor(spec, start, tmp_path):
     table = stepped(spec, start)
     run = SavedRun(
         progress={"job": JobProgress(status="running", slot=1, step=1)},
-        adapters={"job": SavedAdapter.of(start, "adamw")},
+        adapters={"job": start},
+        optimizers={"job": "adamw"},
         stream=NO_STREAM,
     )
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:

@@ -13,7 +13,6 @@ from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_adapter import SavedAdapter
 from jaxlora.run.saved_run import RunRecord, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.streams.state import StreamState
@@ -48,15 +47,20 @@ def record(jobs=JOBS) -> RunRecord:
     )
 
 
-def saved_adapter() -> SavedAdapter:
-    shapes = {path: tensor.shape for path, tensor in parked().params.items()}
-    return SavedAdapter(
-        modules=dict.fromkeys(LINEARS, (RANK, 4.0)),
-        use_rslora=False,
-        dropout=0.0,
-        shapes=shapes,
-        optimizer="adamw",
-    )
+def adapter(value: float = 0.0) -> Adapter:
+    """An adapter whose A has this value everywhere."""
+    modules = {
+        name: LoraWeights(
+            tensors={
+                "lora_a": np.full((K, RANK), value, np.float32),
+                "lora_b": np.ones((RANK, N), np.float32),
+            },
+            rank=RANK,
+            lora_alpha=4.0,
+        )
+        for name in LINEARS
+    }
+    return Adapter(modules=modules)
 
 
 # A run without samples has this stream; tests save it where they need no microbatches.
@@ -75,7 +79,8 @@ NO_STREAM = SavedStream(
 def saved_run(jobs=JOBS) -> SavedRun:
     return SavedRun(
         progress=dict(jobs),
-        adapters={n: saved_adapter() for n, job in jobs.items() if job.has_state},
+        adapters={n: adapter() for n, job in jobs.items() if job.has_state},
+        optimizers={n: "adamw" for n, job in jobs.items() if job.has_state},
         stream=NO_STREAM,
     )
 
@@ -112,20 +117,9 @@ def weights(state: ParkedSlot) -> dict[str, np.ndarray]:
 
 def write_export(folder: pathlib.Path, job: str, step: int, **options) -> pathlib.Path:
     """An adapter as a run exports it; its numbers tell its step."""
-    modules = {
-        name: LoraWeights(
-            tensors={
-                "lora_a": np.full((K, 2), step, np.float32),
-                "lora_b": np.ones((2, N), np.float32),
-            },
-            rank=2,
-            lora_alpha=4.0,
-        )
-        for name in LINEARS
-    }
     record = ExportRecord(job=job, step=step)
     return export_peft(
-        Adapter(modules=modules),
+        adapter(step),
         folder,
         base_model="nobody/tiny",
         linear_names=LINEARS,
