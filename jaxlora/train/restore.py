@@ -11,7 +11,7 @@ from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.open_run import OpenedRun
 from jaxlora.train.saved.continue_job import continue_job, restore_jobs
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
-from jaxlora.train.saved.references import go_on_with_reference, read_references
+from jaxlora.train.saved.references import go_on_with_reference
 from jaxlora.train.saved.resume import FoundRun
 from jaxlora.train.saved.run_store import RunStore
 
@@ -53,7 +53,7 @@ def restore(
     if found is not None:
         restore_jobs(run.jobs, found, run.slots, run.plan.num_slots)
         for job in [job for job in run.jobs if job.has_begun]:
-            _go_on_with_reference(run, run.folder, job)
+            go_on_with_reference(run.folder, job, run.model.fingerprint)
         logger.info("resumed after round %d", found.number)
     live.requests.restore(store.saved_requests())
     continue_jobs(run, run.jobs)
@@ -82,10 +82,5 @@ def continue_jobs(run: OpenedRun, jobs: Sequence[JobState]) -> None:
     for job in jobs:
         if job.settings.continue_from and job.progress.status == "waiting":
             continue_job(job, run.identity([job]))
-            _go_on_with_reference(run, pathlib.Path(job.settings.continue_from), job)
-
-
-def _go_on_with_reference(run: OpenedRun, folder: pathlib.Path, job: JobState) -> None:
-    go_on_with_reference(folder, job)
-    if job.lacks_references:
-        read_references(folder, job, run.model.fingerprint)
+            folder = pathlib.Path(job.settings.continue_from)
+            go_on_with_reference(folder, job, run.model.fingerprint)

@@ -50,26 +50,6 @@ class Exported:
     left_out: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """A snapshot of a run's folder.
-
-    Attributes:
-        folder: The run's `output_dir`.
-        record: Record of the run.
-        checkpoint: The newest checkpoint, if there is one.
-    """
-
-    folder: pathlib.Path
-    record: RunRecord
-    checkpoint: ReadCheckpoint | None
-
-    def progress(self, job: str) -> JobProgress | None:
-        """Returns the progress of a job; None: no checkpoint has it yet."""
-        found = self.checkpoint
-        return None if found is None else found.run.progress.get(job)
-
-
 def export_checkpoint(
     run_dir: pathlib.Path,
     out: pathlib.Path,
@@ -96,51 +76,62 @@ def export_checkpoint(
         JaxloraError: The run cannot be read, one of `jobs` cannot be written, or `out`
             cannot be used. Then nothing has been written.
     """
-    run = _read_run(run_dir)
-    known = run.record.identity.jobs
+    record, checkpoint = begun_record(run_dir), None
+    if newest_checkpoint(run_dir / CHECKPOINTS) is not None:
+        checkpoint = read_newest(run_dir / CHECKPOINTS, exported_only=True)
+    known = record.identity.jobs
     wanted = tuple(dict.fromkeys(jobs or known))
     if unknown := [name for name in wanted if name not in known]:
         raise CheckpointError(
             f"{run_dir} has no job {unknown[0]!r}; it has: {', '.join(known)}."
         )
-    sources = {name: _source(run, name) for name in wanted}
+    sources = {name: _source(run_dir, record, checkpoint, name) for name in wanted}
     left_out = {n: text for n, text in sources.items() if isinstance(text, str)}
     if left_out and (jobs or len(left_out) == len(wanted)):
         reasons = "".join(f"\n- {name}: {text}" for name, text in left_out.items())
         raise CheckpointError(f"{run_dir}: nothing was exported, as of{reasons}")
-    writable = [name for name in wanted if name not in left_out]
-    check_out(run_dir, out, writable, overwrite=overwrite)
+    writable = {n: s for n, s in sources.items() if not isinstance(s, str)}
+    check_out(run_dir, out, list(writable), overwrite=overwrite)
     remove_leftovers(out)
-    for name in writable:
-        _write(run, sources[name], out / name, overwrite, tokenizers=tokenizers)
+    for name, source in writable.items():
+        progress = None if checkpoint is None else checkpoint.run.progress.get(name)
+        if isinstance(source, Export):
+            has_tokenizer = _copy(source, out / name, record, progress, tokenizers)
+        else:
+            assert progress is not None
+            kept = run_tokenizer(run_dir, record, name) if tokenizers else None
+            write_adapter(
+                source, out / name, record, name, progress, kept, overwrite=overwrite
+            )
+            has_tokenizer = kept is not None
+        if tokenizers and not has_tokenizer:
+            logger.warning("%s has no tokenizer, as the base has none", out / name)
     return Exported(folders=tuple(out / n for n in writable), left_out=left_out)
 
 
-def _read_run(folder: pathlib.Path) -> _Run:
-    record, checkpoint = begun_record(folder), None
-    if newest_checkpoint(folder / CHECKPOINTS) is not None:
-        checkpoint = read_newest(folder / CHECKPOINTS, exported_only=True)
-    return _Run(folder=folder, record=record, checkpoint=checkpoint)
-
-
-def _source(run: _Run, name: str) -> Export | Adapter | str:
+def _source(
+    run_dir: pathlib.Path,
+    record: RunRecord,
+    checkpoint: ReadCheckpoint | None,
+    name: str,
+) -> Export | Adapter | str:
     """Returns the export or adapter of a job, or the reason why there is none."""
-    folder = run.folder / ADAPTERS / name
+    folder = run_dir / ADAPTERS / name
     own = _own_export(folder)
     if own is not None and own.record.job != name:
         raise AdapterError(
             f"{folder} holds the adapter of job {own.record.job!r}. Put back the "
             "folder that was there."
         )
-    progress = run.progress(name)
-    if run.checkpoint is None or progress is None:
+    if checkpoint is None or name not in checkpoint.run.progress:
         return own or "it has not been in a checkpoint yet"
+    progress = checkpoint.run.progress[name]
     if not progress.has_state:
         return own or _nothing(progress, folder)
-    keep_best = run.record.identity.jobs[name].get("keep_best", False)
+    keep_best = record.identity.jobs[name].get("keep_best", False)
     if own is not None and (keep_best or own.record.step >= progress.step):
         return own
-    return run.checkpoint.adapter(name)
+    return checkpoint.adapter(name)
 
 
 def _own_export(folder: pathlib.Path) -> Export | None:
@@ -187,32 +178,25 @@ def check_out(
         check_replaceable(out / name, overwrite=overwrite)
 
 
-def _write(
-    run: _Run,
-    source: Export | Adapter | str,
+def _copy(
+    source: Export,
     folder: pathlib.Path,
-    overwrite: bool,
-    *,
+    record: RunRecord,
+    progress: JobProgress | None,
     tokenizers: bool,
-) -> None:
-    name, progress = folder.name, run.progress(folder.name)
-    tokenizer = run_tokenizer(run.folder, run.record, name) if tokenizers else None
-    has_tokenizer = tokenizer is not None
-    if isinstance(source, Export):
-        has_tokenizer = tokenizers and not source.files.keys().isdisjoint(COPIED)
-    if tokenizers and not has_tokenizer:
-        logger.warning("%s has no tokenizer, as the base has none", folder)
-    if isinstance(source, Adapter):
-        assert progress is not None
-        write_adapter(
-            source, folder, run.record, name, progress, tokenizer, overwrite=overwrite
-        )
-    elif isinstance(source, Export):
-        step = source.record.step
-        card = job_card(run.record, name, step, progress, has_tokenizer=has_tokenizer)
-        with replace_folder(folder) as temporary:
-            for file, data in source.files.items():
-                if tokenizers or file not in COPIED:
-                    (temporary / file).write_bytes(data)
-            write_card(temporary, card)
-            sync_files(temporary)
+) -> bool:
+    """Copies an export, with a new model card; whether it has a tokenizer."""
+    files = {
+        name: data
+        for name, data in source.files.items()
+        if tokenizers or name not in COPIED
+    }
+    has_tokenizer = not files.keys().isdisjoint(COPIED)
+    name, step = folder.name, source.record.step
+    card = job_card(record, name, step, progress, has_tokenizer=has_tokenizer)
+    with replace_folder(folder) as temporary:
+        for file, data in files.items():
+            (temporary / file).write_bytes(data)
+        write_card(temporary, card)
+        sync_files(temporary)
+    return has_tokenizer

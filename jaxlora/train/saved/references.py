@@ -35,28 +35,11 @@ def write_references(folder: pathlib.Path, job: JobState, base: str) -> None:
     write_bytes(path, safetensors.numpy.save(arrays, _key(job, base)))
 
 
-def go_on_with_reference(folder: pathlib.Path, job: JobState) -> None:
-    """Lets the reference of a job that has begun run in each step, or not, as before.
+def go_on_with_reference(folder: pathlib.Path, job: JobState, base: str) -> None:
+    """Gives a job that has begun the log-probabilities that were kept, if it needs any.
 
-    With another number of steps, it could be chosen anew.
-
-    Args:
-        folder: Folder of the run.
-        job: The job.
-    """
-    prepared = job.prepared
-    if not prepared.chooses_reference:
-        return
-    try:
-        with safetensors.safe_open(_path(folder, job), framework="np") as file:
-            job.runs_reference = "train" not in file.keys()  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError):
-        # If there are few samples, their log-probabilities were kept, and are lost.
-        job.runs_reference = prepared.has_many_tokens
-
-
-def read_references(folder: pathlib.Path, job: JobState, base: str) -> None:
-    """Reads the log-probabilities of a job that has begun.
+    Its reference runs in each step, or does not, as before. With another number of
+    steps, that could be chosen anew.
 
     Args:
         folder: Folder of the run.
@@ -67,21 +50,30 @@ def read_references(folder: pathlib.Path, job: JobState, base: str) -> None:
         CheckpointError: The file is missing or damaged, or is of other data or of
             another base.
     """
-    path = _path(folder, job)
+    path, prepared = _path(folder, job), job.prepared
+    if not (prepared.chooses_reference or job.lacks_references):
+        return
+    found, key, failed = {}, None, None
     try:
         with safetensors.safe_open(path, framework="np") as file:
-            key = file.metadata()
-            names = list(file.keys())
+            key, names = file.metadata(), list(file.keys())
             found = {name: file.get_tensor(name) for name in names}
     except (OSError, safetensors.SafetensorError) as error:
+        failed = error
+    if prepared.chooses_reference:
+        job.runs_reference = "train" not in found
+        if failed is not None and not prepared.has_many_tokens:
+            job.runs_reference = False  # they were kept, and are lost
+    if not job.lacks_references:
+        return
+    if failed is not None:
         raise CheckpointError(
             f"{path}: log-probabilities of job {job.name!r} by its reference cannot be "
-            f"read ({error}). Without them the job cannot go on as it began: restore "
+            f"read ({failed}). Without them the job cannot go on as it began: restore "
             "the file, or train into another output_dir."
-        ) from error
-    wanted = {
-        which: len(batch.samples) for which, batch in job.plain_batches(0).items()
-    }
+        ) from failed
+    batches = job.plain_batches(0).items()
+    wanted = {which: len(batch.samples) for which, batch in batches}
     sizes = {name: x.size for name, x in found.items()}
     if key != _key(job, base) or sizes != wanted:
         raise CheckpointError(

@@ -114,9 +114,7 @@ class FoundRun:
             if self.checkpoint is not None:  # a job that it lacks begins anew
                 then = then.limited_to(self.progress)
             check_same_run(now, then, self.folder / RUN_FILE)
-        _check_not_extended(self.progress, jobs)
-        if drop_state is not None:
-            _check_not_cut(self.progress, jobs, drop_state)
+        _check_jobs(self.progress, jobs, drop_state)
 
     def check_prepared(
         self,
@@ -314,30 +312,25 @@ def _added_jobs(config: RunConfig, record: RunRecord) -> list[dict[str, Any]]:
     return found
 
 
-def _check_not_extended(
-    progress: Mapping[str, JobProgress], jobs: Sequence[PreparedJob]
+def _check_jobs(
+    progress: Mapping[str, JobProgress],
+    jobs: Sequence[PreparedJob],
+    drop_state: bool | None,
 ) -> None:
+    """Refuses jobs that cannot go on, or that end at once; see `FoundRun.check`."""
+    cut = {}
     for job in jobs:
-        name, wanted = job.name, job.num_steps
-        done = progress.get(name, JobProgress())
+        done, wanted = progress.get(job.name, JobProgress()), job.num_steps
         if done.status == "finished" and wanted > done.step:
             raise CheckpointError(
-                f"job {name!r} has finished its {counted(done.step, 'step')}, and "
+                f"job {job.name!r} has finished its {counted(done.step, 'step')}, and "
                 f"{wanted} are wanted now. Its optimizer state was dropped when it "
                 "finished, so it cannot go on: set steps back, and add another job "
                 "with init_from on its adapter."
             )
-
-
-def _check_not_cut(
-    progress: Mapping[str, JobProgress], jobs: Sequence[PreparedJob], drop_state: bool
-) -> None:
-    cut = {}
-    for job in jobs:
-        done = progress.get(job.name, JobProgress())
         if not done.is_over and (reason := _cut_reason(job, done)):
             cut[job.name] = reason
-    if not cut:
+    if not cut or drop_state is None:
         return
     reasons = "".join(f"\n- job {name!r} {reason}" for name, reason in cut.items())
     lost = (
@@ -359,11 +352,8 @@ def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
     if done.step > job.num_steps:
         wanted = f"the number wanted now is {job.num_steps}"
         return f"has done {counted(done.step, 'step')}, and {wanted}"
-    patience = job.settings.early_stopping
-    if patience and done.evals_without_gain >= patience:
-        count = done.evals_without_gain
-        return (
-            f"has had {count} evaluation{'s' if count > 1 else ''} without a gain, and "
-            f"early_stopping is {patience} now"
-        )
+    patience, count = job.settings.early_stopping, done.evals_without_gain
+    if patience and count >= patience:
+        had = f"has had {counted(count, 'evaluation')} without a gain"
+        return f"{had}, and early_stopping is {patience} now"
     return None

@@ -6,11 +6,10 @@ import tempfile
 from collections.abc import Sequence
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.files.base_name import stated_base
 from jaxlora.adapters.files.export_record import read_record
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.files.tokenizer_copy import ChatTemplate, job_template
-from jaxlora.errors import AdapterError, CheckpointError
+from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.folder import begun_record
@@ -61,7 +60,7 @@ def load_run_adapters(
         out = pathlib.Path(temporary)
         exported = export_checkpoint(run_dir, out, jobs, tokenizers=False)
         record = begun_record(run_dir)
-        loaded = _load_base(run_dir, record, exported.folders[0], model)
+        loaded = _load_base(run_dir, record, model)
         adapters, notes = {}, dict(exported.left_out)
         shapes, size = linear_shapes(loaded.config), loaded.config.hidden_size
         for folder in exported.folders:
@@ -86,15 +85,12 @@ def load_run_adapters(
 def _load_base(
     run_dir: pathlib.Path,
     record: RunRecord,
-    adapter: pathlib.Path,
     model: str | pathlib.Path | None,
 ) -> FrozenModel:
     settings = record.identity.settings
-    source, revision = (model, None) if model is not None else stated_base(adapter)
-    if source is None:
-        raise AdapterError(
-            f"{adapter} does not name its base model. Name it: --model MODEL."
-        )
+    source, revision = record.base_model, record.base_revision
+    if model is not None:
+        source, revision = model, None
     loaded = load_model(
         source,
         revision=revision,

@@ -62,17 +62,9 @@ _MOST_PENDING = 16  # checkpoints and adapters that are not written yet
 _EXPORTERS = 8  # threads, which mostly wait for the disk and for checksums
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Pending:
-    """A file that is being written, or that waits for its turn.
-
-    Attributes:
-        event: Event to send when it is written.
-        future: Its end; None on processes that do not write.
-    """
-
-    event: Event
-    future: Future[None] | None
+# The event to send when a file is written, and the end of writing it; None on processes
+# that do not write.
+_Pending = tuple[Event, Future[None] | None]
 
 
 class RunStore:
@@ -258,9 +250,9 @@ class RunStore:
 
         event = ExportEvent(round=number, job=name, step=progress.step, folder=target)
         earlier = [
-            pending
-            for pending in self._pending
-            if isinstance(pending.event, ExportEvent) and pending.event.job == name
+            (other, future)
+            for other, future in self._pending
+            if isinstance(other, ExportEvent) and other.job == name
         ]
         self._start(self._exporters, write, event, after=earlier)
 
@@ -279,15 +271,14 @@ class RunStore:
         """
         future = None
         if processes.is_first():
-            before = [pending.future for pending in after if pending.future]
+            before = [future for _, future in after if future]
             future = pool.submit(self._unless_failed, write, before)
-        self._pending.append(_Pending(event=event, future=future))
-        while len(unfinished := self._unfinished()) >= _MOST_PENDING:
-            wait(unfinished, return_when=FIRST_COMPLETED)
-
-    def _unfinished(self) -> list[Future[None]]:
-        found = (pending.future for pending in self._pending)
-        return [future for future in found if future and not future.done()]
+        self._pending.append((event, future))
+        while True:
+            left = [f for _, f in self._pending if f and not f.done()]
+            if len(left) < _MOST_PENDING:
+                break
+            wait(left, return_when=FIRST_COMPLETED)
 
     def _unless_failed(
         self, write: Callable[[], None], before: Sequence[Future[None]]
@@ -304,7 +295,7 @@ class RunStore:
     @property
     def is_saving(self) -> bool:
         """Whether the event of a checkpoint has not been taken yet."""
-        return any(isinstance(p.event, CheckpointEvent) for p in self._pending)
+        return any(isinstance(event, CheckpointEvent) for event, _ in self._pending)
 
     def written(self, *, waits: bool = False) -> list[Event]:
         """Returns an event for each file that was written since the last call.
@@ -320,16 +311,16 @@ class RunStore:
         if not self._pending:
             return []
         count = processes.from_first(lambda: self._num_written(waits=waits))
-        return [self._pending.popleft().event for _ in range(count)]
+        return [self._pending.popleft()[0] for _ in range(count)]
 
     def _num_written(self, *, waits: bool) -> int:
         count = 0
-        for pending in self._pending:
-            assert pending.future is not None
-            if not waits and not pending.future.done():
+        for _, future in self._pending:
+            assert future is not None
+            if not waits and not future.done():
                 break
             try:
-                pending.future.result()
+                future.result()
             except BaseException:
                 self._pending.clear()  # so that it is raised once
                 raise
