@@ -89,7 +89,7 @@ class RunIdentity:
     Attributes:
         base: Fingerprint of the base model; empty if its weights are not known. It is
             not compared then.
-        settings: Settings that affect the numerical results, by name.
+        settings: Settings of the base that change its products, by name.
         jobs: Each job's settings, and a fingerprint of its data, by job name, in the
             order in which slots and microbatches are filled.
     """
@@ -129,20 +129,6 @@ class RunIdentity:
                 out += _refused(f"job {name!r}: ", then, now, FIXED_IN_JOB)
         return out
 
-    def changes(self, saved: "RunIdentity") -> list[str]:
-        """Describes the differences that are allowed, for the log."""
-        out = _changed("", saved.settings, self.settings)
-        for name, now in self.jobs.items():
-            then = saved.jobs.get(name)
-            if then is None:
-                out.append(f"job {name!r} was added")
-            else:
-                out += _changed(f"job {name!r}: ", then, now)
-        kept = [name for name in self.jobs if name in saved.jobs]
-        if kept != [name for name in saved.jobs if name in self.jobs]:
-            out.append(f"the order of the jobs is now {', '.join(kept)}")
-        return out
-
 
 def _refused(
     whose: str,
@@ -168,14 +154,6 @@ def _difference(key: str, then: Any, now: Any) -> str:
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
         return f"its data have changed since the run began: shard {names}{more}"
     return f"{key} is {then!r} in run.json and {now!r} now"
-
-
-def _changed(whose: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{whose}{key} was {then.get(key)!r} and is {now.get(key)!r}"
-        for key in dict.fromkeys([*then, *now])
-        if then.get(key) != now.get(key)
-    ]
 
 
 def check_same_run(now: RunIdentity, then: RunIdentity, path: pathlib.Path) -> None:

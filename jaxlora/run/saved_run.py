@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
@@ -11,6 +12,7 @@ import xxhash
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.common.type_adapter import type_adapter
+from jaxlora.config import LoraJob
 from jaxlora.data.order import StreamPlace
 from jaxlora.errors import CheckpointError
 from jaxlora.problems import format_errors
@@ -116,7 +118,8 @@ class RunRecord:
 
     Attributes:
         started: Start time in ISO format, because chat templates may print the date.
-        identity: Identity at the start, with the jobs that were added since.
+        identity: What must not change, with the jobs that were added since.
+        config: The settings of the run but its jobs, as they were resolved.
         base_model: Folder or hub id of the base.
         linear_names: Names of the base's linears.
         base_revision: Commit of a base from the hub; None for a folder.
@@ -135,6 +138,7 @@ class RunRecord:
 
     started: IsoTime
     identity: RunIdentity
+    config: dict[str, Any]
     base_model: OneLine
     linear_names: tuple[OneLine, ...]
     base_revision: OneLine | None = None
@@ -153,6 +157,34 @@ class RunRecord:
         for kind, names in kinds.items():
             if not self.identity.jobs.keys() >= set(names):
                 raise ValueError(f"{kind} has other jobs than identity.")
+
+    @property
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        """The settings of each job, by name, without what is only compared."""
+        known, jobs = LoraJob.model_fields, self.identity.jobs.items()
+        return {n: {k: v for k, v in job.items() if k in known} for n, job in jobs}
+
+    def changes(self, saved: "RunRecord") -> list[str]:
+        """Describes what has changed since a record was saved, for the log."""
+        out = _changed("", saved.config, self.config)
+        now, then = self.identity.jobs, saved.identity.jobs
+        for name, job in now.items():
+            if name in then:
+                out += _changed(f"job {name!r}: ", then[name], job)
+            else:
+                out.append(f"job {name!r} was added")
+        kept = [name for name in now if name in then]
+        if kept != [name for name in then if name in now]:
+            out.append(f"the order of the jobs is now {', '.join(kept)}")
+        return out
+
+
+def _changed(whose: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{whose}{key} was {then.get(key)!r} and is {now.get(key)!r}"
+        for key in dict.fromkeys([*then, *now])
+        if then.get(key) != now.get(key)
+    ]
 
 
 def sealed_json(value: SavedRun | RunRecord, *, indent: int | None = None) -> str:

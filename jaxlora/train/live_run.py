@@ -17,7 +17,6 @@ from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.open_run import OpenedRun
 from jaxlora.train.report.summary import TrainingTime
 from jaxlora.train.saved.continue_job import copy_best_export
-from jaxlora.train.saved.describe_run import resolved_settings
 from jaxlora.train.saved.references import write_references
 from jaxlora.train.saved.run_store import RunStore
 
@@ -90,7 +89,7 @@ class LiveRun:
             suggested=[n for n in self.control.suggested() if n in live.added],
             chat_templates=self.store.chat_templates([j.settings for j in live.jobs]),
         )
-        self.store.write_record(record, lambda: resolved_settings(run.plan, live.jobs))
+        self.store.write_record(record)
 
     def save(self, stream: SavedStream, read_slot: ReadSlot) -> None:
         """Writes a checkpoint while the run goes on.

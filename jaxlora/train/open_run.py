@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.continue_job import continued_step
-from jaxlora.train.saved.describe_run import run_identity
+from jaxlora.train.saved.describe_run import resolved_config, run_identity
 from jaxlora.train.saved.resume import BegunRun, FoundRun, as_begun
 from jaxlora.train.start_job import start_job
 
@@ -115,10 +116,14 @@ class OpenedRun:
         check_copy(config, self.jobs, settings)
         return start_job(prepared, self.model)
 
+    @functools.cached_property
+    def _resolved(self) -> dict[str, Any]:
+        return resolved_config(self.plan)
+
     def identity(self, jobs: Sequence[JobState]) -> RunIdentity:
         """Returns what is compared when a run of these jobs is resumed."""
         prepared = [job.prepared for job in jobs]
-        return run_identity(self.plan, self.model.fingerprint, prepared)
+        return run_identity(self.plan.model, prepared, self.model.fingerprint)
 
     def record(self, jobs: Sequence[JobState], **live: Any) -> RunRecord:
         """Returns the record of the run with these jobs.
@@ -130,6 +135,7 @@ class OpenedRun:
         return RunRecord(
             started=self.started,
             identity=self.identity(jobs),
+            config=self._resolved,
             base_model=self.model.source,
             base_revision=self.model.revision,
             linear_names=linear_names(self.model.config),

@@ -44,7 +44,7 @@ def restore(
     Raises:
         CheckpointError: The checkpoint is damaged, or of another run.
     """
-    found = store.restore(run.identity(run.jobs))
+    found = store.restore(run.record(run.jobs))
     _drop_suggested(live, control, store, found)
     sweep, suggested = None, {}
     if found is not None:

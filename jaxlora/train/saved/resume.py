@@ -26,7 +26,7 @@ from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.continue_job import read_continued
-from jaxlora.train.saved.describe_run import planned_identity
+from jaxlora.train.saved.describe_run import run_identity
 from jaxlora.train.saved.read_checkpoint import (
     ReadCheckpoint,
     meta_file,
@@ -137,11 +137,11 @@ class FoundRun:
             CheckpointError: See `check` and `continue_job`.
         """
         if self.record is not None:
-            self.check(planned_identity(model, jobs), jobs, drop_state=drop_state)
+            self.check(run_identity(model, jobs), jobs, drop_state=drop_state)
             return
         for job in jobs:
             if job.settings.continue_from is not None:
-                identity = planned_identity(model, [job])
+                identity = run_identity(model, [job])
                 read_continued(job.settings, job.num_steps, identity)
 
     def check_settings(self, config: RunConfig) -> None:
@@ -283,8 +283,8 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     `replicas: auto` has chosen, and the number and rank of the slots if jobs have
     joined since.
     """
-    then, begun, replicas = record.identity.settings, {}, config.replicas
-    if config.has_open_replicas and "replicas" in then:
+    then, begun, replicas = record.config, {}, config.replicas
+    if config.has_open_replicas and then["replicas"]:
         begun["replicas"] = then["replicas"]
     elif replicas == "auto":
         begun |= {"replicas": None, "mesh": then["mesh"]}
@@ -296,7 +296,7 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     if record.added:
         # The slots were made for the jobs that the run began with.
         for name in ("max_concurrent_jobs", "slot_rank"):
-            if getattr(config, name) is None and name in then:
+            if getattr(config, name) is None:
                 begun[name] = then[name]
     return begun
 
@@ -304,12 +304,7 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
 def _added_jobs(config: RunConfig, record: RunRecord) -> list[dict[str, Any]]:
     """Returns the settings of jobs that joined later and are not in the run file."""
     names = {job.name for job in config.jobs}
-    found = []
-    for name in record.added:
-        if name not in names:
-            values = record.identity.jobs[name].items()
-            found.append({k: v for k, v in values if k in LoraJob.model_fields})
-    return found
+    return [record.jobs[name] for name in record.added if name not in names]
 
 
 def _check_jobs(

@@ -14,7 +14,7 @@ import pathlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.tokenizer_copy import (
@@ -41,7 +41,6 @@ from jaxlora.run.folder import (
     prepare_export_folder,
     write_run_record,
 )
-from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
 from jaxlora.train.job_state import JobState
@@ -104,11 +103,11 @@ class RunStore:
         self._has_failed = threading.Event()
         self._is_prepared = False
 
-    def restore(self, identity: RunIdentity) -> ReadCheckpoint | None:
+    def restore(self, now: RunRecord) -> ReadCheckpoint | None:
         """Reads the newest checkpoint; None if there is none.
 
         Args:
-            identity: Identity of this run; what has changed since is logged.
+            now: Record of this run; what has changed in it is logged.
 
         Raises:
             CheckpointError: It is damaged.
@@ -118,8 +117,8 @@ class RunStore:
         if self._found.checkpoint is None:  # only the first process has read it
             return read_newest(self._folder / CHECKPOINTS, has_tensors=True)
         found = self._found.checkpoint.with_tensors()
-        assert self._found.record is not None
-        for change in identity.changes(self._found.record.identity):
+        assert self.record is not None
+        for change in now.changes(self.record):
             logger.warning("changed since the run was last started: %s", change)
         return found
 
@@ -136,18 +135,12 @@ class RunStore:
         """Rounds done at the newest checkpoint, which may still be being written."""
         return self._latest
 
-    def write_record(
-        self, record: RunRecord, settings: Callable[[], dict[str, Any]]
-    ) -> None:
-        """Writes the run's record and its settings if the record has changed.
-
-        Args:
-            record: The record.
-            settings: Returns all settings of the run, as JSON values.
-        """
+    def write_record(self, record: RunRecord) -> None:
+        """Writes the run's record, and its settings as a run file, if it changed."""
         if processes.is_first() and record != self.record:
             write_run_record(self._folder, record)
-            write_text(self._folder / SETTINGS_FILE, dump_yaml(settings()))
+            settings = record.config | {"jobs": list(record.jobs.values())}
+            write_text(self._folder / SETTINGS_FILE, dump_yaml(settings))
             self.record = record
 
     def keep_tokenizer(self, model: FrozenModel) -> None:

@@ -30,18 +30,22 @@ JOBS = {
 }
 
 
+CONFIG = {"microbatch_tokens": 64, "remat": "none", "replicas": None, "mesh": None}
+
+
 def identity(jobs=JOBS) -> RunIdentity:
     return RunIdentity(
         base="f" * 64,
-        settings={"microbatch_tokens": 64, "dtype": "float32", "remat": "none"},
+        settings={"dtype": "float32"},
         jobs={n: {"seed": i, "keep_best": n == "best"} for i, n in enumerate(jobs)},
     )
 
 
-def record(jobs=JOBS) -> RunRecord:
+def record(jobs=JOBS, **config) -> RunRecord:
     return RunRecord(
         started="2026-01-02T03:04:05",
         identity=identity(jobs),
+        config=CONFIG | config,
         base_model="nobody/tiny",
         linear_names=tuple(LINEARS),
     )
