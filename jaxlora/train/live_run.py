@@ -16,8 +16,7 @@ from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.open_run import OpenedRun
 from jaxlora.train.report.summary import TrainingTime
-from jaxlora.train.saved.continue_job import copy_best_export
-from jaxlora.train.saved.references import write_references
+from jaxlora.train.saved.continue_job import copy_best_export, write_references
 from jaxlora.train.saved.run_store import RunStore
 
 logger = logging.getLogger(__name__)

@@ -44,8 +44,13 @@ from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.execute.slot_decoder import SlotDecoder
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.continue_job import continued_step
-from jaxlora.train.saved.describe_run import resolved_config, run_identity
-from jaxlora.train.saved.resume import BegunRun, FoundRun, as_begun
+from jaxlora.train.saved.resume import (
+    BegunRun,
+    FoundRun,
+    as_begun,
+    resolved_config,
+    run_identity,
+)
 from jaxlora.train.start_job import start_job
 
 

@@ -9,9 +9,12 @@ from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.open_run import OpenedRun
-from jaxlora.train.saved.continue_job import continue_job, restore_jobs
+from jaxlora.train.saved.continue_job import (
+    continue_job,
+    go_on_with_reference,
+    restore_jobs,
+)
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
-from jaxlora.train.saved.references import go_on_with_reference
 from jaxlora.train.saved.resume import FoundRun
 from jaxlora.train.saved.run_store import RunStore
 

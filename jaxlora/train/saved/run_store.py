@@ -44,13 +44,13 @@ from jaxlora.run.folder import (
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
 from jaxlora.train.job_state import JobState
+from jaxlora.train.saved.export import run_tokenizer, write_adapter
 from jaxlora.train.saved.read_checkpoint import (
     ReadCheckpoint,
     newest_checkpoint,
     read_newest,
 )
 from jaxlora.train.saved.resume import FoundRun
-from jaxlora.train.saved.write_adapter import run_tokenizer, write_adapter
 
 if TYPE_CHECKING:  # orbax, which it imports, takes a second
     from jaxlora.train.saved.checkpoint import Checkpoints

@@ -24,8 +24,7 @@ from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.memory.footprint import Footprint, StagePrograms
 from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import write_run_record
-from jaxlora.train.saved.describe_run import resolved_config
-from jaxlora.train.saved.resume import as_begun
+from jaxlora.train.saved.resume import as_begun, resolved_config
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
 
