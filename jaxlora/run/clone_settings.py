@@ -28,16 +28,20 @@ def clone_settings(
             copy; the message lists them all.
     """
     ours, refused = LoraJob.known(changes)
-    may = f"It may change {', '.join(sorted(CHANGEABLE))}."
-    refused |= {
-        key: f"cannot change in a copy: {FIXED_IN_JOB.get(setting, _DATA)}. {may}"
-        for key, setting in ours.items()
-        if setting not in CHANGEABLE
-    }
     problems = [
         Problem(path=(key,), kind=UNKNOWN, text=text, given=changes[key])
         for key, text in refused.items()
     ]
+    for key, setting in ours.items():
+        if setting not in CHANGEABLE:
+            reason = FIXED_IN_JOB.get(setting, _DATA)
+            text = (
+                f"cannot change in a copy: {reason}. It may change "
+                f"{', '.join(sorted(CHANGEABLE))}."
+            )
+            problems.append(
+                Problem(path=(key,), kind=UNKNOWN, text=text, given=changes[key])
+            )
     if problems:
         raise settings_error(problems, YamlWords("the copy"))
     values = {setting: changes[key] for key, setting in ours.items()}

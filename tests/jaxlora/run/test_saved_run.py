@@ -268,6 +268,19 @@ def test_what_was_found_is_read_again_only_if_it_has_changed(run, monkeypatch):
     assert newer.current().checkpoint is None
 
 
+def test_only_jobs_that_a_checkpoint_has_are_compared(run):
+    """A job that was added and has not been saved may begin with other settings."""
+    identity = made_run.identity([*made_run.JOBS, "new"])
+    before = dataclasses.replace(made_run.record(), identity=identity)
+    folder.write_run_record(run, before)
+    other = copy.deepcopy(identity)
+    other.jobs["new"]["seed"] = 99
+    FoundRun.read(run).check(other)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="job 'new': seed is 5 in run"):
+        FoundRun.read(run).check(other)
+
+
 # ---- run.json ----------------------------------------------------------------------
 
 
