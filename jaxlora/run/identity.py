@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxlora.config.clone import CHANGEABLE
 from jaxlora.errors import CheckpointError
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.run.saved_fields import STRICT, JobName
@@ -58,19 +57,6 @@ FIXED_IN_JOB: dict[str, str] = {
 }
 # Settings that give tensors to an adapter have the shape of the saved weights, too.
 FIXED_IN_JOB |= dict.fromkeys(tensor_settings(), _SHAPE)
-# Settings of a job that may change: they take effect from the next optimizer step on.
-# An adapter states one dropout, which a copy takes for all of its steps.
-FREE_IN_JOB = CHANGEABLE - {"dropout"} | {
-    "continue_from",
-    # Compared by the fingerprints of the data.
-    "name",
-    "data",
-    "eval_data",
-    "eval_fraction",
-    "eval_seed",
-    "max_length",
-    "too_long",
-}
 # Settings of a run that must not change. The others only change how samples share
 # microbatches, and so results by no more than rounding.
 _BASE = "the saved weights were trained on such a base"

@@ -5,10 +5,24 @@ import dataclasses
 import pytest
 
 from jaxlora import LoraJob
-from jaxlora.run.identity import FIXED_IN_JOB, FREE_IN_JOB, RunIdentity
+from jaxlora.config.clone import CHANGEABLE
+from jaxlora.run.identity import FIXED_IN_JOB, RunIdentity
 from jaxlora.run.saved_run import RunRecord
 from tests.jaxlora.train import made_run
 
+# Settings of a job that may change: they take effect from the next optimizer step on.
+# An adapter states one dropout, which a copy takes for all of its steps.
+FREE_IN_JOB = CHANGEABLE - {"dropout"} | {
+    "continue_from",
+    # Compared by the fingerprints of the data.
+    "name",
+    "data",
+    "eval_data",
+    "eval_fraction",
+    "eval_seed",
+    "max_length",
+    "too_long",
+}
 JOB = LoraJob.model_validate({"name": "a", "data": {"path": "a.jsonl"}, "steps": 4})
 PRINTS = {"data_fingerprint": "d", "eval_data_fingerprint": "e"}
 PRINTS |= {"data_shards": {f"{i}.jsonl": "s" for i in range(9)}}
