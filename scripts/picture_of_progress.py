@@ -10,8 +10,8 @@ import pathlib
 
 from rich.console import Console
 
-from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.status import JobStatus, RunStatus
+from jaxlora.run.job_progress import JobProgress, JobStatus
+from jaxlora.run.status import RunStatus
 from jaxlora.run.status_view import StatusView
 
 PICTURE = pathlib.Path(__file__).parent.parent / "docs" / "progress.svg"
@@ -39,6 +39,7 @@ def made_job(number: int) -> JobStatus:
     return JobStatus(
         name=f"lr{1 + number % 5}e-4-rank{2 ** (3 + number % 3)}-seed{number // 8}",
         rank=2 ** (3 + number % 3),
+        num_modules=7,
         num_steps=num_steps,
         batch_tokens=4000.0,
         progress=progress,

@@ -4,9 +4,10 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator
 
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.rules import row_tokens
@@ -31,6 +32,30 @@ from jaxlora.modules.trained_tensors import (
 )
 
 
+def _blank(shape: Any) -> np.ndarray:
+    if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
+        raise ValueError(f"{shape!r} is no shape of an array.")
+    return np.broadcast_to(np.float32(0), shape)
+
+
+def _tokens(ids: Any) -> tuple[int, ...] | range:
+    if type(ids) is int:
+        return range(ids)
+    if not isinstance(ids, list) or not all(type(n) is int and n >= 0 for n in ids):
+        raise ValueError(f"{ids!r} are no tokens.")
+    return tuple(ids)
+
+
+# The metadata of a checkpoint has adapters without their values: an array is its shape,
+# and comes back as zeros; a range of tokens is its length.
+_Array = Annotated[np.ndarray, PlainValidator(_blank), PlainSerializer(np.shape)]
+_Tokens = Annotated[
+    tuple[int, ...] | range,
+    PlainValidator(_tokens),
+    PlainSerializer(lambda ids: len(ids) if isinstance(ids, range) else list(ids)),
+]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoraWeights:
     """The LoRA of one linear, which adds `scaling * A B` to its weight.
@@ -46,7 +71,7 @@ class LoraWeights:
         ValueError: A tensor is missing or unknown, or the shapes do not match.
     """
 
-    tensors: dict[str, np.ndarray]
+    tensors: dict[str, _Array]
     rank: int
     lora_alpha: float
 
@@ -101,8 +126,8 @@ class TokenRowValues:
         rows: The rows, E D, float32.
     """
 
-    ids: tuple[int, ...] | range
-    rows: np.ndarray
+    ids: _Tokens
+    rows: _Array
 
     @property
     def is_whole(self) -> bool:
@@ -142,7 +167,7 @@ class Adapter:
     dropout: float = 0.0
     keeps_start: bool = False
     loftq_bits: int | None = None
-    score: np.ndarray | None = None
+    score: _Array | None = None
     vera: VeraMatrices | None = None
     token_rows: dict[str, TokenRowValues] = dataclasses.field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -145,20 +145,20 @@ def _adapter(folder: pathlib.Path, console: Console) -> None:
 
 
 def _run(folder: pathlib.Path, console: Console) -> None:
-    from jaxlora.run.folder import CHECKPOINTS, read_run_record
+    from jaxlora.run.folder import CHECKPOINTS, begun_record
     from jaxlora.run.lock import LOCK_FILE, is_in_use, read_owner
     from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
 
     is_live = is_in_use(folder)
     if is_live:
         show(console, f"run {folder}: in use by {read_owner(folder / LOCK_FILE)}")
-    record = read_run_record(folder)
-    if record is not None and newest_checkpoint(folder / CHECKPOINTS) is None:
+    record = begun_record(folder)
+    if newest_checkpoint(folder / CHECKPOINTS) is None:
         jobs = ", ".join(record.identity.jobs)
         show(console, f"run {folder}: no checkpoint yet; jobs: {jobs}")
         return
     found = read_newest(folder / CHECKPOINTS)
-    base = found.run.base_model
+    base = record.base_model
     show(console, f"run {folder}: checkpoint after round {found.number}, on {base}")
     table = Table("job", "status", "step", "tokens", "train loss", "eval loss")
     for name, progress in found.run.progress.items():

@@ -238,19 +238,19 @@ class StreamPlan:
             jobs: Describes the jobs in the slots.
             at_border: Slots whose jobs are between two of their batches.
         """
-        return SavedStream.of(
+        return SavedStream(
             rules=self._described(jobs),
-            repeated=[
-                (part, taken.rows, taken.dropped)
+            repeated=tuple(
+                (part, taken.rows, frozenset(taken.dropped))
                 for taken in (*self._taken, *self._fixed)
                 for part in taken.parts or (taken.tick,)
-            ],
+            ),
             state=advance(self._now, self._since, self._lengths, self._rules),
             planned=tuple(self._planned),
             hint=self._after.hint,
             shapes_from=self._rules.shapes_from,
-            leaving=self._leaving,
-            at_border=at_border,
+            leaving=dict(self._leaving),
+            at_border=tuple(at_border),
         )
 
     def restore(
@@ -278,27 +278,29 @@ class StreamPlan:
         if saved.rules != self._described(jobs):
             return False
         self._rules = dataclasses.replace(self._rules, shapes_from=saved.shapes_from)
-        state, planned = saved.state, saved.planned_ticks
-        after = advance(state, planned, self._lengths, self._rules)
-        for tick, rows, dropped in saved.repeated_ticks:
+        after = advance(saved.state, saved.planned, self._lengths, self._rules)
+        for tick, rows, dropped in saved.repeated:
             self._check_shape(tick, rows)
-            taken = StreamTick(tick=tick, rows=rows, dropped=dropped, parts=(tick,))
+            taken = StreamTick(
+                tick=tick, rows=rows, dropped=set(dropped), parts=(tick,)
+            )
             if unknown := {s.owner for s in taken.samples} - steps.keys():
                 raise RuntimeError(f"slots {sorted(unknown)} have ticks and no job.")
             taken.dropped |= {
                 s.owner for s in taken.samples if s.batch < steps[s.owner]
             }
             for s in taken.samples:
-                if s.num_tokens != self._lengths(numbers[s.owner], s.batch)[s.index]:
+                lengths = self._lengths(numbers[s.owner], s.batch)
+                if s.index < 0 or s.num_tokens != lengths[s.index]:
                     raise RuntimeError(f"slot {s.owner} has samples of other lengths.")
             self._fixed.append(taken)
         self._steps, self._leaving = dict(steps), dict(saved.leaving)
         self._ends = dict(steps)
         for s in (s for taken in self._fixed for s in taken.samples):
             self._ends[s.owner] = max(self._ends[s.owner], s.batch + 1)
-        self._ends |= {p.owner: p.num_batches for p in state.positions}
-        self._now, self._planned = state, deque(planned)
-        self._after = dataclasses.replace(after, hint=saved.hints[1])
+        self._ends |= {p.owner: p.num_batches for p in saved.state.positions}
+        self._now, self._planned = saved.state, deque(saved.planned)
+        self._after = dataclasses.replace(after, hint=saved.hint)
         return True
 
     def _described(self, jobs: str) -> str:

@@ -10,34 +10,26 @@ import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.job_progress import JobProgress, JobStatus
 
 if TYPE_CHECKING:  # `jaxlora status` starts faster without it
     from jaxlora.config import LoraJob
 
-# The fields of a job's event that metrics.jsonl does not repeat in every line.
+# The fields of an event that metrics.jsonl has elsewhere in its line, or not at all.
 _NOT_LOGGED = ("progress", "num_steps", "round", "job")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobInfo:
+class JobInfo(JobStatus):
     """A job when it enters a run.
+
+    Its progress is not at its start if the run was resumed.
 
     Attributes:
         settings: Settings of the job.
-        rank: Largest LoRA rank of its modules, as the run file has it.
-        num_modules: Number of modules that it adapts.
-        num_steps: Optimizer steps in all.
-        batch_tokens: Mean number of tokens of a global batch.
-        progress: Its progress, which is not at its start if the run was resumed.
     """
 
     settings: "LoraJob"
-    rank: int
-    num_modules: int
-    num_steps: int
-    batch_tokens: float
-    progress: JobProgress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,19 +39,28 @@ class Event:
     Attributes:
         kind: Kind of the event. Callbacks receive it in the method `on_<kind>`.
         is_logged: Whether metrics.jsonl has a line for each event of this kind.
+        merged: The fields whose entries are values of that line, by the prefix of their
+            names there.
         round: Round that it belongs to. A round is one optimizer step of every
             running job.
     """
 
     kind: ClassVar[str]
     is_logged: ClassVar[bool] = False
+    merged: ClassVar[Mapping[str, str]] = {}
 
     round: int
 
     def values(self) -> dict[str, Any]:
         """Returns the JSON values that describe the event in metrics.jsonl."""
-        fields = (field.name for field in dataclasses.fields(self))
-        return {name: getattr(self, name) for name in fields if name != "round"}
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in self.merged:
+                found |= {f"{self.merged[name]}{key}": x for key, x in value.items()}
+            elif name not in _NOT_LOGGED and value not in (None, ()):
+                found[name] = value
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +118,7 @@ class JobEvent(Event):
 
     def values(self) -> dict[str, Any]:
         """Returns the JSON values that describe the event in metrics.jsonl."""
-        fields = (field.name for field in dataclasses.fields(self))
-        own = {name: getattr(self, name) for name in fields if name not in _NOT_LOGGED}
-        return {"job": self.job, "step": self.step} | own
+        return {"job": self.job, "step": self.step} | Event.values(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +174,7 @@ class StepEvent(JobEvent):
     """
 
     kind = "step"
+    merged = {"metrics": ""}
 
     loss: float
     grad_norm: float
@@ -182,11 +182,6 @@ class StepEvent(JobEvent):
     num_tokens: int
     num_target_tokens: int
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    def values(self) -> dict[str, Any]:
-        """Returns the JSON values that describe the event in metrics.jsonl."""
-        values = JobEvent.values(self)
-        return values | values.pop("metrics")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,19 +197,12 @@ class EvalEvent(JobEvent):
     """
 
     kind = "eval"
+    merged = {"metrics": "eval_"}
 
     eval_loss: float
     is_best: bool
     metric: float | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    def values(self) -> dict[str, Any]:
-        """Returns the JSON values that describe the event in metrics.jsonl."""
-        values = JobEvent.values(self)
-        if self.metric is None:
-            del values["metric"]
-        of_objective = values.pop("metrics")
-        return values | {f"eval_{name}": x for name, x in of_objective.items()}
 
 
 def losses_by_set(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -277,6 +265,7 @@ class WindowEvent(Event):
 
     kind = "window"
     is_logged = True
+    merged = {"pipeline": ""}
 
     num_rounds: int
     num_tokens: int
@@ -289,16 +278,6 @@ class WindowEvent(Event):
     pipeline: Mapping[str, Any]
     predicted_seconds: float | None = None
     replicas: tuple[Mapping[str, Any], ...] = ()
-
-    def values(self) -> dict[str, Any]:
-        """Returns the JSON values that describe the event in metrics.jsonl."""
-        fields = (field.name for field in dataclasses.fields(self))
-        own = {n: getattr(self, n) for n in fields if n not in ("round", "pipeline")}
-        if self.predicted_seconds is None:
-            del own["predicted_seconds"]
-        if not self.replicas:
-            del own["replicas"]
-        return own | dict(self.pipeline)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

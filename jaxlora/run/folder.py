@@ -1,7 +1,5 @@
 """Reads and checks a run's folder: which run it holds, and what may be written."""
 
-import dataclasses
-import json
 import logging
 import os
 import pathlib
@@ -11,7 +9,7 @@ from jaxlora.common.atomic import remove_leftovers, write_text
 from jaxlora.errors import AdapterError, CheckpointError, StorageError
 from jaxlora.run.live.status_file import STATUS_FILE
 from jaxlora.run.log import METRICS_FILE
-from jaxlora.run.saved_run import RunRecord, read_sealed, sealed
+from jaxlora.run.saved_run import RunRecord, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,6 @@ SWEEP_LEDGER = "sweep.jsonl"  # of a sweep over several groups of devices
 ADAPTERS = "adapters"
 MERGED = "merged"  # the best configuration of a sweep, with its base
 CHECKPOINTS = "checkpoints"
-_VERSION = 1
 
 
 def read_run_record(folder: pathlib.Path) -> RunRecord | None:
@@ -51,13 +48,23 @@ def read_run_record(folder: pathlib.Path) -> RunRecord | None:
     if not os.path.lexists(path):
         return None
     cure = "Restore the file from a copy, or choose another output_dir."
-    return read_sealed(path, RunRecord, version=_VERSION, cure=cure)
+    return read_sealed(path, RunRecord, cure)
+
+
+def begun_record(folder: pathlib.Path) -> RunRecord:
+    """Reads the record of the run that has begun in a folder.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    if (record := read_run_record(folder)) is None:
+        raise CheckpointError(f"{folder} holds no run: there is no {RUN_FILE}.")
+    return record
 
 
 def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
     """Writes the record of the run that has begun in a folder."""
-    values = sealed({"format": _VERSION, **dataclasses.asdict(record)})
-    write_text(folder / RUN_FILE, json.dumps(values, indent=1) + "\n")
+    write_text(folder / RUN_FILE, sealed_json(record, indent=1))
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:

@@ -3,10 +3,9 @@
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxlora.config.clone import CHANGEABLE
 from jaxlora.errors import CheckpointError
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.run.saved_fields import STRICT, JobName
@@ -57,19 +56,6 @@ FIXED_IN_JOB: dict[str, str] = {
 }
 # Settings that give tensors to an adapter have the shape of the saved weights, too.
 FIXED_IN_JOB |= dict.fromkeys(tensor_settings(), _SHAPE)
-# Settings of a job that may change: they take effect from the next optimizer step on.
-# An adapter states one dropout, which a copy takes for all of its steps.
-FREE_IN_JOB = CHANGEABLE - {"dropout"} | {
-    "continue_from",
-    # Compared by the fingerprints of the data.
-    "name",
-    "data",
-    "eval_data",
-    "eval_fraction",
-    "eval_seed",
-    "max_length",
-    "too_long",
-}
 # Settings of a run that must not change. The others only change how samples share
 # microbatches, and so results by no more than rounding.
 _BASE = "the saved weights were trained on such a base"
@@ -88,7 +74,7 @@ class RunIdentity:
     Attributes:
         base: Fingerprint of the base model; empty if its weights are not known. It is
             not compared then.
-        settings: Settings that affect the numerical results, by name.
+        settings: Settings of the base that change its products, by name.
         jobs: Each job's settings, and a fingerprint of its data, by job name, in the
             order in which slots and microbatches are filled.
     """
@@ -99,91 +85,66 @@ class RunIdentity:
     settings: dict[str, Any]
     jobs: dict[JobName, dict[str, Any]]
 
-    def differences(
-        self, saved: "RunIdentity", where: str = "the checkpoint"
-    ) -> list[str]:
+    def limited_to(self, names: Collection[str]) -> "RunIdentity":
+        """Returns the identity without jobs of other names."""
+        jobs = {name: job for name, job in self.jobs.items() if name in names}
+        return dataclasses.replace(self, jobs=jobs)
+
+    def differences(self, saved: "RunIdentity") -> list[str]:
         """Describes the differences that prevent a saved run from being resumed.
 
         Args:
-            saved: Identity that was saved.
-            where: Describes the file that it was saved in.
+            saved: Identity in the run's record.
         """
         out = []
         if self.base and self.base != saved.base:
             out.append(
                 f"the base model is another one (fingerprint {saved.base[:12]} in "
-                f"{where}, {self.base[:12]} now)"
+                f"run.json, {self.base[:12]} now)"
             )
-        out += _refused("", where, saved.settings, self.settings, FIXED_IN_RUN)
+        out += _refused("", saved.settings, self.settings, FIXED_IN_RUN)
         for name, then in saved.jobs.items():
             now = self.jobs.get(name)
             if now is None:
                 out.append(
-                    f"job {name!r} is in {where} but not in this run: keep it, and "
+                    f"job {name!r} is in run.json but not in this run: keep it, and "
                     "stop it with stop_job"
                 )
             else:
-                out += _refused(f"job {name!r}: ", where, then, now, FIXED_IN_JOB)
-        return out
-
-    def changes(self, saved: "RunIdentity") -> list[str]:
-        """Describes the differences that are allowed, for the log."""
-        out = _changed("", saved.settings, self.settings)
-        for name, now in self.jobs.items():
-            then = saved.jobs.get(name)
-            if then is None:
-                out.append(f"job {name!r} was added")
-            else:
-                out += _changed(f"job {name!r}: ", then, now)
-        kept = [name for name in self.jobs if name in saved.jobs]
-        if kept != [name for name in saved.jobs if name in self.jobs]:
-            out.append(f"the order of the jobs is now {', '.join(kept)}")
+                out += _refused(f"job {name!r}: ", then, now, FIXED_IN_JOB)
         return out
 
 
 def _refused(
     whose: str,
-    where: str,
     then: Mapping[str, Any],
     now: Mapping[str, Any],
     fixed: Mapping[str, str],
 ) -> list[str]:
     return [
-        f"{whose}{_difference(key, where, then.get(key), now.get(key))}, but must not "
+        f"{whose}{_difference(key, then.get(key), now.get(key))}, but must not "
         f"change, as {reason}"
         for key, reason in fixed.items()
         if then.get(key) != now.get(key)
     ]
 
 
-def _difference(key: str, where: str, then: Any, now: Any) -> str:
-    return f"{key} is {then!r} in {where} and {now!r} now"
+def _difference(key: str, then: Any, now: Any) -> str:
+    return f"{key} is {then!r} in run.json and {now!r} now"
 
 
-def _changed(whose: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{whose}{key} was {then.get(key)!r} and is {now.get(key)!r}"
-        for key in dict.fromkeys([*then, *now])
-        if then.get(key) != now.get(key)
-    ]
-
-
-def check_same_run(
-    now: RunIdentity, then: RunIdentity, path: pathlib.Path, where: str
-) -> None:
+def check_same_run(now: RunIdentity, then: RunIdentity, path: pathlib.Path) -> None:
     """Refuses to resume a run with changes that it cannot continue with.
 
     Args:
         now: Identity of the run to resume.
         then: Identity that was saved.
-        path: File or folder that holds the saved identity.
-        where: Describes that file or folder in a word or two.
+        path: The run.json that it was saved in.
 
     Raises:
         CheckpointError: The identities differ too much; the text says how.
     """
-    differences = now.differences(then, where)
-    if differences:
+    if differences := now.differences(then):
         raise CheckpointError(
             f"{path} is of another run:\n- "
             + "\n- ".join(differences)

@@ -1,8 +1,10 @@
-"""The progress of a job."""
+"""The progress of a job, and what else displays and other processes see of it."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Literal
+
+from jaxlora.run.saved_fields import STRICT, JobName
 
 Status = Literal[
     "waiting", "running", "paused", "finished", "stopped", "stopped early", "failed"
@@ -74,6 +76,11 @@ class JobProgress:
         """Whether the job has ended, for any reason."""
         return self.status not in ("waiting", "running", "paused")
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the job has begun and not ended; a checkpoint has its state."""
+        return self.status in ("running", "paused")
+
     def shown_status(self, *, is_live: bool) -> str:
         """Returns the status for users: without a process, no job is running.
 
@@ -82,3 +89,37 @@ class JobProgress:
         """
         is_interrupted = self.status == "running" and not is_live
         return "interrupted" if is_interrupted else self.status
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobStatus:
+    """State of a job.
+
+    Attributes:
+        name: Name of the job.
+        rank: Largest LoRA rank of its modules, as the run file has it.
+        num_modules: Number of modules that it adapts.
+        num_steps: Optimizer steps in all.
+        batch_tokens: Mean number of tokens of a global batch.
+        progress: Its status, slot, steps and losses.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: JobName
+    rank: int
+    num_modules: int
+    num_steps: int
+    batch_tokens: float
+    progress: JobProgress
+
+    @property
+    def done_tokens(self) -> float:
+        """Tokens of the optimizer steps done, by the mean size of a global batch."""
+        return self.progress.step * self.batch_tokens
+
+    @property
+    def total_tokens(self) -> float:
+        """Tokens of all steps; a job that has ended does no further ones."""
+        steps = self.progress.step if self.progress.is_over else self.num_steps
+        return steps * self.batch_tokens

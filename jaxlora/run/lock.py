@@ -115,10 +115,9 @@ class RunLock:
             check_lock_file(self._path)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             self._directory = os.open(self._folder, os.O_RDONLY)
-            try:
+            is_free = True
+            with contextlib.suppress(OSError):  # NFS has locks on files only
                 is_free = _lock(self._directory)
-            except OSError:  # NFS has locks on files only
-                is_free = True
             if is_free:
                 self._file = os.open(self._path, flags, 0o666)
                 # Another process may have removed the file between the two calls.
@@ -234,22 +233,12 @@ def check_lock_file(path: pathlib.Path) -> None:
 
 def is_in_use(folder: pathlib.Path) -> bool:
     """Whether a process is writing to a run's folder."""
-    path, flags = folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK
-    try:
-        if os.path.lexists(path):
-            handle = os.open(path, flags | os.O_NOFOLLOW)
-        else:  # it may have been removed
-            handle = os.open(folder, flags)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
+    path = folder / LOCK_FILE
+    place = path if os.path.lexists(path) else folder  # it may have been removed
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        handle = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        opened.callback(os.close, handle)
+        return not _lock(handle, fcntl.LOCK_SH)
     return False
 
 
@@ -284,10 +273,10 @@ def _in_use(folder: pathlib.Path) -> CheckpointError:
     )
 
 
-def _lock(handle: int) -> bool:
+def _lock(handle: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Takes the kernel's lock; False: another process holds it."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

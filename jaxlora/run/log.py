@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from jaxlora.common.atomic import wrap_os_errors, write_text
+from jaxlora.common.atomic import wrap_os_errors, write_bytes, write_text
 from jaxlora.common.json_file import read_regular_file
 from jaxlora.errors import CheckpointError
 from jaxlora.run.callback import Callback
@@ -54,16 +54,7 @@ class RunLog(Callback):
 
     def _keep_dropped(self, path: pathlib.Path, dropped: list[dict[str, Any]]) -> None:
         """Adds events to the file of those that were dropped."""
-        try:
-            before = read_regular_file(path).decode()
-        except FileNotFoundError:
-            before = ""
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise CheckpointError(
-                f"{path} cannot be read: {reason}. Move it away."
-            ) from None
-        write_text(path, before + _lines(dropped))
+        write_bytes(path, _read(path) + _lines(dropped).encode())
         logger.warning(
             "%s: %d events from round %d on go to %s, as those rounds run again",
             self._path,
@@ -115,15 +106,7 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: A line is damaged.
     """
-    try:
-        lines = read_regular_file(path).split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror or error}."
-        ) from error
-    events = []
+    events, lines = [], _read(path).split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             events.append(_event(line))
@@ -135,6 +118,19 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
                 "the line, or move the file away; a run can be resumed without it."
             ) from None
     return events
+
+
+def _read(path: pathlib.Path) -> bytes:
+    """Reads a file of events; it is empty if there is none."""
+    try:
+        return read_regular_file(path)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(
+            f"{path} cannot be read: {reason}. Move it away."
+        ) from None
 
 
 def _event(line: bytes) -> dict[str, Any]:

@@ -5,7 +5,6 @@ So every name, number and shape that is read is checked like the user's input.
 """
 
 import datetime
-import re
 import unicodedata
 from typing import Annotated
 
@@ -15,17 +14,10 @@ from pydantic import AfterValidator, Field
 from jaxlora.common.job_name import check_job_name
 
 STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-_LINEAR = re.compile(r"model\.layers\.\d{1,6}(\.[A-Za-z0-9_]{1,100}){1,6}")
 
 
 def _job_name(name: str) -> str:
     return check_job_name(name)
-
-
-def _linear_name(name: str) -> str:
-    if not _LINEAR.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a linear.")
-    return name
 
 
 def _one_line(text: str) -> str:
@@ -40,7 +32,6 @@ def _iso_time(text: str) -> str:
 
 
 JobName = Annotated[str, AfterValidator(_job_name)]
-LinearName = Annotated[str, AfterValidator(_linear_name)]
 OneLine = Annotated[str, Field(max_length=4096), AfterValidator(_one_line)]
 IsoTime = Annotated[str, AfterValidator(_iso_time)]
 Size = Annotated[int, Field(gt=0, lt=2**40)]

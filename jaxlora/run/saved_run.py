@@ -3,29 +3,30 @@
 import dataclasses
 import json
 import pathlib
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any
 
 import pydantic
 import xxhash
 
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.common.type_adapter import type_adapter
+from jaxlora.config import LoraJob
 from jaxlora.errors import CheckpointError
-from jaxlora.models.layer import Remat
 from jaxlora.problems import format_errors
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_adapter import SavedAdapter, SavedTensors
 from jaxlora.run.saved_fields import (
     STRICT,
     Count,
     IsoTime,
     JobName,
-    LinearName,
     OneLine,
 )
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.sharding.mesh_sizes import MeshSizes
+
+FORMAT = 9  # of run.json and of a checkpoint's metadata
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,77 +67,45 @@ class SavedSweep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedRun:
-    """State of a run that a checkpoint keeps besides the tensors of its jobs.
+    """The metadata of a checkpoint: what changes while a run trains.
 
     Attributes:
-        identity: Identity of the run.
         progress: Each job's progress, by name.
-        adapters: The shape of each job's adapter, by name.
-        base_model: Folder or hub id of the base.
-        linear_names: Names of the base's linears.
-        base_revision: Commit of a base from the hub; None for a folder.
+        adapters: The adapter of each job that has begun and not ended, by name; its
+            values are in the file of tensors.
+        optimizers: Names of the optimizers of these jobs, by name.
         stream: The microbatches that follow.
         sweep: Decisions of the run's sweep; None if it has none.
         suggested: The place on each axis of configurations that were suggested.
         places: Where the data of each job that are streamed go on.
+        checksums: XXH3 of each array in the file of tensors, by name.
     """
 
     __pydantic_config__ = STRICT
 
-    identity: RunIdentity
     progress: dict[JobName, JobProgress]
-    adapters: dict[JobName, SavedAdapter]
-    base_model: OneLine
-    linear_names: list[LinearName]
+    adapters: dict[JobName, Adapter]
+    optimizers: dict[JobName, str]
     stream: SavedStream
-    base_revision: OneLine | None = None
     sweep: SavedSweep | None = None
     suggested: dict[JobName, dict[str, float]] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SavedCheckpoint:
-    """The metadata of a checkpoint.
-
-    Attributes:
-        run: State of the run besides the tensors of its jobs.
-        tensors: How the tensors of each job that has begun and not ended are stored.
-    """
-
-    __pydantic_config__ = STRICT
-
-    run: SavedRun
-    tensors: dict[JobName, SavedTensors]
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         """Checks that the fields are consistent; see `read_sealed`."""
-        names = sorted(self.run.identity.jobs)
-        for kind in ("progress", "adapters"):
-            if sorted(getattr(self.run, kind)) != names:
-                raise ValueError(f"{kind} has other jobs than identity.")
-        self._check_progress()
-        for name, tensors in self.tensors.items():
-            tensors.check(name, self.run.adapters[name])
-
-    def _check_progress(self) -> None:
-        slots = [p.slot for p in self.run.progress.values() if p.slot is not None]
+        slots = [p.slot for p in self.progress.values() if p.slot is not None]
         if len(set(slots)) < len(slots) or min(slots, default=0) < 0:
             raise ValueError(f"slots {slots} are not different ones.")
-        for name, progress in self.run.progress.items():
-            is_running = progress.status == "running"
-            if not 0 <= progress.step < 2**53 or is_running == (progress.slot is None):
+        for name, job in self.progress.items():
+            has_slot = job.slot is not None
+            if not 0 <= job.step < 2**53 or has_slot != (job.status == "running"):
                 raise ValueError(
-                    f"job {name} is {progress.status} at step {progress.step} in slot "
-                    f"{progress.slot}."
+                    f"job {name} is {job.status} at step {job.step} in slot {job.slot}."
                 )
-        begun = {
-            name
-            for name, progress in self.run.progress.items()
-            if not (progress.is_over or progress.status == "waiting")
-        }
-        if begun != self.tensors.keys():
+        begun = [n for n, job in self.progress.items() if job.has_state]
+        if not {*begun} == self.adapters.keys() == self.optimizers.keys():
             raise ValueError(
-                f"tensors has the jobs {sorted(self.tensors)}, and those that have "
+                f"adapters has the jobs {sorted(self.adapters)}, and those that have "
                 f"begun and not ended are {sorted(begun)}."
             )
 
@@ -147,14 +116,16 @@ class RunRecord:
 
     Attributes:
         started: Start time in ISO format, because chat templates may print the date.
-        identity: Identity at the start, with the jobs that were added since.
+        identity: What must not change, with the jobs that were added since.
+        config: The settings of the run but its jobs, as they were resolved.
+        base_model: Folder or hub id of the base.
+        linear_names: Names of the base's linears.
+        base_revision: Commit of a base from the hub; None for a folder.
         requests: Requests to stop and to pause jobs, which outlive a kill before the
             next checkpoint.
         added: Jobs that joined while the run trained. A run that resumes has them, even
             if they are not in its run file.
         suggested: Those of `added` that the search of a sweep has suggested.
-        mesh: The mesh of a run with `replicas: auto`; None: it has a list of replicas,
-            or its mesh was given.
         chat_templates: The chat templates that data of the jobs name, by the setting
             `chat_template`: a file may change later.
         ended: Jobs that had ended when the replicas were chosen, which need not hold
@@ -165,44 +136,64 @@ class RunRecord:
 
     started: IsoTime
     identity: RunIdentity
+    config: dict[str, Any]
+    base_model: OneLine
+    linear_names: tuple[OneLine, ...]
+    base_revision: OneLine | None = None
     requests: SavedRequests = dataclasses.field(default_factory=SavedRequests)
     added: list[JobName] = dataclasses.field(default_factory=list)
     suggested: list[JobName] = dataclasses.field(default_factory=list)
-    mesh: str | None = None
     ended: list[JobName] = dataclasses.field(default_factory=list)
     chat_templates: dict[str, str | dict[str, str]] = dataclasses.field(
         default_factory=dict
     )
 
     def __post_init__(self):
-        """Checks what is used before the identities are compared."""
-        tokens = self.identity.settings.get("microbatch_tokens")
-        if type(tokens) is not int or not 0 < tokens < 2**31:
-            raise ValueError(f"microbatch_tokens is {tokens!r}, no number of tokens.")
-        remat = self.identity.settings.get("remat")
-        if remat not in get_args(Remat):
-            raise ValueError(f"remat is {remat!r}, which there is not.")
-        replicas = self.identity.settings.get("replicas", [])
-        if not isinstance(replicas, list) or not all(map(_is_replica, replicas)):
-            raise ValueError(f"replicas is {replicas!r}, no list of replicas.")
-        if self.mesh is not None:
-            MeshSizes.parse(self.mesh)
+        """Checks that all jobs that are named are the run's; see `read_sealed`."""
         requested = {*self.requests.stopping, *self.requests.pausing}
         kinds = {"requests": requested, "added": self.added, "ended": self.ended}
         for kind, names in kinds.items():
             if not self.identity.jobs.keys() >= set(names):
                 raise ValueError(f"{kind} has other jobs than identity.")
-        if not set(self.suggested) <= set(self.added):
-            raise ValueError("suggested has other jobs than added.")
+
+    @property
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        """The settings of each job, by name, without what is only compared."""
+        known, jobs = LoraJob.model_fields, self.identity.jobs.items()
+        return {n: {k: v for k, v in job.items() if k in known} for n, job in jobs}
+
+    def changes(self, saved: "RunRecord") -> list[str]:
+        """Describes what has changed since a record was saved, for the log."""
+        out = _changed("", saved.config, self.config)
+        now, then = self.identity.jobs, saved.identity.jobs
+        for name, job in now.items():
+            if name in then:
+                out += _changed(f"job {name!r}: ", then[name], job)
+            else:
+                out.append(f"job {name!r} was added")
+        kept = [name for name in now if name in then]
+        if kept != [name for name in then if name in now]:
+            out.append(f"the order of the jobs is now {', '.join(kept)}")
+        return out
 
 
-def _is_replica(value: Any) -> bool:
-    names = {"microbatch_tokens", "tensor", "count"}
-    return (
-        isinstance(value, dict)
-        and value.keys() == names
-        and all(type(n) is int and n > 0 for n in value.values())
-    )
+def _changed(whose: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{whose}{key} was {then.get(key)!r} and is {now.get(key)!r}"
+        for key in dict.fromkeys([*then, *now])
+        if then.get(key) != now.get(key)
+    ]
+
+
+def sealed_json(value: SavedRun | RunRecord, *, indent: int | None = None) -> str:
+    """Returns the text of a file that `read_sealed` reads.
+
+    Args:
+        value: Contents of the file.
+        indent: Spaces of indentation; None: it is one line.
+    """
+    fields = type_adapter(type(value)).dump_python(value, mode="json")
+    return json.dumps(sealed({"format": FORMAT, **fields}), indent=indent) + "\n"
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
@@ -216,13 +207,12 @@ def checksum(values: Any) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def read_sealed[T](path: pathlib.Path, kind: type[T], *, version: int, cure: str) -> T:
+def read_sealed[T](path: pathlib.Path, kind: type[T], cure: str) -> T:
     """Reads a file of sealed values.
 
     Args:
         path: File with a JSON object: `format`, the fields of `kind`, and `checksum`.
-        kind: A dataclass of this module.
-        version: Version of the format that is supported.
+        kind: `SavedRun` or `RunRecord`.
         cure: Sentence that says what to do if the file cannot be used.
 
     Raises:
@@ -235,7 +225,7 @@ def read_sealed[T](path: pathlib.Path, kind: type[T], *, version: int, cure: str
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__}, not an object")
         found, seal = values.get("format"), values.pop("checksum", None)
-        if found == version and seal != checksum(values):
+        if found == FORMAT and seal != checksum(values):
             raise ValueError("its checksum does not match its contents")
     except OSError as error:
         raise CheckpointError(
@@ -243,10 +233,10 @@ def read_sealed[T](path: pathlib.Path, kind: type[T], *, version: int, cure: str
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. {cure}") from None
-    if found != version:
+    if found != FORMAT:
         raise CheckpointError(
             f"{path} has format {found!r}, and this version of jaxlora reads format "
-            f"{version}. {cure}"
+            f"{FORMAT}. {cure}"
         )
     del values["format"]
     try:

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.run.callback import Callback
@@ -11,56 +10,12 @@ from jaxlora.run.events import (
     Event,
     JobAddEvent,
     JobEvent,
-    JobInfo,
     RunEndEvent,
     RunStartEvent,
     WindowEvent,
 )
-from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_fields import STRICT, JobName
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobStatus:
-    """State of one job.
-
-    Attributes:
-        name: Name of the job.
-        rank: Largest LoRA rank of its modules.
-        num_steps: Optimizer steps in all.
-        batch_tokens: Mean number of tokens of a global batch.
-        progress: Its status, slot, steps and losses.
-    """
-
-    __pydantic_config__ = STRICT
-
-    name: JobName
-    rank: int
-    num_steps: int
-    batch_tokens: float
-    progress: JobProgress
-
-    @staticmethod
-    def of(info: JobInfo) -> "JobStatus":
-        """Returns the state of a job when it enters a run."""
-        return JobStatus(
-            name=info.settings.name,
-            rank=info.rank,
-            num_steps=info.num_steps,
-            batch_tokens=info.batch_tokens,
-            progress=info.progress,
-        )
-
-    @property
-    def done_tokens(self) -> float:
-        """Tokens of the optimizer steps done, by the mean size of a global batch."""
-        return self.progress.step * self.batch_tokens
-
-    @property
-    def total_tokens(self) -> float:
-        """Tokens of all steps; a job that has ended does no further ones."""
-        steps = self.progress.step if self.progress.is_over else self.num_steps
-        return steps * self.batch_tokens
+from jaxlora.run.job_progress import JobStatus
+from jaxlora.run.saved_fields import STRICT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,8 +73,14 @@ class StatusTracker(Callback):
 
     def __init__(self):
         self._status = RunStatus(jobs=(), round=0, num_slots=0)
+        self._forget()
+
+    def _forget(self) -> None:
         self._jobs: dict[str, JobStatus] = {}
-        self._time_left = TimeLeft()
+        self._began: float | None = None  # end of the first window
+        self._before: dict[str, float] = {}  # tokens done by then, by job
+        # When the time left was estimated last, and the estimate.
+        self._estimated, self._seconds = 0.0, -1.0
 
     def on_event(self, event: Event) -> None:
         """Updates the state by an event."""
@@ -144,65 +105,39 @@ class StatusTracker(Callback):
 
     def _start(self, event: RunStartEvent) -> None:
         self._status = RunStatus(jobs=(), round=event.round, num_slots=event.num_slots)
-        self._time_left = TimeLeft()
-        self._jobs.clear()
+        self._forget()
         for info in event.jobs:
             self._add(info)
 
-    def _add(self, info: JobInfo) -> None:
-        job = JobStatus.of(info)
+    def _add(self, job: JobStatus) -> None:
         self._jobs[job.name] = job
-        self._time_left.note_job(job.name, job.done_tokens)
+        self._before[job.name] = job.done_tokens  # in another run, perhaps
 
     def _note_window(self) -> None:
-        done = {job.name: job.done_tokens for job in self._jobs.values()}
-        left = sum(
-            max(0.0, j.total_tokens - j.done_tokens) for j in self._jobs.values()
-        )
-        self._time_left.note_window(done, left)
+        """Estimates the time left from the windows of this process but the first.
 
-    def status(self) -> RunStatus:
-        """Returns the state of the run now."""
-        jobs = tuple(self._jobs.values())
-        is_over = all(job.done_tokens >= job.total_tokens for job in jobs)
-        left = 0.0 if is_over else self._time_left.seconds()
-        return dataclasses.replace(self._status, jobs=jobs, seconds_left=left)
-
-
-class TimeLeft:
-    """An estimate from the windows that this process has run, except the first.
-
-    Programs are compiled in the first window, and all jobs are evaluated before it.
-    Tokens count when their global batch is complete. Between two windows, the estimate
-    only counts down.
-    """
-
-    def __init__(self):
-        self._began: float | None = None  # end of the first window
-        self._before: dict[str, float] = {}  # tokens done by then, by job
-        self._estimated, self._seconds = 0.0, -1.0
-
-    def note_job(self, name: str, done: float) -> None:
-        """Counts a job that joins with tokens already done in another run."""
-        self._before[name] = done
-
-    def note_window(self, done: Mapping[str, float], left: float) -> None:
-        """Makes an estimate at the end of a window.
-
-        Args:
-            done: Tokens that each job has done, by name.
-            left: Tokens that are left to do, of all jobs.
+        Programs are compiled in the first window, and all jobs are evaluated before it.
+        Tokens count when their global batch is complete.
         """
-        now = time.perf_counter()
+        now, jobs = time.perf_counter(), self._jobs.values()
+        done = {job.name: job.done_tokens for job in jobs}
         if self._began is None:
-            self._began, self._before = now, dict(done)
+            self._began, self._before = now, done
             return
+        left = sum(max(0.0, job.total_tokens - job.done_tokens) for job in jobs)
         tokens = sum(count - self._before[name] for name, count in done.items())
         if tokens > 0:
             self._estimated, self._seconds = now, (now - self._began) * left / tokens
 
-    def seconds(self) -> float | None:
-        """Returns the estimated time left in seconds; None before the second window."""
+    def _seconds_left(self) -> float | None:
+        """Returns the time left, which only counts down between two windows."""
+        if all(job.done_tokens >= job.total_tokens for job in self._jobs.values()):
+            return 0.0
         if self._seconds < 0:
             return None
         return max(0.0, self._seconds - (time.perf_counter() - self._estimated))
+
+    def status(self) -> RunStatus:
+        """Returns the state of the run now."""
+        jobs, left = tuple(self._jobs.values()), self._seconds_left()
+        return dataclasses.replace(self._status, jobs=jobs, seconds_left=left)

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxlora.common.console import literal, show
+from jaxlora.run.job_progress import JobStatus
 from jaxlora.run.live.status_file import SavedStatus
 from jaxlora.run.lock import Owner
-from jaxlora.run.status import JobStatus, RunStatus
+from jaxlora.run.status import RunStatus
 
 _NARROW = 64  # columns below which jobs have no bars
 _ORDER = ("running", "paused", "waiting")

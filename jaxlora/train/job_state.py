@@ -374,6 +374,7 @@ class JobState:
     def info(self) -> JobInfo:
         """Describes the job as it enters a run."""
         return JobInfo(
+            name=self.name,
             settings=self.settings,
             rank=self.trained_rank,
             num_modules=len(self.like.modules),

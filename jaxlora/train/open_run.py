@@ -245,7 +245,7 @@ def _import_ahead(config: RunConfig) -> None:
     """
     names = [f"jaxlora.trackers.{name}" for name in config.report_to]
     if config.checkpoint_every:
-        names.append("jaxlora.train.saved.orbax_folder")
+        names.append("jaxlora.train.saved.checkpoint")
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)

@@ -6,13 +6,15 @@ import logging
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from jaxlora.adapters.parked_slot import ReadSlot
+from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.comparison import NOT_KNOWN, Comparison
 from jaxlora.common.note import log_notes
 from jaxlora.distributed import agreement, processes
 from jaxlora.hf.load import FrozenModel
+from jaxlora.hf.names import linear_names
 from jaxlora.models.forward import Base
 from jaxlora.plan.job.prepared_job import DataReader, PreparedJob
 from jaxlora.plan.memory.device_memory import measured_peak
@@ -24,7 +26,7 @@ from jaxlora.run.folder import ADAPTERS, check_folder
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
-from jaxlora.run.saved_run import RunRecord
+from jaxlora.run.saved_run import RunRecord, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.control import Control
 from jaxlora.train.execute.answers import AnswerMeter
@@ -34,12 +36,15 @@ from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.report.summary import RunResult, TrainingTime, job_result
-from jaxlora.train.saved.continue_job import continue_job, copy_best_export
-from jaxlora.train.saved.describe_run import resolved_settings, run_identity, saved_run
-from jaxlora.train.saved.job_states import JobStates, restore_jobs
+from jaxlora.train.saved.continue_job import (
+    continue_job,
+    copy_best_export,
+    go_on_with_reference,
+    restore_jobs,
+    write_references,
+)
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
-from jaxlora.train.saved.references import go_on_with_reference, write_references
-from jaxlora.train.saved.resume import FoundRun
+from jaxlora.train.saved.resume import FoundRun, resolved_config, run_identity
 from jaxlora.train.saved.run_store import RunStore
 
 logger = logging.getLogger(__name__)
@@ -97,6 +102,7 @@ class Run:
     lock: RunLock = dataclasses.field(init=False)
     store: RunStore = dataclasses.field(init=False)
     _has_begun: bool = False
+    _resolved: dict[str, Any] = dataclasses.field(init=False)  # settings of the plan
     # Jobs whose references were written.
     _referenced: set[str] = dataclasses.field(default_factory=set)
     _checked: float = 0.0  # when the folder was looked at last
@@ -114,7 +120,24 @@ class Run:
     def identity(self, jobs: Sequence[JobState]) -> RunIdentity:
         """Returns what is compared when a run of these jobs is resumed."""
         prepared = [job.prepared for job in jobs]
-        return run_identity(self.plan, self.model.fingerprint, prepared)
+        return run_identity(self.plan.model, prepared, self.model.fingerprint)
+
+    def _record(self, **live: Any) -> RunRecord:
+        """Returns the record of the run.
+
+        Args:
+            **live: The fields that do not follow from what was decided about the run.
+        """
+        return RunRecord(
+            started=self.started,
+            identity=self.identity(self.jobs),
+            config=self._resolved,
+            base_model=self.model.source,
+            base_revision=self.model.revision,
+            linear_names=linear_names(self.model.config),
+            ended=list(self.plan.ended),
+            **live,
+        )
 
     # ---- programs ------------------------------------------------------------------
 
@@ -143,6 +166,7 @@ class Run:
         log_notes([*plan.notes, *plan.replica_notes(programs.compiled_further())])
         programs.finish()
         self.plan, self.layout = plan, self.layout.with_remat(plan.spec.options.remat)
+        self._resolved = resolved_config(plan)
 
     # ---- one call of `Trainer.train` -----------------------------------------------
 
@@ -185,6 +209,7 @@ class Run:
         self.listeners, self.training_time = Listeners([]), TrainingTime()
         self.has_events, self._referenced = False, set()
         self.live.take()
+        self._resolved = resolved_config(self.plan)
         # A resume is refused before anything is compiled.
         found = self._check_may_resume(drop_state=drop_state) if resume else None
         keep = self.plan.config.keep_checkpoints
@@ -213,7 +238,7 @@ class Run:
     def _restore(self) -> ReadCheckpoint | None:
         """Restores jobs and requests; returns the checkpoint that has them, if any."""
         store, control = self.store, self.control
-        found = store.restore(self.identity(self.jobs))
+        found = store.restore(self._record())
         # Jobs that were suggested after the checkpoint are suggested again. An earlier
         # call of `train` may have suggested some that are not recorded.
         record, known = store.record, {} if found is None else found.run.progress
@@ -287,23 +312,16 @@ class Run:
         self.live.agree()
         if not processes.is_first():
             return
-        config, jobs, mesh = self.plan.config, self.jobs, None
-        for job in jobs:
+        for job in self.jobs:
             copy_best_export(job, self.folder / ADAPTERS / job.name)
-        if self.chooses_replicas and not config.replica_shapes:
-            mesh = str(config.mesh_sizes)
         added = self.live.added
-        record = RunRecord(
-            started=self.started,
-            identity=self.identity(jobs),
-            mesh=mesh,
-            ended=list(self.plan.ended),
+        record = self._record(
             requests=self.live.saved_requests(),
             added=list(added),
             suggested=[name for name in self.control.suggested() if name in added],
-            chat_templates=self.store.chat_templates([job.settings for job in jobs]),
+            chat_templates=self.store.chat_templates([j.settings for j in self.jobs]),
         )
-        self.store.write_record(record, lambda: resolved_settings(self.plan, jobs))
+        self.store.write_record(record)
 
     def save(self, stream: SavedStream, read_slot: ReadSlot) -> None:
         """Writes a checkpoint while the run goes on.
@@ -316,13 +334,25 @@ class Run:
         if store.is_saving:  # the disk is slower than `checkpoint_every`
             logger.warning("round %d: waiting for the checkpoint before", self.round)
             self.send_written(waits=True)
-        identity, sweep = self.identity(jobs), control.saved()
-        suggested = control.suggested()
-        saved = saved_run(identity, jobs, self.model, stream, sweep, suggested)
-        for job in jobs:  # copies of jobs, and jobs of other runs, have them already
-            if job.has_begun and job.references and job.name not in self._referenced:
+        begun = [job for job in jobs if job.has_begun]
+        for job in begun:  # copies of jobs, and jobs of other runs, have them already
+            if job.references and job.name not in self._referenced:
                 self.keep_references(job)
-        store.save(self.round, JobStates.of(jobs, read_slot), saved)
+        saved = SavedRun(
+            progress={job.name: job.progress for job in jobs},
+            adapters={job.name: job.like for job in begun},
+            optimizers={job.name: job.settings.optimizer for job in begun},
+            stream=stream,
+            sweep=control.saved(),
+            suggested=control.suggested(),
+        )
+        parked = {job.name: job.parked for job in begun if job.parked is not None}
+        slots = {job.name: job.slot for job in begun if job.has_slot}
+
+        def read_states() -> dict[str, ParkedSlot]:
+            return parked | {name: read_slot(slot) for name, slot in slots.items()}
+
+        store.save(self.round, read_states, saved)
 
     def keep_references(self, job: JobState) -> None:
         """Writes the log-probabilities of a job's samples by its reference."""
@@ -337,7 +367,7 @@ class Run:
             adapter = job.parked.adapter(job.like)
         else:
             adapter = self.slots.read(job.slot, job.like)
-        self.store.export(self.round, job, adapter, self.model)
+        self.store.export(self.round, job, adapter)
 
     def result(self, *, interrupted: bool) -> RunResult:
         """Returns the result of the call of `Trainer.train` that ends."""

@@ -29,7 +29,8 @@ from jaxlora.inspect import inspect_path
 from jaxlora.printable import has_invisible, one_line, printable
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.files import print_summary
-from jaxlora.train.report.summary import JobResult, RunResult
+from jaxlora.train.report.summary import RunResult
+from tests.jaxlora.run import made_events
 
 NAMES = ["[qv]_proj", "[/x]", "[bold]", ":smile:", "[red]a[/red]", r"\[b]", "[0]"]
 RUN_FILE = r"""
@@ -57,14 +58,7 @@ def result(folder: str, reason: str = "") -> RunResult:
     progress = JobProgress(
         status="failed", reason=reason, step=2, first_loss=3.0, last_loss=2.0
     )
-    job = JobResult(
-        name="job" * 30,
-        rank=2,
-        num_modules=1,
-        num_steps=2,
-        progress=progress,
-        folder=pathlib.Path(folder),
-    )
+    job = made_events.result("job" * 30, progress, pathlib.Path(folder))
     return RunResult(
         jobs=(job,), output_dir=pathlib.Path("x"), interrupted=True, num_compilations=1
     )
@@ -256,7 +250,7 @@ def test_names_stay_whole_in_a_file(capsys, monkeypatch, columns):
         monkeypatch.setenv("COLUMNS", columns)
     print_summary(result("a folder/" * 20))
     lines = capsys.readouterr().out.splitlines()
-    (row,) = (line for line in lines if "failed " in line and "2/2" in line)
+    (row,) = (line for line in lines if "failed " in line and "2/10" in line)
     assert row.split()[0] == "job" * 30
     assert "\x1b" not in "".join(lines)
     assert any(line.endswith("a folder/a folder") for line in lines)

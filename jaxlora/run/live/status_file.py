@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import json
 import pathlib
 import time
 from typing import Any
@@ -103,7 +102,8 @@ def write_status(path: pathlib.Path, run: RunStatus) -> None:
     """
     written = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     status = SavedStatus(written=written, run=run)
-    write_text(path, json.dumps(dataclasses.asdict(status)) + "\n")
+    text = type_adapter(SavedStatus).dump_json(status).decode()
+    write_text(path, text + "\n")
 
 
 def read_status(folder: pathlib.Path) -> SavedStatus:

@@ -10,9 +10,10 @@ import pydantic
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import format_errors
+from jaxlora.run.job_progress import JobStatus
 from jaxlora.run.live.mailbox import DONE, Answer, ControlRequest, Mailbox
 from jaxlora.run.live.status_file import STATUS_FILE, write_status
-from jaxlora.run.status import JobStatus, RunStatus
+from jaxlora.run.status import RunStatus
 from jaxlora.sweeps.engine.driver import Driver
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ def run_status(driver: Driver) -> RunStatus:
             JobStatus(
                 name=found.name,
                 rank=found.settings["rank"] if facts is None else facts.trained_rank,
+                num_modules=0 if facts is None else facts.num_modules,
                 num_steps=1 if facts is None else facts.num_steps,
                 batch_tokens=1.0 if facts is None else facts.batch_tokens,
                 progress=progress,

@@ -298,7 +298,7 @@ class GroupControl(Control[SweepReport], Callback):
         if newest_checkpoint(source / CHECKPOINTS) is None:
             return False
         found = read_newest(source / CHECKPOINTS)
-        if name in found.tensors:
+        if name in found.run.adapters:
             progress = self._trainer.continue_job_from(name, source)
             logger.info("%s: goes on from step %d of %s", name, progress.step, source)
             self._ends.begin(name, progress.best_step, source)
@@ -358,7 +358,7 @@ class GroupControl(Control[SweepReport], Callback):
         if not awaited:
             return
         found = read_newest(event.folder.parent)
-        for name in awaited & found.tensors.keys():
+        for name in awaited & found.run.adapters.keys():
             is_released = name in self._moving
             if is_released and found.run.progress[name].status != "paused":
                 continue

@@ -79,12 +79,13 @@ def _result(found: Configuration, trial: Trial) -> JobResult:
     facts = found.facts
     return JobResult(
         name=found.name,
+        settings=trial.settings,
+        batch_tokens=1.0 if facts is None else facts.batch_tokens,
         rank=trial.settings.rank if facts is None else facts.trained_rank,
         num_modules=0 if facts is None else facts.num_modules,
         num_steps=trial.num_steps,
         progress=found.progress,
         folder=trial.folder,
-        clone_of=trial.settings.clone_of,
     )
 
 

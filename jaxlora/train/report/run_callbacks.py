@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import pathlib
+from contextlib import closing
 from typing import Any
 
 from jaxlora.common.atomic import wrap_os_errors, write_text
@@ -48,20 +49,17 @@ def open_callbacks(
     """
     if not processes.is_first():
         return []
-    log = RunLog(folder, keep_rounds=keep_rounds)
-    opened.callback(log.close)
+    log = opened.enter_context(closing(RunLog(folder, keep_rounds=keep_rounds)))
     trackers = open_trackers(config.report_to, folder)
     for opened_tracker in trackers:
         opened.callback(opened_tracker.close)
     tracker = StatusTracker()
-    progress = Progress(tracker, log_every=config.log_every)
-    opened.callback(progress.close)
+    display = Progress(tracker, log_every=config.log_every)
+    progress = opened.enter_context(closing(display))
     progress.start()
+    status = opened.enter_context(closing(StatusFile(folder, tracker)))
     samples = [] if config.samples is None else [SampleFile(folder)]
-    status = StatusFile(folder, tracker)
-    opened.callback(status.close)
-    files = [status, LossPlot(folder), *samples]
-    return [log, *trackers, tracker, *files, progress]
+    return [log, *trackers, tracker, status, LossPlot(folder), *samples, progress]
 
 
 class KeepRunFile(Callback):

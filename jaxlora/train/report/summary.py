@@ -17,7 +17,7 @@ from jaxlora.common.console import literal, show
 from jaxlora.config.clone import CloneOf
 from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.printable import one_line
-from jaxlora.run.events import WindowEvent
+from jaxlora.run.events import JobInfo, WindowEvent
 from jaxlora.run.folder import PICTURE, SUMMARY_FILE
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import METRICS_FILE
@@ -28,26 +28,19 @@ from jaxlora.train.report.progress import format_losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobResult:
+class JobResult(JobInfo):
     """Result of one job.
 
     Attributes:
-        name: Name of the job.
-        rank: LoRA rank of the job.
-        num_modules: Number of modules that it adapts.
-        num_steps: Optimizer steps in all.
-        progress: Losses, steps and status.
         folder: PEFT folder of the job; None if there is none.
-        clone_of: Job and step whose state it started from; None if it started anew.
     """
 
-    name: str
-    rank: int
-    num_modules: int
-    num_steps: int
-    progress: JobProgress
     folder: pathlib.Path | None
-    clone_of: CloneOf | None = None
+
+    @property
+    def clone_of(self) -> CloneOf | None:
+        """Job and step whose state it started from; None if it started anew."""
+        return self.settings.clone_of
 
 
 @runtime_checkable
@@ -108,15 +101,11 @@ class TrainingTime:
 
 def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
     """Makes the result of one job."""
-    return JobResult(
-        name=job.name,
-        rank=job.trained_rank,
-        num_modules=len(job.like.modules),
-        num_steps=job.num_steps,
-        progress=job.progress,
-        folder=folder if _is_exported(job) and folder.is_dir() else None,
-        clone_of=job.settings.clone_of,
-    )
+    info, has_adapter = job.info(), _is_exported(job) and folder.is_dir()
+    values = {
+        field.name: getattr(info, field.name) for field in dataclasses.fields(info)
+    }
+    return JobResult(**values, folder=folder if has_adapter else None)
 
 
 def _is_exported(job: JobState) -> bool:

@@ -1,38 +1,41 @@
-"""Writes checkpoints of a run: its jobs and their progress; never the base."""
+"""Writes checkpoints of a run: its jobs and their progress; never the base.
+
+Orbax makes, renames and removes the folders of checkpoints. To import it takes a
+second, so only the thread that writes checkpoints imports this module.
+"""
 
 import contextlib
 import dataclasses
-import functools
-import json
 import logging
 import os
 import pathlib
-import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
 import safetensors
 import safetensors.numpy
 
 from jaxlora.adapters.parked_slot import ParkedSlot
-from jaxlora.common.atomic import make_folder
+from jaxlora.common.atomic import make_folder, sync_files
+from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError
-from jaxlora.run.saved_adapter import SavedTensors
-from jaxlora.run.saved_run import SavedCheckpoint, SavedRun, sealed
+from jaxlora.run.saved_run import SavedRun, sealed_json
 from jaxlora.train.saved.read_checkpoint import (
-    FORMAT,
     ITEM,
     META_FILE,
+    TENSORS_FILE,
     array_name,
-    checkpoint_numbers,
     checksum,
     newest_checkpoint,
     other_files,
+    shapes_by_kind,
+    unfinished_checkpoints,
 )
 
-_TEMPORARY = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
+logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -42,49 +45,34 @@ class Checkpoints:
     only complete checkpoints.
     """
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        *,
-        keep: int | None = None,
-        is_writer: bool = True,
-    ):
-        """Opens a folder for writing and removes incomplete checkpoints.
+    def __init__(self, folder: pathlib.Path, *, keep: int | None = None):
+        """Opens a folder, made if there is none, and removes incomplete checkpoints.
 
         Args:
-            folder: Folder that holds only checkpoints; one process writes to it. It is
-                made before the first of them.
+            folder: Folder that holds only checkpoints; one process writes to it.
             keep: Number of checkpoints to keep; None: all.
-            is_writer: Whether this process writes; otherwise it only reads, and the
-                folder is left as it is.
 
         Raises:
             CheckpointError: The folder cannot be used.
         """
-        self._folder, self._keep = folder.absolute(), keep
+        self._folder = folder.absolute()
         # Orbax also logs the errors that it raises, with the traces of its threads.
         logging.getLogger("absl").addFilter(_is_not_raised_as_well)
-        if is_writer and os.path.lexists(self._folder):
-            with self._explaining():
-                for path in unfinished_checkpoints(self._folder):
-                    shutil.rmtree(path)
-
-    @functools.cached_property
-    def _manager(self) -> Any:
-        # Importing orbax takes a second, in the thread that writes.
-        from jaxlora.train.saved.orbax_folder import open_manager
-
-        make_folder(self._folder)
-        return open_manager(self._folder, self._keep)
-
-    def prepare(self) -> None:
-        """Loads the library that writes checkpoints, so that the first need not."""
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=_KeepNewest(folder=self._folder, count=keep),
+            enable_async_checkpointing=False,
+            lightweight_initialize=True,  # reads no metadata of orbax's own
+            create=False,
+            # Without it, orbax would wait for the other processes of the run.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=processes.index(), active_processes={processes.index()}
+            ),
+        )
         with self._explaining():
-            _ = self._manager
-
-    def latest(self) -> int | None:
-        """Rounds done at the newest complete checkpoint; None if there is none."""
-        return newest_checkpoint(self._folder)
+            for path in unfinished_checkpoints(self._folder):
+                shutil.rmtree(path)
+            make_folder(self._folder)
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(
         self, number: int, parked: Mapping[str, ParkedSlot], run: SavedRun
@@ -100,46 +88,30 @@ class Checkpoints:
         Raises:
             CheckpointError: It could not be written.
         """
-        latest = self.latest()
+        latest = newest_checkpoint(self._folder)
         if latest is not None and number <= latest:
             raise CheckpointError(
                 f"{self._folder} holds checkpoint {latest}, so that checkpoint "
                 f"{number} cannot follow: it is of another run. Choose another "
                 "output_dir."
             )
-        arrays = {
-            array_name(job, kind): _flat(tensors)
-            for job, state in parked.items()
-            for kind, tensors in state.by_kind().items()
-        }
-        tensors = {
-            job: SavedTensors(
-                shapes=_shapes(state.params),
-                checksums={
-                    kind: checksum(arrays[array_name(job, kind)])
-                    for kind in state.by_kind()
-                },
-                state_shapes={
-                    kind: _shapes(tensors)
-                    for kind, tensors in state.optimizer_state.items()
-                    if _shapes(tensors) != _shapes(state.params)
-                },
-            )
-            for job, state in parked.items()
-        }
-        saved = SavedCheckpoint(run=run, tensors=tensors)
-        meta = json.dumps(sealed({"format": FORMAT, **dataclasses.asdict(saved)}))
+        arrays = {}
+        for job in run.adapters:
+            tensors = parked[job].by_kind()
+            for kind, shapes in shapes_by_kind(run, job).items():
+                flat = [tensors[kind][path].ravel() for path in shapes]
+                arrays[array_name(job, kind)] = np.concatenate(flat)
+        sums = {name: checksum(array) for name, array in arrays.items()}
+        files = _Files(arrays, sealed_json(dataclasses.replace(run, checksums=sums)))
         with self._explaining():
-            from jaxlora.train.saved.orbax_folder import save_files
-
-            if not save_files(self._manager, number, arrays, meta):
+            items = ocp.args.Composite(**{ITEM: files})
+            if not self._manager.save(number, args=items):
                 raise RuntimeError("orbax declined to write it")
 
     def close(self) -> None:
         """Closes the folder."""
-        if "_manager" in vars(self):
-            with self._explaining():
-                self._manager.close()
+        with self._explaining():
+            self._manager.close()
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -160,37 +132,55 @@ class Checkpoints:
             ) from error
 
 
-def unfinished_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the checkpoints that a kill left incomplete; lists folders only.
+class _Handler(ocp.CheckpointHandler):
+    """Writes the two files of a checkpoint; orbax makes and renames its folder."""
 
-    Raises:
-        CheckpointError: A folder has the name of a checkpoint, complete or not, and
-            holds something else.
+    def save(self, directory: os.PathLike, args: "_Files") -> None:
+        folder = pathlib.Path(directory)
+        safetensors.numpy.save_file(args.arrays, folder / TENSORS_FILE)
+        (folder / META_FILE).write_text(args.meta, encoding="utf-8")
+        sync_files(folder)
+
+    def restore(self, directory: os.PathLike, args: Any = None) -> None:
+        """Not supported: `read_newest` reads checkpoints."""
+        raise NotImplementedError
+
+
+@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _Files(ocp.args.CheckpointArgs):
+    """Contents of a checkpoint's two files."""
+
+    arrays: dict[str, np.ndarray]
+    meta: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _KeepNewest:
+    """Keeps the newest checkpoints, and folders that hold anything else.
+
+    Attributes:
+        folder: Folder of the checkpoints.
+        count: Number of checkpoints to keep; None: all.
     """
-    left = [p for p in folder.iterdir() if _TEMPORARY.fullmatch(p.name)]
-    found = [p for p in left if not p.is_dir() or p.is_symlink() or other_files(p)]
-    for number in checkpoint_numbers(folder):
-        path = folder / str(number)
-        # A kill while an old checkpoint is removed leaves a part of its files.
-        if not (path / ITEM / META_FILE).exists() and other_files(path):
-            found.append(path)
-    if found:
-        raise CheckpointError(
-            f"{found[0]} has the name of a checkpoint, and holds none. Move it away."
-        )
-    return left
+
+    folder: pathlib.Path
+    count: int | None
+
+    def should_preserve(self, checkpoints: Sequence, *, context: Any) -> list[bool]:
+        """Tells orbax which checkpoints, the oldest first, not to remove."""
+        num_old = 0 if self.count is None else max(0, len(checkpoints) - self.count)
+        keeps = [True] * len(checkpoints)
+        for i, checkpoint in enumerate(checkpoints[:num_old]):
+            path = self.folder / str(checkpoint.step)
+            others = other_files(path)
+            keeps[i] = bool(others)
+            if others:
+                logger.warning("%s is kept, because it holds %s", path, others[0].name)
+        return keeps
 
 
 def _is_not_raised_as_well(record: logging.LogRecord) -> bool:
     # The record names no file of orbax if its logger is older than the package absl.
     trace = record.exc_info and record.exc_info[2]
     return not (trace and "orbax" in trace.tb_frame.f_code.co_filename)
-
-
-def _flat(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Concatenates the tensors of one kind, in their order."""
-    return np.concatenate([tensor.ravel() for tensor in tensors.values()])
-
-
-def _shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
-    return {path: list(tensor.shape) for path, tensor in tensors.items()}

@@ -1,35 +1,28 @@
-"""Exports a run's jobs as PEFT folders, without loading the base model.
+"""Writes a run's adapters as PEFT folders: while it trains, and from its folder.
 
-The run may be active: nothing in its folder is changed.
+`export_checkpoint` does not load the base model. The run may be active: nothing in its
+folder is changed.
 """
 
 import dataclasses
-import json
 import logging
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from jaxlora._version import __version__
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.base_name import run_base
 from jaxlora.adapters.files.export_record import (
-    CONFIG_FILE,
     Export,
     ExportRecord,
     check_replaceable,
     read_export,
 )
-from jaxlora.adapters.files.model_card import write_card
+from jaxlora.adapters.files.model_card import model_card, write_card
 from jaxlora.adapters.files.peft_export import export_peft
-from jaxlora.adapters.files.tokenizer_copy import (
-    COPIED,
-    ChatTemplate,
-    TokenizerCopy,
-    job_template,
-)
-from jaxlora.adapters.optimizers.table import evaluates_other_weights
-from jaxlora.adapters.parked_slot import PARAMS
+from jaxlora.adapters.files.tokenizer_copy import COPIED, TokenizerCopy, job_template
 from jaxlora.common.atomic import (
     find_complete_folder,
     remove_leftovers,
@@ -39,10 +32,9 @@ from jaxlora.common.atomic import (
 from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.errors import AdapterError, CheckpointError
 from jaxlora.hf.files import tokenizer_files
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, TOKENIZER, read_run_record
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, TOKENIZER, begun_record
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_run import SavedRun
-from jaxlora.train.saved.job_card import job_card
+from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.read_checkpoint import (
     ReadCheckpoint,
     newest_checkpoint,
@@ -63,34 +55,6 @@ class Exported:
 
     folders: tuple[pathlib.Path, ...]
     left_out: dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """A consistent snapshot of a run's folder.
-
-    Attributes:
-        folder: The run's `output_dir`.
-        jobs: Names of the run's jobs.
-        checkpoint: The newest checkpoint, if there is one.
-        settings: Settings of each job, by its name.
-        templates: Chat templates that data of the jobs name, by the setting.
-    """
-
-    folder: pathlib.Path
-    jobs: tuple[str, ...]
-    checkpoint: ReadCheckpoint | None
-    settings: Mapping[str, Mapping[str, Any]]
-    templates: Mapping[str, ChatTemplate]
-
-    def tokenizer(self, job: str) -> TokenizerCopy | None:
-        """Returns the tokenizer of a job; None: the run kept none."""
-        folder = self.folder / TOKENIZER
-        if not tokenizer_files(folder, COPIED):
-            return None
-        data = self.settings.get(job, {}).get("data", {})
-        template = job_template(data, self.templates)
-        return TokenizerCopy(folder=folder, template=template)
 
 
 def export_checkpoint(
@@ -119,65 +83,62 @@ def export_checkpoint(
         JaxloraError: The run cannot be read, one of `jobs` cannot be written, or `out`
             cannot be used. Then nothing has been written.
     """
-    run = _read_run(run_dir)
-    wanted = tuple(dict.fromkeys(jobs or run.jobs))
-    unknown = [name for name in wanted if name not in run.jobs]
-    if unknown:
+    record, checkpoint = begun_record(run_dir), None
+    if newest_checkpoint(run_dir / CHECKPOINTS) is not None:
+        checkpoint = read_newest(run_dir / CHECKPOINTS, exported_only=True)
+    known = record.identity.jobs
+    wanted = tuple(dict.fromkeys(jobs or known))
+    if unknown := [name for name in wanted if name not in known]:
         raise CheckpointError(
-            f"{run_dir} has no job {unknown[0]!r}; it has: {', '.join(run.jobs)}."
+            f"{run_dir} has no job {unknown[0]!r}; it has: {', '.join(known)}."
         )
-    sources = {name: _source(run, name) for name in wanted}
+    sources = {name: _source(run_dir, record, checkpoint, name) for name in wanted}
     left_out = {n: text for n, text in sources.items() if isinstance(text, str)}
     if left_out and (jobs or len(left_out) == len(wanted)):
         reasons = "".join(f"\n- {name}: {text}" for name, text in left_out.items())
         raise CheckpointError(f"{run_dir}: nothing was exported, as of{reasons}")
-    writable = [name for name in wanted if name not in left_out]
-    check_out(run_dir, out, writable, overwrite=overwrite)
+    writable = {n: s for n, s in sources.items() if not isinstance(s, str)}
+    check_out(run_dir, out, list(writable), overwrite=overwrite)
     remove_leftovers(out)
-    for name in writable:
-        _write(run, sources[name], out / name, overwrite, tokenizers=tokenizers)
+    for name, source in writable.items():
+        progress = None if checkpoint is None else checkpoint.run.progress.get(name)
+        if isinstance(source, Export):
+            has_tokenizer = _copy(source, out / name, record, progress, tokenizers)
+        else:
+            assert progress is not None
+            kept = run_tokenizer(run_dir, record, name) if tokenizers else None
+            write_adapter(
+                source, out / name, record, name, progress, kept, overwrite=overwrite
+            )
+            has_tokenizer = kept is not None
+        if tokenizers and not has_tokenizer:
+            logger.warning("%s has no tokenizer, as the base has none", out / name)
     return Exported(folders=tuple(out / n for n in writable), left_out=left_out)
 
 
-def _read_run(folder: pathlib.Path) -> _Run:
-    record, checkpoint = read_run_record(folder), None
-    if newest_checkpoint(folder / CHECKPOINTS) is not None:
-        checkpoint = read_newest(folder / CHECKPOINTS)
-        optimizers = map(checkpoint.optimizer, checkpoint.tensors)
-        kinds = None if any(map(evaluates_other_weights, optimizers)) else [PARAMS]
-        checkpoint = read_newest(folder / CHECKPOINTS, kinds)
-    elif record is None:
-        raise CheckpointError(f"{folder} holds no checkpoints, so it is no run.")
-    saved = {} if checkpoint is None else checkpoint.run.identity.jobs
-    begun = {} if record is None else record.identity.jobs
-    settings = {**saved, **begun}
-    return _Run(
-        folder=folder,
-        jobs=tuple(settings),
-        checkpoint=checkpoint,
-        settings=settings,
-        templates={} if record is None else record.chat_templates,
-    )
-
-
-def _source(run: _Run, name: str) -> Export | Adapter | str:
+def _source(
+    run_dir: pathlib.Path,
+    record: RunRecord,
+    checkpoint: ReadCheckpoint | None,
+    name: str,
+) -> Export | Adapter | str:
     """Returns the export or adapter of a job, or the reason why there is none."""
-    folder = run.folder / ADAPTERS / name
+    folder = run_dir / ADAPTERS / name
     own = _own_export(folder)
     if own is not None and own.record.job != name:
         raise AdapterError(
             f"{folder} holds the adapter of job {own.record.job!r}. Put back the "
             "folder that was there."
         )
-    if run.checkpoint is None or name not in run.checkpoint.run.progress:
+    if checkpoint is None or name not in checkpoint.run.progress:
         return own or "it has not been in a checkpoint yet"
-    saved = run.checkpoint.run
-    progress, keep_best = saved.progress[name], saved.adapters[name].keep_best
-    if name not in run.checkpoint.tensors:
+    progress = checkpoint.run.progress[name]
+    if not progress.has_state:
         return own or _nothing(progress, folder)
+    keep_best = record.identity.jobs[name].get("keep_best", False)
     if own is not None and (keep_best or own.record.step >= progress.step):
         return own
-    return run.checkpoint.adapter(name)
+    return checkpoint.adapter(name)
 
 
 def _own_export(folder: pathlib.Path) -> Export | None:
@@ -224,76 +185,126 @@ def check_out(
         check_replaceable(out / name, overwrite=overwrite)
 
 
-def _write(
-    run: _Run,
-    source: Export | Adapter | str,
+def _copy(
+    source: Export,
     folder: pathlib.Path,
-    overwrite: bool,
-    *,
+    record: RunRecord,
+    progress: JobProgress | None,
     tokenizers: bool,
+) -> bool:
+    """Copies an export, with a new model card; whether it has a tokenizer."""
+    files = {
+        name: data
+        for name, data in source.files.items()
+        if tokenizers or name not in COPIED
+    }
+    has_tokenizer = not files.keys().isdisjoint(COPIED)
+    name, step = folder.name, source.record.step
+    card = job_card(record, name, step, progress, has_tokenizer=has_tokenizer)
+    with replace_folder(folder) as temporary:
+        for file, data in files.items():
+            (temporary / file).write_bytes(data)
+        write_card(temporary, card)
+        sync_files(temporary)
+    return has_tokenizer
+
+
+# ---- of one job ----------------------------------------------------------------------
+
+
+def run_tokenizer(
+    run_dir: pathlib.Path, record: RunRecord, job: str
+) -> TokenizerCopy | None:
+    """Returns the tokenizer of a job of a run; None: the run kept none."""
+    folder = run_dir / TOKENIZER
+    if not tokenizer_files(folder, COPIED):
+        return None
+    data = record.identity.jobs[job].get("data", {})
+    return TokenizerCopy(
+        folder=folder, template=job_template(data, record.chat_templates)
+    )
+
+
+def write_adapter(
+    adapter: Adapter,
+    folder: pathlib.Path,
+    record: RunRecord,
+    job: str,
+    progress: JobProgress,
+    tokenizer: TokenizerCopy | None,
+    *,
+    overwrite: bool = False,
 ) -> None:
-    tokenizer = run.tokenizer(folder.name) if tokenizers else None
-    if isinstance(source, Export):
-        has_tokenizer = tokenizers and not source.files.keys().isdisjoint(COPIED)
-    else:
-        has_tokenizer = tokenizer is not None
-    if tokenizers and not has_tokenizer:
-        logger.warning(
-            "%s has no tokenizer beside the adapter: the base has none, or an earlier "
-            "version of jaxlora began the run",
-            folder,
-        )
-    card = _card(run, source, folder.name, has_tokenizer=has_tokenizer)
-    if isinstance(source, Export):
-        with replace_folder(folder) as temporary:
-            for name, data in source.files.items():
-                if tokenizers or name not in COPIED:
-                    (temporary / name).write_bytes(data)
-            write_card(temporary, card)
-            sync_files(temporary)
-    elif isinstance(source, Adapter):
-        assert run.checkpoint is not None
-        saved: SavedRun = run.checkpoint.run
-        base = run_base(saved.base_model, saved.base_revision)
-        step = saved.progress[folder.name].step
-        data = run.settings[folder.name].get("data", {})
-        export_peft(
-            source,
-            folder,
-            base_model=base.path,
-            revision=base.revision,
-            linear_names=saved.linear_names,
-            overwrite=overwrite,
-            record=ExportRecord(
-                job=folder.name,
-                step=step,
-                chat_template_kwargs=common_template_kwargs(data),
-            ),
-            card=card,
-            tokenizer=tokenizer,
-        )
+    """Writes the adapter of a job.
+
+    Args:
+        adapter: Its weights.
+        folder: PEFT folder to write.
+        record: Record of the run.
+        job: Name of the job.
+        progress: Its progress, which belongs to the weights.
+        tokenizer: Tokenizer to write beside it; None: none.
+        overwrite: Whether to replace a folder that holds files other than an export's.
+    """
+    data = record.identity.jobs[job].get("data", {})
+    export_peft(
+        adapter,
+        folder,
+        base_model=record.base_model,
+        revision=record.base_revision,
+        linear_names=record.linear_names,
+        overwrite=overwrite,
+        record=ExportRecord(
+            job=job,
+            step=progress.step,
+            chat_template_kwargs=common_template_kwargs(data),
+        ),
+        card=job_card(
+            record, job, progress.step, progress, has_tokenizer=tokenizer is not None
+        ),
+        tokenizer=tokenizer,
+    )
 
 
-def _card(
-    run: _Run, source: Export | Adapter | str, name: str, *, has_tokenizer: bool
+def job_card(
+    record: RunRecord,
+    job: str,
+    step: int,
+    progress: JobProgress | None,
+    *,
+    has_tokenizer: bool,
 ) -> str:
-    """Returns the model card of a job, by what the run knows of it."""
-    saved = None if run.checkpoint is None else run.checkpoint.run
-    progress = None if saved is None else saved.progress.get(name)
-    if isinstance(source, Export):
-        step = source.record.step
-        config = json.loads(source.files[CONFIG_FILE])
-        path = config.get("base_model_name_or_path") or "unknown"
-        base = run_base(path, config.get("revision"))
-    else:
-        assert saved is not None
-        step = saved.progress[name].step
-        base = run_base(saved.base_model, saved.base_revision)
-    return job_card(
-        name=name,
-        step=step,
-        base=base,
-        settings=run.settings.get(name, {}),
-        progress=progress,
+    """Returns the text of the model card of a job's adapter.
+
+    Args:
+        record: Record of the run.
+        job: Name of the job.
+        step: Optimizer steps that the exported weights have had.
+        progress: The job's losses, if they are known. Figures of other weights than
+            those of `step` are left out.
+        has_tokenizer: Whether the tokenizer lies beside the adapter.
+    """
+    figures: dict[str, Any] = {"optimizer steps": step}
+    if progress is not None and step == progress.step:
+        figures |= {
+            "tokens trained on": progress.num_target_tokens,
+            "tokens, prompts included": progress.num_tokens,
+            "training loss, first step": progress.first_loss,
+            "training loss, last step": progress.last_loss,
+            "held-out loss, before training": progress.first_eval,
+            "held-out loss": progress.last_eval,
+            "best held-out loss": progress.best_eval,
+        }
+    elif progress is not None and step == progress.best_step:
+        figures |= {
+            "held-out loss, before training": progress.first_eval,
+            "held-out loss": progress.best_eval,
+        }
+    return model_card(
+        name=job,
+        base=run_base(record.base_model, record.base_revision),
+        job=record.identity.jobs[job],
+        figures=figures,
         has_tokenizer=has_tokenizer,
+        version=__version__,
     )

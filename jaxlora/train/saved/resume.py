@@ -17,25 +17,65 @@ from typing import Any
 from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.replicas_config import listed
 from jaxlora.distributed import processes
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import RunRecord
-from jaxlora.train.saved.checkpoint import unfinished_checkpoints
-from jaxlora.train.saved.continue_job import check_continues
-from jaxlora.train.saved.describe_run import planned_identity
+from jaxlora.train.saved.continue_job import read_continued
 from jaxlora.train.saved.read_checkpoint import (
     ReadCheckpoint,
     meta_file,
     newest_checkpoint,
     read_newest,
+    unfinished_checkpoints,
 )
 
 logger = logging.getLogger(__name__)
+
+
+def run_identity(
+    model: PlannedModel, jobs: Sequence[PreparedJob], base: str = ""
+) -> RunIdentity:
+    """Returns what must not change when a run is resumed.
+
+    Args:
+        model: The planned base model.
+        jobs: Jobs of the run.
+        base: Fingerprint of the base model; empty if its weights are not known.
+    """
+    settings: dict[str, Any] = {"dtype": model.dtype.name}
+    if (kept := model.base_format) is not None:
+        settings |= {"quantize_base": kept.name, "keep_bf16": list(kept.kept)}
+        if args := kept.options.result_settings():
+            settings["quantize_base_args"] = args
+    described = {job.name: job.identity for job in jobs}
+    return RunIdentity(base=base, settings=settings, jobs=described)
+
+
+def resolved_config(plan: RunPlan) -> dict[str, Any]:
+    """Returns the settings of a run but its jobs, with values in the place of `auto`.
+
+    Args:
+        plan: The plan of the run.
+    """
+    config, spec = plan.config, plan.spec
+    assert spec.slots is not None
+    return config.model_dump(mode="json", exclude={"jobs"}) | {
+        "dtype": plan.model.dtype.name,
+        "implementation": spec.options.implementation,
+        "attention": spec.options.attention,
+        "max_concurrent_jobs": spec.slots.num_slots,
+        "slot_rank": spec.slots.rank,
+        "slot_dropout": spec.slots.use_dropout,
+        "microbatch_shapes": list(plan.shapes.tokens),
+        "replicas": listed(config.replica_shapes) or None,
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +108,7 @@ class FoundRun:
         seen, checkpoint = _seen(folder), None
         if (record := read_run_record(folder)) is None:
             return FoundRun(folder=folder, seen=seen)
-        if (checkpoints := folder / CHECKPOINTS).is_dir():
-            unfinished_checkpoints(checkpoints)
+        unfinished_checkpoints(checkpoints := folder / CHECKPOINTS)
         if newest_checkpoint(checkpoints) is not None:
             checkpoint = read_newest(checkpoints)
         return FoundRun(folder=folder, record=record, checkpoint=checkpoint, seen=seen)
@@ -110,15 +149,12 @@ class FoundRun:
             CheckpointError: The identities differ too much, a job that has finished has
                 more steps now, or jobs would end at once and `drop_state` is false.
         """
-        if self.checkpoint is not None:
-            then, path = self.checkpoint.run.identity, self.checkpoint.folder
-            check_same_run(now, then, path, "the checkpoint")
-        elif self.record is not None:
-            path = self.folder / RUN_FILE
-            check_same_run(now, self.record.identity, path, RUN_FILE)
-        _check_not_extended(self.progress, jobs)
-        if drop_state is not None:
-            _check_not_cut(self.progress, jobs, drop_state)
+        if self.record is not None:
+            then = self.record.identity
+            if self.checkpoint is not None:  # a job that it lacks begins anew
+                then = then.limited_to(self.progress)
+            check_same_run(now, then, self.folder / RUN_FILE)
+        _check_jobs(self.progress, jobs, drop_state)
 
     def check_prepared(
         self,
@@ -141,12 +177,12 @@ class FoundRun:
             CheckpointError: See `check` and `continue_job`.
         """
         if self.record is not None:
-            self.check(planned_identity(model, jobs), jobs, drop_state=drop_state)
+            self.check(run_identity(model, jobs), jobs, drop_state=drop_state)
             return
         for job in jobs:
             if job.settings.continue_from is not None:
-                identity = planned_identity(model, [job])
-                check_continues(job.settings, job.num_steps, identity)
+                identity = run_identity(model, [job])
+                read_continued(job.settings, job.num_steps, identity)
 
     def check_settings(self, config: RunConfig) -> None:
         """Refuses a run by its settings, before any data are read.
@@ -159,8 +195,7 @@ class FoundRun:
         """
         if self.record is None:
             return
-        source = self.record if self.checkpoint is None else self.checkpoint.run
-        then = source.identity
+        then = self.record.identity
         # Values that are not known yet count as unchanged.
         jobs = {job.name: job.model_dump(mode="json") for job in config.jobs}
         jobs = {name: then.jobs.get(name, {}) | job for name, job in jobs.items()}
@@ -225,11 +260,10 @@ def as_begun(config: RunConfig, *, replan: bool = False) -> BegunRun:
         found = FoundRun.read(found.folder)
         if (record := found.record) is None:
             return datetime.datetime.now().isoformat(), {}, []
-        added = _added_jobs(config, record)
         begun = _begun_settings(config, record)
         if replan:
             begun = {k: v for k, v in begun.items() if k == "max_concurrent_jobs"}
-        return record.started, begun, added
+        return record.started, begun, _added_jobs(config, record)
 
     started, begun, added = processes.from_first(read)
     joined = [LoraJob.model_validate(job) for job in added]
@@ -243,7 +277,15 @@ def as_begun(config: RunConfig, *, replan: bool = False) -> BegunRun:
         notes.append(Note(f"replicas: auto: mesh {mesh}, as in the run so far"))
     joining = "joined while the run trained; it is in the run"
     notes += [Note(joining, job=job.name) for job in joined]
-    config = config.replace(**begun, jobs=(*config.jobs, *joined))
+    try:
+        config = config.replace(**begun, jobs=(*config.jobs, *joined))
+    except ConfigError as error:
+        values = ", ".join(f"{name}: {value}" for name, value in begun.items())
+        raise CheckpointError(
+            f"the run in {config.output_dir} began with {values or 'other settings'}, "
+            f"and cannot go on with these settings: {error}\nGive the settings that it "
+            "began with, or choose another output_dir."
+        ) from error
 
     def check() -> list[str]:
         found.check_settings(config)
@@ -280,31 +322,21 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     These are `microbatch_tokens`, `remat` and `replicas`, or the mesh that
     `replicas: auto` has chosen, and the number and rank of the slots if jobs have
     joined since.
-
-    Raises:
-        CheckpointError: `block_tokens` differs from what the run began with.
     """
-    then, begun, replicas = record.identity.settings, {}, config.replicas
-    if config.has_open_replicas and then.get("replicas"):
+    then, begun, replicas = record.config, {}, config.replicas
+    if config.has_open_replicas and then["replicas"]:
         begun["replicas"] = then["replicas"]
-    if replicas == "auto" and record.mesh is not None:
-        begun |= {"replicas": None, "mesh": record.mesh}
+    elif replicas == "auto":
+        begun |= {"replicas": None, "mesh": then["mesh"]}
         replicas = None
     if config.microbatch_tokens == "auto" and replicas is None:
-        begun["microbatch_tokens"] = tokens = then["microbatch_tokens"]
-        if tokens % config.block_tokens:
-            raise CheckpointError(
-                f"the run in {config.output_dir} began with {tokens} for "
-                "microbatch_tokens: auto, which is not a multiple of "
-                f"block_tokens={config.block_tokens}. Give the block_tokens that the "
-                "run began with, or choose another output_dir."
-            )
+        begun["microbatch_tokens"] = then["microbatch_tokens"]
     if config.remat == "auto":
         begun["remat"] = then["remat"]
     if record.added:
         # The slots were made for the jobs that the run began with.
         for name in ("max_concurrent_jobs", "slot_rank"):
-            if getattr(config, name) is None and name in then:
+            if getattr(config, name) is None:
                 begun[name] = then[name]
     return begun
 
@@ -312,38 +344,28 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
 def _added_jobs(config: RunConfig, record: RunRecord) -> list[dict[str, Any]]:
     """Returns the settings of jobs that joined later and are not in the run file."""
     names = {job.name for job in config.jobs}
-    found = []
-    for name in record.added:
-        if name not in names:
-            values = record.identity.jobs[name].items()
-            found.append({k: v for k, v in values if k in LoraJob.model_fields})
-    return found
+    return [record.jobs[name] for name in record.added if name not in names]
 
 
-def _check_not_extended(
-    progress: Mapping[str, JobProgress], jobs: Sequence[PreparedJob]
+def _check_jobs(
+    progress: Mapping[str, JobProgress],
+    jobs: Sequence[PreparedJob],
+    drop_state: bool | None,
 ) -> None:
+    """Refuses jobs that cannot go on, or that end at once; see `FoundRun.check`."""
+    cut = {}
     for job in jobs:
-        name, wanted = job.name, job.num_steps
-        done = progress.get(name, JobProgress())
+        done, wanted = progress.get(job.name, JobProgress()), job.num_steps
         if done.status == "finished" and wanted > done.step:
             raise CheckpointError(
-                f"job {name!r} has finished its {counted(done.step, 'step')}, and "
+                f"job {job.name!r} has finished its {counted(done.step, 'step')}, and "
                 f"{wanted} are wanted now. Its optimizer state was dropped when it "
                 "finished, so it cannot go on: set steps back, and add another job "
                 "with init_from on its adapter."
             )
-
-
-def _check_not_cut(
-    progress: Mapping[str, JobProgress], jobs: Sequence[PreparedJob], drop_state: bool
-) -> None:
-    cut = {}
-    for job in jobs:
-        done = progress.get(job.name, JobProgress())
         if not done.is_over and (reason := _cut_reason(job, done)):
             cut[job.name] = reason
-    if not cut:
+    if not cut or drop_state is None:
         return
     reasons = "".join(f"\n- job {name!r} {reason}" for name, reason in cut.items())
     lost = (
@@ -365,11 +387,8 @@ def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
     if done.step > job.num_steps:
         wanted = f"the number wanted now is {job.num_steps}"
         return f"has done {counted(done.step, 'step')}, and {wanted}"
-    patience = job.settings.early_stopping
-    if patience and done.evals_without_gain >= patience:
-        count = done.evals_without_gain
-        return (
-            f"has had {count} evaluation{'s' if count > 1 else ''} without a gain, and "
-            f"early_stopping is {patience} now"
-        )
+    patience, count = job.settings.early_stopping, done.evals_without_gain
+    if patience and count >= patience:
+        had = f"has had {counted(count, 'evaluation')} without a gain"
+        return f"{had}, and early_stopping is {patience} now"
     return None

@@ -4,17 +4,15 @@ import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.files.base_name import stated_base
 from jaxlora.adapters.files.export_record import read_record
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.files.tokenizer_copy import ChatTemplate, job_template
-from jaxlora.errors import AdapterError, CheckpointError
+from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.hf.names import linear_shapes
-from jaxlora.run.folder import read_run_record
+from jaxlora.run.folder import begun_record
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.export import export_checkpoint
 
@@ -61,8 +59,8 @@ def load_run_adapters(
     with tempfile.TemporaryDirectory(prefix="jaxlora-generate-") as temporary:
         out = pathlib.Path(temporary)
         exported = export_checkpoint(run_dir, out, jobs, tokenizers=False)
-        record = read_run_record(run_dir)
-        loaded = _load_base(run_dir, record, exported.folders[0], model)
+        record = begun_record(run_dir)
+        loaded = _load_base(run_dir, record, model)
         adapters, notes = {}, dict(exported.left_out)
         shapes, size = linear_shapes(loaded.config), loaded.config.hidden_size
         for folder in exported.folders:
@@ -75,11 +73,10 @@ def load_run_adapters(
             own = read_record(folder)
             notes[folder.name] = f"weights of step {own.step}" if own else ""
     templates: dict[str, ChatTemplate] = {}
-    if record is not None:
-        for name in adapters:
-            data = record.identity.jobs[name].get("data", {})
-            if (template := job_template(data, record.chat_templates)) is not None:
-                templates[name] = template
+    for name in adapters:
+        data = record.identity.jobs[name].get("data", {})
+        if (template := job_template(data, record.chat_templates)) is not None:
+            templates[name] = template
     return RunAdapters(
         model=loaded, adapters=adapters, templates=templates, notes=notes
     )
@@ -87,16 +84,13 @@ def load_run_adapters(
 
 def _load_base(
     run_dir: pathlib.Path,
-    record: RunRecord | None,
-    adapter: pathlib.Path,
+    record: RunRecord,
     model: str | pathlib.Path | None,
 ) -> FrozenModel:
-    settings: dict[str, Any] = {} if record is None else record.identity.settings
-    source, revision = (model, None) if model is not None else stated_base(adapter)
-    if source is None:
-        raise AdapterError(
-            f"{adapter} does not name its base model. Name it: --model MODEL."
-        )
+    settings = record.identity.settings
+    source, revision = record.base_model, record.base_revision
+    if model is not None:
+        source, revision = model, None
     loaded = load_model(
         source,
         revision=revision,
@@ -105,7 +99,7 @@ def _load_base(
         quantize_args=settings.get("quantize_base_args"),
         keep_bf16=settings.get("keep_bf16", ()),
     )
-    if record is not None and loaded.fingerprint != record.identity.base:
+    if loaded.fingerprint != record.identity.base:
         raise CheckpointError(
             f"{source} is not the base model of {run_dir}: its fingerprint is "
             f"{loaded.fingerprint[:12]}, and the run's is {record.identity.base[:12]}. "

@@ -8,36 +8,30 @@ written.
 
 import collections
 import dataclasses
-import importlib
 import logging
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.files.base_name import run_base
-from jaxlora.adapters.files.export_record import ExportRecord
-from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.files.tokenizer_copy import (
     COPIED,
     ChatTemplate,
     TokenizerCopy,
-    job_template,
     template_settings,
 )
+from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.atomic import new_folder, sync_files, write_text
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.config import LoraJob
-from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.data.templates.known import find_template
 from jaxlora.distributed import agreement, processes
 from jaxlora.hf.files import tokenizer_files
 from jaxlora.hf.load import FrozenModel
-from jaxlora.hf.names import linear_names
 from jaxlora.run.events import CheckpointEvent, Event, ExportEvent
 from jaxlora.run.folder import (
     ADAPTERS,
@@ -47,14 +41,10 @@ from jaxlora.run.folder import (
     prepare_export_folder,
     write_run_record,
 )
-from jaxlora.run.identity import RunIdentity
-from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
 from jaxlora.train.job_state import JobState
-from jaxlora.train.saved.checkpoint import Checkpoints
-from jaxlora.train.saved.job_card import job_card
-from jaxlora.train.saved.job_states import JobStates
+from jaxlora.train.saved.export import run_tokenizer, write_adapter
 from jaxlora.train.saved.read_checkpoint import (
     ReadCheckpoint,
     newest_checkpoint,
@@ -62,23 +52,18 @@ from jaxlora.train.saved.read_checkpoint import (
 )
 from jaxlora.train.saved.resume import FoundRun
 
+if TYPE_CHECKING:  # orbax, which it imports, takes a second
+    from jaxlora.train.saved.checkpoint import Checkpoints
+
 logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 16  # checkpoints and adapters that are not written yet
 _EXPORTERS = 8  # threads, which mostly wait for the disk and for checksums
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Pending:
-    """A file that is being written, or that waits for its turn.
-
-    Attributes:
-        event: Event to send when it is written.
-        future: Its end; None on processes that do not write.
-    """
-
-    event: Event
-    future: Future[None] | None
+# The event to send when a file is written, and the end of writing it; None on processes
+# that do not write.
+_Pending = tuple[Event, Future[None] | None]
 
 
 class RunStore:
@@ -104,41 +89,37 @@ class RunStore:
         Raises:
             ConfigError: Processes see different checkpoints.
         """
-        self._folder, self._lock = folder, lock
+        self._folder, self._lock, self._keep = folder, lock, keep
         self._found = found
         self.record = None if found is None else found.record
-        checkpoints = folder / CHECKPOINTS
-        newest = newest_checkpoint(checkpoints)
-        agreement.check_newest(checkpoints, newest)
-        if found is not None and newest is None:
+        self._latest = newest_checkpoint(folder / CHECKPOINTS)
+        agreement.check_newest(folder / CHECKPOINTS, self._latest)
+        if found is not None and self._latest is None:
             logger.warning("there is no complete checkpoint: training from the start")
-        self._latest = newest
-        is_first = processes.is_first()
-        self._checkpoints = Checkpoints(checkpoints, keep=keep, is_writer=is_first)
+        self._checkpoints: Checkpoints | None = None
         self._pending: collections.deque[_Pending] = collections.deque()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._exporters = ThreadPoolExecutor(_EXPORTERS, thread_name_prefix="export")
         self._has_failed = threading.Event()
         self._is_prepared = False
 
-    def restore(self, identity: RunIdentity) -> ReadCheckpoint | None:
+    def restore(self, now: RunRecord) -> ReadCheckpoint | None:
         """Reads the newest checkpoint; None if there is none.
 
         Args:
-            identity: Identity of this run; what has changed since is logged.
+            now: Record of this run; what has changed in it is logged.
 
         Raises:
             CheckpointError: It is damaged.
         """
         if self._found is None or self._latest is None:
             return None
-        found = self._found.checkpoint
-        if found is None:  # the first process has read and checked it
-            assert not processes.is_first()
-            found = read_newest(self._folder / CHECKPOINTS)
-        found = found.with_tensors()
-        for change in identity.changes(found.run.identity):
-            logger.warning("changed since the checkpoint: %s", change)
+        if self._found.checkpoint is None:  # only the first process has read it
+            return read_newest(self._folder / CHECKPOINTS, has_tensors=True)
+        found = self._found.checkpoint.with_tensors()
+        assert self.record is not None
+        for change in now.changes(self.record):
+            logger.warning("changed since the run was last started: %s", change)
         return found
 
     def saved_requests(self) -> SavedRequests:
@@ -154,18 +135,12 @@ class RunStore:
         """Rounds done at the newest checkpoint, which may still be being written."""
         return self._latest
 
-    def write_record(
-        self, record: RunRecord, settings: Callable[[], dict[str, Any]]
-    ) -> None:
-        """Writes the run's record and its settings if the record has changed.
-
-        Args:
-            record: The record.
-            settings: Returns all settings of the run, as JSON values.
-        """
+    def write_record(self, record: RunRecord) -> None:
+        """Writes the run's record, and its settings as a run file, if it changed."""
         if processes.is_first() and record != self.record:
             write_run_record(self._folder, record)
-            write_text(self._folder / SETTINGS_FILE, dump_yaml(settings()))
+            settings = record.config | {"jobs": list(record.jobs.values())}
+            write_text(self._folder / SETTINGS_FILE, dump_yaml(settings))
             self.record = record
 
     def keep_tokenizer(self, model: FrozenModel) -> None:
@@ -210,61 +185,67 @@ class RunStore:
         """
         if processes.is_first() and not self._is_prepared:
             self._is_prepared = True
-            self._writer.submit(self._prepare)
+            self._writer.submit(self._opened)
             self._writer.submit(slots.reserve_snapshot())
 
-    def _prepare(self) -> None:
+    def _opened(self) -> "Checkpoints":
+        """Returns the folder of checkpoints, which is opened once."""
         # A second, in which the folder may be removed: it must not be made again.
-        importlib.import_module("jaxlora.train.saved.orbax_folder")
-        self._lock.check()
-        self._checkpoints.prepare()
+        from jaxlora.train.saved.checkpoint import Checkpoints
 
-    def save(self, number: int, states: JobStates, run: SavedRun) -> None:
+        self._lock.check()
+        if self._checkpoints is None:
+            folder = self._folder / CHECKPOINTS
+            self._checkpoints = Checkpoints(folder, keep=self._keep)
+        return self._checkpoints
+
+    def save(
+        self,
+        number: int,
+        read_states: Callable[[], dict[str, ParkedSlot]],
+        run: SavedRun,
+    ) -> None:
         """Starts writing a checkpoint; the one before must be written.
 
         Args:
             number: Rounds done.
-            states: The jobs that have begun and not ended.
+            read_states: Returns the states of the jobs that have begun and not ended,
+                as they are now, by name; training may go on before it is called.
             run: State of the run to save with them.
         """
         self._latest = number
 
         def write() -> None:
-            parked = states.read()
-            self._lock.check()  # last, as a removed folder would be made again
-            self._checkpoints.save(number, parked, run)
+            states = read_states()  # first, as a removed folder would be made again
+            self._opened().save(number, states, run)
 
         folder = self._folder / CHECKPOINTS / str(number)
         event = CheckpointEvent(round=number, folder=folder)
         self._start(self._writer, write, event, after=self._pending)
 
-    def export(
-        self, number: int, job: JobState, adapter: Adapter, model: FrozenModel
-    ) -> None:
+    def export(self, number: int, job: JobState, adapter: Adapter) -> None:
         """Starts writing a job's adapter, unless the folder has one of more steps.
 
         Args:
             number: Rounds done.
             job: The job.
             adapter: Its weights now.
-            model: The base model.
         """
-        progress, target = job.progress, self._folder / ADAPTERS / job.name
-
-        templates = {} if self.record is None else self.record.chat_templates
+        name, progress, record = job.name, job.progress, self.record
+        target = self._folder / ADAPTERS / name
 
         def write() -> None:
+            assert record is not None
             self._lock.check()
             if prepare_export_folder(target, progress.step):
-                _export(job, progress, adapter, model, templates, target)
+                tokenizer = run_tokenizer(self._folder, record, name)
+                write_adapter(adapter, target, record, name, progress, tokenizer)
 
-        event = ExportEvent(
-            round=number, job=job.name, step=progress.step, folder=target
-        )
+        event = ExportEvent(round=number, job=name, step=progress.step, folder=target)
         earlier = [
-            pending
-            for pending in self._pending
-            if isinstance(pending.event, ExportEvent) and pending.event.job == job.name
+            (other, future)
+            for other, future in self._pending
+            if isinstance(other, ExportEvent) and other.job == name
         ]
         self._start(self._exporters, write, event, after=earlier)
 
@@ -283,15 +264,14 @@ class RunStore:
         """
         future = None
         if processes.is_first():
-            before = [pending.future for pending in after if pending.future]
+            before = [future for _, future in after if future]
             future = pool.submit(self._unless_failed, write, before)
-        self._pending.append(_Pending(event=event, future=future))
-        while len(unfinished := self._unfinished()) >= _MOST_PENDING:
-            wait(unfinished, return_when=FIRST_COMPLETED)
-
-    def _unfinished(self) -> list[Future[None]]:
-        found = (pending.future for pending in self._pending)
-        return [future for future in found if future and not future.done()]
+        self._pending.append((event, future))
+        while True:
+            left = [f for _, f in self._pending if f and not f.done()]
+            if len(left) < _MOST_PENDING:
+                break
+            wait(left, return_when=FIRST_COMPLETED)
 
     def _unless_failed(
         self, write: Callable[[], None], before: Sequence[Future[None]]
@@ -308,7 +288,7 @@ class RunStore:
     @property
     def is_saving(self) -> bool:
         """Whether the event of a checkpoint has not been taken yet."""
-        return any(isinstance(p.event, CheckpointEvent) for p in self._pending)
+        return any(isinstance(event, CheckpointEvent) for event, _ in self._pending)
 
     def written(self, *, waits: bool = False) -> list[Event]:
         """Returns an event for each file that was written since the last call.
@@ -324,16 +304,16 @@ class RunStore:
         if not self._pending:
             return []
         count = processes.from_first(lambda: self._num_written(waits=waits))
-        return [self._pending.popleft().event for _ in range(count)]
+        return [self._pending.popleft()[0] for _ in range(count)]
 
     def _num_written(self, *, waits: bool) -> int:
         count = 0
-        for pending in self._pending:
-            assert pending.future is not None
-            if not waits and not pending.future.done():
+        for _, future in self._pending:
+            assert future is not None
+            if not waits and not future.done():
                 break
             try:
-                pending.future.result()
+                future.result()
             except BaseException:
                 self._pending.clear()  # so that it is raised once
                 raise
@@ -352,41 +332,5 @@ class RunStore:
         finally:
             self._writer.shutdown()
             self._exporters.shutdown()
-            self._checkpoints.close()
-
-
-def _export(
-    job: JobState,
-    progress: JobProgress,
-    adapter: Adapter,
-    model: FrozenModel,
-    templates: Mapping[str, ChatTemplate],
-    folder: pathlib.Path,
-) -> None:
-    """Writes a job's adapter with the progress that belongs to it."""
-    settings = job.settings.model_dump(mode="json")
-    tokenizer = TokenizerCopy(
-        folder=folder.parents[1] / TOKENIZER,
-        template=job_template(settings["data"], templates),
-    )
-    export_peft(
-        adapter,
-        folder,
-        base_model=model.source,
-        revision=model.revision,
-        linear_names=linear_names(model.config),
-        record=ExportRecord(
-            job=job.name,
-            step=progress.step,
-            chat_template_kwargs=common_template_kwargs(settings["data"]),
-        ),
-        card=job_card(
-            name=job.name,
-            step=progress.step,
-            base=run_base(model.source, model.revision),
-            settings=settings,
-            progress=progress,
-            has_tokenizer=bool(tokenizer_files(tokenizer.folder, COPIED)),
-        ),
-        tokenizer=tokenizer,
-    )
+            if self._checkpoints is not None:
+                self._checkpoints.close()

@@ -24,9 +24,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules import trained_tensors as tensors
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import TrainedTensor
-from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_adapter import SavedAdapter
 from jaxlora.run.saved_run import SavedRun
 from jaxlora.train.execute.step import CompiledSteps
 from jaxlora.train.saved.checkpoint import Checkpoints
@@ -113,24 +111,15 @@ def test_slots_and_the_optimizer_carry_a_third_tensor(spec, start):
 
 def test_a_checkpoint_carries_a_third_tensor(spec, start, tmp_path):
     table = stepped(spec, start)
-    saved = SavedAdapter(
-        modules={n: (w.rank, w.lora_alpha) for n, w in start.modules.items()},
-        use_rslora=False,
-        dropout=0.0,
-        keep_best=False,
-    )
-    identity = RunIdentity(base="b", settings={}, jobs={"job": {"optimizer": "adamw"}})
     run = SavedRun(
-        identity=identity,
         progress={"job": JobProgress(status="running", slot=1, step=1)},
-        adapters={"job": saved},
-        base_model="b",
-        linear_names=list(start.modules),
+        adapters={"job": start},
+        optimizers={"job": "adamw"},
         stream=NO_STREAM,
     )
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         checkpoints.save(1, {"job": table.copy(1)}, run)
-    found = read_newest(tmp_path, None)
+    found = read_newest(tmp_path, has_tensors=True)
     table.restore(0, found.parked("job"), found.adapter("job"))
     for kind, before in table.copy(1).by_kind().items():
         after = table.copy(0).by_kind()[kind]

@@ -134,7 +134,7 @@ def test_mistakes_are_one_line_and_exit_1(folder, capsys, tmp_path):
         (["plan", str(folder / "run.yaml"), "rank=1"], "Write defaults.rank=..."),
         (["inspect", str(folder / "first.jsonl")], "is neither a run file (.yaml) nor"),
         (["merge", str(folder / "model"), str(tmp_path), "x"], "is no PEFT folder"),
-        (["export", str(tmp_path), "x"], "holds no checkpoints, so it is no run"),
+        (["export", str(tmp_path), "x"], "holds no run: there is no run.json"),
         (
             ["convert", str(folder / "model"), str(folder / "run")],
             "exists already. Remove it, or choose another name",

@@ -1,6 +1,7 @@
 """Events as a run sends them, made without training."""
 
 import pathlib
+from dataclasses import fields
 
 from jaxlora import LoraJob
 from jaxlora.run.events import (
@@ -14,6 +15,7 @@ from jaxlora.run.events import (
     WindowEvent,
 )
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.train.report.summary import JobResult
 
 NUM_STEPS = 10
 
@@ -21,6 +23,7 @@ NUM_STEPS = 10
 def info(name: str, rank: int = 4, progress: JobProgress | None = None) -> JobInfo:
     job = LoraJob(name=name, data={"path": "none.jsonl"}, rank=rank, learning_rate=1e-3)
     return JobInfo(
+        name=name,
         settings=job,
         rank=rank,
         num_modules=2,
@@ -28,6 +31,14 @@ def info(name: str, rank: int = 4, progress: JobProgress | None = None) -> JobIn
         batch_tokens=100.0,
         progress=progress or JobProgress(),
     )
+
+
+def result(
+    name: str, progress: JobProgress, folder: pathlib.Path | None = None
+) -> JobResult:
+    found = info(name, progress=progress)
+    values = {field.name: getattr(found, field.name) for field in fields(found)}
+    return JobResult(**values, folder=folder)
 
 
 def run_start(*infos: JobInfo, num_slots: int = 2) -> RunStartEvent:

@@ -13,7 +13,6 @@ from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_adapter import SavedAdapter
 from jaxlora.run.saved_run import RunRecord, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.streams.state import StreamState
@@ -31,34 +30,61 @@ JOBS = {
 }
 
 
+CONFIG = {"microbatch_tokens": 64, "remat": "none", "replicas": None, "mesh": None}
+
+
 def identity(jobs=JOBS) -> RunIdentity:
     return RunIdentity(
         base="f" * 64,
-        settings={"microbatch_tokens": 64, "dtype": "float32", "remat": "none"},
-        jobs={n: {"seed": i, "optimizer": "adamw"} for i, n in enumerate(jobs)},
+        settings={"dtype": "float32"},
+        jobs={n: {"seed": i, "keep_best": n == "best"} for i, n in enumerate(jobs)},
     )
 
 
-def adapter_shape(name: str) -> SavedAdapter:
-    return SavedAdapter(
-        modules=dict.fromkeys(LINEARS, (RANK, 4.0)),
-        use_rslora=False,
-        dropout=0.0,
-        keep_best=name == "best",
+def record(jobs=JOBS, **config) -> RunRecord:
+    return RunRecord(
+        started="2026-01-02T03:04:05",
+        identity=identity(jobs),
+        config=CONFIG | config,
+        base_model="nobody/tiny",
+        linear_names=tuple(LINEARS),
     )
+
+
+def adapter(value: float = 0.0) -> Adapter:
+    """An adapter whose A has this value everywhere."""
+    modules = {
+        name: LoraWeights(
+            tensors={
+                "lora_a": np.full((K, RANK), value, np.float32),
+                "lora_b": np.ones((RANK, N), np.float32),
+            },
+            rank=RANK,
+            lora_alpha=4.0,
+        )
+        for name in LINEARS
+    }
+    return Adapter(modules=modules)
 
 
 # A run without samples has this stream; tests save it where they need no microbatches.
-NO_STREAM = SavedStream.of("", [], StreamState(), [], Hint(), 0, {}, [])
+NO_STREAM = SavedStream(
+    rules="",
+    repeated=(),
+    state=StreamState(),
+    planned=(),
+    hint=Hint(),
+    shapes_from=0,
+    leaving={},
+    at_border=(),
+)
 
 
 def saved_run(jobs=JOBS) -> SavedRun:
     return SavedRun(
-        identity=identity(jobs),
         progress=dict(jobs),
-        adapters={name: adapter_shape(name) for name in jobs},
-        base_model="nobody/tiny",
-        linear_names=list(LINEARS),
+        adapters={n: adapter() for n, job in jobs.items() if job.has_state},
+        optimizers={n: "adamw" for n, job in jobs.items() if job.has_state},
         stream=NO_STREAM,
     )
 
@@ -95,20 +121,9 @@ def weights(state: ParkedSlot) -> dict[str, np.ndarray]:
 
 def write_export(folder: pathlib.Path, job: str, step: int, **options) -> pathlib.Path:
     """An adapter as a run exports it; its numbers tell its step."""
-    modules = {
-        name: LoraWeights(
-            tensors={
-                "lora_a": np.full((K, 2), step, np.float32),
-                "lora_b": np.ones((2, N), np.float32),
-            },
-            rank=2,
-            lora_alpha=4.0,
-        )
-        for name in LINEARS
-    }
     record = ExportRecord(job=job, step=step)
     return export_peft(
-        Adapter(modules=modules),
+        adapter(step),
         folder,
         base_model="nobody/tiny",
         linear_names=LINEARS,
@@ -127,8 +142,7 @@ def write_checkpoints(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> None:
 def write_run(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> pathlib.Path:
     """A run of five jobs: finished, running twice, failed and waiting."""
     folder.mkdir(parents=True)
-    record = RunRecord(started="2026-01-02T03:04:05", identity=identity(jobs))
-    write_run_record(folder, record)
+    write_run_record(folder, record(jobs))
     write_export(folder / "adapters" / "done", "done", 9)
     write_export(folder / "adapters" / "best", "best", 2)
     if numbers:

@@ -14,8 +14,7 @@ from jaxlora import Callback, RunConfig, Trainer
 from jaxlora.adapters.files.export_record import read_record
 from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.sharding import global_arrays
-from jaxlora.train.saved import orbax_folder, run_store
-from jaxlora.train.saved.job_states import JobStates
+from jaxlora.train.saved import checkpoint, run_store
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import TWO_SLOTS
@@ -64,13 +63,13 @@ def checkpoints(config) -> pathlib.Path:
 
 def while_writing(monkeypatch, act) -> None:
     """Calls a function in each write of a checkpoint, before its files are synced."""
-    sync, numbers = orbax_folder.sync_files, iter(range(1, 1000))
+    sync, numbers = checkpoint.sync_files, iter(range(1, 1000))
 
     def acting(folder):
         act(next(numbers))
         sync(folder)
 
-    monkeypatch.setattr(orbax_folder, "sync_files", acting)
+    monkeypatch.setattr(checkpoint, "sync_files", acting)
 
 
 class Recorder(Callback):
@@ -119,13 +118,10 @@ def test_a_snapshot_does_not_follow_the_slots(config, model, monkeypatch, most_l
         for tensor in tensors.values():
             tensor[...] = rng.normal(size=tensor.shape)
     trainer.slots.restore(1, state, job.start)
-    job.update(status="running", slot=1)
-    states = JobStates.of(trainer.jobs, trainer.slots.snapshot())
+    read_slot = trainer.slots.snapshot()
     trainer.slots.clear(1)
     trainer.slots.load(0, trainer.jobs[0].start, "adamw")
-    found = states.read()
-    assert found.keys() == {job.name}
-    kinds = found[job.name].by_kind()
+    kinds = read_slot(1).by_kind()
     assert kinds.keys() == {"params", "mu", "nu"}
     jax.tree.map(np.testing.assert_array_equal, kinds, state.by_kind())
 
@@ -147,15 +143,15 @@ def test_a_write_that_fails_ends_the_run(config, model, monkeypatch, whole):
 
 def test_no_checkpoint_follows_an_export_that_failed(config, model, monkeypatch, whole):
     """It would say that the job has ended, though its adapter is not there."""
-    export = run_store.export_peft
+    write = run_store.write_adapter
 
-    def fail(adapter, folder, **settings):
+    def fail(adapter, folder, *settings):
         if folder.name == "job1":
             raise StorageError(f"{folder} cannot be written: it is full.")
-        return export(adapter, folder, **settings)
+        write(adapter, folder, *settings)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run_store, "export_peft", fail)
+        patched.setattr(run_store, "write_adapter", fail)
         with pytest.raises(StorageError, match="it is full"):
             Trainer(config, model).train()
     saved = read_newest(checkpoints(config))

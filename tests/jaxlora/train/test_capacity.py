@@ -24,10 +24,8 @@ from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.memory.footprint import Footprint, StagePrograms
 from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import write_run_record
-from jaxlora.run.identity import RunIdentity
-from jaxlora.run.saved_run import RunRecord
-from jaxlora.train.saved.describe_run import run_identity
-from jaxlora.train.saved.resume import as_begun
+from jaxlora.train.saved.resume import as_begun, resolved_config
+from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
 
 
@@ -232,7 +230,7 @@ def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
     trainer = Trainer(first, model)
     trainer.train(callbacks=[AtWindow(lambda t: t.stop_job("job0"))])
     tokens = trainer.config.microbatch_tokens
-    assert run_identity(trainer.plan, "", []).settings["microbatch_tokens"] == tokens
+    assert resolved_config(trainer.plan)["microbatch_tokens"] == tokens
     resident = mesh_stages.resident_footprint(trainer.plan.stages).total_bytes(0)
     have(needed(trainer))  # a smaller device, which an estimate would not trust
     again = Trainer(first, model)
@@ -247,15 +245,12 @@ def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
 def test_a_run_that_is_resumed_keeps_its_blocks(config):
     first = config()
     folder = pathlib.Path(first.output_dir)
-    settings = {"microbatch_tokens": 176, "remat": "none"}
-    identity = RunIdentity(base="", settings=settings, jobs={})
-    record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
-    write_run_record(folder, record)
+    write_run_record(folder, made_run.record({}, microbatch_tokens=176))
     assert as_begun(first).config == first.replace(microbatch_tokens=176)
     given = first.replace(microbatch_tokens=64)
     assert as_begun(given).config == given
     other = first.replace(block_tokens=64)
-    message = r"176 for microbatch_tokens: auto, which is not .* block_tokens=64. Give"
+    message = r"(?s)began with microbatch_tokens: 176, .* block_tokens.*Give"
     for resume in (as_begun, plan_run):
         with pytest.raises(CheckpointError, match=message):
             resume(other)
@@ -264,20 +259,13 @@ def test_a_run_that_is_resumed_keeps_its_blocks(config):
 def test_a_run_that_is_resumed_keeps_its_remat(config):
     first = config(remat="auto", microbatch_tokens=64)
     folder = pathlib.Path(first.output_dir)
-    settings = {"microbatch_tokens": 64, "remat": "mlp"}
-    identity = RunIdentity(base="", settings=settings, jobs={})
-    record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
-    write_run_record(folder, record)
+    write_run_record(folder, made_run.record({}, remat="mlp"))
     assert as_begun(first).config == first.replace(remat="mlp")
     given = first.replace(remat="layer")
     assert as_begun(given).config == given
-    with pytest.raises(ValueError, match="remat is 'some', which there is not"):
-        RunRecord(
-            started="2020-02-03T04:05:06",
-            identity=dataclasses.replace(
-                identity, settings=settings | {"remat": "some"}
-            ),
-        )
+    write_run_record(folder, made_run.record({}, remat="some"))
+    with pytest.raises(CheckpointError, match=r"(?s)began with remat: some, .* remat"):
+        as_begun(first)
 
 
 def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
@@ -306,7 +294,7 @@ def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
     assert [job.progress.status for job in result.jobs] == ["finished"] * 2
     assert remats[0] == "none" and remats[-1] == "layer"
     assert trainer.config.remat == trainer.plan.spec.options.remat == "layer"
-    assert run_identity(trainer.plan, "", []).settings["remat"] == "layer"
+    assert resolved_config(trainer.plan)["remat"] == "layer"
 
 
 @pytest.mark.usefixtures("compiled_when_called")

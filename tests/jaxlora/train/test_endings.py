@@ -25,6 +25,7 @@ from jaxlora.train.report.summary import (
 )
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint
+from tests.jaxlora.run import made_events
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS, folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training
@@ -263,9 +264,7 @@ def test_the_summary_is_written_before_the_picture(tmp_path, pictures):
 
 
 def printed(progress: JobProgress, name: str = "a", width: int = 120) -> str:
-    job = JobResult(
-        name=name, rank=4, num_modules=2, num_steps=9, progress=progress, folder=None
-    )
+    job = made_events.result(name, progress)
     result = RunResult(
         jobs=(job,),
         output_dir=pathlib.Path("run"),
@@ -319,20 +318,13 @@ def test_numbers_are_whole_on_eighty_columns():
         JobProgress(**STOPPED | {"status": "stopped early"}), "a-long-name" * 3, 80
     ).splitlines()
     assert max(map(len, lines)) <= 80
-    (row,) = (line for line in lines if " 2/9 " in line)
+    (row,) = (line for line in lines if " 2/10 " in line)
     assert "3.000 → 2.500  4.000 → 3.500 at 1" in row
 
 
 def test_the_lowest_held_out_loss_comes_first():
     def result(name: str, best: float | None) -> JobResult:
-        return JobResult(
-            name=name,
-            rank=4,
-            num_modules=2,
-            num_steps=9,
-            progress=JobProgress(best_eval=best),
-            folder=None,
-        )
+        return made_events.result(name, JobProgress(best_eval=best))
 
     jobs = [result("none", None), result("worse", 3.0), result("best", 2.0)]
     assert [job.name for job in ranked(jobs)] == ["best", "worse", "none"]

@@ -21,9 +21,8 @@ from jaxlora.common import atomic
 from jaxlora.data.tokenizer_files import read_template
 from jaxlora.errors import AdapterError, CheckpointError, JaxloraError, StorageError
 from jaxlora.run.folder import read_run_record, write_run_record
-from jaxlora.train.saved import read_checkpoint
 from jaxlora.train.saved.export import export_checkpoint
-from jaxlora.train.saved.read_checkpoint import newest_checkpoint
+from jaxlora.train.saved.read_checkpoint import ReadCheckpoint, newest_checkpoint
 from tests import tiny
 from tests.jaxlora.train import made_run
 
@@ -173,7 +172,7 @@ def test_a_run_without_a_checkpoint(run, tmp_path):
     shutil.rmtree(run / "adapters")
     with pytest.raises(CheckpointError, match="nothing was exported"):
         export_checkpoint(run, tmp_path / "none")
-    with pytest.raises(CheckpointError, match="holds no checkpoints, so it is no run"):
+    with pytest.raises(CheckpointError, match=r"holds no run: there is no run\.json"):
         export_checkpoint(tmp_path, tmp_path / "none")
 
 
@@ -389,18 +388,18 @@ def test_a_full_disk_leaves_the_export_before(run, tmp_path, monkeypatch):
 
 def test_a_checkpoint_that_vanishes_makes_way_for_the_newer(run, tmp_path, monkeypatch):
     """The run goes on, and keeps one checkpoint."""
-    read = read_checkpoint._read_tensors
+    read = ReadCheckpoint.with_tensors
 
-    def replaced(*args):
+    def replaced(*args, **options):
         if newest_checkpoint(run / "checkpoints") == 4:
             jobs = made_run.JOBS | {
                 "now": dataclasses.replace(made_run.JOBS["now"], step=5)
             }
             made_run.write_checkpoints(run, (5,), jobs)
             shutil.rmtree(run / "checkpoints" / "4")
-        return read(*args)
+        return read(*args, **options)
 
-    monkeypatch.setattr(read_checkpoint, "_read_tensors", replaced)
+    monkeypatch.setattr(ReadCheckpoint, "with_tensors", replaced)
     export_checkpoint(run, tmp_path / "out", ["now"])
     record = json.loads((tmp_path / "out" / "now" / "jaxlora.json").read_text())
     assert record["step"] == 5

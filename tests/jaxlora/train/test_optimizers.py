@@ -191,7 +191,7 @@ def test_a_job_that_joins_needs_an_optimizer_of_the_run(jobs, model, tmp_path):
 
 def check_exports(folder) -> None:
     """Jobs that train are exported as they would be evaluated."""
-    found = read_newest(folder / "checkpoints", None)
+    found = read_newest(folder / "checkpoints", has_tensors=True)
     assert len(found.tensors) == 4
     exported = export_checkpoint(folder, folder.with_name(f"{folder.name}-now"))
     for path in exported.folders:

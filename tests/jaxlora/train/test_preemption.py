@@ -260,7 +260,7 @@ def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
         raise AssertionError("the training step was compiled")
 
     monkeypatch.setattr(Trainer, "compile", compiles)
-    with pytest.raises(CheckpointError, match="seed is 100 in the checkpoint and 5"):
+    with pytest.raises(CheckpointError, match=r"seed is 100 in run\.json and 5"):
         Trainer(config(jobs=(other,)), model).train(resume=True)
 
 
@@ -272,7 +272,7 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
     step = len(losses(left))
     assert 2 <= step < 8
     changed = low.model_copy(update={"seed": 5, "continue_from": left.output_dir})
-    with pytest.raises(CheckpointError, match="job 'low': seed is 100 in the check"):
+    with pytest.raises(CheckpointError, match="job 'low': seed is 100 in run"):
         Trainer(config("changed", jobs=(changed,)), model).train()
     here = low.model_copy(update={"continue_from": left.output_dir})
     there = config("there", jobs=(jobs[1], here)).model_copy(

@@ -148,15 +148,15 @@ def test_a_mesh_trains_what_one_device_trains(train, mesh, name, rounding):
 def test_a_run_resumes_with_the_same_base_only(config, train):
     folder = str(train(quantize_base="fp8").trainer.output_dir)
     for settings, message in (
-        ({}, "quantize_base is 'fp8' in the checkpoint and None now"),
-        ({"quantize_base": "nf4"}, "'fp8' in the checkpoint and 'nf4' now"),
+        ({}, "quantize_base is 'fp8' in run.json and None now"),
+        ({"quantize_base": "nf4"}, "'fp8' in run.json and 'nf4' now"),
         (
             {"quantize_base": "fp8", "quantize_base_args": FORWARD},
-            "{'fp8_backward': True} in the checkpoint and {'fp8_backward': False} now",
+            "{'fp8_backward': True} in run.json and {'fp8_backward': False} now",
         ),
         (
             {"quantize_base": "fp8", "keep_bf16": ("0.mlp.up_proj",)},
-            r"keep_bf16 is \[\] in the checkpoint and \['layers.0.mlp.up_proj'\] now",
+            r"keep_bf16 is \[\] in run.json and \['layers.0.mlp.up_proj'\] now",
         ),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -47,9 +47,9 @@ sys.exit(main(["train", sys.argv[1], *sys.argv[3:]]))
 KILL_IN_WRITE = """
 import os, signal, sys, threading
 from jaxlora.run.log import RunLog
-from jaxlora.train.saved import orbax_folder
+from jaxlora.train.saved import checkpoint
 left, write, goes_on = 2, RunLog._write, threading.Event()
-def sync(folder, sync_files=orbax_folder.sync_files):
+def sync(folder, sync_files=checkpoint.sync_files):
     global left
     left -= 1
     if left == 0:
@@ -62,7 +62,7 @@ def note(self, line):
     write(self, line)
     if left == 0 and b'"event": "step"' in line:
         goes_on.set()
-orbax_folder.sync_files, RunLog._write = sync, note
+checkpoint.sync_files, RunLog._write = sync, note
 from jaxlora.cli.main import main
 sys.exit(main(["train", sys.argv[1]]))
 """
@@ -310,10 +310,10 @@ def test_refuses_what_is_not_its_own(make_run, tmp_path, compiled_when_called):
 
     job = config.jobs[0]
     for jobs, message in [
-        ((config.jobs[0],), "job 'job1' is in the checkpoint but not in this run"),
+        ((config.jobs[0],), "job 'job1' is in run.json but not in this run"),
         (
             (job.model_copy(update={"rank": 3}), config.jobs[1]),
-            "job 'job0': rank is 2 in the checkpoint and 3 now, but must not change",
+            "job 'job0': rank is 2 in run.json and 3 now, but must not change",
         ),
     ]:
         with pytest.raises(CheckpointError, match=message):

@@ -119,7 +119,7 @@ def test_a_run_without_its_checkpoints(config, model):
     trainer.train(callbacks=[InterruptAt(3)])
     other_seed = config.jobs[1].model_copy(update={"seed": 5})
     other = changed(jobs=(config.jobs[0], other_seed))
-    is_refused(other, "job 'job1': seed is 101 in the checkpoint and 5 now")
+    is_refused(other, "job 'job1': seed is 101 in run.json and 5 now")
     shutil.rmtree(folder / "checkpoints")
     record = folder / "adapters" / "job0" / "jaxlora.json"
     step = json.loads(record.read_text())["step"]
@@ -203,8 +203,8 @@ def test_a_used_folder_is_refused_before_anything_is_read(tmp_path, capsys):
     assert main(["train", str(run_file)]) == 1
     assert "run already holds a run. Resume it" in capsys.readouterr().err
     assert main(["train", str(run_file), "--resume"]) == 1
-    assert "job 'done' is in the checkpoint but not in this" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="job 'done' is in the checkpoint but"):
+    assert "job 'done' is in run.json but not in this" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"job 'done' is in run\.json but"):
         Trainer(load_run(run_file))
     shutil.rmtree(folder)
     assert main(["train", str(run_file), "--resume"]) == 1

@@ -7,14 +7,12 @@ from unittest.mock import Mock
 import pytest
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.hf.load import FrozenModel
 from jaxlora.run.events import CheckpointEvent, ExportEvent
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
-from jaxlora.run.saved_run import SavedRun
+from jaxlora.run.saved_run import RunRecord, SavedRun
 from jaxlora.train.job_state import JobState
-from jaxlora.train.saved import run_store
-from jaxlora.train.saved.job_states import JobStates
+from jaxlora.train.saved import checkpoint, run_store
 from jaxlora.train.saved.run_store import RunStore
 
 
@@ -48,13 +46,13 @@ class Disk:
 def disk(monkeypatch):
     disk = Disk()
 
-    def export(job, progress, adapter, model, templates, target):
-        if job.name == "broken":
+    def write_adapter(adapter, target, record, job, progress, tokenizer):
+        if job == "broken":
             raise OSError("the disk is full")
-        disk.write(f"{job.name}{progress.step}")
+        disk.write(f"{job}{progress.step}")
 
     class Checkpoints:
-        def __init__(self, folder, *, keep, is_writer):
+        def __init__(self, folder, *, keep):
             pass
 
         def save(self, number, parked, run):
@@ -63,25 +61,27 @@ def disk(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(run_store, "_export", export)
-    monkeypatch.setattr(run_store, "Checkpoints", Checkpoints)
+    monkeypatch.setattr(run_store, "write_adapter", write_adapter)
+    monkeypatch.setattr(checkpoint, "Checkpoints", Checkpoints)
     return disk
 
 
 @pytest.fixture
 def store(disk, tmp_path):
     with RunLock(tmp_path) as lock:
-        yield RunStore(tmp_path, lock, None, keep=1)
+        store = RunStore(tmp_path, lock, None, keep=1)
+        store.record = Mock(spec=RunRecord)
+        yield store
 
 
 def export(store, name, step=1):
     job = Mock(spec=JobState)
     job.name, job.progress = name, JobProgress(step=step)
-    store.export(1, job, Mock(spec=Adapter), Mock(spec=FrozenModel))
+    store.export(1, job, Mock(spec=Adapter))
 
 
 def save(store, number):
-    store.save(number, Mock(spec=JobStates), Mock(spec=SavedRun))
+    store.save(number, dict, Mock(spec=SavedRun))
 
 
 def test_adapters_are_written_side_by_side_and_a_checkpoint_after_them(store, disk):

@@ -110,7 +110,7 @@ def test_fresh_weights_are_drawn_when_a_job_starts(config, model, monkeypatch):
 
 
 def test_modules_for_training_are_imported_beside_the_load(config, monkeypatch):
-    names = "jaxlora.trackers.tensorboard", "jaxlora.train.saved.orbax_folder"
+    names = "jaxlora.trackers.tensorboard", "jaxlora.train.saved.checkpoint"
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     Trainer(config(report_to="tensorboard", microbatch_tokens=128))

@@ -30,7 +30,7 @@ IMPORTED_BY = {
         "jaxlora.bench",
     ),
     "networkx": ("jaxlora.fuse",),
-    "orbax": ("jaxlora.train.saved.orbax_folder",),
+    "orbax": ("jaxlora.train.saved.checkpoint",),
     "pulp": (
         "jaxlora.scheduler.algorithms.lorafusion",
         "jaxlora.scheduler.solver",
