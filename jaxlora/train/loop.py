@@ -14,8 +14,8 @@ from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import clean_up
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.ending import StopRequest
+from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.run_programs import FurtherPrograms
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.live_run import LiveRun
@@ -148,7 +148,7 @@ class Loop:
 
     def _open_stream(self, further: FurtherPrograms) -> Stream:
         run = self._run.opened
-        executor = StagedExecutor(
+        executor = Executor(
             run.layout,
             run.model.params,
             run.slots,

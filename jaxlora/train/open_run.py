@@ -35,11 +35,9 @@ from jaxlora.run.saved_run import RunRecord
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.cloning import check_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.execute.answers import AnswerMeter
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
-from jaxlora.train.execute.samples import Sampler
-from jaxlora.train.execute.slot_decoder import SlotDecoder
+from jaxlora.train.execute.texts import AnswerMeter, Sampler, SlotDecoder
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.continue_job import continued_step
 from jaxlora.train.saved.describe_run import run_identity

@@ -17,9 +17,8 @@ from jaxlora.run.events import (
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.streams.state import Position
 from jaxlora.train.cloning import end_orphans, start_copies
-from jaxlora.train.execute.executor import StepOutcome
+from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.execute.side_work import SideWork
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_run import LiveRun
 
@@ -38,7 +37,7 @@ class JobLifecycle:
         side_work: Evaluates and exports jobs.
     """
 
-    def __init__(self, run: LiveRun, executor: StagedExecutor, ticks: StreamPlan):
+    def __init__(self, run: LiveRun, executor: Executor, ticks: StreamPlan):
         """Makes the object; see `Stream`, whose microbatches `ticks` has."""
         self.jobs, self.by_slot = run.live.jobs, {}
         self.has_events, self.may_start = False, True

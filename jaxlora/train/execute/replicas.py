@@ -15,99 +15,41 @@ are whole when they are sent, from device to device without the host.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.settings_table import base_settings
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
-from jaxlora.data.pack import JobBatch, PackedBatch, pack_tick, runs_reference
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.models.slot_settings import SlotSettings
-from jaxlora.modules.length_classes import shortest_class
-from jaxlora.scheduler import Limits, Microbatch
-from jaxlora.scheduler.lanes import Lane
 from jaxlora.sharding.global_arrays import put
-from jaxlora.sharding.pipeline import Pass
-from jaxlora.train.execute.executor import TickWork
-from jaxlora.train.execute.in_flight import InFlight
+from jaxlora.train.execute.feed import ReplicaRows
 from jaxlora.train.execute.layout import Layout, Stage, one_copy
 
 # A replica's part of the gradients of a slot, and whether they are finite.
 Part = tuple[jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class ReplicaRows:
-    """A microbatch of a further replica.
-
-    Attributes:
-        replica: Number of the replica; the first one is 0.
-        rows: Its rows, on the host.
-        slots: Slots of the samples that run.
-        work: Its work.
-        runs_reference: Whether the reference of some samples runs with it.
-    """
-
-    replica: int
-    rows: PackedBatch
-    runs_reference: bool
-    slots: frozenset[int]
-    work: TickWork
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class TickRows:
-    """The arrays of a tick.
-
-    Attributes:
-        stages: Its rows on the devices of each stage of the first replica; None: none
-            of its samples run there.
-        runs_reference: Whether the reference of some samples runs with them.
-        work: Work of the first replica.
-        further: The microbatches of further replicas.
-    """
-
-    stages: Sequence[PackedBatch] | None
-    runs_reference: bool
-    work: TickWork
-    further: Sequence[ReplicaRows]
-
-
 class FurtherReplicas:
     """The replicas beside the first one; none if replicas are alike or there is one."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        bases: Sequence[Base],
-        table: SlotTable,
-        limits: Limits,
-        lanes: Sequence[Lane],
-    ):
+    def __init__(self, layout: Layout, bases: Sequence[Base], table: SlotTable):
         """Copies all slots to the replicas.
 
         Args:
             layout: The first replica, and the others.
             bases: Weights of the frozen base on each of the others.
             table: Slots of the first replica.
-            limits: Limits of a microbatch of the first replica.
-            lanes: The lanes of a tick after that of the first replica; empty if there
-                are no further replicas.
         """
         self._home, self._table = layout.stages[0], table
-        self._limits, self._lanes = limits, tuple(lanes)
-        self._objectives = self._home.spec.options.objectives
         self._replicas = {
-            number: Replica(number, one.stage, base, self._home.placement, table)
-            for number, (one, base) in enumerate(
+            number: Replica(number, stage, base, self._home.placement, table)
+            for number, (stage, base) in enumerate(
                 zip(layout.further, bases, strict=True), start=1
             )
         }
@@ -117,6 +59,9 @@ class FurtherReplicas:
         for slot in range(self._home.spec.slots.num_slots):
             if table.has_job(slot):
                 self.copy(slot)
+
+    def __bool__(self) -> bool:
+        return bool(self._replicas)
 
     # ---- slots ---------------------------------------------------------------------
 
@@ -153,45 +98,6 @@ class FurtherReplicas:
             replica.wait()
 
     # ---- microbatches --------------------------------------------------------------
-
-    def shortest_classes(self) -> list[Any]:
-        """Returns the class of the shortest samples of each lane, for attention."""
-        found = []
-        for lane in self._lanes:
-            options = self._replicas[lane.replica].options
-            found.append(shortest_class(lane.capacity, *options.lengths))
-        return found
-
-    def pack(
-        self, microbatches: Sequence[Microbatch], batches: Mapping[int, JobBatch]
-    ) -> list[ReplicaRows]:
-        """Packs the microbatches of a tick that have samples to run.
-
-        Args:
-            microbatches: That of each lane after the first.
-            batches: Global batch of each slot whose samples run.
-        """
-        found = []
-        for lane, microbatch in zip(self._lanes, microbatches, strict=True):
-            samples = [s for s in microbatch if s.owner in batches]
-            if not samples:
-                continue
-            limits = dataclasses.replace(self._limits, capacity=lane.capacity)
-            rows = pack_tick((microbatch,), batches, limits, self._objectives)
-            found.append(
-                ReplicaRows(
-                    replica=lane.replica,
-                    rows=rows,
-                    runs_reference=runs_reference(rows),
-                    slots=frozenset(s.owner for s in samples),
-                    work=TickWork(
-                        num_microbatches=1,
-                        num_rows=lane.capacity,
-                        num_tokens=sum(s.num_tokens for s in samples),
-                    ),
-                )
-            )
-        return found
 
     def run(
         self, tick: Sequence[ReplicaRows], keys: SlotKeys, baseline: jax.Array | None
@@ -235,7 +141,7 @@ class FurtherReplicas:
 
 
 class Replica:
-    """One of the further replicas; its passes read and write it as `PassTable` says.
+    """One of the further replicas.
 
     Attributes:
         state: Weights and pending gradients.
@@ -263,30 +169,16 @@ class Replica:
             table: Slots of the first replica.
         """
         self._number, self._stage, self._home = number, stage, home
+        self._base, self._placement = base, stage.placement
         self.state = stage.steps.make_empty()
         self._reference = stage.steps.make_references()
         self._take_settings(table)
-        self._in_flight = InFlight([stage], [base], [self])
         self.new: dict[int, jax.Array] = {}
         self._has_part: set[int] = set()
-        self._num_microbatches = 0
-
-    @property
-    def of_reference(self) -> tuple[Tables, SlotSettings]:
-        """Weights and settings with which the slots give their references."""
-        if self._reference is not None:
-            return self._reference.params, self._reference.settings
-        return self.state.params, self._of_base
-
-    @property
-    def options(self) -> DecoderOptions:
-        """Options of its decoder."""
-        return self._stage.spec.options
 
     @property
     def _whole(self) -> Sharding:
-        placement = self._stage.placement
-        return placement.committed(REPLICATED)
+        return self._placement.committed(REPLICATED)
 
     def received(self, baseline: jax.Array | None) -> jax.Array | None:
         """Sends the baselines of the slots from the first replica to the devices."""
@@ -364,26 +256,23 @@ class Replica:
     ) -> JobLosses:
         for slot in sorted(one.slots & self.new.keys()):
             self._replace(slot)
-        number = self._num_microbatches
-        self._num_microbatches += 1
-        self._in_flight.enter(
-            number,
-            [self._placed(one.rows)],
-            keys,
-            one.slots,
-            runs_reference=one.runs_reference,
-        )
-        both = Pass(kind="forward_backward", stage=0, tick=number)
-        losses = self._in_flight.run(both, baseline)
-        assert losses is not None
+        steps, state = self._stage.steps, self.state
+        (rows,) = one.rows
+        if self._placement.mesh is not None:  # else the program uploads them faster
+            rows = put(rows, self._placement.sharding(self._placement.rows))
+        if one.runs_reference:
+            params, settings = state.params, self._of_base
+            if self._reference is not None:
+                params, settings = self._reference.params, self._reference.settings
+            own = SlotKeys(baseline=baseline)
+            found = steps.evaluate(self._base, params, settings, rows, own)
+            rows = dataclasses.replace(rows, reference_nll=found.nll)
+        keys = dataclasses.replace(keys, baseline=baseline)
+        args = state.params, state.pending, self.settings, rows, keys
+        pending, losses, _ = steps.accumulate(self._base, *args)
+        self.state = dataclasses.replace(state, pending=pending)
         self._has_part |= one.slots
         return losses
-
-    def _placed(self, rows: PackedBatch) -> PackedBatch:
-        placement = self._stage.placement
-        if placement.mesh is None:
-            return rows  # one device's program uploads them faster
-        return put(rows, placement.sharding(placement.rows))
 
     def wait(self) -> None:
         """Waits until all queued microbatches have run."""

@@ -168,9 +168,11 @@ def _prepare_further(
     row = home.read_slot.prepare(shapes["params"], shapes["slot"]).out_info
     shapes |= home.arguments.placed({"row": row})
     others = [home.add_part.prepare_from(shapes, "")]
-    for number, one in enumerate(layout.further, start=2):
-        steps, name = one.stage.steps, f", replica {number}"
-        shapes = steps.shapes(dataclasses.replace(limits, capacity=one.capacity))
+
+    pairs = zip(layout.further, layout.planned.further, strict=True)
+    for number, (stage, own) in enumerate(pairs, start=2):
+        steps, name = stage.steps, f", replica {number}"
+        shapes = steps.shapes(dataclasses.replace(limits, capacity=own.shape.tokens))
         shapes |= steps.arguments.placed({"row": row})
         passes.append(steps.passes.prepare(shapes, name))
         moves = steps.write_weights, steps.read_part

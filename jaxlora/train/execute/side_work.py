@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxlora.common.counted import counted
 from jaxlora.run.events import EvalEvent, SampleEvent, losses_by_set
-from jaxlora.train.execute.staged_executor import StagedExecutor
+from jaxlora.train.execute.executor import Executor
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_run import LiveRun
 
@@ -24,9 +24,7 @@ class SideWork:
         seconds: Time that was not spent on training, in all.
     """
 
-    def __init__(
-        self, run: LiveRun, executor: StagedExecutor, send: Callable[..., None]
-    ):
+    def __init__(self, run: LiveRun, executor: Executor, send: Callable[..., None]):
         """Makes the object.
 
         Args:

@@ -15,9 +15,9 @@ from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run.events import WindowEvent
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule
-from jaxlora.train.execute.executor import Outcomes, TickWork
+from jaxlora.train.execute.executor import Executor, Outcomes
+from jaxlora.train.execute.feed import TickWork
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_run import LiveRun
 
@@ -88,7 +88,7 @@ class Stream:
     has left. A checkpoint ends one, too.
     """
 
-    def __init__(self, run: LiveRun, executor: StagedExecutor):
+    def __init__(self, run: LiveRun, executor: Executor):
         """Makes the object; `restore` and `start` come first.
 
         Args:

@@ -1,6 +1,7 @@
 """Generation on meshes from the slots of a run: what one device generates."""
 
 import pytest
+from jaxlora.train.execute.texts import SlotDecoder
 
 from jaxlora import LoraJob, RunConfig, load_model
 from jaxlora.config.generation_settings import GenerationSettings
@@ -14,7 +15,6 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.stages import MeshStages
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.slot_decoder import SlotDecoder
 from tests import tiny
 
 pytestmark = pytest.mark.needs_devices(8)

@@ -9,14 +9,14 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.data.pack import JobBatch
-from jaxlora.plan.stream_plan import StreamTick
-from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickSource, TickWork
-from jaxlora.train.execute.staged_executor import StagedExecutor
+from jaxlora.plan.stream_plan import StreamPlan, StreamTick
+from jaxlora.train.execute.executor import Executor, Outcomes, StepOutcome
+from jaxlora.train.execute.feed import TickWork
 from jaxlora.train.job_state import JobState
 
 
 @dataclasses.dataclass
-class LateExecutor(StagedExecutor):
+class LateExecutor(Executor):
     """Counts the steps of each slot, and checks how it is used.
 
     Attributes:
@@ -34,7 +34,7 @@ class LateExecutor(StagedExecutor):
     ran: Counter = dataclasses.field(default_factory=Counter)
 
     def __post_init__(self):
-        self._source: TickSource | None = None
+        self._source: StreamPlan | None = None
         self._jobs: Mapping[int, JobState] = {}
         self._may_release: set[int] | None = None  # None: any, between two runs
 
@@ -52,7 +52,7 @@ class LateExecutor(StagedExecutor):
         self.steps[slot] = parked  # type: ignore[assignment]
 
     def run(
-        self, source: TickSource, jobs: Mapping[int, JobState]
+        self, source: StreamPlan, jobs: Mapping[int, JobState]
     ) -> Iterator[Outcomes]:
         assert set(jobs) == set(self.steps), "another set of jobs"
         self._source, self._jobs = source, jobs

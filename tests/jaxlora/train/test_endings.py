@@ -15,8 +15,8 @@ from jaxlora.errors import JaxloraError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import read_events
 from jaxlora.sweeps.files import print_summary
+from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.report.summary import (
     JobResult,
     RunResult,
@@ -95,7 +95,7 @@ def test_a_stop_where_an_evaluation_was_due_needs_no_other(train, long):
 def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
     """Its last weights compete, also where no evaluation was due."""
     if not is_better:
-        evaluate = StagedExecutor.evaluate
+        evaluate = Executor.evaluate
 
         def worse(self, runs):
             found = evaluate(self, runs)
@@ -104,7 +104,7 @@ def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
                 for slot, r in runs.items()
             }
 
-        monkeypatch.setattr(StagedExecutor, "evaluate", worse)
+        monkeypatch.setattr(Executor, "evaluate", worse)
     best = long.model_copy(update={"keep_best": True})
     outcome = train([best], on_window=stop("job0"))
     assert outcome.progress["job0"].best_step == (4 if is_better else 0)
@@ -147,7 +147,7 @@ def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
 
 
 def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
-    evaluate = StagedExecutor.evaluate
+    evaluate = Executor.evaluate
 
     def infinite(self, runs):
         found = evaluate(self, runs)
@@ -156,7 +156,7 @@ def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
             for slot, r in runs.items()
         }
 
-    monkeypatch.setattr(StagedExecutor, "evaluate", infinite)
+    monkeypatch.setattr(Executor, "evaluate", infinite)
     outcome = train([long], on_window=stop("job0"))
     progress = outcome.progress["job0"]
     assert progress.status == "failed"

@@ -6,8 +6,8 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.run.log import read_events
+from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.run_programs import FurtherPrograms
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import InterruptAt, at_windows
 from tests.jaxlora.train.conftest import LINEARS, folder_of
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
@@ -34,8 +34,8 @@ def rows(monkeypatch) -> list[int]:
         found.append(len(packed.token_ids))
         return original(self, packed)
 
-    original = StagedExecutor._upload
-    monkeypatch.setattr(StagedExecutor, "_upload", upload)
+    original = TickPacker.upload
+    monkeypatch.setattr(TickPacker, "upload", upload)
     return found
 
 

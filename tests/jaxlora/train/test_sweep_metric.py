@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from jaxlora.train.execute.texts import AnswerMeter, SlotDecoder
 
 from jaxlora import Generator, LoraJob, Prompt, RunConfig, Sweep, Trainer
 from jaxlora.config.generation_settings import GenerationSettings
@@ -14,8 +15,6 @@ from jaxlora.config.sweep_config import ExitRule
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.run.log import read_events
 from jaxlora.sweeps.engine.run import run_groups
-from jaxlora.train.execute.answers import AnswerMeter
-from jaxlora.train.execute.slot_decoder import SlotDecoder
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import outcome
 from tests.jaxlora.train.test_contracts import ROUNDING
