@@ -35,7 +35,7 @@ class LiveRun:
         control: Decides about the jobs, and adds further ones.
         store: The files.
         lock: Lock of the run's folder, which is held.
-        round: Rounds done; see `Stream`.
+        round: Rounds done; see `Rounds`.
         listeners: What the events are sent to.
         time: Time of the windows so far, predicted and measured.
     """

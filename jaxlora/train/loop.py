@@ -15,8 +15,8 @@ from jaxlora.run.folder import clean_up
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.ending import StopRequest
 from jaxlora.train.execute.executor import Executor
+from jaxlora.train.execute.rounds import Border, Rounds
 from jaxlora.train.execute.run_programs import FurtherPrograms
-from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.live_run import LiveRun
 from jaxlora.train.report.run_callbacks import open_callbacks
@@ -100,7 +100,7 @@ class Loop:
                 self._save(stream, stream.snapshot())
             return stops
 
-    def _at_border(self, stream: Stream, border: Border, stop: StopRequest) -> None:
+    def _at_border(self, stream: Rounds, border: Border, stop: StopRequest) -> None:
         """Does what is due between two microbatches."""
         self._run.send_written()
         if self._suggest():
@@ -121,7 +121,7 @@ class Loop:
             self._num_saved = self._num_due(self._run.round)
             self._save(stream, found)
 
-    def _wait(self, stream: Stream, stop: StopRequest) -> bool:
+    def _wait(self, stream: Rounds, stop: StopRequest) -> bool:
         """Waits for a sweep that others decide about; whether jobs may train again.
 
         A checkpoint is written before, as the jobs may go on in another process.
@@ -132,7 +132,7 @@ class Loop:
         run.send_written(waits=True)
         return run.control.wait(lambda: self._must_end(stop))
 
-    def _save(self, stream: Stream, read_slot: ReadSlot | None) -> None:
+    def _save(self, stream: Rounds, read_slot: ReadSlot | None) -> None:
         assert read_slot is not None, "steps are in flight"
         self._run.save(stream.saved(), read_slot)
 
@@ -146,7 +146,7 @@ class Loop:
         has_failed = self._run.listeners.failure is not None
         return processes.any_of(stop.requested or has_failed)
 
-    def _open_stream(self, further: FurtherPrograms) -> Stream:
+    def _open_stream(self, further: FurtherPrograms) -> Rounds:
         run = self._run.opened
         executor = Executor(
             run.layout,
@@ -157,7 +157,7 @@ class Loop:
             run.further_bases,
             run.plan.lanes.unlike[1:],
         )
-        stream = Stream(self._run, executor)
+        stream = Rounds(self._run, executor)
         try:
             stream.restore(self._saved)
         except JaxloraError:

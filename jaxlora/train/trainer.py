@@ -101,7 +101,7 @@ class RunTrainer[R: Ranking]:
 
     @property
     def round(self) -> int:
-        """Rounds done; see `Stream`."""
+        """Rounds done; see `Rounds`."""
         return 0 if self._live_run is None else self._live_run.round
 
     def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:

@@ -14,7 +14,7 @@ from jaxlora.inspect import inspect_path
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.train import control
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.stream import Border, Stream
+from jaxlora.train.execute.rounds import Border, Rounds
 from jaxlora.train.report.plot import plot_losses
 from jaxlora.train.saved.export import export_checkpoint
 from tests.fuzz.data_kinds import PAIRS, make_records
@@ -48,7 +48,7 @@ def without_computing(**stream_methods) -> Iterator[None]:
     """Replaces compilation, evaluations, training steps and plots by stubs."""
     with contextlib.ExitStack() as patches:
         for name, function in stream_methods.items():
-            patches.enter_context(mock.patch.object(Stream, name, function))
+            patches.enter_context(mock.patch.object(Rounds, name, function))
         for owner, name, stub in (
             (JobLifecycle, "evaluate", lambda *_: None),
             (RunPlan, "fit", lambda self, *_: self),

@@ -38,7 +38,7 @@ class JobLifecycle:
     """
 
     def __init__(self, run: LiveRun, executor: Executor, ticks: StreamPlan):
-        """Makes the object; see `Stream`, whose microbatches `ticks` has."""
+        """Makes the object; see `Rounds`, whose microbatches `ticks` has."""
         self.jobs, self.by_slot = run.live.jobs, {}
         self.has_events, self.may_start = False, True
         self.num_changes = 0

@@ -21,9 +21,9 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.models.sections import Position, Section, sections
 from jaxlora.models.slot_settings import SlotSettings
-from jaxlora.programs.program import Program
-from jaxlora.train.execute.arguments import Arguments, Shapes
-from jaxlora.train.execute.pass_programs import PassPrograms, PreparedPasses
+from jaxlora.plan.memory.footprint import StagePrograms
+from jaxlora.programs.program import Prepared, Program
+from jaxlora.train.execute.stage_programs import Arguments, PassPrograms, Shapes
 
 
 class SectionChain:
@@ -95,19 +95,25 @@ class SectionChain:
             h = (self._kinds[section.spec].evaluate(*args),)
         return h[0]
 
-    def prepare(
-        self, shapes: Shapes, suffix: str = "", *, evaluates: bool = False
-    ) -> PreparedPasses:
+    def prepare(self, shapes: Shapes, suffix: str = "") -> StagePrograms[Prepared]:
         """Starts to compile the passes of all sections; see `PassPrograms.prepare`."""
         *before, head = [
-            self._kinds[section.spec].prepare(
-                self._own(section, shapes),
-                f"{_name(section)}{suffix}",
-                evaluates=evaluates,
-            )
-            for section in self._sections
+            self._kinds[one.spec].prepare(self._own(one, shapes), _name(one) + suffix)
+            for one in self._sections
         ]
         return dataclasses.replace(head, sections=tuple(before))
+
+    def prepare_evaluation(
+        self, shapes: Shapes, suffix: str, *, evaluates: bool
+    ) -> list[Prepared]:
+        """Starts to compile the evaluation of all sections, likewise."""
+        return [
+            prepared
+            for one in self._sections
+            for prepared in self._kinds[one.spec].prepare_evaluation(
+                self._own(one, shapes), _name(one) + suffix, evaluates=evaluates
+            )
+        ]
 
     @property
     def programs(self) -> dict[str, Program]:

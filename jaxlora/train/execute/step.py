@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jaxlora.adapters.division import TableDivision
 from jaxlora.adapters.exchange import (
@@ -31,7 +30,7 @@ from jaxlora.adapters.slot_state import (
     write_slot,
     zero_tables,
 )
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
 from jaxlora.models.spec import DecoderSpec, SlotShape
 from jaxlora.plan.memory.inputs import (
     baseline_shape,
@@ -41,11 +40,16 @@ from jaxlora.plan.memory.inputs import (
 )
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.arguments import SHORT, Arguments, Shapes, StageProgram
 from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
-from jaxlora.train.execute.pass_programs import PassPrograms
 from jaxlora.train.execute.section_chain import SectionChain
 from jaxlora.train.execute.stage_passes import StagePasses
+from jaxlora.train.execute.stage_programs import (
+    SHORT,
+    Arguments,
+    PassPrograms,
+    Shapes,
+    StageProgram,
+)
 
 
 class CompiledSteps:
@@ -93,52 +97,46 @@ class CompiledSteps:
         self._division = TableDivision.of(spec.table_axes(), self._shapes, optimizers)
         state = state_specs(self._shapes, placement, optimizers, self._division)
         self.arguments = Arguments(spec=spec, placement=placement, state=state)
-        self._make_passes()
-        self._make_updates()
-        if spec.slots is not None:
-            self._make_slots(spec.slots)
-        if placement.num_lanes == 1:
-            self._make_replicas()
-
-    def _make_passes(self) -> None:
         self.passes: PassPrograms | SectionChain
-        if self._spec.options.layers_per_program is None:
+        if spec.options.layers_per_program is None:
             self.passes = own = PassPrograms(self.arguments)
             self.forward, self.backward = own.forward, own.backward
         else:
             self.passes = SectionChain(self.arguments)
         self.accumulate: Callable[..., Any] = self.passes.accumulate
         self.evaluate: Callable[..., Any] = self.passes.evaluate
-        self.add_baseline = self.arguments.program(
-            "baseline",
-            StagePasses(self._spec, self._placement).add_baseline,
-            ("baseline", "losses", "is_new"),
-            "baseline",
-        )
+        self._make_updates()
+        if spec.slots is not None:
+            self._make_slots(spec.slots)
 
     def _make_updates(self) -> None:
         p, division, program = self._placement, self._division, self.arguments.program
-        divided = tuple(division.weights)
+        divided, part = tuple(division.weights), functools.partial
         axes = {"axes": p.summed_axes, "whole_axes": p.whole_axes}
-        self.exchange = program(
-            "sum over devices",
-            functools.partial(exchange, **axes, divided=divided),
-            ("pending", "slot"),
-            "pending",
+        add_baseline = StagePasses(self._spec, p).add_baseline
+        takes = "baseline", "losses", "is_new"
+        self.add_baseline = program("baseline", add_baseline, takes, "baseline")
+        sums = part(exchange, **axes, divided=divided)
+        takes = "pending", "slot"
+        self.exchange = program("sum over devices", sums, takes, "pending")
+        norms = part(measure, divided=divided)
+        self.measure = program("gradient norms", norms, ("pending",), "norms")
+        step = part(
+            optimizer_step, linears=self._spec.linears_of_stacks, division=division
         )
-        self.measure = program(
-            "gradient norms",
-            functools.partial(measure, divided=divided),
-            ("pending",),
-            "norms",
-        )
-        linears = self._spec.linears_of_stacks
-        self.step = program(
-            "optimizer step",
-            functools.partial(optimizer_step, linears=linears, division=division),
-            ("state", "inputs", "measured", "rank"),
-            ("state", "result"),
-        )
+        takes, gives = ("state", "inputs", "measured", "rank"), ("state", "result")
+        self.step = program("optimizer step", step, takes, gives)
+        if p.num_lanes > 1:
+            return
+        read = part(read_part, whole_axes=p.whole_axes, divided=division.weights)
+        takes, gives = ("pending", "slot"), ("row", "is_finite")
+        self.read_part = program("gradients", read, takes, gives)
+        add = part(add_part, num_tensor=p.num_tensor, divided=division.weights)
+        takes = "pending", "slot", "row", "is_finite"
+        self.add_part = program("sum over replicas", add, takes, "pending")
+        write = part(write_weights, divided=division.weights)
+        takes, gives = ("params", "pending", "slot", "row"), ("params", "pending")
+        self.write_weights = program("weights", write, takes, gives)
 
     def _make_slots(self, slots: SlotShape) -> None:
         spec, p = self._spec, self._placement
@@ -149,14 +147,13 @@ class CompiledSteps:
             identity = "training", what, spec, p, SHORT, self.arguments.codes
             return Program(jitted, what, identity, varies=varies)
 
-        division, state = self._division, self.arguments.state
-        given = self._shapes, slots.num_slots, p, slots.optimizers, division
-        self.empty = program(
-            "empty slots",
-            functools.partial(empty_state, *given),
-            out_shardings=p.all_committed(state),
-        )
+        state = self.arguments.state
+        given = self._shapes, slots.num_slots, p, slots.optimizers, self._division
+        empty = functools.partial(empty_state, *given)
+        zeros = functools.partial(zero_tables, self._shapes)
+        placed = p.all_committed(state)
         written = None if p.mesh is None else p.shardings(state)
+        self.empty = program("empty slots", empty, out_shardings=placed)
         self.write_slot = program(
             "writing a slot",
             functools.partial(write_slot, optimizers=slots.optimizers),
@@ -165,9 +162,7 @@ class CompiledSteps:
             out_shardings=written,
         )
         self.empty_reference = program(
-            "empty references",
-            functools.partial(zero_tables, self._shapes),
-            out_shardings=p.all_committed(state.params),
+            "empty references", zeros, out_shardings=placed.params
         )
         self.write_reference = program(
             "writing a reference",
@@ -175,7 +170,7 @@ class CompiledSteps:
             donate_argnums=0,
             out_shardings=None if written is None else written.params,
         )
-        whole = None if p.mesh is None else p.sharding(PartitionSpec())
+        whole = None if p.mesh is None else p.sharding(REPLICATED)
         read = functools.partial(read_slot_rows, where=whole)
         self.read_slot = program("reading a slot", read, 0, out_shardings=whole)
         if any(map(evaluates_other_weights, slots.optimizers)):
@@ -185,28 +180,6 @@ class CompiledSteps:
                 ("params", "optimizer_state", "optimizer"),
                 "weights",
             )
-
-    def _make_replicas(self) -> None:
-        p, program = self._placement, self.arguments.program
-        divided = self._division.weights
-        self.read_part = program(
-            "gradients",
-            functools.partial(read_part, whole_axes=p.whole_axes, divided=divided),
-            ("pending", "slot"),
-            ("row", "is_finite"),
-        )
-        self.add_part = program(
-            "sum over replicas",
-            functools.partial(add_part, num_tensor=p.num_tensor, divided=divided),
-            ("pending", "slot", "row", "is_finite"),
-            "pending",
-        )
-        self.write_weights = program(
-            "weights",
-            functools.partial(write_weights, divided=divided),
-            ("params", "pending", "slot", "row"),
-            ("params", "pending"),
-        )
 
     # ---- before they are called ----------------------------------------------------
 

@@ -67,7 +67,7 @@ class MeshTraining(Training):
         """Returns the memory of the training step on each device, as XLA says."""
         (stage,) = self.layout.stages
         passes = stage.steps.passes.prepare(stage.steps.shapes(self.case.limits))
-        return passes.compiled().last.memory_analysis()
+        return passes.last.compiled().memory_analysis()
 
     def probe(self, num_tokens: int, longest: int) -> Probe:
         """Makes a microbatch that all jobs share, with lengths like theirs.

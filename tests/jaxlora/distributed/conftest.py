@@ -19,16 +19,16 @@ from tests import tiny
 CHILD = """
 import functools, os, signal, sys
 from jaxlora.distributed import start
-from jaxlora.train.execute.stream import Stream
+from jaxlora.train.execute.rounds import Rounds
 start.joined = functools.partial(start.joined, lost_seconds=15)
-left, end_window = int(sys.argv[1]) - 1, Stream._end_window
+left, end_window = int(sys.argv[1]) - 1, Rounds._end_window
 def count(self):
     global left
     end_window(self)
     left -= 1
     if left == 0:
         os.kill(os.getpid(), int(sys.argv[2]))
-Stream._end_window = count
+Rounds._end_window = count
 from jaxlora.cli.main import main
 sys.exit(main(["train", *sys.argv[3:]]))
 """

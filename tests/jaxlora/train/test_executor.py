@@ -20,7 +20,7 @@ from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.resolve import resolve
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.control import Control
-from jaxlora.train.execute.stream import Border, Stream
+from jaxlora.train.execute.rounds import Border, Rounds
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.live_run import LiveRun
@@ -115,7 +115,7 @@ def drive(tmp_path):
             run.live, run.requests, run.control = live, requests, Control()
             run.opened = mock.Mock(sampler=None, meter=None)
             run.export, run.send = export, log.on_event
-            stream = Stream(run, executor)
+            stream = Rounds(run, executor)
             stream.restore(None)
             with stream:
                 while stream.start():

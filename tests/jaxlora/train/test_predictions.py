@@ -19,7 +19,7 @@ from jaxlora.sweeps.files import print_summary
 from jaxlora.train import trainer
 from jaxlora.train.execute.executor import Outcomes
 from jaxlora.train.execute.feed import TickWork
-from jaxlora.train.execute.stream import _Moment, _WindowCounts
+from jaxlora.train.execute.rounds import _Window
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.train.conftest import TWO_SLOTS
 
@@ -30,12 +30,13 @@ STEPS = {"a": 2, "b": 5, "c": 2}
 def test_a_window_has_the_time_of_the_work_that_it_counts():
     """The device does the next window's first microbatch before an evaluation."""
     outcomes = Outcomes(steps={}, work={0: TickWork(num_microbatches=1)})
-    first = _WindowCounts(_Moment(time=10.0, aside=2.0))
-    first.add(outcomes, _Moment(time=12.0, aside=3.0))
-    second = _WindowCounts(first.end)
+    first = _Window(10.0 - 2.0)  # of which 2 were not spent on training
+    first.add(outcomes, 12.0 - 3.0)
+    second = _Window(first.end)
     # From 12 to 14 the microbatch was awaited, and from 14 to 20 jobs were evaluated.
-    second.add(outcomes, _Moment(time=20.001, aside=9.0))
-    assert (first.seconds, second.seconds) == (1.0, pytest.approx(2.001))
+    second.add(outcomes, 20.001 - 9.0)
+    seconds = [window.end - window.begin for window in (first, second)]
+    assert seconds == [1.0, pytest.approx(2.001)]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from jaxlora.forecast import plan_run
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.stream import Stream
+from jaxlora.train.execute.rounds import Rounds
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
 from tests.oracle import relative_error
@@ -233,7 +233,7 @@ def test_requests_outlive_a_kill(config, model, monkeypatch):
 def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
     """As by another thread, at any time: it joins at the next border."""
     run, trainer, added = config(), None, []
-    handle = Stream._handle
+    handle = Rounds._handle
 
     def handle_and_add(self, outcomes):
         before = len(trainer.jobs)
@@ -246,7 +246,7 @@ def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
         assert len(trainer.jobs) == before
         return stepped
 
-    monkeypatch.setattr(Stream, "_handle", handle_and_add)
+    monkeypatch.setattr(Rounds, "_handle", handle_and_add)
     trainer = Trainer(run, model)
     result = trainer.train()
     assert [job.name for job in result.jobs] == ["low", "high"]

@@ -29,7 +29,7 @@ class Border:
     Attributes:
         ends_round: Whether a round has ended here.
         ends_window: Whether a window has, too.
-        snapshot: The states of the slots here, if `Stream.snapshot` has promised them.
+        snapshot: The states of the slots here, if `Rounds.snapshot` has promised them.
     """
 
     ends_round: bool
@@ -37,33 +37,23 @@ class Border:
     snapshot: ReadSlot | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Moment:
-    """A moment of a run.
-
-    Attributes:
-        time: Seconds of the clock.
-        aside: Seconds before it that were not spent on training.
-    """
-
-    time: float
-    aside: float
-
-
-class _WindowCounts:
+class _Window:
     """Counts the work of a window, for the event that reports it.
 
     Attributes:
-        end: Moment at which its last results came, where the next window begins: the
-            work that follows may be done on the device before the window is reported.
+        begin, end: Training time at its begin, and when its last results came. The next
+            window begins there, as the work that follows may be done on the device
+            before the window is reported.
+        num_rounds: Rounds that have ended.
+        by_replica: Its work, by the number of the replica.
     """
 
-    def __init__(self, begin: _Moment):
-        self.by_replica: dict[int, TickWork] = {}
+    def __init__(self, begin: float):
+        self.begin = self.end = begin
         self.num_rounds = 0
-        self._begin = self.end = begin
+        self.by_replica: dict[int, TickWork] = {}
 
-    def add(self, outcomes: Outcomes, now: _Moment) -> None:
+    def add(self, outcomes: Outcomes, now: float) -> None:
         """Counts an item of the executor."""
         self.end = now
         for number, work in outcomes.work.items():
@@ -74,14 +64,8 @@ class _WindowCounts:
         """The work of all replicas."""
         return sum(self.by_replica.values(), TickWork())
 
-    @property
-    def seconds(self) -> float:
-        """Time of training."""
-        begin, end = self._begin, self.end
-        return end.time - begin.time - (end.aside - begin.aside)
 
-
-class Stream:
+class Rounds:
     """Trains the jobs of a run until all have ended or are paused.
 
     A round ends when every job that ran at its beginning has taken an optimizer step or
@@ -104,9 +88,9 @@ class Stream:
         self._due: set[str] = set()  # jobs without a step in this round
         self._has_stepped = False  # in this round
         self._stepped: list[JobState] = []  # jobs that are between two batches
-        self._window = _WindowCounts(self._now())
+        self._window = _Window(self._now())
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "Rounds":
         self._ticks.__enter__()
         return self
 
@@ -174,7 +158,7 @@ class Stream:
         if not self._life.active:
             return  # all jobs ended at their first evaluation
         self._due = {job.name for job in self._life.active}
-        self._window = _WindowCounts(self._now())
+        self._window = _Window(self._now())
         for outcomes in self._executor.run(self._ticks, self._life.by_slot):
             self._window.add(outcomes, self._now())
             stepped = self._stepped = self._handle(outcomes)
@@ -233,7 +217,7 @@ class Stream:
     def _end_window(self) -> None:
         """Sends the figures of the last rounds."""
         window, ticks = self._window, self._ticks
-        seconds, work = window.seconds, window.work
+        seconds, work = window.end - window.begin, window.work
         recent = Schedule(
             microbatches=tuple(m for tick in ticks.recent for m in tick),
             limits=self._config.limits,
@@ -256,27 +240,27 @@ class Stream:
         )
         ticks.forget_figures()
         self._life.num_changes = 0
-        self._window = _WindowCounts(window.end)
+        self._window = _Window(window.end)
         self._run.send(event)
 
     def _by_replica(self) -> tuple[dict[str, Any], ...]:
         """Returns the work of each replica; nothing if replicas are alike."""
-        found = []
-        for number, replica in enumerate(self._plan.lanes.replicas):
-            work = self._window.by_replica.get(number, TickWork())
-            found.append(
-                {
-                    "replica": number + 1,
-                    "microbatch_tokens": replica.capacity,
-                    "num_microbatches": work.num_microbatches,
-                    "num_tokens": work.num_tokens,
-                    "fill": _fill(work),
-                }
-            )
-        return tuple(found)
+        works = self._window.by_replica
+        return tuple(
+            {
+                "replica": number + 1,
+                "microbatch_tokens": replica.capacity,
+                "num_microbatches": work.num_microbatches,
+                "num_tokens": work.num_tokens,
+                "fill": _fill(work),
+            }
+            for number, replica in enumerate(self._plan.lanes.replicas)
+            for work in [works.get(number, TickWork())]
+        )
 
-    def _now(self) -> _Moment:
-        return _Moment(time=time.perf_counter(), aside=self._life.side_work.seconds)
+    def _now(self) -> float:
+        """Returns the seconds of the clock that were spent on training."""
+        return time.perf_counter() - self._life.side_work.seconds
 
 
 def _fill(work: TickWork) -> float:
