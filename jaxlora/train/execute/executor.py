@@ -24,8 +24,8 @@ from jaxlora.train.execute.evaluation import Evaluator, total_losses
 from jaxlora.train.execute.feed import Feed, ReplicaRows, TickPacker, TickWork
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.optimizer_inputs import by_slot, optimizer_inputs
 from jaxlora.train.execute.replicas import FurtherReplicas
+from jaxlora.train.execute.step import by_slot, optimizer_inputs
 from jaxlora.train.job_state import JobState
 
 

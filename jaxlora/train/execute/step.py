@@ -1,10 +1,12 @@
 """The compiled functions of training: pure, of fixed shapes, for all slots at once."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlora.adapters.division import TableDivision
 from jaxlora.adapters.exchange import (
@@ -15,11 +17,12 @@ from jaxlora.adapters.exchange import (
 )
 from jaxlora.adapters.optimizer import (
     AdapterState,
+    OptimizerInputs,
     measure,
     optimizer_step,
 )
 from jaxlora.adapters.optimizers.state import evaluation_weights
-from jaxlora.adapters.optimizers.table import evaluates_other_weights
+from jaxlora.adapters.optimizers.table import OPTIMIZERS, evaluates_other_weights
 from jaxlora.adapters.reference_table import ReferenceTable
 from jaxlora.adapters.slot_state import (
     empty_state,
@@ -31,7 +34,10 @@ from jaxlora.adapters.slot_state import (
     zero_tables,
 )
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
-from jaxlora.models.spec import DecoderSpec, SlotShape
+from jaxlora.config import LoraJob
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.plan.memory.inputs import (
     baseline_shape,
     batch_shapes,
@@ -40,7 +46,6 @@ from jaxlora.plan.memory.inputs import (
 )
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
 from jaxlora.train.execute.section_chain import SectionChain
 from jaxlora.train.execute.stage_passes import StagePasses
 from jaxlora.train.execute.stage_programs import (
@@ -50,6 +55,7 @@ from jaxlora.train.execute.stage_programs import (
     Shapes,
     StageProgram,
 )
+from jaxlora.train.job_state import JobState
 
 
 class CompiledSteps:
@@ -295,3 +301,86 @@ def compiled_steps(
 ) -> CompiledSteps:
     """The jitted functions of a stage, shared by all trainers of this process."""
     return CompiledSteps(spec, placement)
+
+
+# ---- settings of optimizer steps, one row per slot -----------------------------------
+
+
+def by_slot(values: Mapping[int, float], num_slots: int, dtype: Any) -> Any:
+    """Puts values into a NumPy array by slot; a jitted call uploads it fastest."""
+    out = np.zeros(num_slots, dtype)
+    for slot, value in values.items():
+        out[slot] = value
+    return out
+
+
+def optimizer_inputs(
+    jobs: Mapping[int, JobState], steps: Mapping[int, int], slots: SlotShape
+) -> OptimizerInputs:
+    """Returns the settings of optimizer steps.
+
+    Args:
+        jobs: The jobs, by slot.
+        steps: Numbers of the steps, by slot; rows of the other slots are not used.
+        slots: The slots.
+    """
+    # Inputs that stay the same are made once, as this is the host's time of a tick.
+    settings = tuple((slot, _Identical(job.settings)) for slot, job in jobs.items())
+    fixed = _fixed_inputs(settings, slots)
+    rates = {slot: jobs[slot].learning_rate(step) for slot, step in steps.items()}
+    return dataclasses.replace(
+        fixed,
+        step_mask=by_slot(dict.fromkeys(steps, True), slots.num_slots, np.bool_),
+        count=by_slot(steps, slots.num_slots, np.int32),
+        learning_rate=by_slot(rates, slots.num_slots, np.float32),
+    )
+
+
+class _Identical:
+    """Settings of a job, compared by identity: they are frozen, and slow to hash."""
+
+    def __init__(self, job: LoraJob):
+        self.job = job
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identical) and self.job is other.job
+
+    def __hash__(self) -> int:
+        return id(self.job)
+
+
+@functools.lru_cache(maxsize=16)
+def _fixed_inputs(
+    jobs: tuple[tuple[int, _Identical], ...], slots: SlotShape
+) -> OptimizerInputs:
+    """Returns settings that are the same at every step, for all jobs by slot."""
+
+    def row(value: Callable[[LoraJob], float], dtype=np.float32) -> Any:
+        values = {slot: value(one.job) for slot, one in jobs}
+        return by_slot(values, slots.num_slots, dtype)
+
+    def settings(name: str) -> dict[str, Any]:
+        """Settings of an optimizer; 0 in slots with another one."""
+        optimizer = OPTIMIZERS[name]
+        own = {
+            slot: optimizer.settings_of(one.job)
+            for slot, one in jobs
+            if one.job.optimizer == name
+        }
+        return {
+            key: by_slot({s: own[s][key] for s in own}, slots.num_slots, np.float32)
+            for key in optimizer.settings
+        }
+
+    number = {name: i for i, name in enumerate(slots.optimizers)}
+
+    return OptimizerInputs(
+        step_mask=row(lambda job: False, np.bool_),
+        count=row(lambda job: 0, np.int32),
+        learning_rate=row(lambda job: 0.0),
+        rate_ratio=rate_ratios(row),
+        weight_decay=row(lambda job: job.weight_decay),
+        settings={name: settings(name) for name in slots.optimizers},
+        optimizer=row(lambda job: number[job.optimizer], np.int32),
+        max_norm=row(lambda job: job.max_grad_norm or np.inf),
+    )
