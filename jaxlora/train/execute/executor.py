@@ -125,7 +125,8 @@ class Executor:
     The trainer decides which jobs train and when a job ends; an executor queues the
     work on its devices and yields what the optimizer steps did. All calls are made by
     one thread. All methods may be called between two calls of `run`, and while its
-    iterator is suspended at an item.
+    iterator is suspended at an item. They are all that a run calls, so one that has
+    them trains in its place; the tests have one without a device.
 
     See `jaxlora.sharding.pipeline` for the order of work. The results of a tick's steps
     are read when the last stage has queued them and the passes of one more round are

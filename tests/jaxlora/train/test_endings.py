@@ -15,7 +15,6 @@ from jaxlora.errors import JaxloraError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import read_events
 from jaxlora.sweeps.files import print_summary
-from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.report.summary import (
     JobResult,
@@ -27,10 +26,16 @@ from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS, folder_of
+from tests.jaxlora.train.host_executor import HostExecutor, without_device
 from tests.jaxlora.train.test_contracts import assert_same_training
 
-# All runs here share one set of compiled programs.
 SHAPE = {"max_concurrent_jobs": 2, "slot_dropout": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_device():
+    with without_device():
+        yield
 
 
 @pytest.fixture
@@ -95,7 +100,7 @@ def test_a_stop_where_an_evaluation_was_due_needs_no_other(train, long):
 def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
     """Its last weights compete, also where no evaluation was due."""
     if not is_better:
-        evaluate = Executor.evaluate
+        evaluate = HostExecutor.evaluate
 
         def worse(self, runs):
             found = evaluate(self, runs)
@@ -104,7 +109,7 @@ def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
                 for slot, r in runs.items()
             }
 
-        monkeypatch.setattr(Executor, "evaluate", worse)
+        monkeypatch.setattr(HostExecutor, "evaluate", worse)
     best = long.model_copy(update={"keep_best": True})
     outcome = train([best], on_window=stop("job0"))
     assert outcome.progress["job0"].best_step == (4 if is_better else 0)
@@ -147,7 +152,7 @@ def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
 
 
 def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
-    evaluate = Executor.evaluate
+    evaluate = HostExecutor.evaluate
 
     def infinite(self, runs):
         found = evaluate(self, runs)
@@ -156,7 +161,7 @@ def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
             for slot, r in runs.items()
         }
 
-    monkeypatch.setattr(Executor, "evaluate", infinite)
+    monkeypatch.setattr(HostExecutor, "evaluate", infinite)
     outcome = train([long], on_window=stop("job0"))
     progress = outcome.progress["job0"]
     assert progress.status == "failed"

@@ -25,7 +25,7 @@ from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.live_run import LiveRun
 from tests import tiny
-from tests.jaxlora.train.late_executor import LateExecutor
+from tests.jaxlora.train.host_executor import HostExecutor, HostSlots
 
 
 def job_run(name: str, lengths, **settings) -> JobState:
@@ -83,7 +83,7 @@ def drive(tmp_path):
 
     def run(in_flight: int, at_border=lambda border, jobs, requests: None):
         runs = make_runs()
-        executor = LateExecutor(in_flight, loss, eval_loss)
+        executor = HostExecutor(HostSlots(), in_flight, loss, eval_loss)
         config = RunConfig(
             model="none",
             jobs=[run.settings for run in runs],
