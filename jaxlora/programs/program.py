@@ -152,14 +152,6 @@ class Program:
             self._prepared[signature] = found
         return found
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lowers the function, as `jax.jit(...).lower` does."""
-        return lower_program(self.jitted, *args)
-
-    def num_programs(self) -> int:
-        """Programs that were prepared so far, of which some may have been loaded."""
-        return len(self._prepared)
-
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         return sum(not one.is_loaded for one in self._prepared.values())

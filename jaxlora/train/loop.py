@@ -153,7 +153,7 @@ class Loop:
             run.model.params,
             run.slots,
             self._config.limits,
-            further.wait_for,
+            further.wait_for if run.plan.further_limits else None,
             run.further_bases,
             run.plan.lanes.unlike[1:],
         )

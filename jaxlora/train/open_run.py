@@ -64,7 +64,6 @@ class OpenedRun:
         joined: Names of the jobs that joined while an earlier process trained.
         sampler: Generates texts at evaluations; None if `samples` asks for none.
         meter: Measures answers at evaluations; None without such a metric of a sweep.
-        decoder: What both generate with.
     """
 
     plan: RunPlan
@@ -81,7 +80,6 @@ class OpenedRun:
     joined: tuple[str, ...]
     sampler: Sampler | None
     meter: AnswerMeter | None
-    decoder: SlotDecoder
 
     @property
     def folder(self) -> pathlib.Path:
@@ -234,7 +232,6 @@ def open_run(
         joined=tuple(job.name for job in config.jobs if job.name not in given),
         sampler=sampler,
         meter=meter,
-        decoder=decoder,
     )
 
 

@@ -21,6 +21,7 @@ from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.step import total_losses
 from jaxlora.train.job_state import JobState
 
 
@@ -261,16 +262,6 @@ class Evaluator:
             args = self._bases[number], weights[number], settings[number]
             h = (stage.steps.evaluate(*args, rows[number], keys, *h),)
         return h[0]
-
-
-def total_losses(losses: Sequence[np.ndarray]) -> np.ndarray:
-    """Sums the losses of each slot over ticks and devices in float64.
-
-    Args:
-        losses: For each tick, G, or F G with a first axis of devices.
-    """
-    parts = [np.atleast_2d(np.asarray(loss, np.float64)).sum(axis=0) for loss in losses]
-    return np.sum(parts, axis=0)
 
 
 def _all_groups(batches: Mapping[int, JobBatch]) -> dict[int, range]:

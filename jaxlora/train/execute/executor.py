@@ -20,12 +20,12 @@ from jaxlora.scheduler import Limits
 from jaxlora.scheduler.lanes import Lane
 from jaxlora.sharding.global_arrays import everywhere
 from jaxlora.sharding.pipeline import Pass, one_f_one_b
-from jaxlora.train.execute.evaluation import Evaluator, total_losses
+from jaxlora.train.execute.evaluation import Evaluator
 from jaxlora.train.execute.feed import Feed, ReplicaRows, TickPacker, TickWork
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.replicas import FurtherReplicas
-from jaxlora.train.execute.step import by_slot, optimizer_inputs
+from jaxlora.train.execute.step import by_slot, optimizer_inputs, total_losses
 from jaxlora.train.job_state import JobState
 
 
@@ -353,7 +353,7 @@ class Executor:
             if losses is not None:
                 self._note_losses(tick.slots, losses)
         if enters:
-            if self._further:
+            if self._layout.further:
                 self._run_further(tick)
             self._feed.prepare(one.tick + 1)
 
@@ -400,7 +400,7 @@ class Executor:
 
     def _complete(self, batches: Mapping[int, JobBatch]) -> _Steps:
         """Prepares the steps of global batches whose backward passes are queued."""
-        if self._further:
+        if self._layout.further:
             self._further.add(batches)
         for stage, table in zip(self._layout.stages, self._tables, strict=True):
             # Their gradients are summed over the devices of every stage.
@@ -438,7 +438,7 @@ class Executor:
         steps.results.append(everywhere(result))
         if stage:
             return
-        if self._further:
+        if self._layout.further:
             self._further.copy_weights(slots)
         # This transfer is intended and does not block, so the transfer guard is off.
         with jax.transfer_guard_device_to_host("allow"):

@@ -60,9 +60,6 @@ class FurtherReplicas:
             if table.has_job(slot):
                 self.copy(slot)
 
-    def __bool__(self) -> bool:
-        return bool(self._replicas)
-
     # ---- slots ---------------------------------------------------------------------
 
     def copy(self, slot: int) -> None:
@@ -70,8 +67,6 @@ class FurtherReplicas:
 
         Gradients of the slot that they have are discarded.
         """
-        if not self._replicas:
-            return
         self._parts.pop(slot, None)
         for replica in self._replicas.values():
             replica.empty(slot, self._table)

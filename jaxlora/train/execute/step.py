@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -303,7 +303,17 @@ def compiled_steps(
     return CompiledSteps(spec, placement)
 
 
-# ---- settings of optimizer steps, one row per slot -----------------------------------
+# ---- what goes in and comes out, by slot ---------------------------------------------
+
+
+def total_losses(losses: Sequence[np.ndarray]) -> np.ndarray:
+    """Sums the losses of each slot over ticks and devices in float64.
+
+    Args:
+        losses: For each tick, G, or F G with a first axis of devices.
+    """
+    parts = [np.atleast_2d(np.asarray(loss, np.float64)).sum(axis=0) for loss in losses]
+    return np.sum(parts, axis=0)
 
 
 def by_slot(values: Mapping[int, float], num_slots: int, dtype: Any) -> Any:
