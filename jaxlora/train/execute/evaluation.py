@@ -88,33 +88,31 @@ class Evaluator:
         }
         baseline = self.add_baselines(self.no_baseline, recombined, weights)
         ranges = {slot: dict(job.eval_ranges) for slot, job in jobs.items()}
-        queued, numbers = [], []
-        for number, sets in enumerate(_rounds(batches, ranges)):
-            for losses in self._queue(batches, sets, baseline, weights):
-                queued.append(losses)
-                numbers.append(number)
-        wanted = [({"loss": o.loss} | o.metrics, o.is_finite) for o in queued]
-        host = jax.device_get(everywhere(wanted))
-        flags = [flag.reshape(-1, self._shape.num_slots) for _, flag in host]
+        queued = [
+            [
+                ({"loss": losses.loss} | losses.metrics, losses.is_finite)
+                for losses in self._queue(batches, sets, baseline, weights)
+            ]
+            for sets in _rounds(batches, ranges)
+        ]
+        host = jax.device_get(everywhere(queued))
+        every = [one for of_round in host for one in of_round]
+        flags = [flag.reshape(-1, self._shape.num_slots) for _, flag in every]
         is_finite = np.concatenate(flags).all(axis=0)
 
-        def mean(slot: int, name: str) -> float:
-            total = total_losses([sums[name] for sums, _ in host])
-            return float(total[slot]) / batches[slot].num_terms
-
-        def mean_of_set(slot: int, number: int, groups: range) -> float:
-            of_set = zip(host, numbers, strict=True)
-            losses = [sums["loss"] for (sums, _), n in of_set if n == number]
-            total = total_losses(losses)
-            return float(total[slot]) / batches[slot].num_terms_of(groups)
+        def total(some: Sequence[Any], slot: int, name: str) -> float:
+            return float(total_losses([sums[name] for sums, _ in some])[slot])
 
         return {
             slot: {
-                name: mean(slot, name) if is_finite[slot] else math.nan
+                name: total(every, slot, name) / batch.num_terms
+                if is_finite[slot]
+                else math.nan
                 for name in ("loss", *batch.metric_names)
             }
             | {
-                f"loss/{name}": mean_of_set(slot, number, groups)
+                f"loss/{name}": total(host[number], slot, "loss")
+                / batch.num_terms_of(groups)
                 for number, (name, groups) in enumerate(ranges[slot].items())
             }
             for slot, batch in batches.items()

@@ -12,7 +12,6 @@ from jaxlora.config.generation_settings import GenerationSettings, SamplesConfig
 from jaxlora.config.sweep_config import Metric
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.samples import TokenizedSample
-from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.batch import Batch, GeneratingDecoder, LoadedDecoder, Request
@@ -245,35 +244,46 @@ class AnswerMeter:
     ) -> dict[str, list[str]]:
         """Returns the answers of each job, in the order of its held-out samples."""
         # Prompts have the length of the power of two above, whoever else is asked.
-        by_width: dict[int, list[tuple[JobState, int]]] = {}
+        by_width: dict[int, list[tuple[JobState, int, Question]]] = {}
         for job in jobs:
             for i, question in enumerate(self._questions(job)):
                 width = 1 << (len(question.token_ids) - 1).bit_length()
-                by_width.setdefault(width, []).append((job, i))
+                by_width.setdefault(width, []).append((job, i, question))
         decoder = self._decoder.loaded(tables)
         settings = GenerationSettings(max_new_tokens=self._metric.max_new_tokens)
         out = {job.name: [""] * len(self._asked[job.name]) for job in jobs}
         for width in sorted(by_width):
             shape = batch_shape(_ANSWER_ROWS, width, settings.max_new_tokens)
             for rows in itertools.batched(by_width[width], _ANSWER_ROWS):
-                requests = [self._request(job, i) for job, i in rows]
+                requests = [
+                    Request(
+                        token_ids=np.array(question.token_ids, np.int32),
+                        slot=job.slot,
+                        seed=0,
+                        max_new_tokens=min(
+                            settings.max_new_tokens,
+                            self._positions - len(question.token_ids),
+                        ),
+                    )
+                    for job, _, question in rows
+                ]
                 batch = Batch(decoder, requests, settings, self._ends, shape)
                 while not batch.is_done:
                     batch.advance()
-                for (job, i), answer in zip(rows, batch.answers, strict=True):
-                    text = self._asked[job.name][i].text
-                    out[job.name][i] = text.of(answer.token_ids)
+                for (job, i, question), answer in zip(rows, batch.answers, strict=True):
+                    out[job.name][i] = question.text.of(answer.token_ids)
         return out
 
     def _questions(self, job: JobState) -> list[Question]:
-        """Returns held-out records of a job; of a group (a preference), the first."""
-        if job.name not in self._asked:
-            data = job.prepared.eval_data
-            assert data is not None, "the configurations of a sweep are evaluated"
-            self._asked[job.name] = self._read(job.name, data)
-        return self._asked[job.name]
+        """Returns held-out records of a job; of a group (a preference), the first.
 
-    def _read(self, name: str, data: TokenizedData) -> list[Question]:
+        Raises:
+            ConfigError: A record is no question, or one is too long.
+        """
+        if job.name in self._asked:
+            return self._asked[job.name]
+        data = job.prepared.eval_data
+        assert data is not None, "the configurations of a sweep are evaluated"
         found = [
             _question(sample, data.source, self._tokenizer, self._ends)
             for sample in data.samples[:: data.group_size][: self._metric.limit]
@@ -281,17 +291,8 @@ class AnswerMeter:
         longest = max(len(question.token_ids) for question in found)
         if longest >= self._positions:
             raise ConfigError(
-                f"sweep.metric: a question of job {name!r} has {longest} tokens, "
+                f"sweep.metric: a question of job {job.name!r} has {longest} tokens, "
                 f"and the model has positions for {self._positions} with the answer. "
                 "Lower max_length."
             )
-        return found
-
-    def _request(self, job: JobState, number: int) -> Request:
-        ids = self._asked[job.name][number].token_ids
-        return Request(
-            token_ids=np.array(ids, np.int32),
-            slot=job.slot,
-            seed=0,
-            max_new_tokens=min(self._metric.max_new_tokens, self._positions - len(ids)),
-        )
+        return self._asked.setdefault(job.name, found)
