@@ -76,7 +76,9 @@ def temporary_bytes(spec: DecoderSpec, placement: StageSharding) -> dict[str, in
     lowered = {
         "exchange": steps.exchange.jitted.lower(pending, slot),
         "measure": steps.measure.jitted.lower(pending),
-        "step": steps.step.lower(state, OptimizerInputs(**rates | own), (), rank),
+        "step": steps.step.jitted.lower(
+            state, OptimizerInputs(**rates | own), (), rank
+        ),
     }
     found = {name: one.compile().memory_analysis() for name, one in lowered.items()}
     return {name: one.temp_size_in_bytes for name, one in found.items()}

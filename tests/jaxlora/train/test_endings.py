@@ -26,16 +26,12 @@ from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS, folder_of
-from tests.jaxlora.train.host_executor import HostExecutor, without_device
+from tests.jaxlora.train.host_executor import HostExecutor
 from tests.jaxlora.train.test_contracts import assert_same_training
 
+pytestmark = pytest.mark.usefixtures("no_device")
+
 SHAPE = {"max_concurrent_jobs": 2, "slot_dropout": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_device():
-    with without_device():
-        yield
 
 
 @pytest.fixture

@@ -13,14 +13,9 @@ from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.rounds import Rounds
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
-from tests.jaxlora.train.host_executor import without_device
 from tests.oracle import relative_error
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_device():
-    with without_device():
-        yield
+pytestmark = pytest.mark.usefixtures("no_device")
 
 
 @pytest.fixture(scope="module")
