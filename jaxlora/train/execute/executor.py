@@ -359,7 +359,7 @@ class Executor:
 
     def _enter(self, number: int) -> None:
         """Takes the next tick from the feed."""
-        fed, rows = self._feed.take()
+        fed = self._feed.take()
         # The host may not have reached these steps yet: they are the samples'.
         steps = {s.owner: s.batch for s in fed.samples}
         seeds = {slot: self._jobs[slot].settings.seed for slot in steps}
@@ -368,13 +368,13 @@ class Executor:
             step=by_slot(steps, self._shape.num_slots, np.int32),
         )
         work: dict[int, TickWork] = {}
-        for one in rows:
+        for one in fed.rows:
             work[one.replica] = work.get(one.replica, TickWork()) + one.work
             if one.replica == 0:
                 self._in_flight.enter(number, one, keys)
         self._ticks[number] = _Tick(
             slots=steps.keys(),
-            further=[one for one in rows if one.replica],
+            further=[one for one in fed.rows if one.replica],
             keys=keys,
             beginning=self._feed.begin(fed),
             completed=self._feed.complete(fed),

@@ -183,25 +183,26 @@ class TickPacker:
         return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class FedTick:
     """A tick for the devices: a tick of the plan, or a part of one.
 
     Attributes:
         tick: Its microbatches.
-        of: The tick of the plan, which knows the slots whose samples do not run.
+        samples: The samples that run.
+        rows: What each replica runs of it; empty if no sample runs.
     """
 
     tick: Tick
-    of: StreamTick
+    samples: Sequence[Sample]
+    rows: Sequence[ReplicaRows]
 
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """The samples that run."""
-        if self.of.is_held:
-            return ()
-        dropped = self.of.dropped
-        return tuple(s for m in self.tick for s in m if s.owner not in dropped)
+
+def _running(part: Tick, of: StreamTick) -> list[Sample]:
+    """Returns the samples of a part of a tick whose jobs have not left."""
+    if of.is_held:
+        return []
+    return [s for m in part for s in m if s.owner not in of.dropped]
 
 
 class Feed:
@@ -222,10 +223,10 @@ class Feed:
             packer: Packs the ticks.
         """
         self._next_tick, self._jobs, self._packer = next_tick, jobs, packer
-        self._fetched: deque[FedTick] = deque()
+        # Parts of ticks of the plan, which know the slots whose samples do not run.
+        self._fetched: deque[tuple[Tick, StreamTick]] = deque()
         self._num_taken = 0
-        # The samples of the next tick for which it was packed, and its arrays.
-        self._ready: tuple[tuple[Sample, ...], list[ReplicaRows]] | None = None
+        self._ready: FedTick | None = None  # the next one, as it was packed
         self._batches: dict[tuple[int, int], JobBatch] = {}  # by slot and step
         self._remaining: dict[tuple[int, int], int] = {}  # groups to run, likewise
         self._begun: set[tuple[int, int]] = set()  # batches in ticks that were taken
@@ -238,7 +239,7 @@ class Feed:
                 return False
             if of.parts is None:
                 of.parts = tuple(self._packer.split(of.tick, self._lengths, of.rows))
-            self._fetched += [FedTick(tick=part, of=of) for part in of.parts]
+            self._fetched += [(part, of) for part in of.parts]
         return True
 
     def _lengths(self, group: Sample) -> Sequence[int]:
@@ -249,24 +250,24 @@ class Feed:
         """Packs the next tick before its turn; does nothing if there is none."""
         if self.has_tick(number):
             assert number == self._num_taken
-            fed = self._fetched[0]
-            self._ready = fed.samples, self._pack(fed)
+            self._ready = self._pack(*self._fetched[0])
 
-    def take(self) -> tuple[FedTick, list[ReplicaRows]]:
-        """Returns the next tick and its arrays, which are none if no sample runs.
+    def take(self) -> FedTick:
+        """Returns the next tick.
 
         If a job has left since `prepare`, the arrays are packed again. Otherwise they
         would leave gradients in its slot.
         """
-        fed, ready = self._fetched.popleft(), self._ready
+        part, of = self._fetched.popleft()
         self._num_taken += 1
-        self._ready = None
-        if ready is not None and ready[0] == fed.samples:
-            return fed, ready[1]
-        return fed, self._pack(fed)
+        ready, self._ready = self._ready, None
+        if ready is not None and ready.samples == _running(part, of):
+            return ready
+        return self._pack(part, of)
 
-    def _pack(self, fed: FedTick) -> list[ReplicaRows]:
-        mine = {(s.owner, s.batch) for s in fed.samples}
+    def _pack(self, part: Tick, of: StreamTick) -> FedTick:
+        samples = _running(part, of)
+        mine = {(s.owner, s.batch) for s in samples}
         assert len(mine) == len({slot for slot, _ in mine}), "two batches of a job"
         batches = {}
         for slot, step in mine:
@@ -276,7 +277,8 @@ class Feed:
                 self._remaining[slot, step] = batch.num_groups
             batches[slot] = self._batches[slot, step]
         # Rows of jobs that have left become padding, so no other rows move.
-        return self._packer.pack_replicas(fed.tick, fed.of.rows, batches)
+        rows = self._packer.pack_replicas(part, of.rows, batches)
+        return FedTick(tick=part, samples=samples, rows=rows)
 
     def begin(self, fed: FedTick) -> dict[int, JobBatch]:
         """Returns the samples of the baselines of batches that begin, by slot.
