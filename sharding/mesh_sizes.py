@@ -107,15 +107,10 @@ def _parse_word(word: str) -> tuple[str, int]:
             f"the mesh has the word {word!r}, but there is no axis {axis!r}. The axes "
             f"are {', '.join(AXES)}."
         )
-    if re.fullmatch("0*[1-9][0-9]{9,}", number):
-        raise ValueError(
-            f"the mesh has the word {word!r:.80}, and no machine has that many "
-            f"devices. Give the number along the axis {axis}, such as {axis}=2."
-        )
     if not re.fullmatch("0*[1-9][0-9]{0,8}", number):
         raise ValueError(
-            f"the mesh has the word {word!r}, but {number!r} is not a positive whole "
-            f"number. Give the number of devices along the axis {axis}, such as "
-            f"{axis}=2."
+            f"the mesh has the word {word!r:.80}, but {number!r:.20} is not a positive "
+            "whole number of devices of a machine. Give the number along the axis "
+            f"{axis}, such as {axis}=2."
         )
     return axis, int(number)

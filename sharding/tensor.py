@@ -12,6 +12,9 @@ All functions run inside `jax.shard_map`, which must be manual over the axis `te
 unless the number of devices is 1.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
@@ -44,49 +47,32 @@ def whole_rows(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."
     return x if num_devices == 1 else _whole_rows(x)
 
 
+def _with_transpose(
+    run: Callable[[Any], Any], transpose: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """Returns a function whose gradient is that of its result, transposed."""
+    made = jax.custom_vjp(run)
+    made.defvjp(lambda x: (run(x), None), lambda _, dy: (transpose(dy),))
+    return made
+
+
+def _joined(x):
+    return gathered(x, axis=0)
+
+
 def _scattered(x):
     return jax.lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True)
 
 
-@jax.custom_vjp
-def _gather_rows(x):
-    return gathered(x, axis=0)
-
-
-_gather_rows.defvjp(lambda x: (_gather_rows(x), None), lambda _, dy: (_scattered(dy),))
-
-
-@jax.custom_vjp
-def _scatter_rows(x):
-    return _scattered(x)
-
-
-_scatter_rows.defvjp(
-    lambda x: (_scatter_rows(x), None), lambda _, dy: (gathered(dy, axis=0),)
-)
-
-
-@jax.custom_vjp
-def _whole_rows(x):
-    return gathered(x, axis=0)
-
-
-_whole_rows.defvjp(
-    lambda x: (_whole_rows(x), None), lambda _, dy: (own_part(dy, axis=0),)
-)
+_gather_rows = _with_transpose(_joined, _scattered)
+_scatter_rows = _with_transpose(_scattered, _joined)
+_whole_rows = _with_transpose(_joined, lambda dy: own_part(dy, axis=0))
+_sum_out = _with_transpose(lambda x: jax.lax.psum(x, TENSOR), lambda dy: dy)
 
 
 def sum_out[T](x: T, num_devices: int) -> T:
     """Returns the sum of arrays over the devices; a term's gradient is that of it."""
     return x if num_devices == 1 else _sum_out(x)
-
-
-@jax.custom_vjp
-def _sum_out(x):
-    return jax.lax.psum(x, TENSOR)
-
-
-_sum_out.defvjp(lambda x: (_sum_out(x), None), lambda _, dy: (dy,))
 
 
 def counted_once(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."]:

@@ -1,4 +1,4 @@
-"""A folder of compiled programs, from which later processes load them.
+"""Compiled programs on disk, from which later processes load them.
 
 An entry is a pickle, and loading it runs code. So it is only read from a folder and a
 file that belong to this user and that nobody else may write to.
@@ -10,7 +10,12 @@ import hashlib
 import logging
 import os
 import pathlib
+import pickle
 import stat
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
 
 from jaxlora.common.atomic import new_file, remove_leftovers
 from jaxlora.common.cache_home import check_private, make_private
@@ -114,3 +119,35 @@ class KeptPrograms:
                 return
             path.unlink(missing_ok=True)
             excess -= size
+
+
+def serialize(compiled: jax.stages.Compiled, what: str) -> bytes | None:
+    """Returns a program as bytes; None if another process could not run it."""
+    unloaded = getattr(compiled._executable, "_unloaded_executable", None)
+    if unloaded is None or unloaded.host_callbacks or unloaded.keepalive:
+        logger.debug("%s is not kept, as it calls Python", what)
+        return None
+    try:
+        executable, _, out_tree = serialize_executable.serialize(compiled)
+        devices = [device.id for device in unloaded.device_list]
+        return pickle.dumps((executable, out_tree, devices))
+    except Exception as error:  # a back end or a structure that has no such form
+        logger.info("%s is not kept: %s", what, error)
+        return None
+
+
+def deserialize(entry: bytes, args: tuple[Any, ...]) -> jax.stages.Compiled:
+    """Loads a program on its devices.
+
+    Args:
+        entry: What `serialize` returned. It must come from this user.
+        args: Arguments that the program was compiled for, or their shapes.
+    """
+    executable, out_tree, devices = pickle.loads(entry)
+    by_id = {device.id: device for device in jax.devices()}
+    return serialize_executable.deserialize_and_load(
+        executable,
+        jax.tree.structure((args, {})),
+        out_tree,
+        execution_devices=[by_id[number] for number in devices],
+    )

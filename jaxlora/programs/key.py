@@ -14,7 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -163,24 +163,21 @@ def environment() -> tuple[str, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SourceStamp:
+class SourceStamp(NamedTuple):
     """The package's files as they were when they were read.
 
     Attributes:
         digest: Hash of their names and contents: code, and tables of kernel tiles.
-        stats: Size and time of each file.
-        is_loaded: Whether no file is newer than this process, whose modules may else be
-            those of an older file.
+        stats: Name, size and time of each file.
     """
 
     digest: str
-    stats: tuple[tuple[str, int, int], ...]
-    is_loaded: bool
+    stats: list[tuple[str, int, int]]
 
     def is_current(self) -> bool:
-        """Whether the files are still the same, so that no module is a newer one."""
-        return self.is_loaded and self.stats == _source_stats()
+        """Whether the files are those of the modules of this process, and still are."""
+        newest = max(time_ns for _, _, time_ns in self.stats)
+        return newest < _IMPORTED and self.stats == _source_stats()
 
 
 @functools.cache
@@ -190,13 +187,10 @@ def source_stamp() -> SourceStamp:
     for name, size, _ in stats:
         found.update(f"{name}\0{size}\0".encode())
         found.update((_PACKAGE / name).read_bytes())
-    newest = max(time_ns for _, _, time_ns in stats)
-    return SourceStamp(
-        digest=found.hexdigest(), stats=stats, is_loaded=newest < _IMPORTED
-    )
+    return SourceStamp(found.hexdigest(), stats)
 
 
-def _source_stats() -> tuple[tuple[str, int, int], ...]:
+def _source_stats() -> list[tuple[str, int, int]]:
     """Returns name, size and time of each file; called for each program, so by strings.
 
     Paths of `pathlib` take ten times as long.
@@ -213,7 +207,7 @@ def _source_stats() -> tuple[tuple[str, int, int], ...]:
                 continue
             short = f"{inside}/{name}" if inside else name
             stats.append((short, found.st_size, found.st_mtime_ns))
-    return tuple(stats)
+    return stats
 
 
 def _library_versions() -> list[str]:

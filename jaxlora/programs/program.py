@@ -21,9 +21,13 @@ from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
 from jaxlora.distributed import processes
 from jaxlora.pallas_kernels import compile_program, lower_program, prepare_to_load
-from jaxlora.programs.kept import DamagedEntryError, KeptPrograms
+from jaxlora.programs.kept import (
+    DamagedEntryError,
+    KeptPrograms,
+    deserialize,
+    serialize,
+)
 from jaxlora.programs.key import program_key, source_stamp
-from jaxlora.programs.serialized import deserialize, serialize
 
 logger = logging.getLogger(__name__)
 
@@ -148,14 +152,6 @@ class Program:
             self._prepared[signature] = found
         return found
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lowers the function, as `jax.jit(...).lower` does."""
-        return lower_program(self.jitted, *args)
-
-    def num_programs(self) -> int:
-        """Programs that were prepared so far, of which some may have been loaded."""
-        return len(self._prepared)
-
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         return sum(not one.is_loaded for one in self._prepared.values())
@@ -200,28 +196,26 @@ class Prepared:
         self._compiled: jax.stages.Compiled | None = None
         self._kept = _kept()
         self._key = program_key(identity, args) if self._kept is not None else ""
-        self._future: Future | None = None
         entry = self._read()
         # All processes of a run load a program, or all compile it.
         if processes.any_of(entry is None):
-            self._start_compiling()
+            self._future = self._start_compiling()
         else:
             assert entry is not None
             self.is_loaded = True
             prepare_to_load()
             self._future = in_background(functools.partial(self._load, entry))
-            if processes.count() > 1:
-                self.compiled()
+        if processes.count() > 1:  # in the same order on all of them
+            self.compiled()
 
     def compiled(self) -> jax.stages.Compiled:
         """Waits for the program, and returns it."""
         if self._compiled is None:
-            assert self._future is not None
             found = self._future.result()
             # All processes must agree on this too.
             if self.is_loaded and processes.any_of(found is None):
                 self.is_loaded = False
-                self._start_compiling()
+                self._future = self._start_compiling()
                 found = self._future.result()
             self._compiled, self._lowered = found, None
         return self._compiled
@@ -229,13 +223,12 @@ class Prepared:
     @property
     def is_done(self) -> bool:
         """Whether the program is compiled or loaded, or has failed."""
-        return self._future is not None and self._future.done()
+        return self._future.done()
 
     @property
     def has_failed(self) -> bool:
         """Whether compiling has ended with an error."""
-        future = self._future
-        return future is not None and future.done() and future.exception() is not None
+        return self._future.done() and self._future.exception() is not None
 
     @property
     def out_info(self) -> Any:
@@ -269,16 +262,14 @@ class Prepared:
         self.seconds += time.perf_counter() - began
         return compiled
 
-    def _start_compiling(self) -> None:
+    def _start_compiling(self) -> Future:
         began = time.perf_counter()
         with no_garbage_collection():
             if self._before_tracing is not None:
                 self._before_tracing()
             lowered = self._lowered = lower_program(self._jitted, *self._args)
         self.seconds += time.perf_counter() - began
-        self._future = in_background(lambda: self._compile(lowered))
-        if processes.count() > 1:  # in the same order on all of them
-            self.compiled()
+        return in_background(lambda: self._compile(lowered))
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         began = time.perf_counter()

@@ -20,10 +20,9 @@ from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import CHECKPOINTS, clean_up
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.train.execute.executor import Outcomes
+from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.run_programs import FurtherPrograms
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.window import Window
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
@@ -82,12 +81,12 @@ def train_run(
             )
         )
         with FurtherPrograms(run.layout, run.plan.further_limits) as further:
-            executor = StagedExecutor(
+            executor = Executor(
                 run.layout,
                 run.model.params,
                 run.slots,
                 config.limits,
-                further.wait_for,
+                further.wait_for if run.plan.further_limits else None,
                 run.further_bases,
                 run.plan.lanes.unlike[1:],
             )
@@ -106,9 +105,7 @@ class Loop:
     has left. A checkpoint ends one, too. A window is some rounds.
     """
 
-    def __init__(
-        self, run: Run, executor: StagedExecutor, inbox: Inbox, stop: StopRequest
-    ):
+    def __init__(self, run: Run, executor: Executor, inbox: Inbox, stop: StopRequest):
         """Makes the object; nothing is trained yet.
 
         Args:

@@ -40,11 +40,9 @@ from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.control import Control
-from jaxlora.train.execute.answers import AnswerMeter
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
-from jaxlora.train.execute.samples import Sampler
-from jaxlora.train.execute.slot_decoder import SlotDecoder
+from jaxlora.train.execute.texts import AnswerMeter, Sampler, SlotDecoder
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.run import Run, is_evaluated

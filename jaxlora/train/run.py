@@ -29,10 +29,9 @@ from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRun
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.control import Control
-from jaxlora.train.execute.answers import AnswerMeter
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
-from jaxlora.train.execute.samples import Sampler
+from jaxlora.train.execute.texts import AnswerMeter, Sampler
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.report.summary import RunResult, TrainingTime, job_result

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels import prepare_to_load
-from jaxlora.programs.serialized import deserialize, serialize
+from jaxlora.programs.kept import deserialize, serialize
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 _NANOSECONDS = "gpu__time_duration.sum"

@@ -33,7 +33,7 @@ from jaxlora.plan.resolve import resolve
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import MeshStages
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
+from jaxlora.train.execute.step import optimizer_inputs
 from jaxlora.train.job_state import JobState
 
 SCORES = 2.0  # standard deviation of the attention scores

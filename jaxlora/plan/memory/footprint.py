@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,8 +56,8 @@ class StageUse:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class StagePrograms:
-    """The compiled passes of a stage.
+class StagePrograms[P]:
+    """The passes of a stage, as programs that are compiled or that will be.
 
     Attributes:
         last: Its backward pass; of the stage with the head, both passes at once.
@@ -67,9 +67,24 @@ class StagePrograms:
             no backward pass: its `last` is the forward pass.
     """
 
-    last: jax.stages.Compiled
-    forward: jax.stages.Compiled | None = None
-    sections: tuple["StagePrograms", ...] = ()
+    last: P
+    forward: P | None = None
+    sections: tuple["StagePrograms[P]", ...] = ()
+
+    @property
+    def each(self) -> list[P]:
+        """The programs, each once, as alike sections share theirs."""
+        before = [program for one in self.sections for program in one.each]
+        own = (self.last,) if self.forward is None else (self.forward, self.last)
+        return [*dict.fromkeys((*before, *own))]
+
+    def map[Q](self, change: Callable[[P], Q]) -> "StagePrograms[Q]":
+        """Returns what a function makes of each program."""
+        return StagePrograms(
+            last=change(self.last),
+            forward=None if self.forward is None else change(self.forward),
+            sections=tuple(one.map(change) for one in self.sections),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +183,10 @@ def _state_bytes(spec: DecoderSpec, tables: Mapping[str, jax.ShapeDtypeStruct]) 
 
 
 def stage_measured(
-    spec: DecoderSpec, programs: StagePrograms, limits: Limits, use: StageUse
+    spec: DecoderSpec,
+    programs: StagePrograms[jax.stages.Compiled],
+    limits: Limits,
+    use: StageUse,
 ) -> Footprint | None:
     """Returns a stage's footprint as the compiler reports it; None: it reports none.
 

@@ -1,49 +1,18 @@
 """The ticks that are in a pipeline, and what they hand from stage to stage."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from jaxlora.adapters.optimizer import AdapterState
-from jaxlora.adapters.optimizers.state import Tables
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
-from jaxlora.models.slot_settings import SlotSettings
-from jaxlora.sharding.pipeline import Pass
+from jaxlora.sharding.pipeline import RUN_AHEAD, Pass
+from jaxlora.train.execute.feed import ReplicaRows
 from jaxlora.train.execute.layout import Stage
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Entered:
-    """A tick in the pipeline; see `InFlight.enter`."""
-
-    batches: Sequence[PackedBatch]
-    keys: SlotKeys
-    slots: frozenset[int]
-    runs_reference: bool
-
-
-@runtime_checkable
-class PassTable(Protocol):
-    """The part of the slots of a stage that passes read and write.
-
-    Attributes:
-        state: Weights and pending gradients.
-    """
-
-    state: AdapterState
-
-    @property
-    def settings(self) -> SlotSettings:
-        """Settings of the slots."""
-        ...
-
-    @property
-    def of_reference(self) -> tuple[Tables, SlotSettings]:
-        """Weights and settings with which the slots give their references."""
-        ...
 
 
 class InFlight:
@@ -53,7 +22,7 @@ class InFlight:
         self,
         stages: Sequence[Stage],
         bases: Sequence[Base],
-        tables: Sequence[PassTable],
+        tables: Sequence[SlotTable],
     ):
         """Starts without ticks.
 
@@ -63,45 +32,29 @@ class InFlight:
             tables: Slots of each stage.
         """
         self._stages, self._bases, self._tables = stages, bases, tables
-        self._ticks: dict[int, _Entered] = {}
+        # By tick, its rows, and the keys of its dropout masks.
+        self._ticks: dict[int, tuple[ReplicaRows, SlotKeys]] = {}
         # By stage and tick: what a pass waits for, and what a backward pass needs.
         self._hidden: dict[tuple[int, int], jax.Array] = {}
         self._gradients: dict[tuple[int, int], jax.Array] = {}
         self._residuals: dict[tuple[int, int], Sequence[jax.Array]] = {}
         self._of_reference: dict[tuple[int, int], jax.Array] = {}  # its hidden states
+        self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
 
-    def enter(
-        self,
-        tick: int,
-        batches: Sequence[PackedBatch],
-        keys: SlotKeys,
-        slots: Iterable[int],
-        *,
-        runs_reference: bool,
-    ) -> None:
-        """Takes in a tick.
+    def enter(self, tick: int, rows: ReplicaRows, keys: SlotKeys) -> None:
+        """Takes in a tick, given its rows and the keys of its dropout masks.
 
-        Args:
-            tick: Number of the tick.
-            batches: Its rows, on the devices of each stage.
-            keys: Keys of its dropout masks.
-            slots: Slots of its rows.
-            runs_reference: Whether the references run with it: a forward pass of them
-                on each stage, just before the tick's own.
+        If references run with it, a forward pass of them on each stage comes just
+        before the tick's own.
         """
-        self._ticks[tick] = _Entered(
-            batches=batches,
-            keys=keys,
-            slots=frozenset(slots),
-            runs_reference=runs_reference,
-        )
+        self._ticks[tick] = rows, keys
 
     def __contains__(self, tick: int) -> bool:
         return tick in self._ticks
 
     def ticks_of(self, slot: int) -> list[int]:
         """Returns the ticks with rows of a slot that have not left the first stage."""
-        return [tick for tick, entered in self._ticks.items() if slot in entered.slots]
+        return [tick for tick, (rows, _) in self._ticks.items() if slot in rows.slots]
 
     def run(self, one: Pass, baseline: jax.Array | None) -> JobLosses | None:
         """Queues a pass of a tick; returns the losses on the last stage.
@@ -122,11 +75,12 @@ class InFlight:
         if one.kind == "forward":
             self._forward(one.stage, one.tick)
             return None
+        losses = None
         if one.kind == "backward":
             self._backward(one.stage, one.tick)
-            losses = None
         else:
             losses = self._forward_backward(one.stage, one.tick, baseline)
+            self._wait_for_earlier(losses.loss)
         if one.stage == 0:
             del self._ticks[one.tick]
         return losses
@@ -135,19 +89,20 @@ class InFlight:
         self, stage: int, tick: int, baseline: jax.Array | None = None
     ) -> tuple[Any, ...]:
         """Settings, rows, keys and hidden states that a forward pass takes."""
-        entered, table = self._ticks[tick], self._tables[stage]
-        keys, rows = entered.keys, entered.batches[stage]
+        (entered, keys), table = self._ticks[tick], self._tables[stage]
+        rows = entered.rows[stage]
         if entered.runs_reference:
-            rows = self._refer(stage, tick, baseline)
+            rows = self._refer(stage, tick, rows, baseline)
         keys = dataclasses.replace(keys, baseline=baseline)
         inputs = table.settings, rows, keys
         return inputs if stage == 0 else (*inputs, self._hidden.pop((stage, tick)))
 
-    def _refer(self, stage: int, tick: int, baseline: jax.Array | None) -> PackedBatch:
+    def _refer(
+        self, stage: int, tick: int, rows: PackedBatch, baseline: jax.Array | None
+    ) -> PackedBatch:
         """Queues the references' pass over a tick's rows; returns them with its nll."""
-        rows, table = self._ticks[tick].batches[stage], self._tables[stage]
         h = () if stage == 0 else (self._of_reference.pop((stage, tick)),)
-        params, settings = table.of_reference
+        params, settings = self._tables[stage].of_reference
         found = self._stages[stage].steps.evaluate(
             *(self._bases[stage], params, settings, rows),
             *(SlotKeys(baseline=baseline), *h),
@@ -177,6 +132,14 @@ class InFlight:
         )
         self._finish(stage, tick, pending, dh)
         return losses
+
+    def _wait_for_earlier(self, loss: jax.Array) -> None:
+        """Waits if the last stage of a pipeline has too many unfinished ticks."""
+        if len(self._stages) == 1:
+            return
+        self._unfinished.append(loss)
+        if len(self._unfinished) > RUN_AHEAD:
+            self._unfinished.popleft().block_until_ready()
 
     def _backward(self, stage: int, tick: int) -> None:
         state, key = self._tables[stage].state, (stage, tick)

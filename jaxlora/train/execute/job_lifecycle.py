@@ -22,8 +22,7 @@ from jaxlora.run.events import (
     losses_by_set,
 )
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.train.execute.executor import StepOutcome
-from jaxlora.train.execute.staged_executor import StagedExecutor
+from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.job_state import JobState
 from jaxlora.train.run import Run
 
@@ -40,7 +39,7 @@ class JobLifecycle:
         num_changes: How many jobs have started in slots, or left them.
     """
 
-    def __init__(self, run: Run, executor: StagedExecutor, ticks: StreamPlan):
+    def __init__(self, run: Run, executor: Executor, ticks: StreamPlan):
         """Makes the object; see `Loop`, whose microbatches `ticks` has."""
         self.jobs, self.by_slot = run.jobs, {}
         self.may_start, self.num_changes = True, 0

@@ -41,31 +41,16 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlacedReplica:
-    """A replica beside the first one; see `MeshStages.further`.
-
-    Attributes:
-        stage: The decoder on the replica's devices.
-        capacity: Tokens of its microbatches.
-    """
-
-    stage: Stage
-    capacity: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The stages of a decoder.
+    """The stages of a decoder on their devices.
 
     Attributes:
-        stages: The stages, from the embedding to the head.
-        in_flight: Ticks in flight on the first stage.
-        further: Replicas beside the stages, on devices of their own.
+        planned: The stages, and the replicas beside them.
+        placements: Devices of each stage, and then of each further replica.
     """
 
-    stages: tuple[Stage, ...]
-    in_flight: int
-    further: tuple[PlacedReplica, ...] = ()
+    planned: MeshStages
+    placements: tuple[StageSharding, ...]
 
     @staticmethod
     def of(
@@ -94,29 +79,34 @@ class Layout:
             placements = [
                 StageSharding(mesh=mesh) for mesh in stage_meshes(sizes, devices)
             ]
-        pairs = zip(stages.specs, placements, strict=True)
-        return Layout(
-            stages=tuple(
-                Stage(spec=divided(spec, sizes), placement=placement)
-                for spec, placement in pairs
-            ),
-            in_flight=stages.in_flight,
-            further=_further_replicas(stages, placements[0], devices),
-        )
+        further = _further_placements(stages, placements[0], devices)
+        return Layout(planned=stages, placements=(*placements, *further))
 
     def with_remat(self, remat: Remat) -> "Layout":
         """Returns the same stages with another part of each layer recomputed."""
+        return dataclasses.replace(self, planned=self.planned.with_remat(remat))
 
-        def changed(stage: Stage) -> Stage:
-            return dataclasses.replace(stage, spec=stage.spec.with_remat(remat))
+    @functools.cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, from the embedding to the head."""
+        specs, sizes = self.planned.specs, self.planned.sizes
+        return tuple(
+            Stage(spec=divided(spec, sizes), placement=placement)
+            for spec, placement in zip(specs, self.placements, strict=False)
+        )
 
-        return dataclasses.replace(
-            self,
-            stages=tuple(map(changed, self.stages)),
-            further=tuple(
-                dataclasses.replace(one, stage=changed(one.stage))
-                for one in self.further
-            ),
+    @functools.cached_property
+    def further(self) -> tuple[Stage, ...]:
+        """The whole decoder on each replica beside the stages, on other devices."""
+        pairs = zip(
+            self.planned.further, self.placements[len(self.stages) :], strict=True
+        )
+        return tuple(
+            Stage(
+                spec=self.planned.further_spec(one).divided(tensor=one.tensor),
+                placement=placement,
+            )
+            for one, placement in pairs
         )
 
     @property
@@ -167,8 +157,8 @@ class Layout:
         """
         bases: list[Base] = [{} for _ in self.further]
         every = [
-            (base, one.stage.placement, one.stage.spec.base_specs())
-            for one, base in zip(self.further, bases, strict=True)
+            (base, stage.placement, stage.spec.base_specs())
+            for stage, base in zip(self.further, bases, strict=True)
         ]
         for path, x in params.items() if every else ():
             whole, copies = one_copy(x), []
@@ -181,7 +171,7 @@ class Layout:
 
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""
-        each = *self.stages, *(one.stage for one in self.further)
+        each = *self.stages, *self.further
         return sum(stage.steps.num_compilations() for stage in each)
 
 
@@ -195,11 +185,11 @@ def _device_of(base: Base | None) -> Any:
     return device
 
 
-def _further_replicas(
+def _further_placements(
     stages: MeshStages,
     first: StageSharding,
     devices: Sequence[jax.Device] | None,
-) -> tuple[PlacedReplica, ...]:
+) -> list[StageSharding]:
     """Places replicas on the devices that the first one does not use.
 
     Raises:
@@ -207,7 +197,7 @@ def _further_replicas(
             there are too few.
     """
     if not stages.further:
-        return ()
+        return []
     used = first.committed(PartitionSpec()).device_set
     if len(used) > stages.sizes.num_devices:
         raise ConfigError(
@@ -224,18 +214,13 @@ def _further_replicas(
         )
     placed, devices_left = [], iter(left)
     for one in stages.further:
-        placement = _placement_on(list(itertools.islice(devices_left, one.tensor)))
-        spec = stages.further_spec(one).divided(tensor=one.tensor)
-        stage = Stage(spec=spec, placement=placement)
-        placed.append(PlacedReplica(stage=stage, capacity=one.tokens))
-    return tuple(placed)
-
-
-def _placement_on(devices: Sequence[jax.Device]) -> StageSharding:
-    if len(devices) == 1:
-        return StageSharding(device=SingleDeviceSharding(devices[0]))
-    (mesh,) = stage_meshes(MeshSizes(tensor=len(devices)), devices)
-    return StageSharding(mesh=mesh)
+        own = list(itertools.islice(devices_left, one.tensor))
+        if len(own) == 1:
+            placed.append(StageSharding(device=SingleDeviceSharding(own[0])))
+        else:
+            (mesh,) = stage_meshes(MeshSizes(tensor=len(own)), own)
+            placed.append(StageSharding(mesh=mesh))
+    return placed
 
 
 def one_copy(x: jax.Array) -> jax.Array:

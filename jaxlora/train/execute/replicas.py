@@ -15,104 +15,42 @@ are whole when they are sent, from device to device without the host.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.settings_table import base_settings
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
-from jaxlora.data.pack import JobBatch, PackedBatch, pack_tick, runs_reference
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
-from jaxlora.models.slot_settings import SlotSettings
-from jaxlora.modules.length_classes import shortest_class
-from jaxlora.scheduler import Limits, Microbatch
-from jaxlora.scheduler.lanes import Lane
 from jaxlora.sharding.global_arrays import put
-from jaxlora.sharding.pipeline import Pass
-from jaxlora.train.execute.executor import TickWork
-from jaxlora.train.execute.in_flight import InFlight
+from jaxlora.train.execute.feed import ReplicaRows
 from jaxlora.train.execute.layout import Layout, Stage, one_copy
-
-# A replica's part of the gradients of a slot, and whether they are finite.
-Part = tuple[jax.Array, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class ReplicaRows:
-    """A microbatch of a further replica.
-
-    Attributes:
-        replica: Number of the replica; the first one is 0.
-        rows: Its rows, on the host.
-        slots: Slots of the samples that run.
-        work: Its work.
-        runs_reference: Whether the reference of some samples runs with it.
-    """
-
-    replica: int
-    rows: PackedBatch
-    runs_reference: bool
-    slots: frozenset[int]
-    work: TickWork
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class TickRows:
-    """The arrays of a tick.
-
-    Attributes:
-        stages: Its rows on the devices of each stage of the first replica; None: none
-            of its samples run there.
-        runs_reference: Whether the reference of some samples runs with them.
-        work: Work of the first replica.
-        further: The microbatches of further replicas.
-    """
-
-    stages: Sequence[PackedBatch] | None
-    runs_reference: bool
-    work: TickWork
-    further: Sequence[ReplicaRows]
 
 
 class FurtherReplicas:
     """The replicas beside the first one; none if replicas are alike or there is one."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        bases: Sequence[Base],
-        table: SlotTable,
-        limits: Limits,
-        lanes: Sequence[Lane],
-    ):
+    def __init__(self, layout: Layout, bases: Sequence[Base], table: SlotTable):
         """Copies all slots to the replicas.
 
         Args:
             layout: The first replica, and the others.
             bases: Weights of the frozen base on each of the others.
             table: Slots of the first replica.
-            limits: Limits of a microbatch of the first replica.
-            lanes: The lanes of a tick after that of the first replica; empty if there
-                are no further replicas.
         """
         self._home, self._table = layout.stages[0], table
-        self._limits, self._lanes = limits, tuple(lanes)
-        self._objectives = self._home.spec.options.objectives
         self._replicas = {
-            number: Replica(number, one.stage, base, self._home.placement, table)
-            for number, (one, base) in enumerate(
+            number: Replica(number, stage, base, table)
+            for number, (stage, base) in enumerate(
                 zip(layout.further, bases, strict=True), start=1
             )
         }
-        # By slot, what the first replica is to add, in the order of the replicas.
-        self._parts: dict[int, list[Part]] = defaultdict(list)
+        # By slot, gradients that the first replica is to add, in the order of the
+        # replicas, and whether they are finite.
+        self._parts: dict[int, list[tuple[jax.Array, jax.Array]]] = defaultdict(list)
         assert self._home.spec.slots is not None
         for slot in range(self._home.spec.slots.num_slots):
             if table.has_job(slot):
@@ -123,75 +61,36 @@ class FurtherReplicas:
     def copy(self, slot: int) -> None:
         """Gives the replicas what is in a slot now: a job's weights, or none.
 
-        Gradients of the slot that they have are discarded.
+        Gradients of the slot that they have are discarded, and its reference is the
+        base.
         """
-        if not self._replicas:
-            return
         self._parts.pop(slot, None)
         for replica in self._replicas.values():
-            replica.empty(slot, self._table)
+            replica.take_settings(self._table)
+            if replica.reference is not None:
+                replica.reference.clear(slot)
         self.copy_weights([slot])
 
     def refer(self, slot: int, adapter: Adapter) -> None:
         """Makes an adapter the reference of a slot, until `copy` of the slot."""
         for replica in self._replicas.values():
-            replica.refer(slot, adapter)
+            assert replica.reference is not None, "references may be adapters"
+            replica.reference.load(slot, adapter)
 
     def copy_weights(self, slots: Collection[int]) -> None:
         """Sends the weights of slots to the replicas, which take them when needed."""
-        if not self._replicas:
-            return
-        for slot in sorted(slots):
+        for slot in sorted(slots) if self._replicas else ():
             params = self._table.state.params
             row = self._home.steps.read_slot(params, np.int32(slot))
             for replica in self._replicas.values():
-                replica.take(slot, row)
+                replica.new[slot] = jax.device_put(one_copy(row), replica.whole)
 
     def wait(self) -> None:
         """Waits until the replicas have finished all queued work."""
-        for replica in self._replicas.values():
-            replica.wait()
+        states = [replica.state for replica in self._replicas.values()]
+        jax.block_until_ready([state.pending.is_finite for state in states])
 
     # ---- microbatches --------------------------------------------------------------
-
-    def shortest_classes(self) -> list[Any]:
-        """Returns the class of the shortest samples of each lane, for attention."""
-        found = []
-        for lane in self._lanes:
-            options = self._replicas[lane.replica].options
-            found.append(shortest_class(lane.capacity, *options.lengths))
-        return found
-
-    def pack(
-        self, microbatches: Sequence[Microbatch], batches: Mapping[int, JobBatch]
-    ) -> list[ReplicaRows]:
-        """Packs the microbatches of a tick that have samples to run.
-
-        Args:
-            microbatches: That of each lane after the first.
-            batches: Global batch of each slot whose samples run.
-        """
-        found = []
-        for lane, microbatch in zip(self._lanes, microbatches, strict=True):
-            samples = [s for s in microbatch if s.owner in batches]
-            if not samples:
-                continue
-            limits = dataclasses.replace(self._limits, capacity=lane.capacity)
-            rows = pack_tick((microbatch,), batches, limits, self._objectives)
-            found.append(
-                ReplicaRows(
-                    replica=lane.replica,
-                    rows=rows,
-                    runs_reference=runs_reference(rows),
-                    slots=frozenset(s.owner for s in samples),
-                    work=TickWork(
-                        num_microbatches=1,
-                        num_rows=lane.capacity,
-                        num_tokens=sum(s.num_tokens for s in samples),
-                    ),
-                )
-            )
-        return found
 
     def run(
         self, tick: Sequence[ReplicaRows], keys: SlotKeys, baseline: jax.Array | None
@@ -207,7 +106,8 @@ class FurtherReplicas:
         for one in tick:
             replica = self._replicas[one.replica]
             if one.replica not in placed:
-                placed[one.replica] = replica.received(baseline)
+                whole = None if baseline is None else one_copy(baseline)
+                placed[one.replica] = jax.device_put(whole, replica.whole)
             yield one.slots, replica.run(one, keys, placed[one.replica])
 
     # ---- gradients -----------------------------------------------------------------
@@ -215,13 +115,17 @@ class FurtherReplicas:
     def send(self, slots: Collection[int]) -> None:
         """Sends the gradients of slots, all of whose samples are queued.
 
-        They leave a replica before it runs its next microbatch.
+        They leave a replica before it runs its next microbatch. A replica on which no
+        sample of a batch ran has none.
         """
+        where = self._home.placement.committed(REPLICATED)
         for slot in sorted(slots):
-            for number in sorted(self._replicas):
-                part = self._replicas[number].part(slot)
-                if part is not None:
-                    self._parts[slot].append(part)
+            for replica in self._replicas.values():
+                if slot in replica.has_part and slot not in replica.new:
+                    read = replica.stage.steps.read_part
+                    part = read(replica.state.pending, np.int32(slot))
+                    sent = jax.device_put(jax.tree.map(one_copy, part), where)
+                    self._parts[slot].append(sent)
 
     def add(self, slots: Collection[int]) -> None:
         """Adds the gradients of slots to those of the first replica, in order."""
@@ -235,112 +139,41 @@ class FurtherReplicas:
 
 
 class Replica:
-    """One of the further replicas; its passes read and write it as `PassTable` says.
+    """One of the further replicas.
 
     Attributes:
+        stage: The decoder on its devices.
+        whole: Placement of an array that is whole on each of them.
         state: Weights and pending gradients.
-        settings: Settings of the slots.
+        reference: Weights and settings of references; None: all are the base.
         new: By slot, weights that no microbatch has needed yet.
+        has_part: Slots with gradients of the weights before those.
     """
 
-    settings: SlotSettings
-
-    def __init__(
-        self,
-        number: int,
-        stage: Stage,
-        base: Base,
-        home: StageSharding,
-        table: SlotTable,
-    ):
+    def __init__(self, number: int, stage: Stage, base: Base, table: SlotTable):
         """Makes a replica that has no weights of jobs.
 
         Args:
             number: Its number; the first replica is 0.
             stage: The decoder on its devices.
             base: Weights of the frozen base there.
-            home: Devices of the first replica.
             table: Slots of the first replica.
         """
-        self._number, self._stage, self._home = number, stage, home
+        self._number, self.stage, self._base = number, stage, base
+        self.whole = stage.placement.committed(REPLICATED)
         self.state = stage.steps.make_empty()
-        self._reference = stage.steps.make_references()
-        self._take_settings(table)
-        self._in_flight = InFlight([stage], [base], [self])
+        self.reference = stage.steps.make_references()
+        self.take_settings(table)
         self.new: dict[int, jax.Array] = {}
-        self._has_part: set[int] = set()
-        self._num_microbatches = 0
+        self.has_part: set[int] = set()
 
-    @property
-    def of_reference(self) -> tuple[Tables, SlotSettings]:
-        """Weights and settings with which the slots give their references."""
-        if self._reference is not None:
-            return self._reference.params, self._reference.settings
-        return self.state.params, self._of_base
-
-    @property
-    def options(self) -> DecoderOptions:
-        """Options of its decoder."""
-        return self._stage.spec.options
-
-    @property
-    def _whole(self) -> Sharding:
-        placement = self._stage.placement
-        return placement.committed(REPLICATED)
-
-    def received(self, baseline: jax.Array | None) -> jax.Array | None:
-        """Sends the baselines of the slots from the first replica to the devices."""
-        if baseline is None:
-            return None
-        return jax.device_put(one_copy(baseline), self._whole)
-
-    # ---- slots ---------------------------------------------------------------------
-
-    def empty(self, slot: int, table: SlotTable) -> None:
-        """Takes the settings of the first replica; a slot's reference is the base.
-
-        Args:
-            slot: A slot into which or from which a job has gone.
-            table: Slots of the first replica.
-        """
-        self._take_settings(table)
-        if self._reference is not None:
-            self._reference.clear(slot)
-
-    def _take_settings(self, table: SlotTable) -> None:
+    def take_settings(self, table: SlotTable) -> None:
+        """Takes the settings of the slots from the first replica."""
         host = table.settings_on_host()
-        self.settings = put(host, self._whole)
-        if self._reference is None:  # with these settings, the slots give the base
-            base = put(base_settings(host), self._whole)
-            self._of_base = dataclasses.replace(base, vera=self.settings.vera)
-
-    def refer(self, slot: int, adapter: Adapter) -> None:
-        """Makes an adapter the reference of a slot."""
-        assert self._reference is not None, "references may be adapters"
-        self._reference.load(slot, adapter)
-
-    def take(self, slot: int, row: jax.Array) -> None:
-        """Sends a slot's weights, which replace those here when they are needed."""
-        self.new[slot] = jax.device_put(one_copy(row), self._whole)
-
-    def _replace(self, slot: int) -> None:
-        """Replaces the weights of a slot, and discards its gradients."""
-        state = self.state
-        params, pending = self._stage.steps.write_weights(
-            state.params, state.pending, np.int32(slot), self.new.pop(slot)
-        )
-        self.state = dataclasses.replace(state, params=params, pending=pending)
-        self._has_part.discard(slot)
-
-    def part(self, slot: int) -> Part | None:
-        """Sends the gradients of a slot; None if no sample of its batch ran here."""
-        if slot not in self._has_part or slot in self.new:
-            return None
-        part = self._stage.steps.read_part(self.state.pending, np.int32(slot))
-        where = self._home.committed(REPLICATED)
-        return jax.device_put(jax.tree.map(one_copy, part), where)
-
-    # ---- microbatches --------------------------------------------------------------
+        self._settings = put(host, self.whole)
+        if self.reference is None:  # with these settings, the slots give the base
+            base = put(base_settings(host), self.whole)
+            self._of_base = dataclasses.replace(base, vera=self._settings.vera)
 
     def run(
         self, one: ReplicaRows, keys: SlotKeys, baseline: jax.Array | None
@@ -353,38 +186,37 @@ class Replica:
             baseline: Baselines of the slots, on the devices.
         """
         try:
-            return self._run(one, keys, baseline)
+            for slot in sorted(one.slots & self.new.keys()):
+                self._replace(slot)
+            return self._run(one, dataclasses.replace(keys, baseline=baseline))
         except jax.errors.JaxRuntimeError as error:
-            names = ", ".join(sorted(map(str, self._whole.device_set)))
+            names = ", ".join(sorted(map(str, self.whole.device_set)))
             error.add_note(f"replica {self._number + 1}, on {names}")
             raise
 
-    def _run(
-        self, one: ReplicaRows, keys: SlotKeys, baseline: jax.Array | None
-    ) -> JobLosses:
-        for slot in sorted(one.slots & self.new.keys()):
-            self._replace(slot)
-        number = self._num_microbatches
-        self._num_microbatches += 1
-        self._in_flight.enter(
-            number,
-            [self._placed(one.rows)],
-            keys,
-            one.slots,
-            runs_reference=one.runs_reference,
+    def _replace(self, slot: int) -> None:
+        """Replaces the weights of a slot, and discards its gradients."""
+        state = self.state
+        params, pending = self.stage.steps.write_weights(
+            state.params, state.pending, np.int32(slot), self.new.pop(slot)
         )
-        both = Pass(kind="forward_backward", stage=0, tick=number)
-        losses = self._in_flight.run(both, baseline)
-        assert losses is not None
-        self._has_part |= one.slots
+        self.state = dataclasses.replace(state, params=params, pending=pending)
+        self.has_part.discard(slot)
+
+    def _run(self, one: ReplicaRows, keys: SlotKeys) -> JobLosses:
+        steps, state, placement = self.stage.steps, self.state, self.stage.placement
+        (rows,) = one.rows
+        if placement.mesh is not None:  # else the program uploads them faster
+            rows = put(rows, placement.sharding(placement.rows))
+        if one.runs_reference:
+            params, settings = state.params, self._of_base
+            if self.reference is not None:
+                params, settings = self.reference.params, self.reference.settings
+            own = SlotKeys(baseline=keys.baseline)
+            found = steps.evaluate(self._base, params, settings, rows, own)
+            rows = dataclasses.replace(rows, reference_nll=found.nll)
+        args = state.params, state.pending, self._settings, rows, keys
+        pending, losses, _ = steps.accumulate(self._base, *args)
+        self.state = dataclasses.replace(state, pending=pending)
+        self.has_part |= one.slots
         return losses
-
-    def _placed(self, rows: PackedBatch) -> PackedBatch:
-        placement = self._stage.placement
-        if placement.mesh is None:
-            return rows  # one device's program uploads them faster
-        return put(rows, placement.sharding(placement.rows))
-
-    def wait(self) -> None:
-        """Waits until all queued microbatches have run."""
-        jax.block_until_ready(self.state.pending.is_finite)

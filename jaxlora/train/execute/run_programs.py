@@ -1,10 +1,13 @@
 """All programs of a run, which are compiled side by side before its first step."""
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+
+from jax.stages import Compiled
 
 from jaxlora.common.background import in_background
 from jaxlora.distributed import processes
@@ -12,7 +15,6 @@ from jaxlora.plan.memory.footprint import StagePrograms
 from jaxlora.programs.program import Prepared, announce, counting, finish
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout, Stage
-from jaxlora.train.execute.pass_programs import PreparedPasses
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +29,9 @@ class RunPrograms:
         others: Optimizer steps, evaluations and what else the run calls.
     """
 
-    passes: tuple[PreparedPasses, ...]
+    passes: tuple[StagePrograms[Prepared], ...]
     others: tuple[Prepared, ...]
-    further: tuple[PreparedPasses, ...] = ()
+    further: tuple[StagePrograms[Prepared], ...] = ()
 
     @staticmethod
     def start(layout: Layout, limits: Limits, *, evaluates: bool) -> "RunPrograms":
@@ -41,36 +43,40 @@ class RunPrograms:
             evaluates: Whether a job has held-out samples.
         """
         named = [(one, name, one.steps.shapes(limits)) for one, name in _named(layout)]
-        passes = tuple(
-            stage.steps.passes.prepare(shapes, name, evaluates=evaluates)
-            for stage, name, shapes in named
-        )
+        passes, further = [], []
         others: list[Prepared] = []  # the passes take longest
+        for stage, name, shapes in named:
+            own = stage.steps.passes
+            passes.append(own.prepare(shapes, name))
+            others += own.prepare_evaluation(shapes, name, evaluates=evaluates)
         for stage, name, shapes in named:
             others += stage.steps.prepare_updates(
                 shapes, name, num_stages=len(named), evaluates=evaluates
             )
-        further, more = _prepare_further(layout, limits) if layout.further else ((), ())
-        found = RunPrograms(passes=passes, further=further, others=(*others, *more))
+        if layout.further:
+            further, more = _prepare_further(layout, limits)
+            others += more
+        found = RunPrograms(
+            passes=tuple(passes), further=tuple(further), others=tuple(others)
+        )
         announce(found.each)
         return found
 
     @property
     def each(self) -> list[Prepared]:
         """The programs, one by one."""
-        passes = *self.passes, *self.further
-        found = *(p for one in passes for p in one.each), *self.others
-        return [*dict.fromkeys(found)]  # the reference runs the evaluation
+        passes = [p for one in (*self.passes, *self.further) for p in one.each]
+        return [*dict.fromkeys((*passes, *self.others))]
 
-    def compiled_passes(self) -> tuple[StagePrograms, ...]:
+    def compiled_passes(self) -> tuple[StagePrograms[Compiled], ...]:
         """Waits for the passes of all stages."""
         with counting(self.each):
-            return tuple(one.compiled() for one in self.passes)
+            return tuple(one.map(Prepared.compiled) for one in self.passes)
 
-    def compiled_further(self) -> tuple[StagePrograms, ...]:
+    def compiled_further(self) -> tuple[StagePrograms[Compiled], ...]:
         """Waits for the passes of the further replicas."""
         with counting(self.each):
-            return tuple(one.compiled() for one in self.further)
+            return tuple(one.map(Prepared.compiled) for one in self.further)
 
     def finish(self) -> None:
         """Waits for all programs, and logs how long they took."""
@@ -93,31 +99,27 @@ class FurtherPrograms:
             shapes: Limits of the microbatches of each shape, in the order in which they
                 are compiled.
         """
-        self._layout, self._shapes, self._is_closed = layout, tuple(shapes), False
-        self._compiled: dict[int, Future[None]] = {s.capacity: Future() for s in shapes}
-        if shapes and processes.count() > 1:  # in the same order on all of them
-            self._compile()
-        elif shapes:
-            in_background(self._compile)
+        self._layout, self._is_closed = layout, False
+        self._compiled: dict[int, Future[None]] = {}
+        before: Future[None] | None = None
+        for limits in shapes:
+            compile_one = functools.partial(self._compile, limits, before)
+            before = self._compiled[limits.capacity] = in_background(compile_one)
+            if processes.count() > 1:  # in the same order on all of them
+                before.exception()
 
-    def _compile(self) -> None:
-        for limits in self._shapes:
-            future = self._compiled[limits.capacity]
-            try:
-                self._compile_one(limits)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-    def _compile_one(self, limits: Limits) -> None:
+    def _compile(self, limits: Limits, before: Future[None] | None) -> None:
+        if before is not None:
+            before.exception()  # waits for it
         for stage, name in _named(self._layout):
             if self._is_closed:
                 return
             name = f", {limits.capacity} tokens{name}"
-            found = stage.steps.passes.prepare(stage.steps.shapes(limits), name)
-            announce(found.each)
-            finish(found.each)
+            shapes, passes = stage.steps.shapes(limits), stage.steps.passes
+            found = passes.prepare(shapes, name).each
+            found += passes.prepare_evaluation(shapes, name, evaluates=False)
+            announce(found)
+            finish(found)
 
     def wait_for(self, rows: int) -> None:
         """Waits for the programs of microbatches of so many rows."""
@@ -151,7 +153,7 @@ def _named(layout: Layout) -> Iterator[tuple[Stage, str]]:
 
 def _prepare_further(
     layout: Layout, limits: Limits
-) -> tuple[tuple[PreparedPasses, ...], list[Prepared]]:
+) -> tuple[list[StagePrograms[Prepared]], list[Prepared]]:
     """Starts to compile the programs of further replicas.
 
     Args:
@@ -162,18 +164,20 @@ def _prepare_further(
         The passes of each; and what makes slots, and what takes and gives weights and
         gradients, also on the first replica.
     """
-    home = layout.stages[0].steps
-    shapes, passes = home.shapes(limits), []
+    home, passes = layout.stages[0].steps, []
+    shapes = home.shapes(limits)
     # The weights or gradients of a slot, as they are sent.
     row = home.read_slot.prepare(shapes["params"], shapes["slot"]).out_info
     shapes |= home.arguments.placed({"row": row})
     others = [home.add_part.prepare_from(shapes, "")]
-    for number, one in enumerate(layout.further, start=2):
-        steps, name = one.stage.steps, f", replica {number}"
-        shapes = steps.shapes(dataclasses.replace(limits, capacity=one.capacity))
+    pairs = zip(layout.further, layout.planned.further, strict=True)
+    for number, (stage, own) in enumerate(pairs, start=2):
+        steps, name = stage.steps, f", replica {number}"
+        shapes = steps.shapes(dataclasses.replace(limits, capacity=own.tokens))
         shapes |= steps.arguments.placed({"row": row})
         passes.append(steps.passes.prepare(shapes, name))
-        moves = steps.write_weights, steps.read_part
+        others += steps.passes.prepare_evaluation(shapes, name, evaluates=False)
         others.append(steps.empty.prepare())
-        others += [program.prepare_from(shapes, name) for program in moves]
-    return tuple(passes), others
+        for program in (steps.write_weights, steps.read_part):
+            others.append(program.prepare_from(shapes, name))
+    return passes, others

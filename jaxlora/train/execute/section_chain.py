@@ -8,7 +8,7 @@ programs without waiting for any of them.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,11 @@ from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.common.counted import counted
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
-from jaxlora.models.sections import Position, Section, sections
+from jaxlora.models.sections import Position, sections
 from jaxlora.models.slot_settings import SlotSettings
-from jaxlora.programs.program import Program
-from jaxlora.train.execute.arguments import Arguments, Shapes
-from jaxlora.train.execute.pass_programs import PassPrograms, PreparedPasses
+from jaxlora.plan.memory.footprint import StagePrograms
+from jaxlora.programs.program import Prepared, Program
+from jaxlora.train.execute.stage_programs import Arguments, PassPrograms, Shapes
 
 
 class SectionChain:
@@ -95,19 +95,24 @@ class SectionChain:
             h = (self._kinds[section.spec].evaluate(*args),)
         return h[0]
 
-    def prepare(
-        self, shapes: Shapes, suffix: str = "", *, evaluates: bool = False
-    ) -> PreparedPasses:
+    def prepare(self, shapes: Shapes, suffix: str = "") -> StagePrograms[Prepared]:
         """Starts to compile the passes of all sections; see `PassPrograms.prepare`."""
         *before, head = [
-            self._kinds[section.spec].prepare(
-                self._own(section, shapes),
-                f"{_name(section)}{suffix}",
-                evaluates=evaluates,
-            )
-            for section in self._sections
+            kind.prepare(own, name + suffix) for kind, own, name in self._each(shapes)
         ]
         return dataclasses.replace(head, sections=tuple(before))
+
+    def prepare_evaluation(
+        self, shapes: Shapes, suffix: str, *, evaluates: bool
+    ) -> list[Prepared]:
+        """Starts to compile the evaluation of all sections, likewise."""
+        return [
+            prepared
+            for kind, own, name in self._each(shapes)
+            for prepared in kind.prepare_evaluation(
+                own, name + suffix, evaluates=evaluates
+            )
+        ]
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -128,16 +133,18 @@ class SectionChain:
         """The position of each section, on the devices."""
         return [jax.device_put(one.position, self._where) for one in self._sections]
 
-    def _own(self, section: Section, shapes: Shapes) -> Shapes:
-        """Shapes of the arguments of a section, among those of the decoder."""
-        keys, own = shapes["keys"], {"base": section.base(shapes["base"])}
-        if not section.spec.has_head:
-            own["keys"] = dataclasses.replace(keys, baseline=None)
-        return shapes | own | self._arguments.placed({"position": section.position})
+    def _each(self, shapes: Shapes) -> Iterator[tuple[PassPrograms, Shapes, str]]:
+        """Yields the programs of each section, with shapes and a name for the log.
 
-
-def _name(section: Section) -> str:
-    """Returns what the log adds to the name of a section's passes."""
-    if num := len(section.spec.layer_numbers):
-        return f", {counted(num, 'layer')}"
-    return ", the head" if section.spec.has_head else ", the embedding"
+        Args:
+            shapes: Shapes of the arguments of the decoder.
+        """
+        for one in self._sections:
+            own = {"base": one.base(shapes["base"])}
+            if not one.spec.has_head:
+                own["keys"] = dataclasses.replace(shapes["keys"], baseline=None)
+            place = self._arguments.placed({"position": one.position})
+            name = ", the head" if one.spec.has_head else ", the embedding"
+            if num := len(one.spec.layer_numbers):
+                name = f", {counted(num, 'layer')}"
+            yield self._kinds[one.spec], shapes | own | place, name

@@ -1,11 +1,12 @@
 """The compiled functions of training: pure, of fixed shapes, for all slots at once."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+import numpy as np
 
 from jaxlora.adapters.division import TableDivision
 from jaxlora.adapters.exchange import (
@@ -16,11 +17,12 @@ from jaxlora.adapters.exchange import (
 )
 from jaxlora.adapters.optimizer import (
     AdapterState,
+    OptimizerInputs,
     measure,
     optimizer_step,
 )
 from jaxlora.adapters.optimizers.state import evaluation_weights
-from jaxlora.adapters.optimizers.table import evaluates_other_weights
+from jaxlora.adapters.optimizers.table import OPTIMIZERS, evaluates_other_weights
 from jaxlora.adapters.reference_table import ReferenceTable
 from jaxlora.adapters.slot_state import (
     empty_state,
@@ -31,8 +33,11 @@ from jaxlora.adapters.slot_state import (
     write_slot,
     zero_tables,
 )
-from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.models.spec import DecoderSpec, SlotShape
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
+from jaxlora.config import LoraJob
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.plan.memory.inputs import (
     baseline_shape,
     batch_shapes,
@@ -41,11 +46,16 @@ from jaxlora.plan.memory.inputs import (
 )
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.arguments import SHORT, Arguments, Shapes, StageProgram
-from jaxlora.train.execute.optimizer_inputs import optimizer_inputs
-from jaxlora.train.execute.pass_programs import PassPrograms
 from jaxlora.train.execute.section_chain import SectionChain
 from jaxlora.train.execute.stage_passes import StagePasses
+from jaxlora.train.execute.stage_programs import (
+    SHORT,
+    Arguments,
+    PassPrograms,
+    Shapes,
+    StageProgram,
+)
+from jaxlora.train.job_state import JobState
 
 
 class CompiledSteps:
@@ -93,52 +103,46 @@ class CompiledSteps:
         self._division = TableDivision.of(spec.table_axes(), self._shapes, optimizers)
         state = state_specs(self._shapes, placement, optimizers, self._division)
         self.arguments = Arguments(spec=spec, placement=placement, state=state)
-        self._make_passes()
-        self._make_updates()
-        if spec.slots is not None:
-            self._make_slots(spec.slots)
-        if placement.num_lanes == 1:
-            self._make_replicas()
-
-    def _make_passes(self) -> None:
         self.passes: PassPrograms | SectionChain
-        if self._spec.options.layers_per_program is None:
+        if spec.options.layers_per_program is None:
             self.passes = own = PassPrograms(self.arguments)
             self.forward, self.backward = own.forward, own.backward
         else:
             self.passes = SectionChain(self.arguments)
         self.accumulate: Callable[..., Any] = self.passes.accumulate
         self.evaluate: Callable[..., Any] = self.passes.evaluate
-        self.add_baseline = self.arguments.program(
-            "baseline",
-            StagePasses(self._spec, self._placement).add_baseline,
-            ("baseline", "losses", "is_new"),
-            "baseline",
-        )
+        self._make_updates()
+        if spec.slots is not None:
+            self._make_slots(spec.slots)
 
     def _make_updates(self) -> None:
         p, division, program = self._placement, self._division, self.arguments.program
-        divided = tuple(division.weights)
+        divided, part = tuple(division.weights), functools.partial
         axes = {"axes": p.summed_axes, "whole_axes": p.whole_axes}
-        self.exchange = program(
-            "sum over devices",
-            functools.partial(exchange, **axes, divided=divided),
-            ("pending", "slot"),
-            "pending",
+        add_baseline = StagePasses(self._spec, p).add_baseline
+        takes = "baseline", "losses", "is_new"
+        self.add_baseline = program("baseline", add_baseline, takes, "baseline")
+        sums = part(exchange, **axes, divided=divided)
+        takes = "pending", "slot"
+        self.exchange = program("sum over devices", sums, takes, "pending")
+        norms = part(measure, divided=divided)
+        self.measure = program("gradient norms", norms, ("pending",), "norms")
+        step = part(
+            optimizer_step, linears=self._spec.linears_of_stacks, division=division
         )
-        self.measure = program(
-            "gradient norms",
-            functools.partial(measure, divided=divided),
-            ("pending",),
-            "norms",
-        )
-        linears = self._spec.linears_of_stacks
-        self.step = program(
-            "optimizer step",
-            functools.partial(optimizer_step, linears=linears, division=division),
-            ("state", "inputs", "measured", "rank"),
-            ("state", "result"),
-        )
+        takes, gives = ("state", "inputs", "measured", "rank"), ("state", "result")
+        self.step = program("optimizer step", step, takes, gives)
+        if p.num_lanes > 1:
+            return
+        read = part(read_part, whole_axes=p.whole_axes, divided=division.weights)
+        takes, gives = ("pending", "slot"), ("row", "is_finite")
+        self.read_part = program("gradients", read, takes, gives)
+        add = part(add_part, num_tensor=p.num_tensor, divided=division.weights)
+        takes = "pending", "slot", "row", "is_finite"
+        self.add_part = program("sum over replicas", add, takes, "pending")
+        write = part(write_weights, divided=division.weights)
+        takes, gives = ("params", "pending", "slot", "row"), ("params", "pending")
+        self.write_weights = program("weights", write, takes, gives)
 
     def _make_slots(self, slots: SlotShape) -> None:
         spec, p = self._spec, self._placement
@@ -149,14 +153,13 @@ class CompiledSteps:
             identity = "training", what, spec, p, SHORT, self.arguments.codes
             return Program(jitted, what, identity, varies=varies)
 
-        division, state = self._division, self.arguments.state
-        given = self._shapes, slots.num_slots, p, slots.optimizers, division
-        self.empty = program(
-            "empty slots",
-            functools.partial(empty_state, *given),
-            out_shardings=p.all_committed(state),
-        )
+        state = self.arguments.state
+        given = self._shapes, slots.num_slots, p, slots.optimizers, self._division
+        empty = functools.partial(empty_state, *given)
+        zeros = functools.partial(zero_tables, self._shapes)
+        placed = p.all_committed(state)
         written = None if p.mesh is None else p.shardings(state)
+        self.empty = program("empty slots", empty, out_shardings=placed)
         self.write_slot = program(
             "writing a slot",
             functools.partial(write_slot, optimizers=slots.optimizers),
@@ -165,9 +168,7 @@ class CompiledSteps:
             out_shardings=written,
         )
         self.empty_reference = program(
-            "empty references",
-            functools.partial(zero_tables, self._shapes),
-            out_shardings=p.all_committed(state.params),
+            "empty references", zeros, out_shardings=placed.params
         )
         self.write_reference = program(
             "writing a reference",
@@ -175,7 +176,7 @@ class CompiledSteps:
             donate_argnums=0,
             out_shardings=None if written is None else written.params,
         )
-        whole = None if p.mesh is None else p.sharding(PartitionSpec())
+        whole = None if p.mesh is None else p.sharding(REPLICATED)
         read = functools.partial(read_slot_rows, where=whole)
         self.read_slot = program("reading a slot", read, 0, out_shardings=whole)
         if any(map(evaluates_other_weights, slots.optimizers)):
@@ -185,28 +186,6 @@ class CompiledSteps:
                 ("params", "optimizer_state", "optimizer"),
                 "weights",
             )
-
-    def _make_replicas(self) -> None:
-        p, program = self._placement, self.arguments.program
-        divided = self._division.weights
-        self.read_part = program(
-            "gradients",
-            functools.partial(read_part, whole_axes=p.whole_axes, divided=divided),
-            ("pending", "slot"),
-            ("row", "is_finite"),
-        )
-        self.add_part = program(
-            "sum over replicas",
-            functools.partial(add_part, num_tensor=p.num_tensor, divided=divided),
-            ("pending", "slot", "row", "is_finite"),
-            "pending",
-        )
-        self.write_weights = program(
-            "weights",
-            functools.partial(write_weights, divided=divided),
-            ("params", "pending", "slot", "row"),
-            ("params", "pending"),
-        )
 
     # ---- before they are called ----------------------------------------------------
 
@@ -322,3 +301,96 @@ def compiled_steps(
 ) -> CompiledSteps:
     """The jitted functions of a stage, shared by all trainers of this process."""
     return CompiledSteps(spec, placement)
+
+
+# ---- what goes in and comes out, by slot ---------------------------------------------
+
+
+def total_losses(losses: Sequence[np.ndarray]) -> np.ndarray:
+    """Sums the losses of each slot over ticks and devices in float64.
+
+    Args:
+        losses: For each tick, G, or F G with a first axis of devices.
+    """
+    parts = [np.atleast_2d(np.asarray(loss, np.float64)).sum(axis=0) for loss in losses]
+    return np.sum(parts, axis=0)
+
+
+def by_slot(values: Mapping[int, float], num_slots: int, dtype: Any) -> Any:
+    """Puts values into a NumPy array by slot; a jitted call uploads it fastest."""
+    out = np.zeros(num_slots, dtype)
+    for slot, value in values.items():
+        out[slot] = value
+    return out
+
+
+def optimizer_inputs(
+    jobs: Mapping[int, JobState], steps: Mapping[int, int], slots: SlotShape
+) -> OptimizerInputs:
+    """Returns the settings of optimizer steps.
+
+    Args:
+        jobs: The jobs, by slot.
+        steps: Numbers of the steps, by slot; rows of the other slots are not used.
+        slots: The slots.
+    """
+    # Inputs that stay the same are made once, as this is the host's time of a tick.
+    settings = tuple((slot, _Identical(job.settings)) for slot, job in jobs.items())
+    fixed = _fixed_inputs(settings, slots)
+    rates = {slot: jobs[slot].learning_rate(step) for slot, step in steps.items()}
+    return dataclasses.replace(
+        fixed,
+        step_mask=by_slot(dict.fromkeys(steps, True), slots.num_slots, np.bool_),
+        count=by_slot(steps, slots.num_slots, np.int32),
+        learning_rate=by_slot(rates, slots.num_slots, np.float32),
+    )
+
+
+class _Identical:
+    """Settings of a job, compared by identity: they are frozen, and slow to hash."""
+
+    def __init__(self, job: LoraJob):
+        self.job = job
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identical) and self.job is other.job
+
+    def __hash__(self) -> int:
+        return id(self.job)
+
+
+@functools.lru_cache(maxsize=16)
+def _fixed_inputs(
+    jobs: tuple[tuple[int, _Identical], ...], slots: SlotShape
+) -> OptimizerInputs:
+    """Returns settings that are the same at every step, for all jobs by slot."""
+
+    def row(value: Callable[[LoraJob], float], dtype=np.float32) -> Any:
+        values = {slot: value(one.job) for slot, one in jobs}
+        return by_slot(values, slots.num_slots, dtype)
+
+    def settings(name: str) -> dict[str, Any]:
+        """Settings of an optimizer; 0 in slots with another one."""
+        optimizer = OPTIMIZERS[name]
+        own = {
+            slot: optimizer.settings_of(one.job)
+            for slot, one in jobs
+            if one.job.optimizer == name
+        }
+        return {
+            key: by_slot({s: own[s][key] for s in own}, slots.num_slots, np.float32)
+            for key in optimizer.settings
+        }
+
+    number = {name: i for i, name in enumerate(slots.optimizers)}
+
+    return OptimizerInputs(
+        step_mask=row(lambda job: False, np.bool_),
+        count=row(lambda job: 0, np.int32),
+        learning_rate=row(lambda job: 0.0),
+        rate_ratio=rate_ratios(row),
+        weight_decay=row(lambda job: job.weight_decay),
+        settings={name: settings(name) for name in slots.optimizers},
+        optimizer=row(lambda job: number[job.optimizer], np.int32),
+        max_norm=row(lambda job: job.max_grad_norm or np.inf),
+    )

@@ -6,7 +6,8 @@ from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run.events import WindowEvent
 from jaxlora.scheduler import Schedule
-from jaxlora.train.execute.executor import Outcomes, TickWork
+from jaxlora.train.execute.executor import Outcomes
+from jaxlora.train.execute.feed import TickWork
 
 
 class Window:

@@ -37,9 +37,8 @@ from jaxlora.scheduler.lanes import ticks_of
 from jaxlora.scheduler.picture import draw
 from jaxlora.scheduler.timeline import Timeline
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.execute.executor import Outcomes
+from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
-from jaxlora.train.execute.staged_executor import StagedExecutor
 
 
 class MeshTraining(Training):
@@ -68,7 +67,7 @@ class MeshTraining(Training):
         """Returns the memory of the training step on each device, as XLA says."""
         (stage,) = self.layout.stages
         passes = stage.steps.passes.prepare(stage.steps.shapes(self.case.limits))
-        return passes.compiled().last.memory_analysis()
+        return passes.last.compiled().memory_analysis()
 
     def probe(self, num_tokens: int, longest: int) -> Probe:
         """Makes a microbatch that all jobs share, with lengths like theirs.
@@ -106,7 +105,7 @@ class MeshTraining(Training):
             JaxloraError: A gradient is not finite, so that times mean nothing.
         """
         args = self.layout, self.params, self.slots, self.case.limits
-        executor = StagedExecutor(*args)
+        executor = Executor(*args)
         executor.wait()
         began = time.perf_counter()
         num_lanes = self.layout.num_lanes

@@ -74,9 +74,11 @@ def temporary_bytes(spec: DecoderSpec, placement: StageSharding) -> dict[str, in
     rank = jax.ShapeDtypeStruct((len(spec.adapted), size), jnp.int32)
     steps, slot = CompiledSteps(spec, placement), np.int32(0)
     lowered = {
-        "exchange": steps.exchange.lower(pending, slot),
-        "measure": steps.measure.lower(pending),
-        "step": steps.step.lower(state, OptimizerInputs(**rates | own), (), rank),
+        "exchange": steps.exchange.jitted.lower(pending, slot),
+        "measure": steps.measure.jitted.lower(pending),
+        "step": steps.step.jitted.lower(
+            state, OptimizerInputs(**rates | own), (), rank
+        ),
     }
     found = {name: one.compile().memory_analysis() for name, one in lowered.items()}
     return {name: one.temp_size_in_bytes for name, one in found.items()}

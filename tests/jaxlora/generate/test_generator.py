@@ -340,11 +340,11 @@ def test_programs_are_prepared_while_the_base_is_loaded(tiny_folder, monkeypatch
     programs = generator._text_decoder.decoder.programs
     texts = generator.generate("abc", settings)
     assert begun.is_set()
-    count = programs.prefill.num_programs()
+    count = len(programs.prefill._prepared)
     loaded = Generator(generator.model)
     assert loaded._text_decoder.decoder.programs is programs
     assert loaded.generate("abc", settings) == texts
-    assert programs.prefill.num_programs() == count  # that of the shapes runs
+    assert len(programs.prefill._prepared) == count  # that of the shapes runs
 
 
 def test_an_error_of_the_base_comes_before_the_text(tiny_folder, monkeypatch):

@@ -14,7 +14,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.stages import MeshStages
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.slot_decoder import SlotDecoder
+from jaxlora.train.execute.texts import SlotDecoder
 from tests import tiny
 
 pytestmark = pytest.mark.needs_devices(8)

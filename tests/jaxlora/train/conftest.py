@@ -13,6 +13,7 @@ from jaxlora.train.report.plot import plot_losses
 from tests import tiny
 from tests.jaxlora.memory_formula import estimated_by_formula
 from tests.jaxlora.train.at_window import at_windows
+from tests.jaxlora.train.host_executor import without_device
 from tests.jaxlora.train.mesh_runs import MeshRuns
 from tests.jaxlora.train.outcome import Outcome
 
@@ -102,6 +103,13 @@ def memory_of_runs():
     `test_contracts.py` and those that test what is chosen by memory are among them.
     """
     with estimated_by_formula():
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_device():
+    """The runs of a module train on the host, and compile nothing."""
+    with without_device():
         yield
 
 

@@ -12,8 +12,8 @@ from jaxlora.hf.names import linear_shapes
 from jaxlora.plan.job.job_slots import pack_whole
 from jaxlora.plan.stream_plan import FixedTicks
 from jaxlora.scheduler import Limits
+from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
 from tests.jaxlora.train.planned_run import plan_jobs
 
@@ -54,7 +54,7 @@ def train_together(model, jobs: list[JobState], capacity: int = 128):
     plan = plan_jobs(config, model, [job.prepared for job in jobs])
     layout = Layout.of(plan.stages)
     slots, limits = layout.empty_slots(), Limits(capacity=capacity, block_tokens=8)
-    executor = StagedExecutor(layout, model.params, slots, limits)
+    executor = Executor(layout, model.params, slots, limits)
     for slot, job in enumerate(jobs):
         if job.lacks_references:
             job.references = {

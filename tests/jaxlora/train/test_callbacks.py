@@ -8,6 +8,8 @@ from jaxlora import Callback, RunConfig, Trainer
 from jaxlora.run.log import read_events
 from tests.jaxlora.train.conftest import TWO_SLOTS
 
+pytestmark = pytest.mark.usefixtures("no_device")
+
 
 @pytest.fixture
 def config(model, jobs, tmp_path) -> RunConfig:

@@ -14,8 +14,8 @@ from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.models.forward import SlotKeys
 from jaxlora.modules.trained_tensors import LORA_B, VERA_B, rate_ratios
 from jaxlora.scheduler.algorithms import greedy
+from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests import tiny
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.conftest import LINEARS, folder_of
@@ -210,11 +210,11 @@ def test_how_it_runs_does_not_matter(train, three, jobs, settings):
 
 
 def test_microbatches_in_parts_teach_the_same(train, three, jobs, monkeypatch):
-    def in_parts(self, tick, rows, lengths):
+    def in_parts(self, tick, lengths, rows=None):
         (microbatch,) = tick
         return [(m,) for m in split_by_segment_limit(microbatch, 10**6, 2, lengths)]
 
-    monkeypatch.setattr(StagedExecutor, "_split_tick", in_parts)
+    monkeypatch.setattr(TickPacker, "split", in_parts)
     names = [job.name for job in jobs[:3]]
     assert_same_training(train(jobs[:3], **OTHERWISE), three, names)
 

@@ -16,7 +16,6 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import read_events
 from jaxlora.sweeps.files import print_summary
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.report.summary import (
     JobResult,
     RunResult,
@@ -28,9 +27,11 @@ from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 from tests.jaxlora.run import made_events
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS, folder_of
+from tests.jaxlora.train.host_executor import HostExecutor
 from tests.jaxlora.train.test_contracts import assert_same_training
 
-# All runs here share one set of compiled programs.
+pytestmark = pytest.mark.usefixtures("no_device")
+
 SHAPE = {"max_concurrent_jobs": 2, "slot_dropout": True}
 
 
@@ -96,7 +97,7 @@ def test_a_stop_where_an_evaluation_was_due_needs_no_other(train, long):
 def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
     """Its last weights compete, also where no evaluation was due."""
     if not is_better:
-        evaluate = StagedExecutor.evaluate
+        evaluate = HostExecutor.evaluate
 
         def worse(self, runs):
             found = evaluate(self, runs)
@@ -105,7 +106,7 @@ def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
                 for slot, r in runs.items()
             }
 
-        monkeypatch.setattr(StagedExecutor, "evaluate", worse)
+        monkeypatch.setattr(HostExecutor, "evaluate", worse)
     best = long.model_copy(update={"keep_best": True})
     outcome = train([best], on_window=stop("job0"))
     assert outcome.progress["job0"].best_step == (4 if is_better else 0)
@@ -148,7 +149,7 @@ def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
 
 
 def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
-    evaluate = StagedExecutor.evaluate
+    evaluate = HostExecutor.evaluate
 
     def infinite(self, runs):
         found = evaluate(self, runs)
@@ -157,7 +158,7 @@ def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
             for slot, r in runs.items()
         }
 
-    monkeypatch.setattr(StagedExecutor, "evaluate", infinite)
+    monkeypatch.setattr(HostExecutor, "evaluate", infinite)
     outcome = train([long], on_window=stop("job0"))
     progress = outcome.progress["job0"]
     assert progress.status == "failed"

@@ -30,7 +30,7 @@ from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.loop import Loop
 from jaxlora.train.run import Run
 from tests import tiny
-from tests.jaxlora.train.late_executor import LateExecutor
+from tests.jaxlora.train.host_executor import HostExecutor, HostSlots
 
 
 def job_run(name: str, lengths, **settings) -> JobState:
@@ -88,7 +88,7 @@ def drive(tmp_path):
 
     def run(in_flight: int, at_border=lambda jobs, live: None):
         runs = make_runs()
-        executor = LateExecutor(in_flight, loss, eval_loss)
+        executor = HostExecutor(HostSlots(), in_flight, loss, eval_loss)
         config = RunConfig(
             model="none",
             jobs=[run.settings for run in runs],

@@ -19,6 +19,8 @@ from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.test_preemption import Killed
 
+pytestmark = pytest.mark.usefixtures("no_device")
+
 
 def one_slot(model, job: LoraJob, folder: pathlib.Path) -> RunConfig:
     """A run of one slot, so that jobs never share a microbatch."""

@@ -6,6 +6,7 @@ import pytest
 
 from jaxlora import Trainer
 from jaxlora.scheduler import Pipeline
+from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.feed import Feed
 from tests.jaxlora.train.pass_log import PassLog, RunLog
 
@@ -23,22 +24,19 @@ def logged(meshes, mesh_jobs, monkeypatch):
         if mesh == "stage=3":
             settings["model"] = str(meshes.three_layers)
         trainer = Trainer(meshes.config(mesh, mesh_jobs, **settings))
-        log, begin, take = (
-            PassLog(trainer.layout, monkeypatch),
-            Feed.__init__,
-            Feed.take,
-        )
+        log = PassLog(trainer.layout, monkeypatch)
+        begin, take = Executor.run, Feed.take
 
-        def begun(self, *args, **settings):
+        def begun(self, *args):
             log.runs.append(RunLog())
-            begin(self, *args, **settings)
+            return begin(self, *args)
 
         def taken(self):
-            fed, arrays = take(self)
+            fed = take(self)
             log.runs[-1].ticks.append(fed.tick)
-            return fed, arrays
+            return fed
 
-        monkeypatch.setattr(Feed, "__init__", begun)
+        monkeypatch.setattr(Executor, "run", begun)
         monkeypatch.setattr(Feed, "take", taken)
         trainer.train()
         return log, len(trainer.layout.stages)

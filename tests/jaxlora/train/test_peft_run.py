@@ -20,8 +20,8 @@ from jaxlora.plan.job.job_slots import pack_whole
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.stream_plan import FixedTicks
 from jaxlora.scheduler import Limits
+from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
 from tests.golden_base import tied
 from tests.jaxlora.train.planned_run import plan_jobs
@@ -123,7 +123,7 @@ def train_together(names, base=GOLDEN / "base"):
     layout = Layout.of(plan.stages)
     slots = layout.empty_slots()
     limits = Limits(capacity=64, block_tokens=8)
-    executor = StagedExecutor(layout, model.params, slots, limits)
+    executor = Executor(layout, model.params, slots, limits)
     for slot, run in enumerate(runs):
         executor.load(slot, run.start, run.settings.optimizer)
         run.update(status="running", slot=slot)

@@ -17,7 +17,8 @@ from jaxlora.run.folder import SUMMARY_FILE
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.sweeps.files import print_summary
 from jaxlora.train import run as train_run
-from jaxlora.train.execute.executor import Outcomes, TickWork
+from jaxlora.train.execute.executor import Outcomes
+from jaxlora.train.execute.feed import TickWork
 from jaxlora.train.execute.window import Window
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.train.conftest import TWO_SLOTS

@@ -15,6 +15,8 @@ from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
 from tests.oracle import relative_error
 
+pytestmark = pytest.mark.usefixtures("no_device")
+
 
 @pytest.fixture(scope="module")
 def low(jobs):

@@ -10,7 +10,7 @@ import safetensors.numpy
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import CheckpointError, JaxloraError
 from jaxlora.run.log import read_events
-from jaxlora.train.execute.staged_executor import StagedExecutor
+from jaxlora.train.execute.executor import Executor
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import Outcome, is_of
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
@@ -180,9 +180,9 @@ def test_the_reference_is_the_base_without_the_adapter(
     # Another test has programs of this shape, too.
     shape = {"max_concurrent_jobs": 2}
     job = preference_jobs["simpo"].replace(name="still", objective_args={}, **still)
-    count, computed = StagedExecutor.log_likelihoods, []
+    count, computed = Executor.log_likelihoods, []
     monkeypatch.setattr(
-        StagedExecutor,
+        Executor,
         "log_likelihoods",
         lambda self, slot, batch, adapter: (
             computed.append(slot) or count(self, slot, batch, adapter)
@@ -209,7 +209,7 @@ def test_a_resumed_run_ends_in_the_same_bits(
     """With the kept log-probabilities of the base, which are not computed again."""
     assert make_trainer("cut", every).train(callbacks=[InterruptAt(1)]).interrupted
     kept = tmp_path / "cut" / "references" / "dpo.safetensors"
-    monkeypatch.setattr(StagedExecutor, "log_likelihoods", None)
+    monkeypatch.setattr(Executor, "log_likelihoods", None)
     data, moved = kept.read_bytes(), kept.with_suffix(".moved")
     kept.rename(moved)
     with pytest.raises(CheckpointError, match="by its reference cannot be read"):
@@ -244,7 +244,7 @@ def test_copies_and_continued_jobs_keep_the_reference(
     copy = dpo.replace(name="copy", learning_rate=1e-3, clone_of=at)
     assert trainer("one", dpo, copy).train(callbacks=[InterruptAt(2)]).interrupted
     assert kept("one", "dpo") == kept("one", "copy")
-    monkeypatch.setattr(StagedExecutor, "log_likelihoods", None)
+    monkeypatch.setattr(Executor, "log_likelihoods", None)
     there = str(tmp_path / "one")
     more = dpo.replace(steps=6, continue_from=there)
     (continued,) = trainer("two", more).train().jobs

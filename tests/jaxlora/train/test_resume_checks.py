@@ -16,8 +16,8 @@ from jaxlora.hf.names import linear_shapes
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.run import folder as run_folder
 from jaxlora.train import open_run
+from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.in_flight import InFlight
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.run import Run
 from jaxlora.train.saved import read_checkpoint
 from jaxlora.train.saved.checkpoint import Checkpoints
@@ -336,14 +336,14 @@ def test_a_run_that_has_ended_was_not_interrupted(config, model):
 
 
 def test_an_infinite_evaluation_ends_its_job(train, jobs, monkeypatch):
-    evaluate = StagedExecutor.evaluate
+    evaluate = Executor.evaluate
 
     def infinite(self, runs):
         name, found = jobs[0].name, {"loss": math.inf}
         infinite = {s: found for s, r in runs.items() if r.name == name}
         return evaluate(self, runs) | infinite
 
-    monkeypatch.setattr(StagedExecutor, "evaluate", infinite)
+    monkeypatch.setattr(Executor, "evaluate", infinite)
     outcome = train(jobs[:2])
     assert outcome.progress[jobs[0].name].status == "failed"
     assert outcome.progress[jobs[1].name].status == "finished"

@@ -30,6 +30,8 @@ from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import TWO_SLOTS
 
+pytestmark = pytest.mark.usefixtures("no_device")
+
 
 @pytest.fixture
 def config(model, jobs, tmp_path):

@@ -6,8 +6,8 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.run.log import read_events
+from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.run_programs import FurtherPrograms
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import InterruptAt, at_windows
 from tests.jaxlora.train.conftest import LINEARS, folder_of
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
@@ -34,8 +34,8 @@ def rows(monkeypatch) -> list[int]:
         found.append(len(packed.token_ids))
         return original(self, packed)
 
-    original = StagedExecutor._upload
-    monkeypatch.setattr(StagedExecutor, "_upload", upload)
+    original = TickPacker.upload
+    monkeypatch.setattr(TickPacker, "upload", upload)
     return found
 
 
@@ -70,17 +70,17 @@ def test_a_resumed_run_has_the_same_microbatches(
     """Whether programs are ready late, as at the start, or at once, as after it."""
     needed = threading.Event()
 
-    def late(self, limits):
+    def late(self, *args):
         assert needed.wait(20)
-        compile_one(self, limits)
+        compile_one(self, *args)
 
     def wait_for(self, num):
         if num in self._compiled:
             needed.set()
         wait(self, num)
 
-    compile_one, wait = FurtherPrograms._compile_one, FurtherPrograms.wait_for
-    monkeypatch.setattr(FurtherPrograms, "_compile_one", late)
+    compile_one, wait = FurtherPrograms._compile, FurtherPrograms.wait_for
+    monkeypatch.setattr(FurtherPrograms, "_compile", late)
     monkeypatch.setattr(FurtherPrograms, "wait_for", wait_for)
 
     def train(name: str, *, resume=False, stop: int | None = None) -> Outcome:
@@ -101,7 +101,7 @@ def test_a_resumed_run_has_the_same_microbatches(
 
     whole = train("whole")
     num = len(rows)
-    monkeypatch.setattr(FurtherPrograms, "_compile_one", compile_one)
+    monkeypatch.setattr(FurtherPrograms, "_compile", compile_one)
     assert train("part", stop=num_rounds).result.interrupted
     num_before = len(rows) - num
     resumed = train("part", resume=True)

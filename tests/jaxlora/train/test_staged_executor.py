@@ -9,8 +9,8 @@ import pytest
 from jaxlora import Callback, RunConfig, Trainer
 from jaxlora.plan.job.job_slots import pack_whole
 from jaxlora.plan.stream_plan import FixedTicks
+from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.planned_run import plan_and_jobs
 
@@ -59,7 +59,7 @@ def watched(model, jobs, tmp_path, monkeypatch):
     def on_window(trainer):
         events.append("w")
 
-    run = StagedExecutor.run
+    run = Executor.run
 
     def guarded(*args):
         # On a GPU, this refuses any other way of waiting for values.
@@ -67,7 +67,7 @@ def watched(model, jobs, tmp_path, monkeypatch):
             yield from run(*args)
 
     monkeypatch.setattr(jax, "device_get", read)
-    monkeypatch.setattr(StagedExecutor, "run", guarded)
+    monkeypatch.setattr(Executor, "run", guarded)
 
     class AtEnd(Callback):
         def on_job_end(self, event):
@@ -120,7 +120,7 @@ def by_hand(model, jobs):
 
     def run(release: int | None = None):
         slots = layout.empty_slots()
-        executor = StagedExecutor(layout, model.params, slots, config.limits)
+        executor = Executor(layout, model.params, slots, config.limits)
         for slot, job in runs.items():
             executor.load(slot, job.start, job.settings.optimizer)
         items, outcomes = [], {slot: [] for slot in runs}

@@ -15,8 +15,8 @@ from jaxlora.run.log import read_events
 from jaxlora.scheduler.streams.plan_ahead import PlanAhead
 from jaxlora.scheduler.windows import planner
 from jaxlora.scheduler.windows.planner import DEFAULT_EFFORT
+from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.staged_stream import StagedStream
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training
@@ -56,15 +56,15 @@ def test_a_job_that_fails_leaves_nothing_in_its_slot(train, jobs, monkeypatch):
     def release(self, slot):
         left = self._jobs[slot].name
         original(self, slot)
-        state = self._slots.tables[0].state
+        state = self.slots.tables[0].state
         assert state.pending.is_finite[..., slot].all()
         for path, gradients in state.pending.gradients.items():
             assert not gradients[slot].any(), path
             assert not state.params[path][slot].any(), path
         num_left.append(left)
 
-    original = StagedStream.release
-    monkeypatch.setattr(StagedStream, "release", release)
+    original = Executor.release
+    monkeypatch.setattr(Executor, "release", release)
     outcome = train([jobs[2], wild, jobs[4]], max_concurrent_jobs=2)
     assert outcome.progress["wild"].status == "failed"
     assert num_left[0] == "wild"  # job4 takes the slot that it has left

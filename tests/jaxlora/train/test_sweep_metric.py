@@ -14,8 +14,7 @@ from jaxlora.config.sweep_config import ExitRule
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.run.log import read_events
 from jaxlora.sweeps.engine.run import run_groups
-from jaxlora.train.execute.answers import AnswerMeter
-from jaxlora.train.execute.slot_decoder import SlotDecoder
+from jaxlora.train.execute.texts import AnswerMeter, SlotDecoder
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import outcome
 from tests.jaxlora.train.test_contracts import ROUNDING

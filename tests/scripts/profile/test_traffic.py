@@ -12,8 +12,8 @@ import pytest
 
 from jaxlora.errors import JaxloraError
 from jaxlora.profile import traffic
+from jaxlora.programs.kept import serialize
 from jaxlora.programs.program import _beside_xlas_cache
-from jaxlora.programs.serialized import serialize
 
 METRICS = (traffic.READ, traffic.WRITTEN, "gpu__time_duration.sum")
 TABLE = "\n".join(

@@ -27,6 +27,7 @@ from jaxlora.plan.stages import (
     estimated_footprint,
     measured_footprint,
 )
+from jaxlora.programs.program import Prepared
 from jaxlora.scheduler import Limits
 from jaxlora.sharding import layerwise
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -52,7 +53,7 @@ def spec_of(remat: str, num_layers: int) -> DecoderSpec:
 
 def compile_stage(stage: Stage) -> StagePrograms:
     steps = stage.steps
-    return steps.passes.prepare(steps.shapes(LIMITS)).compiled()
+    return steps.passes.prepare(steps.shapes(LIMITS)).map(Prepared.compiled)
 
 
 def compare(words: str, remat: str, devices) -> list[dict[str, int]]:

@@ -16,6 +16,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.memory.footprint import Footprint
 from jaxlora.plan.stages import MeshStages, estimated_footprint, measured_footprint
+from jaxlora.programs.program import Prepared
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.step import CompiledSteps
 from tests.jaxlora.train import fused
@@ -46,7 +47,7 @@ def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, f
     """Bytes of a training step, as estimated and as the compiler reports."""
     limits = Limits(capacity=num_tokens, block_tokens=64)
     steps = CompiledSteps(spec)
-    programs = steps.passes.prepare(steps.shapes(limits)).compiled()
+    programs = steps.passes.prepare(steps.shapes(limits)).map(Prepared.compiled)
     job = {"name": "a", "data": {"path": "a.jsonl"}}
     size = spec.options.layers_per_program or "auto"
     run = RunConfig(model="m", jobs=(job,), layers_per_program=size)
