@@ -11,8 +11,10 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from jaxlora.printable import one_line, printable
@@ -41,6 +43,11 @@ def stdout() -> Console:
 def literal(value: object) -> Text:
     """Returns a line that rich prints literally, ignoring markup and emoji codes."""
     return Text(one_line(value))
+
+
+def plain_table(**options) -> Table:
+    """Returns an empty table that has a line below its head, and no others."""
+    return Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, **options)
 
 
 def say(text: object) -> None:

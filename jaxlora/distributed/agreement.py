@@ -1,8 +1,7 @@
 """Checks that the processes of a run agree before and while they train it."""
 
-import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -139,15 +138,3 @@ def _of_jobs(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for key, value in values.items()
         if key not in _JOB_FILES
     }
-
-
-@contextlib.contextmanager
-def held(lock: contextlib.AbstractContextManager[object]) -> Iterator[None]:
-    """Takes the lock of the run's folder, on the process that writes to it."""
-    with contextlib.ExitStack() as stack:
-
-        def take() -> None:
-            stack.enter_context(lock)
-
-        processes.from_first(take)
-        yield

@@ -8,7 +8,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxlora.run.saved_stream import SavedStream
+from jaxlora.run.saved_run import SavedStream
 from jaxlora.scheduler import Sample, Schedule, padded_tokens
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.scheduler.streams.plan_ahead import PlanAhead

@@ -4,14 +4,13 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import xxhash
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.common.json_file import check_regular_file
-from jaxlora.common.type_adapter import type_adapter
 from jaxlora.config import LoraJob
 from jaxlora.errors import CheckpointError
 from jaxlora.problems import format_errors
@@ -23,25 +22,49 @@ from jaxlora.run.saved_fields import (
     IsoTime,
     JobName,
     OneLine,
+    type_adapter,
 )
-from jaxlora.run.saved_stream import SavedStream
+from jaxlora.scheduler.lanes import Tick
+from jaxlora.scheduler.streams.state import StreamState
+from jaxlora.scheduler.windows.planner import Hint
 
 FORMAT = 9  # of run.json and of a checkpoint's metadata
 
 
+# Requests of the user that are in force: the jobs to stop, and those to keep out of the
+# slots until they are resumed, with the reasons.
+SavedRequests = dict[Literal["stopping", "pausing"], dict[JobName, str]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SavedRequests:
-    """Requests of the user that are in force.
+class SavedStream:
+    """The ticks that a resumed run goes on with, so that it ends in the same bits.
 
     Attributes:
-        stopping: Jobs to stop, and the reasons.
-        pausing: Jobs to keep out of the slots until they are resumed, and the reasons.
+        rules: Describes the rules of the ticks and the jobs in the slots. The ticks are
+            only of use if they are the same.
+        repeated: Ticks with samples of batches that are not complete, which run again;
+            the rows of each microbatch of a tick; and the slots whose samples do not
+            run, as their job has left.
+        state: State of the stream before the planned ticks.
+        planned: Ticks that were planned and have not run.
+        hint: The findings of planning them.
+        shapes_from: First tick that may have a shape below the capacity.
+        leaving: Slots with rows of a job that has left in ticks in flight, and the tick
+            from which each is free.
+        at_border: Slots whose jobs are between two of their batches here.
     """
 
     __pydantic_config__ = STRICT
 
-    stopping: dict[JobName, str] = dataclasses.field(default_factory=dict)
-    pausing: dict[JobName, str] = dataclasses.field(default_factory=dict)
+    rules: str
+    repeated: tuple[tuple[Tick, int, frozenset[int]], ...]
+    state: StreamState
+    planned: tuple[Tick, ...]
+    hint: Hint
+    shapes_from: int
+    leaving: dict[int, int]
+    at_border: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +163,7 @@ class RunRecord:
     base_model: OneLine
     linear_names: tuple[OneLine, ...]
     base_revision: OneLine | None = None
-    requests: SavedRequests = dataclasses.field(default_factory=SavedRequests)
+    requests: SavedRequests = dataclasses.field(default_factory=dict)
     added: list[JobName] = dataclasses.field(default_factory=list)
     suggested: list[JobName] = dataclasses.field(default_factory=list)
     ended: list[JobName] = dataclasses.field(default_factory=list)
@@ -150,7 +173,7 @@ class RunRecord:
 
     def __post_init__(self):
         """Checks that all jobs that are named are the run's; see `read_sealed`."""
-        requested = {*self.requests.stopping, *self.requests.pausing}
+        requested = {name for names in self.requests.values() for name in names}
         kinds = {"requests": requested, "added": self.added, "ended": self.ended}
         for kind, names in kinds.items():
             if not self.identity.jobs.keys() >= set(names):

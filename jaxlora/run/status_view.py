@@ -9,13 +9,12 @@ import dataclasses
 import datetime
 from collections.abc import Iterator, Sequence
 
-import rich.box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxlora.common.console import literal, show
+from jaxlora.common.console import literal, plain_table, show
 from jaxlora.run.job_progress import JobStatus
 from jaxlora.run.live.status_file import SavedStatus
 from jaxlora.run.lock import Owner
@@ -137,7 +136,7 @@ def print_status(saved: SavedStatus, owner: Owner | None, console: Console) -> N
         show(console, "not running" + ("" if is_over else rest), soft_wrap=True)
     counts = ", ".join(f"{count} {status}" for status, count in run.counts.items())
     show(console, f"as of {saved.written}: round {run.round}, {counts}")
-    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = plain_table()
     for column in ("job", "status"):
         table.add_column(column, no_wrap=True)
     for column in ("slot", "rank", "steps", "loss", "best held-out"):

@@ -4,11 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import rich.box
 from rich.console import Console
-from rich.table import Table
 
-from jaxlora.common.console import literal, show
+from jaxlora.common.console import literal, plain_table, show
 from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.configuration_names import value_text
@@ -58,11 +56,7 @@ def print_configurations(run: RunConfig, console: Console) -> None:
     assert run.sweep is not None
     rules = ", ".join(rule.type for rule in run.sweep.early_exit) or "none"
     show(console, f"{counted(len(run.jobs), 'configuration')}, early exit: {rules}")
-    table = Table(
-        box=rich.box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = plain_table()
     columns = varied_settings(run.jobs)
     table.add_column("configuration", overflow="fold")
     for name in columns:

@@ -88,7 +88,9 @@ class SweepControl(Control[SweepReport]):
 
     def suggest(self, jobs: Sequence[JobState], num_slots: int) -> LoraJob | None:
         """Returns what the search suggests now; see `Control.suggest`."""
-        return self._suggestions.next(jobs, num_slots)
+        return self._suggestions.next(
+            [(job.settings, job.progress) for job in jobs], num_slots
+        )
 
     def wants_eval(self, job: JobState) -> bool:
         """Whether a job is to be evaluated here because a rule compares it here."""

@@ -4,14 +4,12 @@ import logging
 import pathlib
 import shutil
 
-import rich.box
 from rich.console import Console
-from rich.table import Table
 
 from jaxlora.adapters.files.export_record import is_ours
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.common.atomic import wrap_os_errors, write_text
-from jaxlora.common.console import literal, show, stdout
+from jaxlora.common.console import literal, plain_table, show, stdout
 from jaxlora.config import RunConfig
 from jaxlora.config.configuration_names import value_text
 from jaxlora.run.folder import ADAPTERS, MERGED, SWEEP_FILES, is_own
@@ -138,7 +136,7 @@ def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> 
         folder: Folder of the run.
         console: Console to print to.
     """
-    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = plain_table()
     # Names of configurations have the settings, if there is no room for them.
     is_narrow = console.width < _WIDE
     left_out = {"warning"}  # below the table

@@ -1,13 +1,12 @@
 """Draws a sweep: its curves, parallel coordinates, and the importance of settings."""
 
-import io
 import pathlib
 from typing import Any
 
-from jaxlora.common.atomic import write_bytes
 from jaxlora.sweeps.axes import parallel_axes
 from jaxlora.sweeps.importance import importance
 from jaxlora.sweeps.ranking import SweepReport
+from jaxlora.train.report.plot import write_png
 
 _NUM_NAMED = 8  # configurations in colors; the others are grey
 
@@ -22,8 +21,6 @@ def draw_sweep(report: SweepReport, picture: pathlib.Path) -> None:
     Raises:
         StorageError: It cannot be written.
     """
-    # matplotlib's object API needs no display and has no global state, unlike pyplot.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 9), layout="constrained")
@@ -31,9 +28,7 @@ def draw_sweep(report: SweepReport, picture: pathlib.Path) -> None:
     _draw_curves(figure.add_subplot(grid[0, :2]), report)
     _draw_importance(figure.add_subplot(grid[0, 2]), report)
     _draw_parallel(figure.add_subplot(grid[1, :]), report)
-    drawn = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(drawn)
-    write_bytes(picture, drawn.getvalue())
+    write_png(figure, picture)
 
 
 def _style(place: int) -> dict[str, Any]:

@@ -1,9 +1,15 @@
-"""Suggests further configurations of a sweep as others end."""
+"""Suggests further configurations of a sweep as others end, with Optuna's TPE.
 
+Optuna keeps nothing: for each suggestion, a fresh study in memory gets the results, and
+a seed of its own. So a run that is resumed suggests what it would have suggested.
+"""
+
+import dataclasses
+import importlib.util
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import pydantic
 
@@ -19,28 +25,31 @@ from jaxlora.config.job_settings import (
 )
 from jaxlora.config.space import Axis, is_place
 from jaxlora.config.sweep_config import Metric, Search
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.problems import format_errors
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.sweeps.optuna_search import Tried, check_installed, suggestions
 
 logger = logging.getLogger(__name__)
 
 _MOST_ASKED = 30  # suggestions for one configuration, until the space counts as empty
+_STARTUP = 5  # results from which TPE is used; before, it draws at random
 
 
-@runtime_checkable
-class Candidate(Protocol):
-    """A configuration as a search sees it: a job of a run, or of a group's run."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """A configuration that was tried, or is being tried.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        place: Its place on each axis, by name.
+        state: `running`; `complete`; or `pruned`: it ended early.
+        step: Optimizer steps done.
+        cost: What is lower for better ones; None: it is not known.
+    """
 
-    @property
-    def settings(self) -> LoraJob: ...
-
-    @property
-    def progress(self) -> JobProgress: ...
+    place: Mapping[str, float]
+    state: Literal["running", "complete", "pruned"]
+    step: int = 0
+    cost: float | None = None
 
 
 class Suggestions:
@@ -103,27 +112,29 @@ class Suggestions:
         drawn = {} if self._search is None else self._search.points
         return {name: p for name, p in self.points.items() if name not in drawn}
 
-    def next(self, jobs: Sequence[Candidate], num_slots: int) -> LoraJob | None:
+    def next(
+        self, jobs: Sequence[tuple[LoraJob, JobProgress]], num_slots: int
+    ) -> LoraJob | None:
         """Returns a configuration to add now; None if none is due.
 
         Args:
-            jobs: All jobs of the run.
+            jobs: Settings and progress of all jobs of the run.
             num_slots: Number of jobs that may run at the same time.
         """
         search = self._search
         if search is None or self._is_exhausted or not self.is_open:
             return None
-        mine = [job for job in jobs if job.name in self.points]
-        if sum(not job.progress.is_over for job in mine) >= num_slots:
+        mine = {job.name: p for job, p in jobs if job.name in self.points}
+        if sum(not progress.is_over for progress in mine.values()) >= num_slots:
             return None
-        found = self._suggest(search, jobs, [self._tried(job) for job in mine])
+        tried = [self._tried(self.points[n], progress) for n, progress in mine.items()]
+        found = self._suggest(search, [job for job, _ in jobs], tried)
         if found is None:
             self._is_exhausted = True
             logger.info("sweep: Optuna finds no other configuration in this space")
         return found
 
-    def _tried(self, job: Candidate) -> Tried:
-        progress, place = job.progress, self.points[job.name]
+    def _tried(self, place: Mapping[str, float], progress: JobProgress) -> Tried:
         best = progress.best_eval if self._metric.is_loss else progress.best_metric
         if not progress.is_over:
             return Tried(place=place, state="running")
@@ -135,10 +146,9 @@ class Suggestions:
         return Tried(place=place, state=state, step=progress.step, cost=cost)
 
     def _suggest(
-        self, search: Search, jobs: Sequence[Candidate], tried: Sequence[Tried]
+        self, search: Search, jobs: Sequence[LoraJob], tried: Sequence[Tried]
     ) -> LoraJob | None:
-        names = {job.name for job in jobs}
-        settings = [job.settings for job in jobs]
+        settings, names = list(jobs), {job.name for job in jobs}
         # Those that did not fit the run are not suggested again either.
         for name, place in self.points.items():
             if name not in names:
@@ -173,3 +183,72 @@ class Suggestions:
 
 def _key(job: LoraJob) -> str:
     return settings_key(job.model_dump(mode="json"))
+
+
+def check_installed() -> None:
+    """Checks that Optuna is installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError(
+            "sweep.method: optuna needs the package optuna, which is not installed. "
+            "Run: pip install 'jaxlora[optuna]', or set `method: random`."
+        )
+
+
+def suggestions(
+    axes: Sequence[Axis], seed: int, number: int, tried: Sequence[Tried]
+) -> Iterator[dict[str, float]]:
+    """Yields places on the axes, the most promising first, without an end.
+
+    Args:
+        axes: The axes.
+        seed: Random seed of the search.
+        number: Number of configurations before this suggestion.
+        tried: Those that were suggested or drawn so far, in their order.
+    """
+    import optuna
+    from optuna.distributions import (
+        BaseDistribution,
+        CategoricalDistribution,
+        FloatDistribution,
+    )
+    from optuna.trial import TrialState, create_trial
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space: dict[str, BaseDistribution] = {
+        axis.name: FloatDistribution(0.0, 1.0)
+        if axis.space.values is None
+        else CategoricalDistribution(list(range(len(axis.space.values))))
+        for axis in axes
+    }
+    sampler = optuna.samplers.TPESampler(
+        seed=1_000_003 * seed + number, n_startup_trials=_STARTUP, constant_liar=True
+    )
+    study = optuna.create_study(sampler=sampler)
+    states = {
+        "running": TrialState.RUNNING,
+        "complete": TrialState.COMPLETE,
+        "pruned": TrialState.PRUNED,
+    }
+    for one in tried:
+        is_pruned = one.state == "pruned" and one.cost is not None
+        values = {one.step: one.cost} if is_pruned and one.cost is not None else {}
+        place = {
+            axis.name: one.place[axis.name]
+            if axis.space.values is None
+            else int(one.place[axis.name])
+            for axis in axes
+        }
+        trial = create_trial(
+            params=place,
+            distributions=space,
+            state=states[one.state],
+            value=one.cost if one.state == "complete" else None,
+            intermediate_values=values,
+        )
+        study.add_trial(trial)
+    while True:
+        yield dict(study.ask(space).params)

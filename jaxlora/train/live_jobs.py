@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 # Reasons of requests that give none.
 STOPPED, PAUSED = "stopped by request", "paused by request"
 
+_Kind = Literal["stopping", "pausing"]  # as the record of the run has them
+
 
 class LiveJobs:
     """The jobs of a run, which may come and go while it trains.
@@ -56,7 +58,7 @@ class LiveJobs:
         self._waiting: deque[JobState] = deque()
         # The latest request for each job, and why; None: it may run again. To make one
         # is a single write to a dict, and so needs no lock.
-        self._asked: dict[tuple[Literal["stop", "pause"], str], str | None] = {}
+        self._asked: dict[tuple[_Kind, str], str | None] = {}
         self._new = self._asked if processes.count() == 1 else {}
         self._count = itertools.count(1)  # `next` of it is atomic
         self.version = 0
@@ -74,19 +76,19 @@ class LiveJobs:
 
     def stop(self, name: str, reason: str) -> None:
         """Asks for a job to end after its current global batch."""
-        self._ask("stop", name, reason)
+        self._ask("stopping", name, reason)
 
     def pause(self, name: str, reason: str) -> None:
         """Asks for a job to leave its slot after its current global batch."""
-        self._ask("pause", name, reason)
+        self._ask("pausing", name, reason)
 
     def resume(self, name: str) -> None:
         """Allows a paused job to continue."""
-        self._ask("pause", name, None)
+        self._ask("pausing", name, None)
 
-    def _ask(self, what: Literal["stop", "pause"], name: str, why: str | None) -> None:
+    def _ask(self, kind: _Kind, name: str, why: str | None) -> None:
         self._check_name(name)
-        self._new[what, name] = why
+        self._new[kind, name] = why
         self.version = next(self._count)
 
     def find(self, name: str) -> JobState | None:
@@ -141,32 +143,31 @@ class LiveJobs:
         # Other threads may add to the dict meanwhile.
         mine = [(*key, self._new.pop(key)) for key in list(self._new)]
         for asked in processes.gather(mine):
-            self._asked |= {(what, name): why for what, name, why in asked}
+            self._asked |= {(kind, name): why for kind, name, why in asked}
         self.version = next(self._count)
 
     def stop_reason(self, name: str) -> str | None:
         """Returns why a job was asked to stop; None if it was not."""
-        return self._asked.get(("stop", name))
+        return self._asked.get(("stopping", name))
 
     def pause_reason(self, name: str) -> str | None:
         """Returns why a job was asked to pause; None if it may run."""
-        return self._asked.get(("pause", name))
+        return self._asked.get(("pausing", name))
 
     def saved_requests(self) -> SavedRequests:
         """Returns the requests that are in force for the jobs."""
-        stops = {job.name: self.stop_reason(job.name) for job in self.jobs}
-        pauses = {job.name: self.pause_reason(job.name) for job in self.jobs}
-        return SavedRequests(
-            stopping={name: why for name, why in stops.items() if why is not None},
-            pausing={name: why for name, why in pauses.items() if why is not None},
-        )
+        found: SavedRequests = {"stopping": {}, "pausing": {}}
+        for kind, reasons in found.items():
+            for job in self.jobs:
+                if (why := self._asked.get((kind, job.name))) is not None:
+                    reasons[job.name] = why
+        return found
 
     def restore_requests(self, saved: SavedRequests) -> None:
         """Adds saved requests; those made since then take precedence."""
-        for name, reason in saved.stopping.items():
-            self._asked.setdefault(("stop", name), reason)
-        for name, reason in saved.pausing.items():
-            self._asked.setdefault(("pause", name), reason)
+        for kind, reasons in saved.items():
+            for name, reason in reasons.items():
+                self._asked.setdefault((kind, name), reason)
 
     # ---- joining, step by step -----------------------------------------------------
 

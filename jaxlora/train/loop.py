@@ -19,7 +19,7 @@ from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import CHECKPOINTS, clean_up
-from jaxlora.run.saved_stream import SavedStream
+from jaxlora.run.saved_run import SavedStream
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.run_programs import FurtherPrograms

@@ -10,9 +10,8 @@ from typing import Any
 
 from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
-from jaxlora.common.comparison import NOT_KNOWN, Comparison
 from jaxlora.common.note import log_notes
-from jaxlora.distributed import agreement, processes
+from jaxlora.distributed import processes
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
 from jaxlora.models.forward import Base
@@ -26,15 +25,20 @@ from jaxlora.run.folder import ADAPTERS, check_folder
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
-from jaxlora.run.saved_run import RunRecord, SavedRun
-from jaxlora.run.saved_stream import SavedStream
+from jaxlora.run.saved_run import RunRecord, SavedRun, SavedStream
 from jaxlora.train.control import Control
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.texts import AnswerMeter, Sampler
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
-from jaxlora.train.report.summary import RunResult, TrainingTime, job_result
+from jaxlora.train.report.summary import (
+    NOT_KNOWN,
+    Comparison,
+    RunResult,
+    TrainingTime,
+    job_result,
+)
 from jaxlora.train.saved.continue_job import (
     continue_job,
     copy_best_export,
@@ -178,8 +182,13 @@ class Run:
                 to resume.
         """
         lock = RunLock(self.folder)
-        with agreement.held(lock):
-            processes.from_first(lambda: check_folder(self.folder, resume=resume))
+        with contextlib.ExitStack() as held:
+
+            def take() -> None:
+                held.enter_context(lock)
+                check_folder(self.folder, resume=resume)
+
+            processes.from_first(take)
             self.lock = lock
             yield
 
@@ -241,7 +250,9 @@ class Run:
         # Jobs that were suggested after the checkpoint are suggested again. An earlier
         # call of `train` may have suggested some that are not recorded.
         record, known = store.record, {} if found is None else found.run.progress
-        names = processes.from_first(lambda: [] if record is None else record.suggested)
+        names, requests = processes.from_first(
+            lambda: ([], {}) if record is None else (record.suggested, record.requests)
+        )
         for name in {*names, *control.suggested()} - known.keys():
             if name in self.live.added:
                 self.live.drop(name)
@@ -253,7 +264,7 @@ class Run:
             for job in [job for job in self.jobs if job.has_begun]:
                 go_on_with_reference(self.folder, job, self.model.fingerprint)
             logger.info("resumed after round %d", found.number)
-        self.live.restore_requests(store.saved_requests())
+        self.live.restore_requests(requests)
         self.continue_jobs(self.jobs)
         return found
 

@@ -26,9 +26,8 @@ import pydantic
 
 from jaxlora.common.atomic import remove_leftovers, wrap_os_errors, write_bytes
 from jaxlora.common.json_file import open_regular_file
-from jaxlora.common.type_adapter import type_adapter
 from jaxlora.errors import ConfigError
-from jaxlora.run.saved_fields import STRICT, JobName
+from jaxlora.run.saved_fields import STRICT, JobName, type_adapter
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,11 @@ import pydantic
 
 from jaxlora.common.atomic import write_text
 from jaxlora.common.json_file import read_regular_file
-from jaxlora.common.type_adapter import type_adapter
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import Event, RunEndEvent, RunStartEvent
-from jaxlora.run.saved_fields import STRICT, IsoTime
+from jaxlora.run.saved_fields import STRICT, IsoTime, type_adapter
 from jaxlora.run.status import RunStatus, StatusTracker
 
 STATUS_FILE = "status.json"

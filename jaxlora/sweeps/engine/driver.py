@@ -9,7 +9,7 @@ import logging
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
@@ -29,15 +29,6 @@ from jaxlora.sweeps.suggesting import Suggestions
 logger = logging.getLogger(__name__)
 
 _REMOVE_SECONDS = 10.0  # between two looks for checkpoints that nobody needs
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Candidate:
-    """A configuration as the search sees it."""
-
-    name: str
-    settings: LoraJob
-    progress: JobProgress
 
 
 class Driver:
@@ -72,7 +63,7 @@ class Driver:
         self._journal = Journal(state, ledger, workers)
         self._fleet = Fleet(folder, state, groups, workers, self._journal)
         ledger.replay(state.apply)
-        self._jobs: dict[str, LoraJob] = {}  # settings that were read, for the search
+        self._settings: dict[str, LoraJob] = {}  # that were read, for the search
         if search is not None:
             search.restore(state.places)
         self._journal.record("begin")
@@ -151,22 +142,19 @@ class Driver:
         if self._search is None:
             return False
         num_slots = sum(g.num_slots for g in self.groups if not g.is_given_up)
-        job = self._search.next(list(self._candidates()), num_slots)
+        job = self._search.next(self._jobs(), num_slots)
         if job is None:
             return False
         self.add(job, place=self._search.points[job.name])
         logger.info("sweep: Optuna suggests %s", job.name)
         return True
 
-    def _candidates(self) -> Iterator[_Candidate]:
-        for found in self.state.configurations.values():
-            if found.name not in self._jobs:
-                self._jobs[found.name] = LoraJob.model_validate(found.settings)
-            yield _Candidate(
-                name=found.name,
-                settings=self._jobs[found.name],
-                progress=found.progress,
-            )
+    def _jobs(self) -> list[tuple[LoraJob, JobProgress]]:
+        """Returns the configurations as the search sees them."""
+        known, configurations = self._settings, self.state.configurations
+        for name in configurations.keys() - known.keys():
+            known[name] = LoraJob.model_validate(configurations[name].settings)
+        return [(known[name], one.progress) for name, one in configurations.items()]
 
     def _is_over(self) -> bool:
         return self.state.is_over() and not self._suggest()

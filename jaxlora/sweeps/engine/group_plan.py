@@ -11,10 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlora.common.type_adapter import type_adapter
 from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError, ProcessError
-from jaxlora.run.saved_fields import Size
+from jaxlora.run.saved_fields import Size, type_adapter
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 COMMAND = (sys.executable, "-m", "jaxlora.forecast.sweep_process")

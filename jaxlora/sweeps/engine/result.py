@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlora.common.atomic import write_text
-from jaxlora.common.comparison import Comparison
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import CheckpointError
 from jaxlora.run.log import METRICS_FILE, read_events
@@ -16,7 +15,7 @@ from jaxlora.sweeps import files
 from jaxlora.sweeps.engine.state import GROUPS, Configuration, SweepState
 from jaxlora.sweeps.importance import is_number
 from jaxlora.sweeps.ranking import SweepReport, Trial
-from jaxlora.train.report.summary import JobResult, RunResult
+from jaxlora.train.report.summary import Comparison, JobResult, RunResult
 
 _Event = dict[str, Any]
 

@@ -21,7 +21,7 @@ from jaxlora.run.events import (
     StepEvent,
     losses_by_set,
 )
-from jaxlora.run.saved_stream import SavedStream
+from jaxlora.run.saved_run import SavedStream
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.job_state import JobState
 from jaxlora.train.run import Run

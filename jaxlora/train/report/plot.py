@@ -4,13 +4,16 @@ import io
 import math
 import pathlib
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlora.common.atomic import write_bytes
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import WindowEvent
 from jaxlora.run.folder import PICTURE
 from jaxlora.run.log import METRICS_FILE, read_events
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NUM_NAMED = 8  # jobs in colors; the others are grey
 _KINDS = {"step": ("loss", "training"), "eval": ("eval_loss", "held out")}
@@ -58,8 +61,6 @@ def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
         metrics: A run's metrics.jsonl.
         picture: PNG file to write.
     """
-    # matplotlib's object API needs no display and has no global state, unlike pyplot.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     curves = _read_curves(metrics)
@@ -79,6 +80,18 @@ def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
             loc="outside right upper",
             fontsize="small",
         )
+    write_png(figure, picture)
+
+
+def write_png(figure: "Figure", picture: pathlib.Path) -> None:
+    """Writes a figure of matplotlib as a PNG file.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    # matplotlib's object API needs no display and has no global state, unlike pyplot.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     drawn = io.BytesIO()
     FigureCanvasAgg(figure).print_png(drawn)
     write_bytes(picture, drawn.getvalue())

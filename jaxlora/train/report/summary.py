@@ -4,16 +4,14 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import rich.box
 from rich.console import Console
 from rich.table import Table
 
 from jaxlora.common.atomic import write_text
-from jaxlora.common.comparison import NOT_KNOWN, Comparison
-from jaxlora.common.console import literal, show
+from jaxlora.common.console import literal, plain_table, show
 from jaxlora.config.clone import CloneOf
 from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.printable import one_line
@@ -25,6 +23,30 @@ from jaxlora.run.status_view import format_seconds
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.plot import plot_losses
 from jaxlora.train.report.progress import format_losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A prediction beside what was measured in this process; None: it is not known."""
+
+    predicted: float | None = None
+    measured: float | None = None
+
+    def line(self, name: str, show: Callable[[float], str]) -> Iterator[str]:
+        """Yields a line with both, if both are known.
+
+        Args:
+            name: What they are.
+            show: Formats either.
+        """
+        if not self.predicted or self.measured is None:
+            return
+        more = self.measured / self.predicted - 1
+        off = f"{abs(more):.1%} {'more' if more >= 0 else 'less'}"
+        yield f"{name}: {show(self.measured)}, {show(self.predicted)} predicted ({off})"
+
+
+NOT_KNOWN = Comparison()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,13 +175,7 @@ def _title(num_jobs: int) -> str:
 
 def summary_table(result: RunResult) -> Table:
     """Makes a table with one row per job, the lowest held-out loss first."""
-    table = Table(
-        title=_title(len(result.jobs)),
-        title_justify="left",
-        box=rich.box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = plain_table(title=_title(len(result.jobs)), title_justify="left")
     # On narrow terminals, names and statuses are folded, and numbers stay whole.
     table.add_column("job", overflow="fold")
     for column in ("rank", "steps", "tokens"):

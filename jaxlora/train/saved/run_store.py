@@ -7,7 +7,6 @@ written.
 """
 
 import collections
-import dataclasses
 import logging
 import os
 import pathlib
@@ -42,7 +41,7 @@ from jaxlora.run.folder import (
     write_run_record,
 )
 from jaxlora.run.lock import RunLock
-from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
+from jaxlora.run.saved_run import RunRecord, SavedRun
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.export import run_tokenizer, write_adapter
 from jaxlora.train.saved.read_checkpoint import (
@@ -121,15 +120,6 @@ class RunStore:
         for change in now.changes(self.record):
             logger.warning("changed since the run was last started: %s", change)
         return found
-
-    def saved_requests(self) -> SavedRequests:
-        """Returns the saved requests to stop and pause jobs, the same on all processes.
-
-        They are in the record only, which is written before each checkpoint.
-        """
-        requests = SavedRequests() if self.record is None else self.record.requests
-        saved = processes.from_first(lambda: dataclasses.asdict(requests))
-        return SavedRequests(**saved)
 
     def latest(self) -> int | None:
         """Rounds done at the newest checkpoint, which may still be being written."""

@@ -2,7 +2,6 @@
 
 import importlib.util
 import random
-import types
 
 import pytest
 
@@ -10,10 +9,8 @@ from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.config.job_settings import axes_of
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.sweeps import optuna_search, suggesting
-from jaxlora.sweeps.optuna_search import Tried, suggestions
-from jaxlora.sweeps.suggesting import Suggestions
-from jaxlora.train.job_state import JobState
+from jaxlora.sweeps import suggesting
+from jaxlora.sweeps.suggesting import Suggestions, Tried, suggestions
 
 PARAMETERS = {
     "learning_rate": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},
@@ -34,16 +31,31 @@ def run(**sweep) -> RunConfig:
     )
 
 
-class Job(JobState):
-    """A job of a run, as far as suggestions look at it."""
+class Jobs(dict[str, tuple[LoraJob, JobProgress]]):
+    """The jobs of a run, as far as suggestions look at them, by name."""
 
-    def __init__(self, settings: LoraJob):
-        self.prepared = types.SimpleNamespace(settings=settings)
-        self.progress = JobProgress()
+    def __init__(self, config: RunConfig):
+        self.join(*config.jobs)
 
-    def end(self, loss: float, *, stopped_by: str | None) -> None:
-        status = "stopped early" if stopped_by else "finished"
-        self.update(status=status, stopped_by=stopped_by, best_eval=loss, step=8)
+    def join(self, *jobs: LoraJob) -> None:
+        self.update({job.name: (job, JobProgress()) for job in jobs})
+
+    def end(self, job: LoraJob, loss: float, *, stopped_by: str | None) -> None:
+        progress = JobProgress(
+            status="stopped early" if stopped_by else "finished",
+            stopped_by=stopped_by,
+            best_eval=loss,
+            step=8,
+        )
+        self[job.name] = job, progress
+
+    @property
+    def seen(self) -> list[tuple[LoraJob, JobProgress]]:
+        return [*self.values()]
+
+    @property
+    def running(self) -> list[LoraJob]:
+        return [job for job, progress in self.seen if not progress.is_over]
 
 
 def test_the_first_ones_are_the_draws_of_a_random_search():
@@ -91,7 +103,7 @@ def test_one_job_is_searched():
 
 
 def test_without_optuna_the_cure_is_named(monkeypatch):
-    monkeypatch.setattr(optuna_search.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(suggesting.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxlora\[optuna\]'"):
         Suggestions(run())
 
@@ -116,22 +128,20 @@ def scripted(monkeypatch):
 
 def searched(config: RunConfig, interrupt_at: int | None = None) -> list[LoraJob]:
     """Plays a sweep whose jobs end in an order of their own."""
-    jobs = [Job(settings) for settings in config.jobs]
-    search, rng = Suggestions(config), random.Random(5)
+    jobs, search, rng = Jobs(config), Suggestions(config), random.Random(5)
     for number in range(100):
-        running = [job for job in jobs if not job.progress.is_over]
-        if not running:
-            return [job.settings for job in jobs]
+        if not (running := jobs.running):
+            return [job for job, _ in jobs.seen]
         job = running[rng.randrange(min(3, len(running)))]
         stopped_by = "asha" if rng.random() < 0.4 else None
-        job.end(rng.random(), stopped_by=stopped_by)
+        jobs.end(job, rng.random(), stopped_by=stopped_by)
         if number == interrupt_at:
             again = Suggestions(config)
             again.restore(search.saved())
             search = again
-        while (found := search.next(jobs, 3)) is not None:
-            jobs.append(Job(found))
-        assert sum(not job.progress.is_over for job in jobs) <= 10
+        while (found := search.next(jobs.seen, 3)) is not None:
+            jobs.join(found)
+        assert len(jobs.running) <= 10
     raise AssertionError("it does not end")
 
 
@@ -161,24 +171,23 @@ def test_a_space_that_is_exhausted_ends_the_search(scripted):
 
 def test_one_that_does_not_fit_is_left_out(scripted):
     config = run(initial=2, count=5)
-    jobs = [Job(settings) for settings in config.jobs]
-    search = Suggestions(config)
+    jobs, search = Jobs(config), Suggestions(config)
 
     assert search.is_open
-    left_out = list(iter(lambda: search.next(jobs, 3), None))
+    left_out = list(iter(lambda: search.next(jobs.seen, 3), None))
     assert not search.is_open
     assert len(left_out) == 3 and len(search.points) == 5
 
 
 def test_one_that_does_not_fit_is_not_suggested_again(scripted):
     config = run(parameters={"rank": [4, 8, 16]}, initial=1, count=9)
-    jobs, asked = [Job(settings) for settings in config.jobs], []
-    (first,) = (job.settings.rank for job in jobs)
+    jobs, asked = Jobs(config).seen, []
+    ((first, _),) = jobs
     search = Suggestions(config)
     while (found := search.next(jobs, 3)) is not None:
         asked.append(found.rank)
         assert len(asked) < 9, "it is suggested again and again"
-    assert sorted(asked) == sorted({4, 8, 16} - {first})
+    assert sorted(asked) == sorted({4, 8, 16} - {first.rank})
     again = Suggestions(config)
     again.restore(search.saved())
     assert again.next(jobs, 3) is None

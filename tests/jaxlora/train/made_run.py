@@ -13,8 +13,7 @@ from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_run import RunRecord, SavedRun
-from jaxlora.run.saved_stream import SavedStream
+from jaxlora.run.saved_run import RunRecord, SavedRun, SavedStream
 from jaxlora.scheduler.streams.state import StreamState
 from jaxlora.scheduler.windows.planner import Hint
 from jaxlora.train.saved.checkpoint import Checkpoints

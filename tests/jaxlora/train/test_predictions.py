@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from jaxlora import RunConfig, Trainer
-from jaxlora.common.comparison import Comparison
 from jaxlora.costs import device_profile
 from jaxlora.costs.device_profile import PassCost
 from jaxlora.pallas_kernels import device
@@ -20,6 +19,7 @@ from jaxlora.train import run as train_run
 from jaxlora.train.execute.executor import Outcomes
 from jaxlora.train.execute.feed import TickWork
 from jaxlora.train.execute.window import Window
+from jaxlora.train.report.summary import Comparison
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.train.conftest import TWO_SLOTS
 

@@ -7,7 +7,6 @@ import pytest
 
 from jaxlora import LoraJob
 from jaxlora.errors import ConfigError
-from jaxlora.run.saved_run import SavedRequests
 from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
@@ -30,7 +29,7 @@ def live() -> LiveJobs:
 
 
 def test_requests_count_after_saved_ones_are_restored(live):
-    saved = SavedRequests(stopping={"old": "then"}, pausing={"idle": "then"})
+    saved = {"stopping": {"old": "then"}, "pausing": {"idle": "then"}}
     live.restore_requests(saved)
     assert live.stop_reason("old") == live.pause_reason("idle") == "then"
     assert live.saved_requests() == saved
@@ -39,13 +38,13 @@ def test_requests_count_after_saved_ones_are_restored(live):
     live.resume("idle")
     assert live.stop_reason("a") == live.pause_reason("b") == "now"
     assert live.pause_reason("idle") is None
-    assert live.saved_requests().pausing == {"b": "now"}
+    assert live.saved_requests()["pausing"] == {"b": "now"}
 
 
 def test_requests_made_before_saved_ones_are_restored_take_precedence(live):
     live.stop("a", "new")
     live.resume("b")
-    saved = SavedRequests(stopping={"a": "old"}, pausing={"b": "old"})
+    saved = {"stopping": {"a": "old"}, "pausing": {"b": "old"}}
     live.restore_requests(saved)
     assert live.stop_reason("a") == "new" and live.pause_reason("b") is None
 

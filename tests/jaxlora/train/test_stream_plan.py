@@ -7,7 +7,7 @@ import pydantic
 import pytest
 
 from jaxlora.plan.stream_plan import StreamPlan, StreamTick
-from jaxlora.run.saved_stream import SavedStream
+from jaxlora.run.saved_run import SavedStream
 from tests.scheduler.streams.test_stream import KINDS, Mix
 
 NUM_SLOTS = 4
