@@ -5,13 +5,11 @@ file that belong to this user and that nobody else may write to.
 """
 
 import dataclasses
-import errno
 import hashlib
 import logging
 import os
 import pathlib
 import pickle
-import stat
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ from jax.experimental import serialize_executable
 
 from jaxlora.common.atomic import new_file, remove_leftovers
 from jaxlora.common.cache_home import check_private, make_private
+from jaxlora.common.json_file import open_regular_file
 from jaxlora.errors import StorageError
 
 logger = logging.getLogger(__name__)
@@ -55,37 +54,23 @@ class KeptPrograms:
         Raises:
             DamagedEntryError: The entry is damaged, or others may have written it.
         """
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        path = self.path(key)
         try:
             # A link may lead to a file that somebody else chooses.
-            handle = os.open(self.path(key), flags)
+            with open_regular_file(path, follow=False) as file:
+                check_private(self.folder.stat(), self.folder)
+                check_private(os.fstat(file.fileno()), path)
+                os.utime(file.fileno())  # the time of its last use
+                data = file.read()
         except FileNotFoundError:
             return None
         except OSError as error:
-            is_link = error.errno == errno.ELOOP
-            why = "it is a symbolic link" if is_link else error.strerror
-            raise DamagedEntryError(why) from error
-        try:
-            data = self._read_open(handle, self.path(key))
-        except OSError as error:
             raise DamagedEntryError(error.strerror) from error
-        finally:
-            os.close(handle)
         start = len(_HEADER) + _DIGEST_BYTES
         payload = data[start:]
         if data[:start] != _HEADER + hashlib.sha256(payload).digest():
             raise DamagedEntryError("it is damaged or of another version")
         return payload
-
-    def _read_open(self, handle: int, path: pathlib.Path) -> bytes:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise DamagedEntryError("it is no regular file")
-        check_private(self.folder.stat(), self.folder)
-        check_private(found, path)
-        os.utime(handle)  # the time of its last use
-        with open(handle, "rb", closefd=False) as file:
-            return file.read()
 
     def write(self, key: str, payload: bytes) -> None:
         """Writes an entry as a whole, and removes old ones beyond the bound.

@@ -160,27 +160,33 @@ class JobState:
         if objective.needs_reference and not self.runs_reference:
             numbers = self.prepared.sample_numbers(step)
             samples = self._referred(samples, "train", numbers)
-        return JobBatch(
-            slot=slot,
+        return self._batch(
+            slot,
+            samples,
             step=step,
-            samples=samples,
             weight=1.0 / objective.num_terms(samples),
-            objective=objective,
-            settings=self.prepared.objective_settings,
             is_reference=self._is_reference(step, dropout=self.settings.dropout),
         )
+
+    def _batch(
+        self, slot: int, samples: Sequence[TokenizedSample], **others: Any
+    ) -> JobBatch:
+        """Returns samples as a batch of the job's objective, unless `others` say so."""
+        fields: dict[str, Any] = {
+            "step": 0,
+            "weight": 1.0,
+            "objective": self.prepared.objective,
+            "settings": self.prepared.objective_settings,
+        }
+        return JobBatch(slot=slot, samples=samples, **(fields | others))
 
     def eval_batch(self, slot: int) -> JobBatch:
         """Returns all held-out samples, for the job in a slot."""
         held_out = self.prepared.eval_data
         assert held_out is not None, f"{self.name} has no held-out samples"
-        return JobBatch(
-            slot=slot,
-            step=0,
-            samples=self._referred(held_out.samples, "eval", slice(None)),
-            weight=1.0,
-            objective=self.prepared.objective,
-            settings=self.prepared.objective_settings,
+        return self._batch(
+            slot,
+            self._referred(held_out.samples, "eval", slice(None)),
             is_reference=self._is_reference(self.progress.step, dropout=0.0),
         )
 
@@ -225,14 +231,9 @@ class JobState:
         samples = [self.prepared.recombined(which, i) for i in numbers.tolist()]
         if batch is None or not self.runs_reference:
             samples = self._referred(samples, f"{which}_recombined", numbers)
-        return JobBatch(
-            slot=slot,
-            step=0 if batch is None else batch.step,
-            samples=samples,
-            weight=1.0 / len(samples),
-            objective=objective,
-            settings=self.prepared.objective_settings,
-        )
+        step = 0 if batch is None else batch.step
+        weight = 1.0 / len(samples)
+        return self._batch(slot, samples, step=step, weight=weight, objective=objective)
 
     @property
     def eval_ranges(self) -> Mapping[str, range]:
@@ -290,16 +291,10 @@ class JobState:
                 recombined = [prepared.recombined(which, i) for i in numbers]
                 batches[f"{which}_recombined"] = recombined, baseline
         return {
-            which: JobBatch(
-                slot=slot,
-                step=0,
-                samples=tuple(
-                    dataclasses.replace(sample, reference_logp=0.0)
-                    for sample in samples
-                ),
-                weight=1.0,
+            which: self._batch(
+                slot,
+                tuple(dataclasses.replace(s, reference_logp=0.0) for s in samples),
                 objective=objective,
-                settings=prepared.objective_settings,
             )
             for which, (samples, objective) in batches.items()
         }
@@ -334,10 +329,10 @@ class JobState:
     def note_eval(
         self,
         loss: float,
-        metric: float | None = None,
+        metric: float | None,
         *,
-        is_maximized: bool = False,
-        by_set: Mapping[str, float] | None = None,
+        is_maximized: bool,
+        by_set: Mapping[str, float],
     ) -> bool:
         """Records an evaluation; returns whether it is the best so far.
 
@@ -356,7 +351,7 @@ class JobState:
         self.update(
             first_eval=loss if before.first_eval is None else before.first_eval,
             last_eval=loss,
-            last_eval_sets=by_set or {},
+            last_eval_sets=by_set,
             last_eval_step=before.step,
             best_eval=loss if is_best else before.best_eval,
             best_step=before.step if is_best else before.best_step,

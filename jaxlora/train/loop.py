@@ -8,6 +8,7 @@ others go on: the microbatches are then planned anew from the next one on.
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -15,15 +16,17 @@ from jaxlora.adapters.parked_slot import ReadSlot
 from jaxlora.common.background import StopRequest
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, DeviceError, JaxloraError
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, JobControl, Listeners
 from jaxlora.run.folder import CHECKPOINTS, clean_up
 from jaxlora.run.saved_run import SavedStream
+from jaxlora.scheduler import Schedule
 from jaxlora.train.execute.executor import Executor, Outcomes
+from jaxlora.train.execute.feed import TickWork
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.run_programs import FurtherPrograms
-from jaxlora.train.execute.window import Window
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.run_callbacks import open_callbacks
@@ -33,8 +36,6 @@ from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 logger = logging.getLogger(__name__)
 
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
-
-_ENDS = "finishing what is in flight, then writing a checkpoint"
 
 
 def train_run(
@@ -56,7 +57,8 @@ def train_run(
         is_resumed: Whether the run goes on from what is on the disk.
     """
     # Signals take effect between microbatches, and interrupt no checkpoint.
-    with StopRequest(_ENDS) as stop, contextlib.ExitStack() as opened:
+    ends = "finishing what is in flight, then writing a checkpoint"
+    with StopRequest(ends) as stop, contextlib.ExitStack() as opened:
         opened.callback(run.store.close)  # waits for the last checkpoint
         # What could refuse to resume the run comes before, and leaves the folder as it
         # was.
@@ -66,7 +68,7 @@ def train_run(
         opened.callback(inbox.close)
         run.record()
         run.store.keep_tokenizer(run.model)
-        config, latest = run.plan.config, run.store.latest()
+        config, latest = run.plan.config, run.store.latest
         own = open_callbacks(config, run.folder, latest, opened)
         for callback in callbacks:
             callback.trainer = trainer
@@ -145,7 +147,7 @@ class Loop:
                     store.prepare(run.slots)
                 self._train_microbatches()
                 self._take_requests()
-            if store.latest() != run.round:
+            if store.latest != run.round:
                 self._save(self._snapshot())
             return stops
 
@@ -238,7 +240,7 @@ class Loop:
                 self._ticks.stop()
             if ends_window or self._inbox.is_due():
                 self._take_requests()
-        every, latest = run.plan.config.checkpoint_every, run.store.latest() or 0
+        every, latest = run.plan.config.checkpoint_every, run.store.latest or 0
         is_due = bool(every) and run.round // every > latest // every
         is_due |= ends_round and run.control.wants_checkpoint()
         if snapshot is None and ends_round and is_due:
@@ -292,7 +294,7 @@ class Loop:
         A checkpoint is written before, as the jobs may go on in another process.
         """
         run = self._run
-        if run.control.wants_checkpoint() and run.store.latest() != run.round:
+        if run.control.wants_checkpoint() and run.store.latest != run.round:
             self._save(self._snapshot())
         run.send_written(waits=True)
         return run.control.wait(self._must_end)
@@ -326,6 +328,89 @@ class Loop:
             if processes.is_first():
                 logger.info("sweep: Optuna suggests %s", found.name)
         return len(run.jobs) > before
+
+
+class Window:
+    """The work of some rounds.
+
+    Attributes:
+        num_rounds: Rounds that have ended.
+        end: Time at which its last results came, where the next window begins: the work
+            that follows may be done on the device before the window is reported.
+    """
+
+    def __init__(self, begin: float):
+        """Begins a window; its times are those of `JobLifecycle.clock`."""
+        self.num_rounds = 0
+        self._begin = self.end = begin
+        self._by_replica: dict[int, TickWork] = {}
+
+    def add(self, outcomes: Outcomes, now: float) -> None:
+        """Counts an item of the executor."""
+        self.end = now
+        for number, work in outcomes.work.items():
+            self._by_replica[number] = self._by_replica.get(number, TickWork()) + work
+
+    @property
+    def work(self) -> TickWork:
+        """The work of all replicas."""
+        return sum(self._by_replica.values(), TickWork())
+
+    @property
+    def seconds(self) -> float:
+        """Time of training."""
+        return self.end - self._begin
+
+    def event(
+        self, number: int, plan: RunPlan, ticks: StreamPlan, num_changes: int
+    ) -> events.WindowEvent:
+        """Returns the figures of the window.
+
+        Args:
+            number: Rounds done in the run.
+            plan: The plan of the run.
+            ticks: Its microbatches; `forget_figures` follows.
+            num_changes: How many jobs have started in slots, or left them.
+        """
+        seconds, work = self.seconds, self.work
+        recent = Schedule(
+            microbatches=tuple(m for tick in ticks.recent for m in tick),
+            limits=plan.config.limits,
+        )
+        predicted = plan.seconds(recent, is_part=True, num_changes=num_changes)
+        return events.WindowEvent(
+            round=number,
+            num_rounds=self.num_rounds,
+            num_tokens=work.num_tokens,
+            seconds=round(seconds, 4),
+            tokens_per_second=round(work.num_tokens / seconds, 1),
+            num_microbatches=work.num_microbatches,
+            fill=_fill(work),
+            planned_ahead=ticks.num_ahead == ticks.num_stretches,
+            planning_seconds=round(ticks.waited_seconds, 4),
+            pipeline=plan.pipeline_figures(recent),
+            predicted_seconds=predicted,
+            replicas=self._replicas(plan),
+        )
+
+    def _replicas(self, plan: RunPlan) -> tuple[dict[str, Any], ...]:
+        """Returns the work of each replica; nothing if replicas are alike."""
+        return tuple(
+            {
+                "replica": number + 1,
+                "microbatch_tokens": replica.capacity,
+                "num_microbatches": work.num_microbatches,
+                "num_tokens": work.num_tokens,
+                "fill": _fill(work),
+            }
+            for number, replica in enumerate(plan.lanes.replicas)
+            for work in [self._by_replica.get(number, TickWork())]
+        )
+
+
+def _fill(work: TickWork) -> float:
+    """Returns the share of the rows that hold tokens."""
+    return round(work.num_tokens / max(1, work.num_rows), 4)
 
 
 @contextlib.contextmanager

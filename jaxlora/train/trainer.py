@@ -9,7 +9,6 @@ from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
 from jaxlora.hf.load import FrozenModel
-from jaxlora.plan.memory.footprint import StagePrograms
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.run.callback import Callback
 from jaxlora.run.job_progress import JobProgress
@@ -32,17 +31,7 @@ class RunTrainer[R: Ranking]:
         *,
         replan: bool = False,
     ):
-        """Opens the run; see `Trainer`.
-
-        Args:
-            config: The run.
-            model: The base model, if it is loaded already.
-            control: Decides about the jobs, and reports their ends.
-            replan: See `Trainer`.
-
-        Raises:
-            JaxloraError: See `open_run`.
-        """
+        """Opens the run; see `open_run`. `control` also reports the ends of jobs."""
         self._run = run = open_run(config, model, control, replan=replan)
         self.model, self.jobs, self.reader = run.model, run.jobs, run.reader
         self.output_dir = run.folder
@@ -52,10 +41,6 @@ class RunTrainer[R: Ranking]:
     def plan(self) -> RunPlan:
         """The decisions about the run, made before it trains."""
         return self._run.plan
-
-    @plan.setter
-    def plan(self, plan: RunPlan) -> None:
-        self._run.plan = plan
 
     @property
     def layout(self) -> Layout:
@@ -76,16 +61,6 @@ class RunTrainer[R: Ranking]:
     def round(self) -> int:
         """Rounds done; see `Loop`."""
         return self._run.round
-
-    def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:
-        """Compiles the passes of all stages with the settings of a plan.
-
-        The other programs of the run are compiled beside them; see `RunPrograms`.
-
-        Args:
-            plan: The run's plan, or one with another capacity or `remat`.
-        """
-        return self._run.compile(plan)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 

@@ -188,12 +188,10 @@ class FedTick:
     """A tick for the devices: a tick of the plan, or a part of one.
 
     Attributes:
-        tick: Its microbatches.
         samples: The samples that run.
         rows: What each replica runs of it; empty if no sample runs.
     """
 
-    tick: Tick
     samples: Sequence[Sample]
     rows: Sequence[ReplicaRows]
 
@@ -278,7 +276,7 @@ class Feed:
             batches[slot] = self._batches[slot, step]
         # Rows of jobs that have left become padding, so no other rows move.
         rows = self._packer.pack_replicas(part, of.rows, batches)
-        return FedTick(tick=part, samples=samples, rows=rows)
+        return FedTick(samples=samples, rows=rows)
 
     def begin(self, fed: FedTick) -> dict[int, JobBatch]:
         """Returns the samples of the baselines of batches that begin, by slot.

@@ -80,7 +80,10 @@ class InFlight:
             self._backward(one.stage, one.tick)
         else:
             losses = self._forward_backward(one.stage, one.tick, baseline)
-            self._wait_for_earlier(losses.loss)
+            if len(self._stages) > 1:  # few ticks may be unfinished on the last stage
+                self._unfinished.append(losses.loss)
+                if len(self._unfinished) > RUN_AHEAD:
+                    self._unfinished.popleft().block_until_ready()
         if one.stage == 0:
             del self._ticks[one.tick]
         return losses
@@ -132,14 +135,6 @@ class InFlight:
         )
         self._finish(stage, tick, pending, dh)
         return losses
-
-    def _wait_for_earlier(self, loss: jax.Array) -> None:
-        """Waits if the last stage of a pipeline has too many unfinished ticks."""
-        if len(self._stages) == 1:
-            return
-        self._unfinished.append(loss)
-        if len(self._unfinished) > RUN_AHEAD:
-            self._unfinished.popleft().block_until_ready()
 
     def _backward(self, stage: int, tick: int) -> None:
         state, key = self._tables[stage].state, (stage, tick)

@@ -72,6 +72,7 @@ class RunStore:
 
     Attributes:
         record: Record of the run as it is on the disk; None if there is none yet.
+        latest: Rounds done at the newest checkpoint, which may still be being written.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class RunStore:
         self._folder, self._lock, self._keep = folder, lock, keep
         self._found = found
         self.record = None if found is None else found.record
-        self._latest = newest_checkpoint(folder / CHECKPOINTS)
-        agreement.check_newest(folder / CHECKPOINTS, self._latest)
-        if found is not None and self._latest is None:
+        self.latest = newest_checkpoint(folder / CHECKPOINTS)
+        agreement.check_newest(folder / CHECKPOINTS, self.latest)
+        if found is not None and self.latest is None:
             logger.warning("there is no complete checkpoint: training from the start")
         self._checkpoints: Checkpoints | None = None
         self._pending: collections.deque[_Pending] = collections.deque()
@@ -111,7 +112,7 @@ class RunStore:
         Raises:
             CheckpointError: It is damaged.
         """
-        if self._found is None or self._latest is None:
+        if self._found is None or self.latest is None:
             return None
         if self._found.checkpoint is None:  # only the first process has read it
             return read_newest(self._folder / CHECKPOINTS, has_tensors=True)
@@ -120,10 +121,6 @@ class RunStore:
         for change in now.changes(self.record):
             logger.warning("changed since the run was last started: %s", change)
         return found
-
-    def latest(self) -> int | None:
-        """Rounds done at the newest checkpoint, which may still be being written."""
-        return self._latest
 
     def write_record(self, record: RunRecord) -> None:
         """Writes the run's record, and its settings as a run file, if it changed."""
@@ -203,7 +200,7 @@ class RunStore:
                 as they are now, by name; training may go on before it is called.
             run: State of the run to save with them.
         """
-        self._latest = number
+        self.latest = number
 
         def write() -> None:
             states = read_states()  # first, as a removed folder would be made again

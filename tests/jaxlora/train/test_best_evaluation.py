@@ -27,7 +27,7 @@ def evaluate(state: JobState, evaluations, **how) -> list[bool]:
     """Records (loss, metric) of a step each; returns which were the best so far."""
     found = []
     for loss, metric in evaluations:
-        found.append(state.note_eval(loss, metric, **how))
+        found.append(state.note_eval(loss, metric, by_set={}, **how))
         state.update(step=state.progress.step + 1)
     return found
 

@@ -88,7 +88,7 @@ def footprint_of(**values) -> Footprint:
 def needed(trainer: Trainer) -> int:
     """Bytes of the run, as reported for the compiled step at the trainer's capacity."""
     limits = trainer.config.limits
-    programs = trainer.compile(trainer.plan)
+    programs = trainer._run.compile(trainer.plan)
     found = mesh_stages.measured_footprint(trainer.plan.stages, programs, limits)
     assert found is not None
     return found.total_bytes(limits.capacity)
@@ -133,7 +133,8 @@ def test_the_compiled_step_has_the_last_word(config, model, have):
     trainer = Trainer(config(), model)
     # As if it had been estimated to fit.
     config = trainer.config.replace(microbatch_tokens=bounds.largest)
-    trainer.plan = trainer.plan.with_config(config).fit(trainer.compile)
+    run = trainer._run
+    run.plan = run.plan.with_config(config).fit(run.compile)
     tokens = trainer.config.microbatch_tokens
     assert bounds.smallest <= tokens < bounds.largest and tokens % bounds.unit == 0
     assert needed(trainer) <= limit
@@ -208,7 +209,7 @@ def test_a_step_that_does_not_fit_says_what_would(config, model, have):
     assert not trainer.output_dir.exists()
     advice = str(error.value).split("- microbatch_tokens: ")[1]
     advised = Trainer(config(microbatch_tokens=int(advice.split()[0])), model)
-    advised.plan.fit(advised.compile)
+    advised.plan.fit(advised._run.compile)
 
 
 def test_the_largest_slots_that_fit_are_found_at_once(config, spec, have):
@@ -289,7 +290,7 @@ def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
     trainer = Trainer(config(remat="auto"), model)
     assert trainer.config.remat == "none"
     bounds = dataclasses.replace(trainer.plan.bounds, remats=("none", "layer"))
-    trainer.plan = dataclasses.replace(trainer.plan, bounds=bounds)
+    trainer._run.plan = dataclasses.replace(trainer.plan, bounds=bounds)
     result = trainer.train()
     assert [job.progress.status for job in result.jobs] == ["finished"] * 2
     assert remats[0] == "none" and remats[-1] == "layer"

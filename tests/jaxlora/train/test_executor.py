@@ -127,7 +127,8 @@ def drive(tmp_path):
             run.send_of = functools.partial(Run.send_of, run)
             run.has_events = False
             run.listeners, run.lock = Listeners([]), mock.create_autospec(RunLock)
-            run.store = mock.Mock(latest=lambda: run.round)
+            run.store = mock.Mock()
+            type(run.store).latest = property(lambda _: run.round)
             inbox = mock.create_autospec(Inbox, instance=True)
             inbox.poll.return_value = inbox.is_due.return_value = False
             Driven(run, executor, inbox, StopRequest("x")).train(None)

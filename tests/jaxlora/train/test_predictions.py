@@ -18,7 +18,7 @@ from jaxlora.sweeps.files import print_summary
 from jaxlora.train import run as train_run
 from jaxlora.train.execute.executor import Outcomes
 from jaxlora.train.execute.feed import TickWork
-from jaxlora.train.execute.window import Window
+from jaxlora.train.loop import Window
 from jaxlora.train.report.summary import Comparison
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.train.conftest import TWO_SLOTS

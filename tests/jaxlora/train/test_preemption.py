@@ -11,6 +11,7 @@ from jaxlora.hf.names import linear_shapes
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.loop import Loop
+from jaxlora.train.run import Run
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import LINEARS
 from tests.oracle import relative_error
@@ -261,7 +262,7 @@ def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
     def compiles(self, plan):
         raise AssertionError("the training step was compiled")
 
-    monkeypatch.setattr(Trainer, "compile", compiles)
+    monkeypatch.setattr(Run, "compile", compiles)
     with pytest.raises(CheckpointError, match=r"seed is 100 in run\.json and 5"):
         Trainer(config(jobs=(other,)), model).train(resume=True)
 
