@@ -1,6 +1,5 @@
 """Checks that the processes of a run agree before and while they train it."""
 
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,23 +93,6 @@ def check_mesh(config: RunConfig) -> None:
             "packer: lorafusion stops at a time limit, so the schedules of several "
             "processes could differ. Use packer: joint or greedy."
         )
-
-
-def check_newest(folder: pathlib.Path, newest: int | None) -> None:
-    """Checks that all processes see the same newest checkpoint.
-
-    Args:
-        folder: The `checkpoints` folder of the run.
-        newest: Number of the newest checkpoint that this process sees there, if any.
-
-    Raises:
-        ConfigError: They see different ones.
-    """
-    processes.check_same(
-        {f"the newest checkpoint in {folder}": newest},
-        "To resume, every process reads the checkpoint, so output_dir must be on a "
-        "file system that all hosts share.",
-    )
 
 
 def added_everywhere(added: Sequence[Any]) -> list[str]:

@@ -1,17 +1,31 @@
-"""The settings of a copy of a job: those of the job, with what may change."""
+"""The settings of jobs that join a run: a job to add, or a copy of one."""
 
 from collections.abc import Mapping
 from typing import Any
+
+import pydantic
 
 from jaxlora.config import LoraJob
 from jaxlora.config.clone import CHANGEABLE
 from jaxlora.config.configuration_names import Namer
 from jaxlora.config.strict import unknown
 from jaxlora.errors import ConfigError
-from jaxlora.problems import Source, settings_error
+from jaxlora.problems import Source, format_errors, settings_error
 from jaxlora.run.identity import FIXED_IN_JOB
 
 _DATA = "a copy goes on where the other job is in its data"
+
+
+def settings_to_add(values: Mapping[str, Any]) -> LoraJob:
+    """Returns the settings of a job to add, from JSON values.
+
+    Raises:
+        ConfigError: They are no settings of a job.
+    """
+    try:
+        return LoraJob.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise ConfigError(format_errors(error, "the job to add")) from None
 
 
 def clone_settings(

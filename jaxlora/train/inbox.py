@@ -14,12 +14,9 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-import pydantic
-
-from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError, JaxloraError
-from jaxlora.problems import format_errors
+from jaxlora.run.clone_settings import settings_to_add
 from jaxlora.run.live.mailbox import DONE, Answer, ControlRequest, Mailbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
@@ -169,10 +166,7 @@ class Inbox:
             new_name = settings.get("name")
             job = self._live.settings_of_copy(request.job, new_name, changes)
         else:
-            try:
-                job = LoraJob.model_validate(settings)
-            except pydantic.ValidationError as error:
-                raise ConfigError(format_errors(error, "the job to add")) from None
+            job = settings_to_add(settings)
         if any(one.settings == job for one in self._live.jobs):
             text = f"job {job.name!r} is in this run already, with these settings."
             self._answer(name, text)

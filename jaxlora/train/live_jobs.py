@@ -109,12 +109,7 @@ class LiveJobs:
     def settings_of_copy(
         self, name: str, new_name: str | None, changes: Mapping[str, Any]
     ) -> LoraJob:
-        """Returns the settings of a copy of a job.
-
-        Args:
-            name: Name of the job.
-            new_name: Name of the copy; None: that of the job with what changes.
-            changes: Settings that differ.
+        """Returns the settings of a copy of a job; see `clone_settings`.
 
         Raises:
             ConfigError: There is no such job, it has ended or not joined yet, or a

@@ -88,7 +88,7 @@ def train_run(
                 run.model.params,
                 run.slots,
                 config.limits,
-                further.wait_for if run.plan.further_limits else None,
+                further.wait_for,
                 run.further_bases,
                 run.plan.lanes.unlike[1:],
             )

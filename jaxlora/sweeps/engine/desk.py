@@ -5,11 +5,8 @@ import logging
 import pathlib
 import time
 
-import pydantic
-
-from jaxlora.config import LoraJob
-from jaxlora.errors import ConfigError, JaxloraError
-from jaxlora.problems import format_errors
+from jaxlora.errors import JaxloraError
+from jaxlora.run.clone_settings import settings_to_add
 from jaxlora.run.job_progress import JobStatus
 from jaxlora.run.live.mailbox import DONE, Answer, ControlRequest, Mailbox
 from jaxlora.run.live.status_file import STATUS_FILE, write_status
@@ -95,18 +92,11 @@ def _do(driver: Driver, request: ControlRequest) -> str:
         case "resume":
             driver.resume(request.job)
         case "add":
-            driver.add(_job(request))
+            driver.add(settings_to_add(request.settings or {}))
         case "clone":
             copy = driver.clone(request.job, request.settings or {})
             return f"job {copy!r} is a copy of {request.job!r} after its next batch."
     return f"job {request.job!r} {_DONE[request.action]}."
-
-
-def _job(request: ControlRequest) -> LoraJob:
-    try:
-        return LoraJob.model_validate(request.settings)
-    except pydantic.ValidationError as error:
-        raise ConfigError(format_errors(error, "the job to add")) from None
 
 
 def run_status(driver: Driver) -> RunStatus:

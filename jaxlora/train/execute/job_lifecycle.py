@@ -1,6 +1,7 @@
 """Starts, evaluates, pauses and ends the jobs of a stream, between their batches."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import time
@@ -272,16 +273,9 @@ class JobLifecycle:
             return
         self._ticks.note_step(job.slot)
         job.note_step(outcome.loss, outcome.num_tokens, outcome.num_target_tokens)
-        self._run.send_of(
-            job,
-            StepEvent,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
-            learning_rate=outcome.learning_rate,
-            num_tokens=outcome.num_tokens,
-            num_target_tokens=outcome.num_target_tokens,
-            metrics=outcome.metrics,
-        )
+        values = dataclasses.asdict(outcome)
+        del values["is_finite"]
+        self._run.send_of(job, StepEvent, **values)
 
     def evaluate_due(self, jobs: Sequence[JobState]) -> None:
         """Evaluates those of the running jobs that are due after their steps so far."""

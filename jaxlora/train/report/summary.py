@@ -123,18 +123,15 @@ class TrainingTime:
 
 def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
     """Makes the result of one job."""
-    info, has_adapter = job.info(), _is_exported(job) and folder.is_dir()
+    info, progress, keep_best = job.info(), job.progress, job.settings.keep_best
+    # This run may not have written an adapter yet, where an older run has.
+    is_written = keep_best or progress.is_over
+    is_exported = progress.exported_step(keep_best=keep_best) is not None
+    has_adapter = is_written and is_exported and folder.is_dir()
     values = {
         field.name: getattr(info, field.name) for field in dataclasses.fields(info)
     }
     return JobResult(**values, folder=folder if has_adapter else None)
-
-
-def _is_exported(job: JobState) -> bool:
-    """Whether this run has written the job's adapter, rather than an older run."""
-    progress, keep_best = job.progress, job.settings.keep_best
-    is_written = keep_best or progress.is_over
-    return is_written and progress.exported_step(keep_best=keep_best) is not None
 
 
 def _change(first: float | None, last: float | None, *, is_same: bool) -> str:

@@ -45,12 +45,12 @@ class Checkpoints:
     only complete checkpoints.
     """
 
-    def __init__(self, folder: pathlib.Path, *, keep: int | None = None):
+    def __init__(self, folder: pathlib.Path, *, keep: int):
         """Opens a folder, made if there is none, and removes incomplete checkpoints.
 
         Args:
             folder: Folder that holds only checkpoints; one process writes to it.
-            keep: Number of checkpoints to keep; None: all.
+            keep: Number of checkpoints to keep.
 
         Raises:
             CheckpointError: The folder cannot be used.
@@ -161,17 +161,16 @@ class _KeepNewest:
 
     Attributes:
         folder: Folder of the checkpoints.
-        count: Number of checkpoints to keep; None: all.
+        count: Number of checkpoints to keep.
     """
 
     folder: pathlib.Path
-    count: int | None
+    count: int
 
     def should_preserve(self, checkpoints: Sequence, *, context: Any) -> list[bool]:
         """Tells orbax which checkpoints, the oldest first, not to remove."""
-        num_old = 0 if self.count is None else max(0, len(checkpoints) - self.count)
         keeps = [True] * len(checkpoints)
-        for i, checkpoint in enumerate(checkpoints[:num_old]):
+        for i, checkpoint in enumerate(checkpoints[: -self.count]):
             path = self.folder / str(checkpoint.step)
             others = other_files(path)
             keeps[i] = bool(others)

@@ -263,7 +263,9 @@ def as_begun(config: RunConfig, *, replan: bool = False) -> BegunRun:
         begun = _begun_settings(config, record)
         if replan:
             begun = {k: v for k, v in begun.items() if k == "max_concurrent_jobs"}
-        return record.started, begun, _added_jobs(config, record)
+        names = {job.name for job in config.jobs}  # others have joined later
+        added = [record.jobs[name] for name in record.added if name not in names]
+        return record.started, begun, added
 
     started, begun, added = processes.from_first(read)
     joined = [LoraJob.model_validate(job) for job in added]
@@ -339,12 +341,6 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
             if getattr(config, name) is None:
                 begun[name] = then[name]
     return begun
-
-
-def _added_jobs(config: RunConfig, record: RunRecord) -> list[dict[str, Any]]:
-    """Returns the settings of jobs that joined later and are not in the run file."""
-    names = {job.name for job in config.jobs}
-    return [record.jobs[name] for name in record.added if name not in names]
 
 
 def _check_jobs(

@@ -28,7 +28,7 @@ from jaxlora.common.atomic import new_folder, sync_files, write_text
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.config import LoraJob
 from jaxlora.data.templates.known import find_template
-from jaxlora.distributed import agreement, processes
+from jaxlora.distributed import processes
 from jaxlora.hf.files import tokenizer_files
 from jaxlora.hf.load import FrozenModel
 from jaxlora.run.events import CheckpointEvent, Event, ExportEvent
@@ -93,7 +93,11 @@ class RunStore:
         self._found = found
         self.record = None if found is None else found.record
         self.latest = newest_checkpoint(folder / CHECKPOINTS)
-        agreement.check_newest(folder / CHECKPOINTS, self.latest)
+        processes.check_same(
+            {f"the newest checkpoint in {folder / CHECKPOINTS}": self.latest},
+            "To resume, every process reads the checkpoint, so output_dir must be on a "
+            "file system that all hosts share.",
+        )
         if found is not None and self.latest is None:
             logger.warning("there is no complete checkpoint: training from the start")
         self._checkpoints: Checkpoints | None = None

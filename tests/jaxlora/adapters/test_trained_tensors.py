@@ -117,7 +117,7 @@ def test_a_checkpoint_carries_a_third_tensor(spec, start, tmp_path):
         optimizers={"job": "adamw"},
         stream=NO_STREAM,
     )
-    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+    with contextlib.closing(Checkpoints(tmp_path, keep=9)) as checkpoints:
         checkpoints.save(1, {"job": table.copy(1)}, run)
     found = read_newest(tmp_path, has_tensors=True)
     table.restore(0, found.parked("job"), found.adapter("job"))

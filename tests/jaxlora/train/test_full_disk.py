@@ -30,7 +30,7 @@ from tests.jaxlora.train import made_run
 for num_bytes in map(int, sys.argv[2:]):
     folder = pathlib.Path(sys.argv[1]) / str(num_bytes)
     made_run.write_checkpoints(folder, (1,))
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = Checkpoints(folder / "checkpoints", keep=9)
     limit = num_bytes, resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     error = ""
@@ -55,7 +55,7 @@ def test_checkpoints(tmp_path):
         assert "could not be written to" in error
         assert "File too large" in error and "mend the cause" in error
         folder = tmp_path / str(num_bytes) / "checkpoints"
-        checkpoints = Checkpoints(folder)  # starts again, with room
+        checkpoints = Checkpoints(folder, keep=9)  # starts again, with room
         number = read_newest(folder, has_tensors=True).number
         checkpoints.save(2, made_run.states(2), made_run.saved_run())
         checkpoints.close()

@@ -171,7 +171,7 @@ def test_less_patience_needs_a_word_too(tmp_path):
     jobs = {"now": dataclasses.replace(made_run.JOBS["now"], evals_without_gain=2)}
     states = {"now": made_run.parked()}
     folder = made_run.write_run(tmp_path / "run", (), jobs)
-    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+    with contextlib.closing(Checkpoints(folder / "checkpoints", keep=9)) as checkpoints:
         checkpoints.save(4, states, made_run.saved_run(jobs))
     found, identity = FoundRun.read(folder), made_run.identity(jobs)
     often = {"eval_every": 1, "early_stopping": 2}
@@ -218,7 +218,7 @@ def test_an_older_checkpoint_cannot_follow(config, model):
     trainer.train(callbacks=[InterruptAt(2)])
     folder = trainer.output_dir / "checkpoints"
     found = read_newest(folder)
-    with contextlib.closing(Checkpoints(folder)) as saved:
+    with contextlib.closing(Checkpoints(folder, keep=9)) as saved:
         match = f"checkpoint {found.number}, so that checkpoint 1"
         with pytest.raises(CheckpointError, match=match):
             saved.save(1, {}, found.run)

@@ -302,7 +302,7 @@ def test_checkpoints_that_are_none_stay(tmp_path):
         path.write_text("mine")
         match = f"{name} has the name of a checkpoint, and holds none. Move it away"
         with pytest.raises(CheckpointError, match=re.escape(match)):
-            Checkpoints(folder)
+            Checkpoints(folder, keep=9)
         path.parent.rename(tmp_path / name)
     run = made_run.saved_run()
     with contextlib.closing(Checkpoints(folder, keep=2)) as checkpoints:
