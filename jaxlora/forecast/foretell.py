@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxlora.plan.job.job_slots import JobPosition, assign_slots
 from jaxlora.plan.job.prepared_job import PreparedJob
-from jaxlora.plan.resolve import first_positions
+from jaxlora.plan.mesh.candidates import first_positions
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.scheduler import Schedule

@@ -11,6 +11,7 @@ import yaml
 from jaxlora import LoraJob, RunConfig
 from jaxlora.bench.shapes import config_json
 from jaxlora.cli.main import main
+from jaxlora.config.replicas_config import describe_list
 from jaxlora.costs.device_profile import PassCost, estimate
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.hf.config import model_config
@@ -18,11 +19,11 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.mesh.predict import shape_seconds, table_seconds
-from jaxlora.plan.replicas.choose import ReplicaLists
+from jaxlora.plan.replicas import lists
 from jaxlora.plan.replicas.kinds import ReplicaModel
-from jaxlora.plan.replicas.room import RoomFinder, describe_list
 from jaxlora.plan.stages import MeshStages, estimated_footprint
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from tests import tiny
@@ -228,14 +229,14 @@ def test_refusals(run_file, options, message, capsys):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """All ways to run that are compared, with their predicted times."""
-    seen, predict = [], ReplicaLists._timed
+    """All plans that are compared, with their predicted times."""
+    seen, predict = [], Search.seconds
 
-    def watched(self, config, room):
-        seen.append(predict(self, config, room))
-        return seen[-1]
+    def watched(self, plan):
+        seen.append((predict(self, plan), plan.config))
+        return seen[-1][0]
 
-    monkeypatch.setattr(ReplicaLists, "_timed", watched)
+    monkeypatch.setattr(Search, "seconds", watched)
     return seen
 
 
@@ -255,15 +256,15 @@ def test_auto_takes_devices_that_share_a_sample(tmp_path, timed, capsys):
     path = write_run(tmp_path, {"one": (16, 1000)}, **settings)
     assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
     named = _check_fastest(timed, capsys.readouterr().err, is_list=False)
-    assert named == "mesh tensor=2"
+    assert named == "tensor=2"
 
 
 @pytest.mark.usefixtures("memory_by_formula")
 def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeypatch):
     """Only two devices together hold the few long samples, and PCIe joins them."""
     fits = {1: 896, 2: 1024}
-    fitting = lambda self, config, tensor, available: fits.get(tensor)
-    monkeypatch.setattr(RoomFinder, "_fitting", fitting)
+    fitting = lambda search, remat, tensor: fits.get(tensor)
+    monkeypatch.setattr(lists, "fitting_tokens", fitting)
     settings = {"defaults": {"batch_size": 32}, "replicas": "auto"}
     lengths = {name: (*[200] * 15, 1000) for name in ("one", "two", "three", "four")}
     path = write_run(tmp_path, lengths, **settings)
@@ -279,27 +280,28 @@ def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeyp
 
 def _check_fastest(timed, log: str, *, is_list: bool) -> str:
     """Checks the choice and its line in the log, and returns its name."""
-    lists = [one for one in timed if one.config.replicas is not None]
-    meshes = [one for one in timed if one.config.replicas is None]
-    devices = {one.config.num_devices for one in timed}
-    assert len(devices) == 1  # all of them
-    assert all(one.config.replica_shapes[0].tokens >= 1024 for one in lists)
-    assert all(one.seconds > one.bound > 0 for one in timed)
-    best, mesh = (min(ways, key=lambda one: one.seconds) for ways in (lists, meshes))
-    assert (1.02 * best.seconds < mesh.seconds) == is_list
-    chosen = best if is_list else mesh
-    named = f"mesh {mesh.config.mesh}"
+    devices = timed[0][1].num_devices
+    whole = [(t, one) for t, one in timed if one.num_devices == devices]
+    found = [(t, one) for t, one in whole if one.replicas is not None]
+    meshes = [(t, one) for t, one in whole if one.replicas is None]
+    assert all(one.replica_shapes[0].tokens >= 1024 for _, one in found)
+    best, mesh = (min(ways, key=lambda pair: pair[0]) for ways in (found, meshes))
+    assert (1.02 * best[0] < mesh[0]) == is_list
+    named = f"mesh auto: {mesh[1].mesh}"
     if is_list:
-        named = describe_list(best.config.replica_shapes)
-    (line,) = (text for text in log.splitlines() if "over the least time" in text)
-    assert f"replicas: auto: {named}" in line
-    assert f"predicted {chosen.seconds / chosen.bound - 1:.1%} over" in line
-    return named
+        named = describe_list(best[1].replica_shapes)
+    (line,) = (text for text in log.splitlines() if " devices: it needs " in text)
+    assert line.startswith("replicas: auto: ") or "replicas: auto: " in line
+    shown = named if is_list else mesh[1].mesh
+    assert f"replicas: auto: {shown}" in line
+    return shown
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_auto_refuses_what_fits_on_no_device(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(RoomFinder, "_fitting", lambda *_: None)
+def test_auto_takes_a_mesh_where_no_replica_has_the_memory(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(lists, "fitting_tokens", lambda *_: None)
     path = write_run(tmp_path, {"one": (16, 1000)}, replicas="auto")
-    assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 1
-    assert "needs" in capsys.readouterr().out
+    assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
+    assert "replicas: auto: " in capsys.readouterr().err

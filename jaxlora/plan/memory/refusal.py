@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 
 from jaxlora.config import RunConfig
 from jaxlora.models.layer import Remat
-from jaxlora.plan.memory.bounds import Bounds
+from jaxlora.plan.memory.bounds import Bounds, largest_fitting
 from jaxlora.plan.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.plan.memory.footprint import Footprint
 from jaxlora.plan.memory.need import DoesNotFitError, MemoryNeed
-from jaxlora.plan.memory.options import largest_fitting
 from jaxlora.plan.stages import MeshFootprint, MeshStages, estimated_footprint
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.common.note import log_notes
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.forecast import plan_run
 from jaxlora.models.decoder import DecoderOptions
@@ -19,15 +20,18 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan import stages as mesh_stages
 from jaxlora.plan.memory import device_memory as device_module
 from jaxlora.plan.memory.bounds import Bounds
-from jaxlora.plan.memory.capacity import fit, resolve_auto
+from jaxlora.plan.memory.capacity import fit
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.memory.footprint import Footprint, StagePrograms
+from jaxlora.plan.mesh.choose import choose
+from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.describe_run import run_identity
 from jaxlora.train.saved.resume import as_begun
+from tests.jaxlora.plan.made_up import search_of
 from tests.jaxlora.train.at_window import AtWindow
 
 
@@ -98,14 +102,13 @@ def needed(trainer: Trainer) -> int:
 
 def settle(config: RunConfig, spec: DecoderSpec, bounds: Bounds, compile_stages=None):
     """Chooses by an estimate, and corrects it by what is compiled, if anything."""
-    stages, available = MeshStages.of(config, spec), device_module.device_memory(0)
-    resolved = resolve_auto(config, stages, bounds, available)
-    config = resolved.config
-    log_notes(resolved.notes)
+    available = device_module.device_memory(0)
+    here = Machine(num_devices=1, speed=UNKNOWN_DEVICE, memory=available)
+    plan = choose(search_of(config, spec, bounds, here, num_jobs=2))
+    log_notes(plan.notes)
     if compile_stages is None:
-        return config
-    stages = stages.with_remat(config.weakest_remat)
-    fitted = fit(config, stages, bounds, compile_stages)
+        return plan.config
+    fitted = fit(plan.config, plan.stages, bounds, compile_stages)
     log_notes(fitted.notes)
     return fitted.config
 

@@ -12,7 +12,7 @@ from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.plan.job import prepare_run
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.mesh.machine import this_machine
-from jaxlora.plan.replicas.room import RoomFinder
+from jaxlora.plan.replicas import lists
 from jaxlora.run.folder import (
     CHECKPOINTS,
     read_run_record,
@@ -68,12 +68,12 @@ def machine():
         this_machine(), num_devices=3, speed=speed, memory=memory
     )
 
-    def fitting(self, config, tensor, available):
-        return min(ROOM[tensor], self._bounds.largest)
+    def fitting(search, remat, tensor):
+        return min(ROOM[tensor], search.alone.bounds.largest)
 
     with pytest.MonkeyPatch.context() as patch, estimated_by_formula():
         patch.setattr(prepare_run, "this_machine", lambda *_: here)
-        patch.setattr(RoomFinder, "_fitting", fitting)
+        patch.setattr(lists, "fitting_tokens", fitting)
         yield
 
 

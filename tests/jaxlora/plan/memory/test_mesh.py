@@ -12,6 +12,7 @@ import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
@@ -19,7 +20,7 @@ from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.memory import device_memory as device_module
 from jaxlora.plan.memory import estimate as memory_estimate
 from jaxlora.plan.memory.bounds import Bounds
-from jaxlora.plan.memory.capacity import fit, resolve_auto
+from jaxlora.plan.memory.capacity import fit
 from jaxlora.plan.memory.device_memory import DeviceMemory, device_memory
 from jaxlora.plan.memory.estimate import (
     StepBytes,
@@ -34,6 +35,8 @@ from jaxlora.plan.memory.footprint import (
     optimizer_bytes,
 )
 from jaxlora.plan.memory.planned import TRACED_ON
+from jaxlora.plan.mesh.choose import choose
+from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.stages import (
     FurtherReplica,
     MeshFootprint,
@@ -46,6 +49,7 @@ from jaxlora.programs import key
 from jaxlora.programs.kept import KeptPrograms
 from jaxlora.programs.program import keep_programs
 from jaxlora.scheduler import Limits
+from tests.jaxlora.plan.made_up import search_of
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
 SMALL = dataclasses.replace(
@@ -85,8 +89,9 @@ def estimate(mesh: str, **settings) -> MeshFootprint:
 
 def settle(run: RunConfig, spec: DecoderSpec, bounds: Bounds) -> RunConfig:
     """Chooses what is `auto` by an estimate."""
-    stages, available = MeshStages.of(run, spec), device_module.device_memory(0)
-    return resolve_auto(run, stages, bounds, available).config
+    available = device_module.device_memory(0)
+    here = Machine(num_devices=4, speed=UNKNOWN_DEVICE, memory=available)
+    return choose(search_of(run, spec, bounds, here, num_jobs=4)).config
 
 
 @pytest.fixture

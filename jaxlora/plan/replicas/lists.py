@@ -1,0 +1,224 @@
+"""Lists of replicas for a run with `replicas: auto`, or with sizes that are `auto`.
+
+Replicas differ in their microbatches, large ones for the long samples and small ones,
+which short samples fill better, and in the number of devices that share them (axis
+`tensor`). These lists are compared:
+
+- replicas of one device with one size, or with two;
+- one replica of several devices, and as many of the fewest devices as are left;
+- what the planner of `jaxlora.scheduler.replicas` deploys, without pipeline stages.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from jaxlora.common.note import Note
+from jaxlora.config import RunConfig
+from jaxlora.config.replicas_config import (
+    ReplicaShape,
+    describe_list,
+    in_order,
+    listed,
+)
+from jaxlora.errors import ConfigError
+from jaxlora.models.layer import Remat
+from jaxlora.plan.mesh.candidates import (
+    MARGIN,
+    Candidate,
+    Search,
+    is_divided,
+    largest_capacity,
+)
+from jaxlora.sharding.mesh_sizes import MeshSizes
+
+_HALVINGS = 4  # of the largest microbatches, to the smallest
+_CLOSE = 0.9  # a size that is closer to a larger one is not tried
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Room:
+    """The largest microbatches that fit on replicas, with one `remat`.
+
+    Attributes:
+        remat: The `remat`.
+        most: The largest microbatches of replicas of each number of devices, in
+            ascending order. Some hold the longest sample.
+    """
+
+    remat: Remat
+    most: dict[int, int]
+
+
+# A replica of a list whose sizes are still open: its devices, and whether it has small
+# microbatches.
+_Member = tuple[int, bool]
+
+
+def fastest_list(search: Search) -> Candidate | None:
+    """Returns the list of all devices that is predicted to be fastest.
+
+    Returns:
+        The list; None: no replica has the memory for the longest sample.
+    """
+    found = [
+        Candidate(
+            plan=search.laid_out(_listed(search, room.remat, shapes)),
+            search=search,
+            limit=None,
+            most=shapes[0].tokens,
+        )
+        for room in _rooms(search, _degrees(search))
+        for mix in _mixes(search, room)
+        for shapes in _with_sizes(search, room, mix)
+    ]
+    return min(found, key=lambda one: one.seconds, default=None)
+
+
+def with_sizes(search: Search) -> tuple[RunConfig, Note]:
+    """Gives listed replicas the largest microbatches that fit, where none is given.
+
+    Returns:
+        The run with the replicas, and what they are.
+
+    Raises:
+        ConfigError: A replica does not have the memory for any microbatch, or none has
+            it for the longest sample.
+    """
+    given = search.config.replicas
+    assert given is not None and given != "auto"
+    rooms = _rooms(search, sorted({one.tensor for one in given}))
+    room = max(rooms, key=lambda room: len(room.most), default=None)  # the weakest
+    shapes: list[ReplicaShape] = []
+    for one in given:
+        tokens: int | str | None = one.microbatch_tokens
+        if tokens == "auto":
+            tokens = room.most.get(one.tensor) if room else None
+        if room is None or tokens is None:
+            what = "any microbatch" if room else "the longest sample"
+            raise ConfigError(
+                f"replicas: a replica with tensor={one.tensor} does not have the "
+                f"memory for {what}. Give it more devices, or set mesh: auto in the "
+                "place of replicas."
+            )
+        assert isinstance(tokens, int)
+        shapes += [ReplicaShape(tokens=tokens, tensor=one.tensor)] * one.count
+    assert room is not None
+    text = f"replicas: {describe_list(shapes)}, as many as fit"
+    return _listed(search, room.remat, shapes), Note(text)
+
+
+# ---- memory --------------------------------------------------------------------------
+
+
+def _rooms(search: Search, degrees: Sequence[int]) -> list[Room]:
+    """Returns what fits with each possible `remat`, if the longest sample does."""
+    rooms = []
+    for remat in search.remats:
+        found = {n: fitting_tokens(search, remat, n) for n in degrees}
+        most = {n: tokens for n, tokens in found.items() if tokens is not None}
+        if max(most.values(), default=0) >= search.alone.bounds.smallest:
+            rooms.append(Room(remat=remat, most=most))
+        if set(found.values()) == {search.alone.bounds.max_tokens}:
+            break  # a stronger one would only take longer
+    return rooms
+
+
+def fitting_tokens(search: Search, remat: Remat, tensor: int) -> int | None:
+    """Returns the largest microbatches of the first replica, which has the most.
+
+    It has the optimizers, and no other replica has larger microbatches. They need not
+    hold the longest sample, which may run on another replica.
+    """
+    bounds = search.alone.bounds
+    shape = ReplicaShape(tokens=bounds.max_tokens, tensor=tensor)
+    plan = search.laid_out(_listed(search, remat, [shape] * 2))
+    limit = search.limit(plan.config, MARGIN)
+    bounds = dataclasses.replace(bounds, smallest=bounds.unit)
+    return largest_capacity(plan, bounds, limit)
+
+
+# ---- lists ---------------------------------------------------------------------------
+
+
+def _listed(search: Search, remat: Remat, shapes: Sequence[ReplicaShape]) -> RunConfig:
+    """Returns the run with these replicas, the largest first."""
+    first = in_order(shapes)[0]
+    return search.config.replace(
+        remat=remat,
+        replicas=listed(shapes),
+        mesh=str(MeshSizes(tensor=first.tensor)),
+        microbatch_tokens=first.tokens,
+    )
+
+
+def _degrees(search: Search) -> list[int]:
+    """Returns the numbers of devices that may share each layer, within a host."""
+    machine, spec = search.machine, search.alone.spec
+    if math.isinf(machine.speed.link_bytes):
+        return [1]
+    most = machine.num_devices // machine.num_hosts
+    powers = [2**n for n in range(most.bit_length())]
+    return [n for n in powers if is_divided(spec, n, search.config.block_tokens)]
+
+
+def sizes(search: Search, most: int) -> list[int]:
+    """Returns sizes of microbatches that are tried, the largest first."""
+    bounds = search.alone.bounds
+    tried = {
+        math.ceil(size / 2**n / bounds.unit) * bounds.unit
+        for size in (most, bounds.smallest)
+        for n in range(_HALVINGS)
+    }
+    found = [most]
+    for size in sorted(tried, reverse=True):
+        is_longest = size == bounds.smallest < most
+        if is_longest or bounds.sample_tokens / 2 <= size < _CLOSE * found[-1]:
+            found.append(size)
+    return found
+
+
+def _mixes(search: Search, room: Room) -> list[list[_Member]]:
+    """Returns the devices of the lists that are compared, the largest replica first."""
+    num, (least, *others) = search.machine.num_devices, room.most
+    mixes = [[(n, False)] * (num // n) for n in room.most if num >= 2 * n]
+    if least == 1:
+        counts = {2**n for n in range(num.bit_length())} | {num - 1}
+        for count in sorted(n for n in counts if n < num):
+            mixes.append([(1, False)] * count + [(1, True)] * (num - count))
+    for one in others:
+        if one < num:
+            mixes.append([(one, False)] + [(least, True)] * ((num - one) // least))
+    if others:
+        # It solves programs, for which it imports a solver.
+        from jaxlora.plan.replicas.deployment import deployed_degrees
+
+        plan = search.laid_out(search.alone.config.replace(remat=room.remat))
+        found = deployed_degrees(plan, search.jobs, search.machine, room.most)
+        mix = [(n, n == found[-1]) for n in found]
+        if len(set(found)) > 1 and mix not in mixes:
+            mixes.append(mix)
+    return mixes
+
+
+def _with_sizes(
+    search: Search, room: Room, mix: Sequence[_Member]
+) -> Iterator[list[ReplicaShape]]:
+    """Yields the sizes of a list in which the last replicas may be smaller."""
+    (first, _), (last, has_small) = mix[0], mix[-1]
+    firsts = [
+        tokens
+        for tokens in sizes(search, room.most[first])
+        if tokens >= search.alone.bounds.smallest  # holds the longest sample
+    ]
+    others = sizes(search, room.most[last]) if has_small else [0]
+    for large, small in itertools.product(firsts, others):
+        if small < large:
+            yield [
+                ReplicaShape(
+                    tokens=small if is_small else min(large, room.most[tensor]),
+                    tensor=tensor,
+                )
+                for tensor, is_small in mix
+            ]
