@@ -304,5 +304,5 @@ def _memory_need(plan: RunPlan, *, must_fit: bool) -> MemoryNeed:
     need = MemoryNeed.of(plan.stages, found, tokens, available)
     if must_fit and not need.fits:
         assert available is not None
-        raise refusal(plan.config, plan.stages, plan.bounds, found, available)
+        raise refusal(plan, found, available)
     return need

@@ -25,6 +25,7 @@ from jaxlora.plan.job.prepare_run import prepare_run
 from jaxlora.plan.job.prepared_job import DataReader, PreparedJob, prepare_job
 from jaxlora.plan.job.quantized_base import with_derived
 from jaxlora.plan.job.slot_spec import check_fits
+from jaxlora.plan.memory.capacity import fit
 from jaxlora.plan.memory.footprint import StagePrograms
 from jaxlora.plan.resolve import check_comparable
 from jaxlora.plan.run_plan import RunPlan
@@ -160,7 +161,7 @@ class OpenedRun:
         Raises:
             ConfigError: The device's memory cannot hold the run.
         """
-        plan = self.plan.fit(self.compile)
+        plan = fit(self.plan, self.compile)
         programs = self.start_programs(plan)
         log_notes([*plan.notes, *plan.replica_notes(programs.compiled_further())])
         programs.finish()

@@ -19,10 +19,10 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan.mesh import choose
 from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.mesh.predict import shape_seconds, table_seconds
-from jaxlora.plan.replicas import lists
 from jaxlora.plan.replicas.kinds import ReplicaModel
 from jaxlora.plan.stages import MeshStages, estimated_footprint
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -228,49 +228,55 @@ def test_refusals(run_file, options, message, capsys):
 
 
 @pytest.fixture
-def timed(monkeypatch):
-    """All plans that are compared, with their predicted times."""
-    seen, predict = [], Search.seconds
+def compared(monkeypatch):
+    """The candidate that is chosen, and the others."""
+    seen, explain = [], choose._reason
 
-    def watched(self, plan):
-        seen.append((predict(self, plan), plan.config))
-        return seen[-1][0]
+    def watched(search, chosen, others):
+        seen.extend([chosen, *(one for one in others if one.fits)])
+        return explain(search, chosen, others)
 
-    monkeypatch.setattr(Search, "seconds", watched)
+    monkeypatch.setattr(choose, "_reason", watched)
     return seen
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_auto_takes_what_is_fastest(tmp_path, timed, capsys):
+def test_auto_takes_what_is_fastest(tmp_path, compared, capsys):
     settings = {"defaults": {"batch_size": 16}, "replicas": "auto"}
     lengths = {"one": (300, 500), "two": (400,), "three": (200, 900)}
     path = write_run(tmp_path, lengths, **settings)
     assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
-    _check_fastest(timed, capsys.readouterr().err, is_list=False)
+    _check_fastest(compared, capsys.readouterr().err, is_list=False)
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_auto_takes_devices_that_share_a_sample(tmp_path, timed, capsys):
+def test_auto_takes_devices_that_share_a_sample(tmp_path, compared, capsys):
     """One long sample a step."""
     settings = {"defaults": {"batch_size": 2}, "replicas": "auto"}
     path = write_run(tmp_path, {"one": (16, 1000)}, **settings)
     assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
-    named = _check_fastest(timed, capsys.readouterr().err, is_list=False)
+    named = _check_fastest(compared, capsys.readouterr().err, is_list=False)
     assert named == "tensor=2"
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeypatch):
+def test_auto_takes_replicas_of_several_devices(
+    tmp_path, compared, capsys, monkeypatch
+):
     """Only two devices together hold the few long samples, and PCIe joins them."""
     fits = {1: 896, 2: 1024}
-    fitting = lambda search, remat, tensor: fits.get(tensor)
-    monkeypatch.setattr(lists, "fitting_tokens", fitting)
+
+    def largest(search, plan, bounds, limit):
+        tokens = fits.get(plan.stages.sizes.tensor, 0)
+        return tokens if tokens >= bounds.smallest else None
+
+    monkeypatch.setattr(Search, "largest", largest)
     settings = {"defaults": {"batch_size": 32}, "replicas": "auto"}
-    lengths = {name: (*[200] * 15, 1000) for name in ("one", "two", "three", "four")}
+    lengths = {name: (*[200] * 31, 1000) for name in ("one", "two", "three", "four")}
     path = write_run(tmp_path, lengths, **settings)
     assert main(["plan", str(path), "--gpu", "l40sx4"]) == 0
     shown = capsys.readouterr()
-    named = _check_fastest(timed, shown.err, is_list=True)
+    named = _check_fastest(compared, shown.err, is_list=True)
     assert "on tensor=2 + 2 x 896 tokens" in named
     assert f"replicas of {named}" in shown.out
     picture = "--picture", str(tmp_path / "plan.png")
@@ -278,30 +284,28 @@ def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeyp
     assert "--picture simulates devices that are alike" in capsys.readouterr().err
 
 
-def _check_fastest(timed, log: str, *, is_list: bool) -> str:
+def _check_fastest(compared, log: str, *, is_list: bool) -> str:
     """Checks the choice and its line in the log, and returns its name."""
-    devices = timed[0][1].num_devices
-    whole = [(t, one) for t, one in timed if one.num_devices == devices]
-    found = [(t, one) for t, one in whole if one.replicas is not None]
-    meshes = [(t, one) for t, one in whole if one.replicas is None]
-    assert all(one.replica_shapes[0].tokens >= 1024 for _, one in found)
-    best, mesh = (min(ways, key=lambda pair: pair[0]) for ways in (found, meshes))
-    assert (1.02 * best[0] < mesh[0]) == is_list
-    named = f"mesh auto: {mesh[1].mesh}"
-    if is_list:
-        named = describe_list(best[1].replica_shapes)
+    devices = compared[0].plan.config.num_devices
+    whole = [one for one in compared if one.plan.config.num_devices == devices]
+    found = [one for one in whole if one.plan.config.replicas is not None]
+    meshes = [one for one in whole if one.plan.config.replicas is None]
+    best, mesh = (min(ways, key=lambda one: one.seconds) for ways in (found, meshes))
+    assert best.plan.config.replica_shapes[0].tokens >= 1024
+    assert (1.02 * best.seconds < mesh.seconds) == is_list
+    chosen = best if is_list else mesh
+    assert chosen is compared[0]
+    named = describe_list(best.plan.config.replica_shapes)
+    if not is_list:
+        named = mesh.plan.config.mesh
     (line,) = (text for text in log.splitlines() if " devices: it needs " in text)
-    assert line.startswith("replicas: auto: ") or "replicas: auto: " in line
-    shown = named if is_list else mesh[1].mesh
-    assert f"replicas: auto: {shown}" in line
-    return shown
+    assert f"replicas: auto: {named}" in line
+    return named
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_auto_takes_a_mesh_where_no_replica_has_the_memory(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(lists, "fitting_tokens", lambda *_: None)
+def test_auto_refuses_what_fits_on_no_device(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Search, "largest", lambda *_: None)
     path = write_run(tmp_path, {"one": (16, 1000)}, replicas="auto")
-    assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
-    assert "replicas: auto: " in capsys.readouterr().err
+    assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 1
+    assert "needs" in capsys.readouterr().out

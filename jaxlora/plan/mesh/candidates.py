@@ -17,6 +17,8 @@ from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.job.slot_spec import check_fits, decoder_spec
 from jaxlora.plan.memory.bounds import Bounds, largest_fitting
+from jaxlora.plan.memory.need import DoesNotFitError
+from jaxlora.plan.memory.refusal import refusal
 from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.mesh.predict import window_seconds
 from jaxlora.plan.run_plan import RunPlan, laid_out
@@ -26,7 +28,7 @@ from jaxlora.scheduler.streams.state import Rules
 from jaxlora.scheduler.streams.stream import Position, StreamState, next_stretch
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
-_TICKS = 24  # that are packed for each candidate, at least
+_TICKS = 48  # that are packed for each candidate, at least
 # Capacities that are compared, as shares of the largest one that fits. A smaller one
 # may fill its microbatches better, and a pipeline fills and drains faster with it.
 _SHARES = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4)
@@ -52,7 +54,7 @@ class Candidate:
         plan: The plan.
         search: The search that it is a candidate of.
         limit: Bytes that each device may need; None: any number.
-        most: The largest capacity that fits on its devices with its `remat`.
+        most: The largest capacity that fits on its devices with its `remat`; 0: none.
         options: The candidates on the same devices, one for each `remat`.
     """
 
@@ -91,12 +93,24 @@ class Candidate:
     @functools.cached_property
     def fits(self) -> bool:
         """Whether the devices are estimated to have the memory."""
-        return self.limit is None or self.needed_bytes <= self.limit
+        has_room = self.limit is None or self.needed_bytes <= self.limit
+        return bool(self.most) and has_room
 
     @functools.cached_property
     def seconds(self) -> float:
         """Predicted time per token; in operations if the rates are not known."""
         return self.search.seconds(self.plan)
+
+    def refusal(self, why: str = "") -> DoesNotFitError:
+        """Returns the error for a run without a candidate that fits.
+
+        Args:
+            why: What comes before the memory that this one needs.
+        """
+        available = self.search.machine.memory_of(self.plan.config.num_devices)
+        assert available is not None, "memory of an unknown size is not checked"
+        found = refusal(self.plan, self.found, available)
+        return DoesNotFitError(f"{why}{found}", found.need, found.mesh, found.cures)
 
     def at(self, tokens: int) -> "Candidate":
         """Returns the same candidate with another capacity."""
@@ -223,14 +237,27 @@ class Search:
             chosen = min(fitting, key=lambda one: one.seconds, default=chosen)
         return dataclasses.replace(chosen, options=tuple(options))
 
+    def largest(self, plan: RunPlan, bounds: Bounds, limit: int | None) -> int | None:
+        """Returns the largest capacity that is estimated to fit; None if none does.
+
+        Args:
+            plan: The plan.
+            bounds: Bounds of its capacity.
+            limit: Bytes that each device may need; None: they are not known.
+        """
+        if limit is None:
+            return bounds.choose(max(UNCHECKED_TOKENS, bounds.smallest))
+        estimate = functools.partial(
+            mesh_stages.estimated_footprint, plan.stages, plan.config.block_tokens
+        )
+        return largest_fitting(bounds, estimate, limit)
+
     def _fastest(self, config: RunConfig, margin: float) -> Candidate:
         """Returns the candidate with the fastest capacity that fits, if any does."""
         plan, limit = self.laid_out(config), self.limit(config, margin)
-        most = plan.bounds.fixed
-        if most is None:
-            found = largest_capacity(plan, plan.bounds, limit)
-            most = plan.bounds.smallest if found is None else found
-        whole = Candidate(plan=plan, search=self, limit=limit, most=most).at(most)
+        most = plan.bounds.fixed or self.largest(plan, plan.bounds, limit) or 0
+        whole = Candidate(plan=plan, search=self, limit=limit, most=most)
+        whole = whole.at(most or plan.bounds.smallest)
         # Attention is compiled for each capacity whose memory is estimated.
         others = sorted(whole.smaller(), key=lambda one: one.seconds)
         faster = (one for one in others if _GAIN * one.seconds < whole.seconds)
@@ -280,22 +307,6 @@ class Search:
             is_part = bool(stretch.ticks)
         microbatches = tuple(m for tick in ticks for m in tick)
         return Schedule(microbatches=microbatches, limits=plan.config.limits), is_part
-
-
-def largest_capacity(plan: RunPlan, bounds: Bounds, limit: int | None) -> int | None:
-    """Returns the largest capacity of a plan that is estimated to fit, if any does.
-
-    Args:
-        plan: The plan.
-        bounds: Bounds of the capacity.
-        limit: Bytes that each device may need; None: they are not known.
-    """
-    if limit is None:
-        return bounds.choose(max(UNCHECKED_TOKENS, bounds.smallest))
-    estimate = functools.partial(
-        mesh_stages.estimated_footprint, plan.stages, plan.config.block_tokens
-    )
-    return largest_fitting(bounds, estimate, limit)
 
 
 def _hides_calls(spec: DecoderSpec, bounds: Bounds) -> bool:

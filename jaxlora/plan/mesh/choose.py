@@ -12,8 +12,6 @@ from jaxlora.pallas_kernels import get_backend
 from jaxlora.plan.memory.capacity import check_resident, describe_capacity
 from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.plan.memory.footprint import num_bytes
-from jaxlora.plan.memory.need import DoesNotFitError
-from jaxlora.plan.memory.refusal import refusal
 from jaxlora.plan.mesh.candidates import (
     MARGIN,
     UNCHECKED_TOKENS,
@@ -81,8 +79,7 @@ def _on_given(
     """Chooses on a mesh or replicas that are given."""
     available = search.machine.memory_of(config.num_devices)
     if available is not None:
-        plan = search.laid_out(config)
-        check_resident(plan.config, plan.stages, plan.bounds, available)
+        check_resident(search.laid_out(config), available)
         on_accepted()
     is_pipeline = config.mesh_sizes.stage > 1
     for margin in (MARGIN, 0.0):
@@ -91,7 +88,7 @@ def _on_given(
         if not (is_pipeline or chosen.plan.bounds.fixed is None) or chosen.fits:
             return chosen
     if is_pipeline:
-        raise _refusal(chosen)
+        raise chosen.refusal()
     return chosen
 
 
@@ -120,7 +117,11 @@ def _fastest_place(search: Search) -> tuple[Candidate, Note]:
         if not chosen.fits or _GAIN * listed.seconds <= chosen.seconds:
             chosen, others = listed, meshes
     if not chosen.fits:
-        raise _no_place(search, found)
+        best = min(found, key=lambda one: one.needed_bytes)
+        raise best.refusal(
+            f"{_asked(config)}: no mesh of {machine.num_devices} devices has the "
+            f"memory for this run, and {best.sizes} comes closest: "
+        )
     return chosen, _reason(search, chosen, others)
 
 
@@ -230,23 +231,6 @@ def _describe(one: Candidate, every: Sequence[Candidate]) -> str:
     if any(other.tokens != one.tokens for other in every):
         settings.append(f"microbatches of {one.tokens} tokens")
     return f"{one.sizes} with {' and '.join(settings)}" if settings else str(one.sizes)
-
-
-def _refusal(one: Candidate) -> DoesNotFitError:
-    plan = one.plan
-    available = one.search.machine.memory_of(plan.config.num_devices)
-    assert available is not None, "memory of an unknown size is not checked"
-    return refusal(plan.config, plan.stages, plan.bounds, one.found, available)
-
-
-def _no_place(search: Search, tried: Sequence[Candidate]) -> DoesNotFitError:
-    best = min(tried, key=lambda one: one.needed_bytes)
-    details = _refusal(best)
-    text = (
-        f"{_asked(search.config)}: no mesh of {search.machine.num_devices} devices has "
-        f"the memory for this run, and {best.sizes} comes closest: {details}"
-    )
-    return DoesNotFitError(text, details.need, details.mesh, details.cures)
 
 
 def _remat_notes(chosen: Candidate) -> list[Note]:

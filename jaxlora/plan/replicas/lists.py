@@ -29,7 +29,6 @@ from jaxlora.plan.mesh.candidates import (
     Candidate,
     Search,
     is_divided,
-    largest_capacity,
 )
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
@@ -37,20 +36,9 @@ _HALVINGS = 4  # of the largest microbatches, to the smallest
 _CLOSE = 0.9  # a size that is closer to a larger one is not tried
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Room:
-    """The largest microbatches that fit on replicas, with one `remat`.
-
-    Attributes:
-        remat: The `remat`.
-        most: The largest microbatches of replicas of each number of devices, in
-            ascending order. Some hold the longest sample.
-    """
-
-    remat: Remat
-    most: dict[int, int]
-
-
+# The largest microbatches that fit on replicas of each number of devices, in ascending
+# order.
+_Room = dict[int, int]
 # A replica of a list whose sizes are still open: its devices, and whether it has small
 # microbatches.
 _Member = tuple[int, bool]
@@ -64,13 +52,13 @@ def fastest_list(search: Search) -> Candidate | None:
     """
     found = [
         Candidate(
-            plan=search.laid_out(_listed(search, room.remat, shapes)),
+            plan=search.laid_out(_listed(search, remat, shapes)),
             search=search,
             limit=None,
             most=shapes[0].tokens,
         )
-        for room in _rooms(search, _degrees(search))
-        for mix in _mixes(search, room)
+        for remat, room in _rooms(search, _degrees(search)).items()
+        for mix in _mixes(search, remat, room)
         for shapes in _with_sizes(search, room, mix)
     ]
     return min(found, key=lambda one: one.seconds, default=None)
@@ -89,43 +77,50 @@ def with_sizes(search: Search) -> tuple[RunConfig, Note]:
     given = search.config.replicas
     assert given is not None and given != "auto"
     rooms = _rooms(search, sorted({one.tensor for one in given}))
-    room = max(rooms, key=lambda room: len(room.most), default=None)  # the weakest
+    if not rooms:
+        largest = ReplicaShape(
+            tokens=search.alone.bounds.smallest, tensor=max(one.tensor for one in given)
+        )
+        plan = search.laid_out(_listed(search, search.remats[-1], [largest] * 2))
+        one = Candidate(plan=plan, search=search, limit=None, most=0)
+        raise one.refusal(
+            f"replicas: a replica with tensor={largest.tensor} does not have the "
+            "memory for the longest sample. Set mesh: auto in the place of it: "
+        )
+    remat = max(rooms, key=lambda remat: len(rooms[remat]))  # the weakest of them
     shapes: list[ReplicaShape] = []
     for one in given:
         tokens: int | str | None = one.microbatch_tokens
         if tokens == "auto":
-            tokens = room.most.get(one.tensor) if room else None
-        if room is None or tokens is None:
-            what = "any microbatch" if room else "the longest sample"
+            tokens = rooms[remat].get(one.tensor)
+        if tokens is None:
             raise ConfigError(
                 f"replicas: a replica with tensor={one.tensor} does not have the "
-                f"memory for {what}. Give it more devices, or set mesh: auto in the "
-                "place of replicas."
+                "memory for any microbatch. Give it more devices."
             )
         assert isinstance(tokens, int)
         shapes += [ReplicaShape(tokens=tokens, tensor=one.tensor)] * one.count
-    assert room is not None
     text = f"replicas: {describe_list(shapes)}, as many as fit"
-    return _listed(search, room.remat, shapes), Note(text)
+    return _listed(search, remat, shapes), Note(text)
 
 
 # ---- memory --------------------------------------------------------------------------
 
 
-def _rooms(search: Search, degrees: Sequence[int]) -> list[Room]:
-    """Returns what fits with each possible `remat`, if the longest sample does."""
-    rooms = []
+def _rooms(search: Search, degrees: Sequence[int]) -> dict[Remat, _Room]:
+    """Returns what fits with each `remat` that leaves room for the longest sample."""
+    rooms, bounds = {}, search.alone.bounds
     for remat in search.remats:
-        found = {n: fitting_tokens(search, remat, n) for n in degrees}
+        found = {n: _fitting_tokens(search, remat, n) for n in degrees}
         most = {n: tokens for n, tokens in found.items() if tokens is not None}
-        if max(most.values(), default=0) >= search.alone.bounds.smallest:
-            rooms.append(Room(remat=remat, most=most))
-        if set(found.values()) == {search.alone.bounds.max_tokens}:
+        if max(most.values(), default=0) >= bounds.smallest:
+            rooms[remat] = most
+        if set(found.values()) == {bounds.max_tokens}:
             break  # a stronger one would only take longer
     return rooms
 
 
-def fitting_tokens(search: Search, remat: Remat, tensor: int) -> int | None:
+def _fitting_tokens(search: Search, remat: Remat, tensor: int) -> int | None:
     """Returns the largest microbatches of the first replica, which has the most.
 
     It has the optimizers, and no other replica has larger microbatches. They need not
@@ -136,7 +131,7 @@ def fitting_tokens(search: Search, remat: Remat, tensor: int) -> int | None:
     plan = search.laid_out(_listed(search, remat, [shape] * 2))
     limit = search.limit(plan.config, MARGIN)
     bounds = dataclasses.replace(bounds, smallest=bounds.unit)
-    return largest_capacity(plan, bounds, limit)
+    return search.largest(plan, bounds, limit)
 
 
 # ---- lists ---------------------------------------------------------------------------
@@ -179,10 +174,10 @@ def sizes(search: Search, most: int) -> list[int]:
     return found
 
 
-def _mixes(search: Search, room: Room) -> list[list[_Member]]:
+def _mixes(search: Search, remat: Remat, room: _Room) -> list[list[_Member]]:
     """Returns the devices of the lists that are compared, the largest replica first."""
-    num, (least, *others) = search.machine.num_devices, room.most
-    mixes = [[(n, False)] * (num // n) for n in room.most if num >= 2 * n]
+    num, (least, *others) = search.machine.num_devices, room
+    mixes = [[(n, False)] * (num // n) for n in room if num >= 2 * n]
     if least == 1:
         counts = {2**n for n in range(num.bit_length())} | {num - 1}
         for count in sorted(n for n in counts if n < num):
@@ -194,8 +189,8 @@ def _mixes(search: Search, room: Room) -> list[list[_Member]]:
         # It solves programs, for which it imports a solver.
         from jaxlora.plan.replicas.deployment import deployed_degrees
 
-        plan = search.laid_out(search.alone.config.replace(remat=room.remat))
-        found = deployed_degrees(plan, search.jobs, search.machine, room.most)
+        plan = search.laid_out(search.alone.config.replace(remat=remat))
+        found = deployed_degrees(plan, search.jobs, search.machine, room)
         mix = [(n, n == found[-1]) for n in found]
         if len(set(found)) > 1 and mix not in mixes:
             mixes.append(mix)
@@ -203,21 +198,21 @@ def _mixes(search: Search, room: Room) -> list[list[_Member]]:
 
 
 def _with_sizes(
-    search: Search, room: Room, mix: Sequence[_Member]
+    search: Search, room: _Room, mix: Sequence[_Member]
 ) -> Iterator[list[ReplicaShape]]:
     """Yields the sizes of a list in which the last replicas may be smaller."""
     (first, _), (last, has_small) = mix[0], mix[-1]
     firsts = [
         tokens
-        for tokens in sizes(search, room.most[first])
+        for tokens in sizes(search, room[first])
         if tokens >= search.alone.bounds.smallest  # holds the longest sample
     ]
-    others = sizes(search, room.most[last]) if has_small else [0]
+    others = sizes(search, room[last]) if has_small else [0]
     for large, small in itertools.product(firsts, others):
         if small < large:
             yield [
                 ReplicaShape(
-                    tokens=small if is_small else min(large, room.most[tensor]),
+                    tokens=small if is_small else min(large, room[tensor]),
                     tensor=tensor,
                 )
                 for tensor, is_small in mix

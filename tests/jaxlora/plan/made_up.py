@@ -50,9 +50,12 @@ class MadeUp(Search):
             base = dataclasses.replace(base, options=stored)
             options = dataclasses.replace(spec.options, base_format=base)
             spec = dataclasses.replace(spec, options=options)
-        config = config.replace(microbatch_tokens=self.bounds.max_tokens)
+        bounds = self.bounds
+        if config.microbatch_tokens != "auto":
+            bounds = dataclasses.replace(bounds, fixed=config.microbatch_tokens)
+        config = config.replace(microbatch_tokens=bounds.max_tokens)
         rates = self.machine.rates(spec, config.network_gbits)
-        return laid_out(config, self.model, spec, [], self.bounds, rates)
+        return laid_out(config, self.model, spec, [], bounds, rates)
 
 
 def search_of(

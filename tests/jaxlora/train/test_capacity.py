@@ -108,7 +108,8 @@ def settle(config: RunConfig, spec: DecoderSpec, bounds: Bounds, compile_stages=
     log_notes(plan.notes)
     if compile_stages is None:
         return plan.config
-    fitted = fit(plan.config, plan.stages, bounds, compile_stages)
+    plan = dataclasses.replace(plan, bounds=bounds)
+    fitted = fit(plan, lambda plan: compile_stages(plan.config))
     log_notes(fitted.notes)
     return fitted.config
 
@@ -138,7 +139,7 @@ def test_the_compiled_step_has_the_last_word(config, model, have):
     trainer = Trainer(config(), model)
     # As if it had been estimated to fit.
     config = trainer.config.replace(microbatch_tokens=bounds.largest)
-    trainer.plan = trainer.plan.with_config(config).fit(trainer.compile)
+    trainer.plan = fit(trainer.plan.with_config(config), trainer.compile)
     tokens = trainer.config.microbatch_tokens
     assert bounds.smallest <= tokens < bounds.largest and tokens % bounds.unit == 0
     assert needed(trainer) <= limit
@@ -213,7 +214,7 @@ def test_a_step_that_does_not_fit_says_what_would(config, model, have):
     assert not trainer.output_dir.exists()
     advice = str(error.value).split("- microbatch_tokens: ")[1]
     advised = Trainer(config(microbatch_tokens=int(advice.split()[0])), model)
-    advised.plan.fit(advised.compile)
+    fit(advised.plan, advised.compile)
 
 
 def test_the_largest_slots_that_fit_are_found_at_once(config, spec, have):

@@ -41,6 +41,7 @@ HERE = Machine(
 def few_ways(monkeypatch):
     """Fewer ticks are packed, and fewer sizes tried."""
     monkeypatch.setattr(candidates, "_TICKS", 2)
+    monkeypatch.setattr(candidates, "_SHARES", (1, 1 / 2))
     monkeypatch.setattr(lists, "_HALVINGS", 2)
 
 

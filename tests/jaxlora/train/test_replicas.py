@@ -19,6 +19,7 @@ from jaxlora.forecast import plan_run
 from jaxlora.plan.job import prepare_run
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.mesh import choose
+from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.replicas import lists
 from jaxlora.plan.stages import FurtherReplica
@@ -507,8 +508,8 @@ def test_sizes_are_those_that_fit(runs, unlike_jobs, monkeypatch):
         this_machine(), memory=DeviceMemory(num_bytes=2**30, source="a test")
     )
     monkeypatch.setattr(prepare_run, "this_machine", lambda *_: here)
-    fitting = lambda search, remat, tensor: room[tensor]
-    monkeypatch.setattr(lists, "fitting_tokens", fitting)
+    largest = lambda search, plan, *_: room[plan.stages.sizes.tensor]
+    monkeypatch.setattr(Search, "largest", largest)
     replicas = [{"tensor": 1}, {"tensor": 2, "count": 1}, mesh(4, 96)]
     planned = plan_run(runs.config(unlike_jobs, replicas=replicas))
     shapes = planned.config.replica_shapes

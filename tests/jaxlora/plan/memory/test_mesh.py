@@ -365,23 +365,25 @@ def test_a_compiled_pipeline_has_the_last_word(have):
     stages = stages_of(SPEC, "stage=2")
     tried = []
 
-    def compile_stages(run):
-        tried.append(run.microbatch_tokens)
-        return compiled(run.microbatch_tokens, 40_000)
+    def compile_stages(plan):
+        tried.append(plan.config.microbatch_tokens)
+        return compiled(plan.config.microbatch_tokens, 40_000)
 
     resident = resident_footprint(stages).total_bytes(0)
     have(resident + 3 * 4096 * 40_000)
     run = config(mesh="stage=2", microbatch_tokens=8192)
-    settled = fit(run, stages, BOUNDS, compile_stages).config
+    here = Machine(num_devices=2, speed=UNKNOWN_DEVICE, memory=None)
+    fixed = search_of(run, SPEC, BOUNDS, here).laid_out(run)
+    plan = dataclasses.replace(fixed, bounds=BOUNDS)
+    settled = fit(plan, compile_stages).config
     assert tried[0] == 8192 and tried[-1] == settled.microbatch_tokens
     limits = settled.limits
     found = measured_footprint(stages, compiled(limits.capacity, 40_000), limits)
     assert found is not None
     needed = found.total_bytes(limits.capacity)
     assert 0.85 < needed / (resident + 3 * 4096 * 40_000) <= 1
-    fixed = Bounds(smallest=8192, largest=8192, unit=256, fixed=8192)
     with pytest.raises(ConfigError, match=r"on each device of stage 1 of mesh stage=2"):
-        fit(run, stages, fixed, compile_stages)
+        fit(fixed, compile_stages)
 
 
 def test_weights_that_do_not_fit_name_the_mesh(have):
