@@ -23,6 +23,7 @@ from jaxlora.plan.mesh import choose
 from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.mesh.predict import shape_seconds, table_seconds
+from jaxlora.plan.replicas import lists
 from jaxlora.plan.replicas.kinds import ReplicaModel
 from jaxlora.plan.stages import MeshStages, estimated_footprint
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -271,8 +272,10 @@ def test_auto_takes_replicas_of_several_devices(
         return tokens if tokens >= bounds.smallest else None
 
     monkeypatch.setattr(Search, "largest", largest)
+    fitting = lambda search, remat, tensor: fits.get(tensor)
+    monkeypatch.setattr(lists, "_fitting_tokens", fitting)
     settings = {"defaults": {"batch_size": 32}, "replicas": "auto"}
-    lengths = {name: (*[200] * 31, 1000) for name in ("one", "two", "three", "four")}
+    lengths = {name: (*[200] * 15, 1000) for name in ("one", "two", "three", "four")}
     path = write_run(tmp_path, lengths, **settings)
     assert main(["plan", str(path), "--gpu", "l40sx4"]) == 0
     shown = capsys.readouterr()

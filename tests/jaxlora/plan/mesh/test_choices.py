@@ -34,7 +34,8 @@ from tests.jaxlora.train.test_ended_jobs import prepared
 KEPT = pathlib.Path(__file__).with_name("choices.json")
 _WORSE = 1.005  # a run that is predicted to take this much longer fails
 
-_LAYERS = 4  # of each model, on devices with as small a part of their memory
+# Layers of each model, on devices with as small a part of their memory.
+_LAYERS, _LAYERS_OF_70B = 4, 8
 _SAMPLES = {"short": (100, 900), "long": (600, 3000)}
 # Model, format of its base, machine, samples and number of jobs.
 KINDS = [
@@ -83,12 +84,13 @@ def choice(
 ) -> dict[str, Any]:
     """Returns the choice for a run, and the predicted time of the whole run."""
     whole = model_config(config_json(name))
-    config = model_config(config_json(name, _LAYERS))
+    layers = _LAYERS_OF_70B if name == "llama-3.1-70b" else _LAYERS
+    config = model_config(config_json(name, layers))
     modules = {
         f"model.layers.{layer}.{linear}": ModuleLora(
             rank=16, lora_alpha=16.0, scaling=1.0
         )
-        for layer in range(_LAYERS)
+        for layer in range(layers)
         for linear in ("self_attn.q_proj", "mlp.down_proj")
     }
     settings = dict(rank=16, batch_size=8, steps=4, max_length=_SAMPLES[samples][1])
@@ -113,7 +115,7 @@ def choice(
     with planned_for(parse_machine(machine).planned(0.9)):
         here = this_machine()
         assert here.memory is not None
-        part = here.memory.num_bytes * _LAYERS // whole.num_layers
+        part = here.memory.num_bytes * layers // whole.num_layers
         memory = dataclasses.replace(here.memory, num_bytes=part)
         return _choice(run, model, jobs, dataclasses.replace(here, memory=memory))
 
@@ -137,7 +139,7 @@ def _label(kind) -> str:
 
 
 def _param(kind):
-    takes_long = kind[2].endswith(("h100x4", "h200x8"))
+    takes_long = kind[2] in ("h100x4", "h200x4", "h200x8")
     marks = pytest.mark.grid if takes_long else ()
     return pytest.param(kind, id=_label(kind), marks=marks)
 
