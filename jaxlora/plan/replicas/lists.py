@@ -4,9 +4,9 @@ Replicas differ in their microbatches, large ones for the long samples and small
 which short samples fill better, and in the number of devices that share them (axis
 `tensor`). These lists are compared:
 
-- replicas of one device with one size, or with two;
-- one replica of several devices, and as many of the fewest devices as are left;
-- what the planner of `jaxlora.scheduler.replicas` deploys, without pipeline stages.
+- replicas of one device, some of which may be smaller than the others;
+- each division of the devices into replicas of several devices, of which those of the
+  fewest devices may be smaller.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def fastest_list(search: Search) -> Candidate | None:
             most=shapes[0].tokens,
         )
         for remat, room in _rooms(search, _degrees(search)).items()
-        for mix in _mixes(search, remat, room)
+        for mix in _mixes(search, list(room))
         for shapes in _with_sizes(search, room, mix)
     ]
     return min(found, key=lambda one: one.seconds, default=None)
@@ -174,27 +174,27 @@ def sizes(search: Search, most: int) -> list[int]:
     return found
 
 
-def _mixes(search: Search, remat: Remat, room: _Room) -> list[list[_Member]]:
-    """Returns the devices of the lists that are compared, the largest replica first."""
-    num, (least, *others) = search.machine.num_devices, room
-    mixes = [[(n, False)] * (num // n) for n in room if num >= 2 * n]
+def _mixes(search: Search, degrees: Sequence[int]) -> Iterator[list[_Member]]:
+    """Yields the devices of the lists that are compared, the largest replica first."""
+    num, least = search.machine.num_devices, min(degrees)
+    for mix in _divisions(num, sorted(degrees, reverse=True)):
+        if len(mix) > 1:
+            yield [(one, one == least < mix[0]) for one in mix]
     if least == 1:
-        counts = {2**n for n in range(num.bit_length())} | {num - 1}
-        for count in sorted(n for n in counts if n < num):
-            mixes.append([(1, False)] * count + [(1, True)] * (num - count))
-    for one in others:
-        if one < num:
-            mixes.append([(one, False)] + [(least, True)] * ((num - one) // least))
-    if others:
-        # It solves programs, for which it imports a solver.
-        from jaxlora.plan.replicas.deployment import deployed_degrees
+        for count in sorted({2**n for n in range(num.bit_length())} | {num - 1}):
+            if count < num:
+                yield [(1, False)] * count + [(1, True)] * (num - count)
 
-        plan = search.laid_out(search.alone.config.replace(remat=remat))
-        found = deployed_degrees(plan, search.jobs, search.machine, room)
-        mix = [(n, n == found[-1]) for n in found]
-        if len(set(found)) > 1 and mix not in mixes:
-            mixes.append(mix)
-    return mixes
+
+def _divisions(num: int, degrees: Sequence[int]) -> Iterator[list[int]]:
+    """Yields numbers of devices, in descending order, that use all of `num` devices."""
+    first, *rest = degrees
+    if not rest:
+        yield [first] * (num // first)
+        return
+    for count in range(num // first, -1, -1):
+        for others in _divisions(num - count * first, rest):
+            yield [first] * count + others
 
 
 def _with_sizes(

@@ -144,7 +144,7 @@ def _param(kind):
     return pytest.param(kind, id=_label(kind), marks=marks)
 
 
-@pytest.mark.parametrize("kind", map(_param, KINDS))
+@pytest.mark.parametrize("kind", [_param(kind) for kind in KINDS])
 def test_a_choice_is_as_fast_as_the_one_that_is_kept(kind):
     found, kept = choice(*kind), json.loads(KEPT.read_text())[_label(kind)]
     assert found["seconds"] <= _WORSE * kept["seconds"], (found, kept)
