@@ -2,10 +2,9 @@
 
 import pytest
 
-from jaxlora.plan.memory import options
-from jaxlora.plan.memory.bounds import Bounds
+from jaxlora.plan.memory import bounds
+from jaxlora.plan.memory.bounds import Bounds, largest_fitting
 from jaxlora.plan.memory.footprint import Footprint
-from jaxlora.plan.memory.options import largest_fitting
 from jaxlora.plan.stages import MeshFootprint
 
 BOUNDS = Bounds(smallest=256, largest=2048, unit=128)
@@ -27,7 +26,7 @@ def estimate(num_tokens: int | None) -> MeshFootprint:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_largest_that_fits(monkeypatch, num_threads):
-    monkeypatch.setattr(options, "_num_threads", lambda: num_threads)
+    monkeypatch.setattr(bounds, "_num_threads", lambda: num_threads)
     for num_bytes in range(1000, 50_000, 700):
         fitting = [t for t in CAPACITIES if estimate(t).total_bytes(t) <= num_bytes]
         expected = max(fitting, default=None)
