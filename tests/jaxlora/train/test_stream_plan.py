@@ -171,6 +171,19 @@ def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(kind, seed):
         assert [t for t in found if any(t[0])] == [t for t in whole if any(t[0])]
 
 
+def test_a_slot_that_was_left_is_free_once_no_tick_in_flight_has_its_rows():
+    rules = KINDS["stages"]
+    width = rules.lanes.pipeline.in_flight or rules.lanes.pipeline.num_stages
+    course = Course(Mix(0, num_jobs=7), rules, lag=8)
+    course.fill_slots()
+    slot = next(iter(course.tick().samples)).owner
+    course.leave(slot)
+    for _ in range(width):
+        assert not course.plan.is_free(slot)
+        course.tick()
+    assert course.plan.is_free(slot)
+
+
 def test_saved_ticks_of_other_jobs_or_rules_are_not_used():
     mix = Mix(0)
     one = Course(mix, KINDS["stages"], 8)
