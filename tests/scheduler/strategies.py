@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 
 from jaxlora.scheduler import (
     AffineCost,
@@ -14,6 +15,12 @@ from jaxlora.scheduler import (
 from jaxlora.scheduler.simulate import slowest_per_cycle
 
 LIMITS = Limits(capacity=512, block_tokens=32)
+
+
+def seeds(count: int, now: int = 2) -> list:
+    """Returns seeds of random cases; those from `now` on run before a release."""
+    later = range(now, count)
+    return [*range(now), *(pytest.param(i, marks=pytest.mark.grid) for i in later)]
 
 
 def sample(job, batch, index, tokens) -> Sample:

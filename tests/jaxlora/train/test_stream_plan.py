@@ -9,6 +9,7 @@ import pytest
 
 from jaxlora.plan.stream_plan import StreamPlan, StreamTick
 from jaxlora.run.saved_stream import SavedStream
+from tests.scheduler.strategies import seeds
 from tests.scheduler.streams.test_stream import KINDS, Mix
 
 NUM_SLOTS = 4
@@ -83,7 +84,7 @@ class Course:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_a_saved_stream_goes_on_alike(kind, seed):
     """Jobs that leave or join afterwards change the same ticks in both runs."""
     rng = random.Random(seed)
@@ -137,7 +138,7 @@ def run_on(course: Course) -> list:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(kind, seed):
     """Jobs that end while it drains make room for others in the same ticks."""
     rng, rules = random.Random(seed), KINDS[kind]
