@@ -38,7 +38,8 @@ def run_with(mutant: Mutant, copy: pathlib.Path) -> subprocess.CompletedProcess[
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", *mutant.tests],
             cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(copy)},
+            # Some need the devices that a CPU simulates.
+            env=os.environ | {"PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu"},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

