@@ -24,6 +24,25 @@ def estimate(num_tokens: int | None) -> MeshFootprint:
     return MeshFootprint(stages=(stage,))
 
 
+def test_a_pipeline_needs_what_its_tightest_stage_needs():
+    """The last stage has the largest base, and the first one the most per token."""
+    first, last = (
+        Footprint(
+            base_bytes=base,
+            adapter_bytes=0,
+            fixed_bytes=0,
+            bytes_per_token=each,
+        )
+        for base, each in ((1000, 10.0), (3000, 5.0))
+    )
+    both = MeshFootprint(stages=(first, last))
+    for tokens, tightest in ((100, 1), (500, 0)):
+        assert both.tightest(tokens) == tightest
+        needed = both.stages[tightest].total_bytes(tokens)
+        assert both.total_bytes(tokens) == needed
+        assert both.fitting_tokens(needed) == tokens
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_largest_that_fits(monkeypatch, num_threads):
     monkeypatch.setattr(bounds, "_num_threads", lambda: num_threads)

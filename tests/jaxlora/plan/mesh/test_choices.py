@@ -122,7 +122,7 @@ def choice(
 def _choice(run, model, jobs, here) -> dict[str, Any]:
     with estimated_by_formula():
         plan = resolve(run, model, jobs, here)
-    schedule = foretell(plan, jobs).schedule
+    schedule, _ = foretell(plan, jobs)
     seconds = window_seconds(plan.stages, plan.lanes, schedule, plan.rates)
     return {
         "mesh": plan.config.mesh,
