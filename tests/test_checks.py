@@ -11,7 +11,7 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Array, Float
 
 from jaxlora.adapters.optimizer import measure
-from jaxlora.plan.mesh.candidates import Demand
+from jaxlora.plan.mesh.candidates import Candidate
 from jaxlora.scheduler import Limits
 from tests.checks import CALLS_PER_TEST, begin_test, checked
 
@@ -139,5 +139,5 @@ def test_the_package_is_checked():
     with pytest.raises(BeartypeCallHintViolation):
         measure("no gradients")
     with pytest.raises(BeartypeCallHintViolation):
-        Demand(positions=[], lengths=1, bounds=2)
+        Candidate(plan=[], search=1, limit=None, most=2)
     Limits(capacity=16.0, block_tokens=16)  # the scheduler is not

@@ -24,8 +24,8 @@ from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.plan.memory.need import MemoryNeed
 from jaxlora.plan.memory.refusal import refusal
+from jaxlora.plan.mesh.candidates import first_positions
 from jaxlora.plan.mesh.machine import this_machine
-from jaxlora.plan.resolve import first_positions
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import estimated_footprint
 from jaxlora.plan.stream_plan import StreamPlan
@@ -296,7 +296,7 @@ def _memory_need(plan: RunPlan, *, must_fit: bool) -> MemoryNeed:
     need = MemoryNeed.of(plan.stages, found, tokens, available)
     if must_fit and not need.fits:
         assert available is not None
-        raise refusal(plan.config, plan.stages, plan.bounds, found, available)
+        raise refusal(plan, found, available)
     return need
 
 

@@ -7,7 +7,7 @@ it, so they refuse the same runs.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlora.common.note import Note
@@ -20,7 +20,6 @@ from jaxlora.modules.length_classes import shortest_class
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.lanes import replica_lanes, run_lanes, window_cost
-from jaxlora.plan.memory import capacity
 from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.plan.memory.footprint import StagePrograms
@@ -193,28 +192,6 @@ class RunPlan:
         plan = laid_out(config, self.model, spec, [job], self.bounds, self.rates)
         shapes = self.shapes.below(config.limits.capacity)
         return dataclasses.replace(plan, shapes=shapes)
-
-    def fit(
-        self, compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]]
-    ) -> "RunPlan":
-        """Returns the plan with a capacity and a `remat` that fit when compiled.
-
-        Its notes are those of fitting.
-
-        Args:
-            compile_stages: Compiles the passes of all stages of a plan, while base and
-                slots are on the devices.
-
-        Raises:
-            ConfigError: The run does not fit, and its capacity cannot be lowered.
-        """
-
-        def compile_config(config: RunConfig) -> Sequence[StagePrograms]:
-            return compile_stages(self.with_config(config))
-
-        found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
-        plan = self.with_config(found.config)
-        return dataclasses.replace(plan, need=found.need, notes=found.notes)
 
     def replica_notes(self, programs: Sequence[StagePrograms]) -> list[Note]:
         """Says how much memory each further replica needs.

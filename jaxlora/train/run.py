@@ -16,6 +16,7 @@ from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
 from jaxlora.models.forward import Base
 from jaxlora.plan.job.prepared_job import DataReader, PreparedJob
+from jaxlora.plan.memory.capacity import fit
 from jaxlora.plan.memory.device_memory import measured_peak
 from jaxlora.plan.memory.footprint import StagePrograms
 from jaxlora.plan.run_plan import RunPlan
@@ -164,7 +165,7 @@ class Run:
         Raises:
             ConfigError: The device's memory cannot hold the run.
         """
-        plan = self.plan.fit(self.compile)
+        plan = fit(self.plan, self.compile)
         programs = self._start_programs(plan)
         log_notes([*plan.notes, *plan.replica_notes(programs.compiled_further())])
         programs.finish()

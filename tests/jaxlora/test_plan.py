@@ -1,6 +1,7 @@
 """A plan says what a run then does."""
 
 import json
+import re
 
 import pytest
 
@@ -169,11 +170,19 @@ def test_a_mesh_is_chosen_for_this_machine(config, caplog):
 def test_devices_in_flight_share_the_steps_of_jobs(config, tmp_path):
     """More lanes and stages get smaller microbatches, down to the longest sample."""
     auto = config.replace(microbatch_tokens="auto", output_dir=str(tmp_path / "run"))
-    one, two = (
-        plan_run(auto.replace(mesh=mesh), steps=1).whole.schedule.limits.capacity
-        for mesh in ("fsdp=1", "stage=2")
-    )
-    assert 96 <= two < one
+
+    def sizes(mesh: str) -> tuple[int, int]:
+        """The largest microbatches that are of use, and those that are chosen."""
+        planned = plan_run(auto.replace(mesh=mesh), steps=1)
+        text = "\n".join(note.text for note in planned.plan.notes)
+        (most,) = re.findall(r"at most (\d+), which hold a step of every job", text)
+        return int(most), planned.whole.schedule.limits.capacity
+
+    most, chosen = sizes("fsdp=1")
+    for mesh in ("stage=2", "data=2"):
+        of_two, smaller = sizes(mesh)
+        assert of_two == pytest.approx(most / 2, rel=0.1)
+        assert 96 <= smaller < chosen
 
 
 @pytest.fixture(params=["eval_data", "eval_fraction"])

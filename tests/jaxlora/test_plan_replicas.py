@@ -11,6 +11,7 @@ import yaml
 from jaxlora import LoraJob, RunConfig
 from jaxlora.bench.shapes import config_json
 from jaxlora.cli.main import main
+from jaxlora.config.replicas_config import describe_list
 from jaxlora.costs.device_profile import PassCost, estimate
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.hf.config import model_config
@@ -18,11 +19,12 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan.mesh import choose
+from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.mesh.predict import shape_seconds, table_seconds
-from jaxlora.plan.replicas.choose import ReplicaLists
+from jaxlora.plan.replicas import lists
 from jaxlora.plan.replicas.kinds import ReplicaModel
-from jaxlora.plan.replicas.room import RoomFinder, describe_list
 from jaxlora.plan.stages import MeshStages, estimated_footprint
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from tests import tiny
@@ -227,49 +229,57 @@ def test_refusals(run_file, options, message, capsys):
 
 
 @pytest.fixture
-def timed(monkeypatch):
-    """All ways to run that are compared, with their predicted times."""
-    seen, predict = [], ReplicaLists._timed
+def compared(monkeypatch):
+    """The candidate that is chosen, and the others."""
+    seen, explain = [], choose._reason
 
-    def watched(self, config, room):
-        seen.append(predict(self, config, room))
-        return seen[-1]
+    def watched(search, chosen, others):
+        seen.extend([chosen, *(one for one in others if one.fits)])
+        return explain(search, chosen, others)
 
-    monkeypatch.setattr(ReplicaLists, "_timed", watched)
+    monkeypatch.setattr(choose, "_reason", watched)
     return seen
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_auto_takes_what_is_fastest(tmp_path, timed, capsys):
+def test_auto_takes_what_is_fastest(tmp_path, compared, capsys):
     settings = {"defaults": {"batch_size": 16}, "replicas": "auto"}
     lengths = {"one": (300, 500), "two": (400,), "three": (200, 900)}
     path = write_run(tmp_path, lengths, **settings)
     assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
-    _check_fastest(timed, capsys.readouterr().err, is_list=False)
+    _check_fastest(compared, capsys.readouterr().err, is_list=False)
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_auto_takes_devices_that_share_a_sample(tmp_path, timed, capsys):
+def test_auto_takes_devices_that_share_a_sample(tmp_path, compared, capsys):
     """One long sample a step."""
     settings = {"defaults": {"batch_size": 2}, "replicas": "auto"}
     path = write_run(tmp_path, {"one": (16, 1000)}, **settings)
     assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 0
-    named = _check_fastest(timed, capsys.readouterr().err, is_list=False)
-    assert named == "mesh tensor=2"
+    named = _check_fastest(compared, capsys.readouterr().err, is_list=False)
+    assert named == "tensor=2"
 
 
 @pytest.mark.usefixtures("memory_by_formula")
-def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeypatch):
+def test_auto_takes_replicas_of_several_devices(
+    tmp_path, compared, capsys, monkeypatch
+):
     """Only two devices together hold the few long samples, and PCIe joins them."""
     fits = {1: 896, 2: 1024}
-    fitting = lambda self, config, tensor, available: fits.get(tensor)
-    monkeypatch.setattr(RoomFinder, "_fitting", fitting)
+
+    def largest(search, plan, bounds, limit):
+        tokens = fits.get(plan.stages.sizes.tensor, 0)
+        return tokens if tokens >= bounds.smallest else None
+
+    monkeypatch.setattr(Search, "largest", largest)
+    fitting = lambda search, remat, tensor: fits.get(tensor)
+    monkeypatch.setattr(lists, "_fitting_tokens", fitting)
     settings = {"defaults": {"batch_size": 32}, "replicas": "auto"}
     lengths = {name: (*[200] * 15, 1000) for name in ("one", "two", "three", "four")}
     path = write_run(tmp_path, lengths, **settings)
     assert main(["plan", str(path), "--gpu", "l40sx4"]) == 0
     shown = capsys.readouterr()
-    named = _check_fastest(timed, shown.err, is_list=True)
+    named = _check_fastest(compared, shown.err, is_list=True)
     assert "on tensor=2 + 2 x 896 tokens" in named
     assert f"replicas of {named}" in shown.out
     picture = "--picture", str(tmp_path / "plan.png")
@@ -277,29 +287,28 @@ def test_auto_takes_replicas_of_several_devices(tmp_path, timed, capsys, monkeyp
     assert "--picture simulates devices that are alike" in capsys.readouterr().err
 
 
-def _check_fastest(timed, log: str, *, is_list: bool) -> str:
+def _check_fastest(compared, log: str, *, is_list: bool) -> str:
     """Checks the choice and its line in the log, and returns its name."""
-    lists = [one for one in timed if one.config.replicas is not None]
-    meshes = [one for one in timed if one.config.replicas is None]
-    devices = {one.config.num_devices for one in timed}
-    assert len(devices) == 1  # all of them
-    assert all(one.config.replica_shapes[0].tokens >= 1024 for one in lists)
-    assert all(one.seconds > one.bound > 0 for one in timed)
-    best, mesh = (min(ways, key=lambda one: one.seconds) for ways in (lists, meshes))
+    devices = compared[0].plan.config.num_devices
+    whole = [one for one in compared if one.plan.config.num_devices == devices]
+    found = [one for one in whole if one.plan.config.replicas is not None]
+    meshes = [one for one in whole if one.plan.config.replicas is None]
+    best, mesh = (min(ways, key=lambda one: one.seconds) for ways in (found, meshes))
+    assert best.plan.config.replica_shapes[0].tokens >= 1024
     assert (1.02 * best.seconds < mesh.seconds) == is_list
     chosen = best if is_list else mesh
-    named = f"mesh {mesh.config.mesh}"
-    if is_list:
-        named = describe_list(best.config.replica_shapes)
-    (line,) = (text for text in log.splitlines() if "over the least time" in text)
+    assert chosen is compared[0]
+    named = describe_list(best.plan.config.replica_shapes)
+    if not is_list:
+        named = mesh.plan.config.mesh
+    (line,) = (text for text in log.splitlines() if " devices: it needs " in text)
     assert f"replicas: auto: {named}" in line
-    assert f"predicted {chosen.seconds / chosen.bound - 1:.1%} over" in line
     return named
 
 
 @pytest.mark.usefixtures("memory_by_formula")
 def test_auto_refuses_what_fits_on_no_device(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(RoomFinder, "_fitting", lambda *_: None)
+    monkeypatch.setattr(Search, "largest", lambda *_: None)
     path = write_run(tmp_path, {"one": (16, 1000)}, replicas="auto")
     assert main(["plan", str(path), "--gpu", "a100-40x2"]) == 1
     assert "needs" in capsys.readouterr().out

@@ -27,6 +27,13 @@ def test_a_constant_rate_has_warm_up():
     assert job(lr_scheduler_type="constant_with_warmup") == job(lr_schedule="constant")
 
 
+def test_a_share_of_the_steps_as_warm_up_is_rounded_up():
+    """As transformers does."""
+    one = job(learning_rate=1.0, lr_schedule="constant", warmup_ratio=0.1)
+    rates = [learning_rate(one, step, 15) for step in range(4)]
+    assert rates == [0.0, 0.5, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     "case", FOUND["cases"], ids=lambda c: f"{c['lr_schedule']}-{c['warmup_steps']}"
 )

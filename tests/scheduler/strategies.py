@@ -4,6 +4,7 @@ import itertools
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 
 from jaxlora.scheduler import (
     AffineCost,
@@ -18,6 +19,12 @@ from jaxlora.scheduler.lanes import ticks_of
 from jaxlora.scheduler.simulate import slowest_per_cycle
 
 LIMITS = Limits(capacity=512, block_tokens=32)
+
+
+def seeds(count: int, now: int = 2) -> list:
+    """Returns seeds of random cases; those from `now` on run before a release."""
+    later = range(now, count)
+    return [*range(now), *(pytest.param(i, marks=pytest.mark.grid) for i in later)]
 
 
 def sample(job, batch, index, tokens) -> Sample:

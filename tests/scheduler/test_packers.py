@@ -76,6 +76,13 @@ def test_the_checker_finds_every_kind_of_violation():
     assert "is not scheduled" in check(((a0,),), [a0, b0])[0]
     assert "was not asked for" in check(((a0, b0),), [a0])[0]
     assert "over its capacity of 512" in check(((a0, a1),), [a0, a1])[0]
+    # Each job takes whole blocks: 128 and 416 tokens, although 100 and 410 would fit.
+    alone, beside = (
+        Sample(owner=i, batch=0, index=0, num_tokens=n)
+        for i, n in enumerate((100, 410))
+    )
+    found = check(((alone, beside),), [alone, beside])[0]
+    assert "takes 544 tokens, over its capacity of 512" in found
     assert "is empty" in check(((a0,), ()), [a0])[0]
     assert "mixes batches [0, 1]" in check(((a0, late),), [a0, late])[-1]
     assert "after its batch 1" in check(((late,), (a0,)), [a0, late])[0]

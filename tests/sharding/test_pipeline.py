@@ -56,6 +56,17 @@ def test_the_next_batch_reads_stepped_weights_from_distance_w_on(sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_stage_steps_as_soon_as_the_first_one_has_finished_the_tick(sizes):
+    """No sooner, as it needs their norms; one that is ahead steps before the others."""
+    num_ticks, num_stages, width = sizes
+    pipeline = Pipeline(num_stages=num_stages, in_flight=width)
+    rounds = one_f_one_b(lambda tick: tick < num_ticks, num_stages, width)
+    for number, one in enumerate(rounds):
+        for stage, tick in one.stepping:
+            assert number == tick + pipeline.step_delay(stage)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_ticks_in_flight_are_bounded(sizes):
     num_ticks, num_stages, width = sizes
     for stage in range(num_stages - 1):

@@ -1,8 +1,12 @@
 """Bounds of the capacity of microbatches, by the samples of a run."""
 
+import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 from jaxlora.common.note import Note
@@ -10,7 +14,8 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.layer import Remat
-from jaxlora.pallas_kernels.device import platform
+from jaxlora.pallas_kernels.device import planned_device, platform
+from jaxlora.plan.stages import MeshFootprint
 
 # A larger capacity is no faster.
 _MAX_TOKENS = 32768
@@ -102,16 +107,9 @@ class Bounds:
         """Upper bound on the capacity."""
         return self.largest if self.fixed is None else self.fixed
 
-    def with_remats(self) -> "Bounds":
-        """Returns these bounds of a run that chooses its `remat`."""
-        return dataclasses.replace(self, remats=get_args(Remat))
-
-    def stronger_than(self, remat: Remat) -> "Bounds | None":
-        """Returns these bounds with stronger choices only; None if there are none."""
-        if remat not in self.remats:
-            return None
-        remats = self.remats[self.remats.index(remat) + 1 :]
-        return dataclasses.replace(self, remats=remats) if remats else None
+    def stronger_than(self, remat: Remat) -> tuple[Remat, ...]:
+        """Returns the choices of an automatic `remat` that recompute more."""
+        return self.remats[self.remats.index(remat) + 1 :] if self.remats else ()
 
     def choose(self, fitting_tokens: int, below: int | None = None) -> int | None:
         """Returns the largest capacity that fits; None if none does.
@@ -158,3 +156,49 @@ def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
         f"has about {step_tokens:,.0f} tokens{lanes}. {cure}."
     )
     return (Note(text, is_warning=True),)
+
+
+def largest_fitting(
+    bounds: Bounds, estimate: Callable[[int | None], MeshFootprint], num_bytes: int
+) -> int | None:
+    """Returns the largest capacity that is estimated to fit; None if none does.
+
+    Memory does not grow evenly with the capacity, so one may fit although a smaller one
+    does not. All that a lower bound allows are tried, from the largest on.
+
+    Args:
+        bounds: Bounds of the capacity.
+        estimate: Returns the memory of the run at a capacity, or for None a lower bound
+            for every capacity.
+        num_bytes: Bytes of available memory.
+    """
+    most = bounds.choose(estimate(None).fitting_tokens(num_bytes))
+    if most is None:
+        return None
+    tried = range(most, bounds.smallest - 1, -bounds.unit)
+    with contextlib.closing(_estimates(estimate, tried)) as estimates:
+        fits = (t for t, found in estimates if found.total_bytes(t) <= num_bytes)
+        return next(fits, None)
+
+
+def _estimates(
+    estimate: Callable[[int | None], MeshFootprint], tried: Sequence[int]
+) -> Generator[tuple[int, MeshFootprint]]:
+    """Yields capacities with their estimates, of which several are made at once."""
+    num_threads = _num_threads()
+    if num_threads == 1:
+        yield from ((tokens, estimate(tokens)) for tokens in tried)
+        return
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="memory-estimate")
+    try:
+        for group in itertools.batched(tried, num_threads):
+            yield from zip(group, pool.map(estimate, group), strict=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _num_threads() -> int:
+    """Estimates to make at once: XLA compiles attention for each of them on a GPU."""
+    if planned_device() is not None or platform() != "gpu":
+        return 1
+    return min(4, max(1, (os.cpu_count() or 1) // 3))

@@ -1,222 +1,109 @@
-"""Chooses the capacity of microbatches and `remat`: as asked for, or by device memory.
-
-`resolve_auto` replaces `microbatch_tokens: auto` by a number, and `remat: auto`, by
-estimates. `fit` compiles the passes of a run and corrects both by what the compiler
-reports. Both refuse a run that its devices cannot hold, and name changes that would
-make it fit.
-"""
+"""Corrects the capacity and `remat` of a run by what the compiler reports."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from jaxlora.common.note import Note
-from jaxlora.config import RunConfig
-from jaxlora.costs.gpus import find_speed
-from jaxlora.errors import ConfigError
-from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.plan import stages as mesh_stages
 from jaxlora.plan.memory import device_memory as device
-from jaxlora.plan.memory import options
-from jaxlora.plan.memory.bounds import Bounds
+from jaxlora.plan.memory.bounds import Bounds, largest_fitting
 from jaxlora.plan.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.plan.memory.footprint import StagePrograms
 from jaxlora.plan.memory.need import MemoryNeed
 from jaxlora.plan.memory.refusal import refusal
-from jaxlora.plan.stages import (
-    MeshFootprint,
-    MeshStages,
-)
+from jaxlora.plan.run_plan import RunPlan
+from jaxlora.plan.stages import MeshFootprint
 
-UNCHECKED_TOKENS = 4096  # for a device that does not report its memory
 _ENOUGH = 0.85  # a choice that needs less than this share of the memory is made again
-
-# Compiles the passes of every stage of a run with these settings.
-CompileStages = Callable[[RunConfig], Sequence[StagePrograms]]
-# Returns the memory of a run, given what it holds on the first device already.
-ReadMemory = Callable[[int], DeviceMemory | None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Resolved:
-    """A run whose capacity and `remat` are settled.
-
-    Attributes:
-        config: The run.
-        notes: Why they were chosen.
-    """
-
-    config: RunConfig
-    notes: tuple[Note, ...] = ()
-
-
-def resolve_auto(
-    config: RunConfig,
-    stages: MeshStages,
-    bounds: Bounds,
-    available: DeviceMemory | None,
-    on_accepted: Callable[[], None] = lambda: None,
-) -> Resolved:
-    """Chooses what is `auto` by estimates of memory and time.
-
-    `microbatch_tokens: auto` becomes the largest number that is estimated to fit all
-    stages of the mesh, and `remat: auto` becomes the one that is predicted to be
-    fastest with its number.
-
-    Args:
-        config: The run; its mesh is not `auto`.
-        stages: Its stages.
-        bounds: Bounds of the capacity, and the choices of an automatic `remat`.
-        available: Memory of each device; None: it is not known.
-        on_accepted: Is called when a run on one device can no longer be refused; only
-            estimates follow.
-
-    Raises:
-        ConfigError: The run does not fit; or `remat` is `auto` and the device does not
-            report its memory.
-    """
-    if available is None:
-        return _unchecked(config, bounds)
-    _check_resident(config, stages, bounds, available)
-    on_accepted()
-    is_auto = "auto" in (config.microbatch_tokens, config.remat)
-    if is_auto or stages.sizes.stage > 1:
-        return _estimated(config, stages, bounds, available)
-    return Resolved(config=config)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fitted:
-    """A run that fits as it is compiled.
-
-    Attributes:
-        config: The run.
-        need: What it needs; None: the compiler or the device reports nothing.
-        notes: Why its settings were changed, and what it needs.
-    """
-
-    config: RunConfig
-    need: MemoryNeed | None
-    notes: tuple[Note, ...]
 
 
 def fit(
-    config: RunConfig,
-    stages: MeshStages,
-    bounds: Bounds,
-    compile_stages: CompileStages,
-) -> Fitted:
-    """Returns the run with a `remat` and a number of tokens at which it fits.
+    plan: RunPlan, compile_stages: Callable[[RunPlan], Sequence[StagePrograms]]
+) -> RunPlan:
+    """Returns the plan with a `remat` and a number of tokens at which it fits.
 
     All passes are compiled, and their memory is read from the compiler. An automatic
     number of tokens is lowered until the step fits, and raised once if much memory
     remains free; if no number fits, an automatic `remat` becomes a stronger one.
 
     Args:
-        config: The run, with the numbers of `resolve_auto`.
-        stages: Its stages.
-        bounds: Bounds of the capacity, and the choices of an automatic `remat`.
-        compile_stages: Compiles the passes of all stages, while base and slots are on
-            the devices.
+        plan: The plan, with settings that are estimated to fit.
+        compile_stages: Compiles the passes of all stages of a plan, while base and
+            slots are on the devices.
+
+    Returns:
+        The plan with what it needs. Its notes are those of fitting.
 
     Raises:
         ConfigError: The run does not fit, and its capacity cannot be lowered.
     """
-    first = mesh_stages.resident_footprint(stages).stages[0]
+    first = mesh_stages.resident_footprint(plan.stages).stages[0]
     available = device.device_memory(first.base_bytes + first.adapter_bytes)
     if available is not None:
-        available = available.share(config.num_devices)
-        _check_resident(config, stages, bounds, available)
-    return _measured(config, stages, bounds, available, compile_stages)
-
-
-def _check_resident(
-    config: RunConfig, stages: MeshStages, bounds: Bounds, available: DeviceMemory
-) -> None:
-    """Refuses a run whose weights and slots alone do not fit."""
-    resident = mesh_stages.resident_footprint(stages)
-    if resident.total_bytes(0) > available.num_bytes:
-        raise refusal(config, stages, bounds, resident, available)
-
-
-def _unchecked(config: RunConfig, bounds: Bounds) -> Resolved:
-    """Chooses without the size of the memory, which the device does not report."""
-    if config.remat == "auto":
-        raise ConfigError(
-            "remat: auto needs the size of the device's memory, which its allocator "
-            "does not report (XLA_PYTHON_CLIENT_ALLOCATOR chooses the allocator). Give "
-            "none, elementwise, mlp or layer for remat."
-        )
-    if bounds.fixed is not None:
-        return Resolved(config=config.replace(microbatch_tokens=bounds.fixed))
-    tokens = bounds.choose(max(UNCHECKED_TOKENS, bounds.smallest))
-    text = (
-        f"microbatch_tokens: auto: {tokens}, at most {UNCHECKED_TOKENS} if a sample "
-        "allows it, as the device's allocator does not report its memory "
-        "(XLA_PYTHON_CLIENT_ALLOCATOR chooses the allocator). Give a number if the run "
-        "has room for more, or for less."
-    )
-    config = config.replace(microbatch_tokens=tokens)
-    return Resolved(config=config, notes=(Note(text, is_warning=True),))
-
-
-def _estimated(
-    config: RunConfig, stages: MeshStages, bounds: Bounds, available: DeviceMemory
-) -> Resolved:
-    """Chooses what is `auto` by an estimate.
-
-    Raises:
-        ConfigError: A stage of a pipeline is estimated not to fit.
-    """
-    is_pipeline, notes = stages.sizes.stage > 1, []
-    if bounds.fixed is not None and not bounds.remats and not is_pipeline:
-        return Resolved(config=config.replace(microbatch_tokens=bounds.fixed))
-    speed = find_speed(device_kind())
-    found = options.find_options(config, stages, bounds, available, speed)
-    chosen = options.fastest(found)
-    if bounds.remats:
-        notes.append(Note(options.explain(chosen, found)))
-    if bounds.fixed is None:
-        why = _describe(chosen.tokens, "estimated", chosen.found, available, bounds)
-        notes.append(Note(why))
-    config = chosen.applied(config)
-    if is_pipeline and not chosen.fits:
-        raise refusal(config, chosen.stages, bounds, chosen.found, available)
-    return Resolved(config=config, notes=tuple(notes))
-
-
-def _measured(
-    config: RunConfig,
-    stages: MeshStages,
-    bounds: Bounds,
-    available: DeviceMemory | None,
-    compile_stages: CompileStages,
-) -> Fitted:
-    """Compiles all passes, again each time that the settings change."""
-    search, notes = _Search(bounds), []
+        available = available.share(plan.config.num_devices)
+        check_resident(plan, available)
+    given, search, notes = plan, _Search(plan.bounds), []
     while True:
-        programs, tokens = compile_stages(config), config.limits.capacity
-        found = mesh_stages.measured_footprint(stages, programs, config.limits)
+        programs, tokens = compile_stages(plan), plan.config.limits.capacity
+        limits = plan.config.limits
+        found = mesh_stages.measured_footprint(plan.stages, programs, limits)
         if available is None or found is None:
             who = "device's allocator" if available is None else "compiler"
             notes.append(Note(f"memory: not checked, as the {who} does not report it"))
-            return Fitted(config=config, need=None, notes=tuple(notes))
+            return dataclasses.replace(plan, notes=tuple(notes))
         chosen = search.next_capacity(tokens, found, available.num_bytes)
-        if chosen is None:
-            stronger = bounds.stronger_than(config.weakest_remat)
-            if stronger is None:
-                raise refusal(config, stages, bounds, found, available)
-            again = _estimated(config, stages, stronger, available)
-            notes += again.notes
-            config = again.config
-            stages = stages.with_remat(config.weakest_remat)
-            search = _Search(stronger)
-            continue
         if chosen == tokens:
-            notes.append(_describe_need(tokens, found, stages, available))
-            need = MemoryNeed.of(stages, found, tokens, available)
-            return Fitted(config=config, need=need, notes=tuple(notes))
-        notes.append(Note(_describe(chosen, "measured", found, available, bounds)))
-        config = config.replace(microbatch_tokens=chosen)
+            need = MemoryNeed.of(plan.stages, found, tokens, available)
+            text = (
+                f"memory: {format_bytes(need.total_bytes)} needed{need.where} with "
+                f"microbatches of {tokens} tokens, {format_bytes(available.num_bytes)} "
+                f"available ({available.source})"
+            )
+            notes.append(Note(text))
+            return dataclasses.replace(plan, need=need, notes=tuple(notes))
+        if chosen is None:
+            plan, search = (
+                _stronger(given, plan, found, available),
+                _Search(plan.bounds),
+            )
+            notes.append(Note(f"remat: auto: {plan.config.remat}, as less needs more"))
+            continue
+        why = describe_capacity(chosen, "measured", found, available, plan.bounds)
+        notes.append(Note(why))
+        plan = given.with_config(plan.config.replace(microbatch_tokens=chosen))
+
+
+def check_resident(plan: RunPlan, available: DeviceMemory) -> None:
+    """Refuses a run whose weights and slots alone do not fit."""
+    resident = mesh_stages.resident_footprint(plan.stages)
+    if resident.total_bytes(0) > available.num_bytes:
+        raise refusal(plan, resident, available)
+
+
+def _stronger(
+    given: RunPlan, plan: RunPlan, found: MeshFootprint, available: DeviceMemory
+) -> RunPlan:
+    """Returns the plan with the next `remat` that is estimated to fit, or the last.
+
+    Raises:
+        ConfigError: There is no stronger one.
+    """
+    config, bounds, limit = plan.config, plan.bounds, available.num_bytes
+    stronger = bounds.stronger_than(config.weakest_remat)
+    if not stronger:
+        raise refusal(plan, found, available)
+    for remat in stronger:
+        plan = given.with_config(config.replace(remat=remat))
+        estimate = functools.partial(
+            mesh_stages.estimated_footprint, plan.stages, config.block_tokens
+        )
+        most = bounds.fixed or largest_fitting(bounds, estimate, limit)
+        tokens = most or bounds.smallest
+        plan = plan.with_config(plan.config.replace(microbatch_tokens=tokens))
+        if most and estimate(tokens).total_bytes(tokens) <= limit:
+            break
+    return plan
 
 
 class _Search:
@@ -258,18 +145,7 @@ class _Search:
         return None if self._too_large == bounds.smallest else bounds.smallest
 
 
-def _describe_need(
-    tokens: int, found: MeshFootprint, stages: MeshStages, available: DeviceMemory
-) -> Note:
-    where = stages.describe(found.tightest(tokens))
-    return Note(
-        f"memory: {format_bytes(found.total_bytes(tokens))} needed{where} with "
-        f"microbatches of {tokens} tokens, {format_bytes(available.num_bytes)} "
-        f"available ({available.source})"
-    )
-
-
-def _describe(
+def describe_capacity(
     chosen: int,
     how: str,
     found: MeshFootprint,

@@ -6,41 +6,35 @@ import functools
 import typing
 from collections.abc import Callable, Iterator
 
-from jaxlora.config import RunConfig
 from jaxlora.models.layer import Remat
-from jaxlora.plan.memory.bounds import Bounds
+from jaxlora.plan.memory.bounds import largest_fitting
 from jaxlora.plan.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.plan.memory.footprint import Footprint
 from jaxlora.plan.memory.need import DoesNotFitError, MemoryNeed
-from jaxlora.plan.memory.options import largest_fitting
+from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import MeshFootprint, MeshStages, estimated_footprint
 
 
 def refusal(
-    config: RunConfig,
-    stages: MeshStages,
-    bounds: Bounds,
-    found: MeshFootprint,
-    available: DeviceMemory,
+    plan: RunPlan, found: MeshFootprint, available: DeviceMemory
 ) -> DoesNotFitError:
     """Returns the error for a run that needs more memory than there is.
 
     Args:
-        config: The run.
-        stages: Stages of the run.
-        bounds: Bounds of the capacity.
+        plan: The plan of the run.
         found: Memory of the run; without a training step if the weights and adapters
             alone do not fit.
         available: Memory of each device.
     """
+    stages = plan.stages
     limit = available.num_bytes
     has_step = any(stage.bytes_per_token for stage in found.stages)
-    tokens = config.limits.capacity if has_step else 0
+    tokens = plan.config.limits.capacity if has_step else 0
     cures = list(_slot_cures(stages, found, tokens, limit))
     if tokens:
         cures = [
-            *_remat_cures(config, stages, found, limit),
-            *_capacity_cures(config, stages, bounds, found, limit),
+            *_remat_cures(plan, found, limit),
+            *_capacity_cures(plan, found, limit),
             *cures,
         ]
     advice = "One of these would make it fit:\n- " + "\n- ".join(cures)
@@ -60,17 +54,10 @@ def refusal(
     return DoesNotFitError(text, need, str(stages.sizes), tuple(cures))
 
 
-def _capacity_cures(
-    config: RunConfig,
-    stages: MeshStages,
-    bounds: Bounds,
-    found: MeshFootprint,
-    limit: int,
-) -> Iterator[str]:
+def _capacity_cures(plan: RunPlan, found: MeshFootprint, limit: int) -> Iterator[str]:
     """Yields the largest capacity at which the run fits."""
-    estimate = _corrected(config, stages, found)
-    remat = config.weakest_remat
-    fitting = largest_fitting(bounds, functools.partial(estimate, remat), limit)
+    estimate = functools.partial(_corrected(plan, found), plan.config.weakest_remat)
+    fitting = largest_fitting(plan.bounds, estimate, limit)
     if fitting is not None:
         yield f"microbatch_tokens: {fitting}"
 
@@ -102,16 +89,11 @@ def _slot_cures(
             yield f"{key}: {most}{also}"
 
 
-def _remat_cures(
-    config: RunConfig, stages: MeshStages, found: MeshFootprint, limit: int
-) -> Iterator[str]:
+def _remat_cures(plan: RunPlan, found: MeshFootprint, limit: int) -> Iterator[str]:
     """Yields the weakest remat, stronger than the run's, that makes the run fit."""
     choices = typing.get_args(Remat)
-    stronger = choices[choices.index(config.weakest_remat) + 1 :]
-    if not stronger:
-        return
-    tokens, estimate = config.limits.capacity, _corrected(config, stages, found)
-    for remat in stronger:
+    tokens, estimate = plan.config.limits.capacity, _corrected(plan, found)
+    for remat in choices[choices.index(plan.config.weakest_remat) + 1 :]:
         needed = estimate(remat, tokens).total_bytes(tokens)
         if needed <= limit:
             yield f"remat: {remat} (needs about {format_bytes(needed)})"
@@ -119,15 +101,16 @@ def _remat_cures(
 
 
 def _corrected(
-    config: RunConfig, stages: MeshStages, found: MeshFootprint
+    plan: RunPlan, found: MeshFootprint
 ) -> Callable[[Remat, int | None], MeshFootprint]:
     """Returns an estimate by remat and capacity, corrected by what the run needs.
 
     The error of the estimate with the run's own settings corrects the others.
     """
+    config = plan.config
 
     def estimate(remat: Remat, tokens: int | None) -> MeshFootprint:
-        other = stages.with_remat(remat)
+        other = plan.stages.with_remat(remat)
         return estimated_footprint(other, config.block_tokens, tokens)
 
     tokens = config.limits.capacity

@@ -1,218 +1,353 @@
-"""Settings with which a run might run: a mesh, a `remat` and a capacity."""
+"""Settings with which a run might run: their predicted time, and what fits of them."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import get_args
 
+from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
+from jaxlora.costs.work import layer_work
+from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.plan.job.job_slots import (
-    JobPosition,
-    assign_slots,
-    next_samples,
-    pack_whole,
-)
-from jaxlora.plan.lanes import run_lanes
-from jaxlora.plan.memory.bounds import Bounds
-from jaxlora.plan.memory.device_memory import DeviceMemory
-from jaxlora.plan.memory.options import estimated_room, largest_fitting
+from jaxlora.models.tensor_parallel import check_divides
+from jaxlora.plan import stages as mesh_stages
+from jaxlora.plan.job.job_slots import JobPosition, assign_slots
+from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.prepared_job import PreparedJob
+from jaxlora.plan.job.slot_spec import check_fits, decoder_spec
+from jaxlora.plan.memory.bounds import Bounds, largest_fitting
+from jaxlora.plan.memory.need import DoesNotFitError
+from jaxlora.plan.memory.refusal import refusal
 from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.mesh.predict import window_seconds
-from jaxlora.plan.stages import MeshFootprint, MeshStages, estimated_footprint
-from jaxlora.scheduler import Lanes, Limits, Sample, Schedule
+from jaxlora.plan.run_plan import RunPlan, laid_out
+from jaxlora.plan.stages import MeshFootprint
+from jaxlora.scheduler import Schedule
+from jaxlora.scheduler.streams.state import Rules
+from jaxlora.scheduler.streams.stream import StreamState, next_stretch
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
+_TICKS = 48  # that are packed for each candidate, at least
 # Capacities that are compared, as shares of the largest one that fits. A smaller one
 # may fill its microbatches better, and a pipeline fills and drains faster with it.
 _SHARES = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4)
 _GAIN = 1.01  # a smaller capacity is taken only if it is this much faster
-_MOST_SAMPLES = 4096  # of a window that is packed for each of them; 40 ms
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Demand:
-    """The work of a run.
-
-    Attributes:
-        positions: Jobs of the run, at its start.
-        lengths: Given the number of a job and a step, returns the tokens of each sample
-            of that global batch.
-        bounds: Given a run with a mesh, returns the bounds of its capacity.
-    """
-
-    positions: Sequence[JobPosition]
-    lengths: Callable[[int, int], Sequence[int]]
-    bounds: Callable[[RunConfig], Bounds]
+# Share of the memory that an automatic choice leaves free on several devices. It is
+# the error of the estimate, which is within 5 % of what XLA reports for the stages of
+# a pipeline. Weights are read for the chosen mesh before its programs are compiled, so
+# it cannot be changed if these need more. On a single device, the compiled step
+# corrects the choice in both directions.
+MARGIN = 0.05
+UNCHECKED_TOKENS = 4096  # for a device that does not report its memory
+# With fewer operations in a layer's forward pass over a microbatch, an H200 waits for
+# its host, which takes 0.7 ms for each layer and pass to call a chain's programs.
+_LEAST_FLOPS = 8e11
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """Settings with which the run might run.
+    """A plan of the run with one choice of all settings that are open.
 
     Attributes:
-        config: The run, with a mesh, a `remat` and a number for `microbatch_tokens`.
-        stages: Its stages.
-        lanes: Its lanes.
-        bounds: Bounds of its capacity.
+        plan: The plan.
+        search: The search that it is a candidate of.
+        limit: Bytes that each device may need; None: any number.
+        most: The largest capacity that fits on its devices with its `remat`; 0: none.
+        options: The candidates on the same devices, one for each `remat`.
     """
 
-    config: RunConfig
-    stages: MeshStages
-    lanes: Lanes
-    bounds: Bounds
+    plan: RunPlan
+    search: "Search"
+    limit: int | None
+    most: int
+    options: tuple["Candidate", ...] = ()
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """Sizes of its mesh."""
+        return self.plan.stages.sizes
 
     @property
     def tokens(self) -> int:
         """Capacity of its microbatches."""
-        return self.config.limits.capacity
+        return self.plan.config.limits.capacity
+
+    @property
+    def remat(self) -> Remat:
+        """Part of each layer that is recomputed."""
+        return self.plan.config.weakest_remat
 
     @functools.cached_property
     def found(self) -> MeshFootprint:
         """Its estimated memory."""
-        return estimated_footprint(self.stages, self.config.block_tokens, self.tokens)
+        stages, config = self.plan.stages, self.plan.config
+        return mesh_stages.estimated_footprint(stages, config.block_tokens, self.tokens)
 
     @property
     def needed_bytes(self) -> int:
         """Bytes that a device of the tightest stage needs."""
         return self.found.total_bytes(self.tokens)
 
-    def fits(self, available: DeviceMemory | None, *, with_room: bool = True) -> bool:
-        """Whether the devices are estimated to have the memory.
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Whether the devices are estimated to have the memory."""
+        has_room = self.limit is None or self.needed_bytes <= self.limit
+        return bool(self.most) and has_room
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Predicted time per token; in operations if the rates are not known."""
+        return self.search.seconds(self.plan)
+
+    def refusal(self, why: str = "") -> DoesNotFitError:
+        """Returns the error for a run without a candidate that fits.
 
         Args:
-            available: Memory of each device; None: it is not known.
-            with_room: Whether room for the error of the estimate must be left.
+            why: What comes before the memory that this one needs.
         """
-        if available is None:
-            return True
-        room = estimated_room(available, self.stages.sizes)
-        return self.needed_bytes <= (room if with_room else available.num_bytes)
+        available = self.search.machine.memory_of(self.plan.config.num_devices)
+        assert available is not None, "memory of an unknown size is not checked"
+        found = refusal(self.plan, self.found, available)
+        return DoesNotFitError(f"{why}{found}", found.need, found.mesh, found.cures)
 
+    def at(self, tokens: int) -> "Candidate":
+        """Returns the same candidate with another capacity."""
+        config = self.plan.config.replace(microbatch_tokens=tokens)
+        plan = dataclasses.replace(self.plan, config=config)
+        return dataclasses.replace(self, plan=plan)
 
-class Candidates:
-    """Makes candidates for one run on one machine, and predicts their time."""
-
-    def __init__(
-        self, demand: Demand, machine: Machine, available: DeviceMemory | None
-    ):
-        """Predicts nothing yet.
-
-        Args:
-            demand: The work of the run.
-            machine: The machine.
-            available: Memory of each device; None: it is not known, and is not checked.
-        """
-        self._demand, self._machine, self._available = demand, machine, available
-        # The schedule depends on neither the model nor `remat`.
-        self._packed: dict[tuple[Lanes, Limits], Schedule] = {}
-
-    def largest(self, config: RunConfig, spec: DecoderSpec) -> Candidate:
-        """Returns the candidate with the largest capacity that is estimated to fit.
-
-        If none fits, it has the smallest capacity; a capacity that the run gives stays.
-
-        Args:
-            config: The run, with a mesh.
-            spec: The whole decoder, with the run's `remat`.
-        """
-        config = config.replace(remat=spec.options.remat)
-        bounds, memory = self._demand.bounds(config), self._available
-        found = self._candidate(config, spec, bounds, bounds.max_tokens)
-        if bounds.fixed is not None or memory is None:
-            return found
-        estimate = functools.partial(
-            estimated_footprint, found.stages, config.block_tokens
-        )
-        room = estimated_room(memory, config.mesh_sizes)
-        tokens = largest_fitting(bounds, estimate, room) or bounds.smallest
-        return self._candidate(config, spec, bounds, tokens)
-
-    def unlimited(self, config: RunConfig, spec: DecoderSpec) -> Candidate:
-        """Returns the candidate with the largest capacity, whether or not it fits.
-
-        Args:
-            config: The run, with a mesh.
-            spec: The whole decoder, with the run's `remat`.
-        """
-        config = config.replace(remat=spec.options.remat)
-        bounds = self._demand.bounds(config)
-        return self._candidate(config, spec, bounds, bounds.max_tokens)
-
-    def at(self, config: RunConfig, spec: DecoderSpec, bounds: Bounds) -> Candidate:
-        """Returns the candidate with the settings of a run.
-
-        Args:
-            config: The run; none of its settings is `auto`.
-            spec: The whole decoder, with the run's `remat`.
-            bounds: Bounds of its capacity.
-        """
-        return self._candidate(config, spec, bounds, config.limits.capacity)
-
-    def fastest(self, largest: Candidate) -> tuple[Candidate, float]:
-        """Returns the candidate with the fastest capacity that fits.
-
-        Args:
-            largest: The candidate with the largest one.
-
-        Returns:
-            The candidate, and its predicted time per token.
-        """
-        if not self._demand.positions:  # nothing is left to do
-            return largest, 0.0
-        whole = self.seconds_per_token(largest)
-        ranked = []
-        for other in self._smaller(largest):
-            seconds = self.seconds_per_token(other)
-            if _GAIN * seconds < whole:
-                ranked.append((seconds, other))
-        # Another compilation of attention for each, so not before the times are known.
-        for seconds, other in sorted(ranked, key=lambda pair: pair[0]):
-            if other.fits(self._available):
-                return other, seconds
-        return largest, whole
-
-    def _smaller(self, largest: Candidate) -> Iterator[Candidate]:
-        bounds, config, spec = largest.bounds, largest.config, largest.stages.spec
-        if bounds.fixed is not None:
+    def smaller(self) -> Iterator["Candidate"]:
+        """Yields candidates with smaller capacities, of those that are compared."""
+        bounds = self.plan.bounds
+        if bounds.fixed is not None or self.sizes.num_devices == 1:
             return
-        tried = (int(share * largest.tokens) // bounds.unit for share in _SHARES)
+        tried = (int(share * self.tokens) // bounds.unit for share in _SHARES)
         for tokens in sorted({units * bounds.unit for units in tried}):
-            if bounds.smallest <= tokens < largest.tokens:
-                yield self._candidate(config, spec, bounds, tokens)
+            if bounds.smallest <= tokens < self.tokens:
+                yield self.at(tokens)
 
-    def _candidate(
-        self, config: RunConfig, spec: DecoderSpec, bounds: Bounds, tokens: int
-    ) -> Candidate:
-        config = config.replace(microbatch_tokens=tokens)
-        stages = MeshStages.of(config, spec, speed=self._machine.speed)
-        lanes = run_lanes(config)
-        return Candidate(config=config, stages=stages, lanes=lanes, bounds=bounds)
 
-    def seconds_per_token(self, candidate: Candidate) -> float:
-        """Predicts the time per token in the first window of the run."""
-        schedule = self._schedule(candidate)
-        stages, lanes = candidate.stages, candidate.lanes
-        rates = self._machine.rates(stages.spec, candidate.config.network_gbits)
-        seconds = window_seconds(stages, lanes, schedule, rates)
-        tokens = sum(s.num_tokens for m in schedule.microbatches for s in m)
-        return seconds / tokens
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Search:
+    """The choice of what is `auto` in a run on a machine.
 
-    def _schedule(self, candidate: Candidate) -> Schedule:
-        config, lanes = candidate.config, candidate.lanes
-        key = lanes, config.limits
-        if key not in self._packed:
-            # The joint packer takes little time, and is deterministic.
-            samples = self._samples(config)
-            schedule = pack_whole(samples, config.limits, "joint", lanes)
-            self._packed[key] = schedule
-        return self._packed[key]
+    Attributes:
+        config: The run, as it was asked for.
+        model: The base model.
+        jobs: Jobs of the run.
+        machine: The machine.
+    """
 
-    def _samples(self, config: RunConfig) -> Sequence[Sample]:
-        """Returns the samples of the first window, or of its first steps."""
-        positions = assign_slots(
-            self._demand.positions,
-            config.max_concurrent_jobs or len(self._demand.positions),
-            preempts=config.preempt,
+    config: RunConfig
+    model: PlannedModel
+    jobs: Sequence[PreparedJob]
+    machine: Machine
+    _packed: dict[Rules, tuple[Schedule, bool]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    @functools.cached_property
+    def alone(self) -> RunPlan:
+        """The plan of the run on one device, with the largest microbatches."""
+        return self.laid_out(self.config.replace(mesh=ONE_DEVICE, replicas=None))
+
+    @functools.cached_property
+    def positions(self) -> list[JobPosition]:
+        """Positions of the jobs at the start of the run."""
+        return first_positions(self.jobs)
+
+    @functools.cached_property
+    def remats(self) -> tuple[Remat, ...]:
+        """The choices of `remat`, from the weakest on."""
+        remat = self.config.remat
+        return get_args(Remat) if remat == "auto" else (remat,)
+
+    def limit(self, config: RunConfig, margin: float) -> int | None:
+        """Returns the bytes that each device of a run may need; None: any number.
+
+        Args:
+            config: The run, with a mesh or replicas.
+            margin: Share of the memory that stays free on several devices.
+        """
+        memory = self.machine.memory_of(config.num_devices)
+        if memory is None:
+            return None
+        return int((1 - margin * (config.num_devices > 1)) * memory.num_bytes)
+
+    def laid_out(self, config: RunConfig, *, stores_more: bool = False) -> RunPlan:
+        """Returns the plan of the run with a mesh or replicas, and with a `remat`.
+
+        Args:
+            config: The run. An automatic capacity becomes the largest that is of use.
+            stores_more: Whether quantized weights are stored in the way that is read
+                fastest, not in the smallest one, where their format leaves a choice.
+
+        Raises:
+            ConfigError: No kernels or attention can run the model here, or the slots or
+                a microbatch cannot hold a job.
+        """
+        bounds = run_bounds(config, self.jobs)
+        spec, kernels = decoder_spec(config, self.model, self.jobs, bounds.max_tokens)
+        for job in self.jobs:
+            check_fits(job, spec, bounds.max_tokens)
+        if (base := spec.options.base_format) is not None:
+            stored = base.options.storage_choices()[-1 if stores_more else 0]
+            base = dataclasses.replace(base, options=stored)
+            options = dataclasses.replace(spec.options, base_format=base)
+            spec = dataclasses.replace(spec, options=options)
+        if config.layers_per_program == "auto" and not _hides_calls(spec, bounds):
+            config = config.replace(layers_per_program=spec.config.num_layers)
+        config = config.replace(microbatch_tokens=bounds.max_tokens)
+        rates = self.machine.rates(spec, config.network_gbits)
+        plan = laid_out(config, self.model, spec, self.jobs, bounds, rates)
+        notes = Note(str(kernels)), *plan.notes
+        return dataclasses.replace(plan, notes=notes)
+
+    def unlimited(self, config: RunConfig) -> Candidate:
+        """Returns the fastest candidate on a mesh, if memory had no limit."""
+        plan = self.laid_out(config.replace(remat=self.remats[0]))
+        largest = Candidate(
+            plan=plan, search=self, limit=None, most=plan.bounds.max_tokens
         )
-        a_step = len(next_samples(positions, 1, self._demand.lengths))
-        num_steps = min(config.window_steps, max(1, _MOST_SAMPLES // a_step))
-        return next_samples(positions, num_steps, self._demand.lengths)
+        return min([largest, *largest.smaller()], key=lambda one: one.seconds)
+
+    def best(self, config: RunConfig, margin: float) -> Candidate:
+        """Returns the fastest candidate on a mesh; if none fits, the one closest to it.
+
+        A stronger `remat` is left out once a weaker one fits with the largest
+        microbatches that can be filled, as it would only take longer.
+
+        Args:
+            config: The run, with a mesh or replicas.
+            margin: See `limit`.
+        """
+        options: list[Candidate] = []
+        for remat in self.remats:
+            one = self._fastest(config.replace(remat=remat), margin)
+            options.append(one)
+            is_largest = one.most == one.plan.bounds.max_tokens
+            if len(self.remats) == 1 or (is_largest and one.fits):
+                break
+        chosen = options[0]
+        if len(options) > 1:
+            fitting = [one for one in options if one.fits]
+            chosen = min(options, key=lambda one: one.needed_bytes)
+            chosen = min(fitting, key=lambda one: one.seconds, default=chosen)
+        return dataclasses.replace(chosen, options=tuple(options))
+
+    def largest(self, plan: RunPlan, bounds: Bounds, limit: int | None) -> int | None:
+        """Returns the largest capacity that is estimated to fit; None if none does.
+
+        Args:
+            plan: The plan.
+            bounds: Bounds of its capacity.
+            limit: Bytes that each device may need; None: they are not known.
+        """
+        if limit is None:
+            return bounds.choose(max(UNCHECKED_TOKENS, bounds.smallest))
+        estimate = functools.partial(
+            mesh_stages.estimated_footprint, plan.stages, plan.config.block_tokens
+        )
+        return largest_fitting(bounds, estimate, limit)
+
+    def _fastest(self, config: RunConfig, margin: float) -> Candidate:
+        """Returns the candidate with the fastest capacity that fits, if any does."""
+        plan, limit = self.laid_out(config), self.limit(config, margin)
+        most = plan.bounds.fixed or self.largest(plan, plan.bounds, limit) or 0
+        whole = Candidate(plan=plan, search=self, limit=limit, most=most)
+        whole = whole.at(most or plan.bounds.smallest)
+        # Attention is compiled for each capacity whose memory is estimated.
+        others = sorted(whole.smaller(), key=lambda one: one.seconds)
+        faster = (one for one in others if _GAIN * one.seconds < whole.seconds)
+        return next((one for one in faster if one.fits), whole)
+
+    def seconds(self, plan: RunPlan) -> float:
+        """Predicts the time per token of the first ticks of a plan.
+
+        They are packed as the trainer packs them.
+        """
+        if not self.positions:  # nothing is left to do
+            return 1.0
+        rules = plan.rules
+        if rules not in self._packed:
+            self._packed[rules] = self._first_ticks(plan)
+        schedule, is_part = self._packed[rules]
+        tokens = sum(s.num_tokens for m in schedule.microbatches for s in m)
+        run = plan.stages, plan.lanes, schedule, plan.rates
+        took = window_seconds(*run)
+        if not is_part or plan.stages.sizes.stage == 1:
+            return took / tokens
+        # A pipeline fills and drains once in the whole run.
+        steady = window_seconds(*run, is_part=True)
+        left = sum(p.batch_tokens * (p.num_steps - p.step) for p in self.positions)
+        return steady / tokens + (took - steady) / max(tokens, left)
+
+    def _first_ticks(self, plan: RunPlan) -> tuple[Schedule, bool]:
+        """Packs the first ticks; also returns whether others follow."""
+        lengths = lambda job, step: self.jobs[job].lengths(step)
+        positions = assign_slots(
+            self.positions, plan.num_slots, preempts=plan.config.preempt
+        )
+        state, ticks, is_part = StreamState(), [], True
+        for one in positions:
+            if one.slot is not None:
+                state = state.with_job(one.in_stream)
+        while len(ticks) < _TICKS and is_part:
+            stretch = next_stretch(state, lengths, plan.rules)
+            ticks, state = [*ticks, *stretch.ticks], stretch.after
+            is_part = bool(stretch.ticks)
+        microbatches = tuple(m for tick in ticks for m in tick)
+        return Schedule(microbatches=microbatches, limits=plan.config.limits), is_part
+
+
+def _hides_calls(spec: DecoderSpec, bounds: Bounds) -> bool:
+    """Returns whether the device takes longer for a layer's pass than the host.
+
+    If not, a step of a decoder in several programs would wait for the host.
+    """
+    work = layer_work(spec, spec.config.num_layers // 2, bounds.sample_tokens)
+    return work.forward.flops * bounds.max_tokens >= _LEAST_FLOPS
+
+
+def run_bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:
+    """Returns the bounds of a run's capacity for these jobs; its mesh is not `auto`."""
+    settings = [job.settings for job in jobs]
+    held_out = [job.eval_data for job in jobs if job.eval_data is not None]
+    return Bounds.of(config, settings, [job.train_data for job in jobs], held_out)
+
+
+def first_positions(jobs: Sequence[PreparedJob]) -> list[JobPosition]:
+    """Returns the positions at the start of the run of the jobs that have steps."""
+    positions = [
+        JobPosition(
+            job=i,
+            priority=j.settings.priority,
+            slot=None,
+            step=j.first_step,
+            num_steps=j.num_steps,
+            batch_tokens=j.batch_tokens,
+        )
+        for i, j in enumerate(jobs)
+    ]
+    return [p for p in positions if p.step < p.num_steps]
+
+
+def is_divided(spec: DecoderSpec, tensor: int, block_tokens: int) -> bool:
+    """Whether `tensor` devices can share each layer of a decoder.
+
+    Args:
+        spec: The decoder.
+        tensor: Number of devices.
+        block_tokens: Tokens of a block, whose rows are divided.
+    """
+    if block_tokens % tensor:
+        return False
+    if spec.slots and spec.trains_whole_shapes():
+        return tensor == 1
+    try:
+        check_divides(spec.config, tensor, spec.options.base_format)
+    except ValueError:
+        return False
+    return True

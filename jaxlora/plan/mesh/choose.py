@@ -1,257 +1,311 @@
-"""Chooses the sizes of a mesh by the memory and the predicted time of a run."""
+"""Chooses what is `auto` in a run: mesh or replicas, `remat`, capacity and storage."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
 
+from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.models.layer import Remat
-from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.tensor_parallel import check_divides
-from jaxlora.plan.memory.device_memory import DeviceMemory, format_bytes
-from jaxlora.plan.memory.need import DoesNotFitError
-from jaxlora.plan.memory.refusal import refusal
-from jaxlora.plan.mesh.candidates import Candidate, Candidates, Demand
-from jaxlora.plan.mesh.machine import Machine
-from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.config.replicas_config import describe_list
+from jaxlora.errors import ConfigError
+from jaxlora.pallas_kernels import get_backend
+from jaxlora.plan.memory.capacity import check_resident, describe_capacity
+from jaxlora.plan.memory.device_memory import format_bytes
+from jaxlora.plan.memory.footprint import num_bytes
+from jaxlora.plan.mesh.candidates import (
+    MARGIN,
+    UNCHECKED_TOKENS,
+    Candidate,
+    Search,
+    is_divided,
+)
+from jaxlora.plan.replicas.lists import fastest_list, with_sizes
+from jaxlora.plan.run_plan import RunPlan
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
 # Meshes that are this close to the fastest one count as equally fast, because the
 # prediction is not more exact.
-_TOLERANCE = 1.05
+_TOLERANCE = 1.02
+_GAIN = 1.02  # a list of replicas is taken only if it is this much faster than a mesh
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MeshChoice:
-    """The chosen mesh.
+def choose(search: Search, on_accepted: Callable[[], None] = lambda: None) -> RunPlan:
+    """Returns the plan that is predicted to be fastest among those that fit.
 
-    Attributes:
-        sizes: Its sizes.
-        remat: `remat` of the run; it stays `auto` on a single device.
-        reason: Why it was chosen, in one line.
-    """
-
-    sizes: MeshSizes
-    remat: Remat | Literal["auto"]
-    reason: str
-
-
-def choose_mesh(
-    config: RunConfig, spec: DecoderSpec, demand: Demand, machine: Machine
-) -> MeshChoice:
-    """Chooses the mesh with the shortest predicted time per token among those that fit.
-
-    These are the meshes of the most devices with which any fits, of half as many, of a
-    quarter, and so on to a single device. Each has the capacity that is predicted to be
-    fastest on it. Of meshes that are about equally fast, the simplest is chosen: the
-    one with the fewest devices, then with the fewest that share a microbatch, then with
-    the fewest stages, and then with the fewest shards.
+    Each mesh and `remat` has the capacity that is predicted to be fastest with it. Of
+    meshes that are about equally fast, the simplest is chosen: the one with the fewest
+    devices, then with the fewest that share a microbatch, then with the fewest stages,
+    and then with the fewest shards.
 
     Args:
-        config: The run; its mesh is not used.
-        spec: The whole decoder.
-        demand: The work of the run.
-        machine: The machine.
+        search: The run, and the machine.
+        on_accepted: Is called when a run on one device can no longer be refused; only
+            estimates follow.
 
     Raises:
-        ConfigError: No mesh has enough memory.
+        ConfigError: The run does not fit; or `remat` is `auto` and the device does not
+            report its memory.
     """
+    config, notes = search.config, []
+    if config.remat == "auto" and search.machine.memory is None:
+        raise ConfigError(
+            "remat: auto needs the size of the device's memory, which its allocator "
+            "does not report (XLA_PYTHON_CLIENT_ALLOCATOR chooses the allocator). Give "
+            "none, elementwise, mlp or layer for remat."
+        )
+    if config.mesh == "auto" or config.replicas == "auto":
+        chosen, why = _fastest_place(search)
+        notes.append(why)
+    else:
+        if config.has_open_replicas:
+            config, why = with_sizes(search)
+            notes.append(why)
+        chosen = _on_given(search, config, on_accepted)
+    notes += _remat_notes(chosen)
+    chosen, storage = _with_fastest_storage(chosen)
+    notes += [*storage, *_capacity_notes(chosen)]
+    bounds = chosen.plan.bounds
+    if config.remat == "auto":
+        bounds = dataclasses.replace(bounds, remats=search.remats)
+    if bounds.fixed is None and chosen.sizes.num_devices > 1:
+        bounds = dataclasses.replace(bounds, largest=chosen.tokens)
+    notes = (*notes, *chosen.plan.notes)
+    return dataclasses.replace(chosen.plan, bounds=bounds, notes=notes)
+
+
+def _on_given(
+    search: Search, config: RunConfig, on_accepted: Callable[[], None]
+) -> Candidate:
+    """Chooses on a mesh or replicas that are given."""
+    available = search.machine.memory_of(config.num_devices)
+    if available is not None:
+        check_resident(search.laid_out(config), available)
+        on_accepted()
+    is_pipeline = config.mesh_sizes.stage > 1
+    for margin in (MARGIN, 0.0):
+        chosen = search.best(config, margin)
+        # What is compiled decides whether other runs fit.
+        if not (is_pipeline or chosen.plan.bounds.fixed is None) or chosen.fits:
+            return chosen
+    if is_pipeline:
+        raise chosen.refusal()
+    return chosen
+
+
+# ---- meshes and replicas -------------------------------------------------------------
+
+
+def _fastest_place(search: Search) -> tuple[Candidate, Note]:
+    """Chooses a mesh, or a list of replicas; returns the reason too."""
+    config, machine = search.config, search.machine
     if machine.num_devices == 1:
-        reason = "mesh auto: there is one device"
-        return MeshChoice(sizes=MeshSizes(), remat=config.remat, reason=reason)
-    available = machine.memory_of(machine.num_devices)
-    candidates = Candidates(demand, machine, available)
+        mesh = config.replace(mesh=ONE_DEVICE, replicas=None)
+        chosen = search.best(mesh, MARGIN)
+        return chosen, Note(f"{_asked(config)}: there is one device")
+    found = _fitting_meshes(search)
+    least = min((one.seconds for one in found if one.fits), default=math.inf)
 
-    def largest(meshes: Iterable[MeshSizes]) -> list[Candidate]:
-        return [
-            candidates.largest(config.replace(mesh=str(sizes)), spec.with_remat(remat))
-            for sizes in meshes
-            for remat in _remats(config)
-        ]
+    def rank(one: Candidate) -> tuple:
+        sizes, is_slow = one.sizes, one.seconds > _TOLERANCE * least
+        simpler = sizes.num_devices, sizes.tensor, sizes.stage, sizes.fsdp
+        return not one.fits, is_slow, *simpler, one.seconds
 
-    tried: list[Candidate] = []
-    for num_devices in range(machine.num_devices, 0, -1):
-        shared = _shared_meshes(config, spec, num_devices, machine)
-        found = largest(_meshes(config, spec, num_devices, machine))
-        fitting = _fitting(found, available)
-        if not fitting:
-            found += (others := largest(shared))
-            fitting, shared = _fitting(others, available), []
+    meshes = sorted(found, key=rank)
+    chosen, *others = meshes
+    if config.replicas == "auto" and (listed := fastest_list(search)):
+        others.append(listed)
+        if not chosen.fits or _GAIN * listed.seconds <= chosen.seconds:
+            chosen, others = listed, meshes
+    if not chosen.fits:
+        best = min(found, key=lambda one: one.needed_bytes)
+        raise best.refusal(
+            f"{_asked(config)}: no mesh of {machine.num_devices} devices has the "
+            f"memory for this run, and {best.sizes} comes closest: "
+        )
+    return chosen, _reason(search, chosen, others)
+
+
+def _fitting_meshes(search: Search) -> list[Candidate]:
+    """Returns the fastest candidates of the meshes of the most devices that hold a run.
+
+    Those of half as many devices, of a quarter, and so on to a single one are compared
+    with them. If none fits, these are candidates that do not.
+    """
+    most, tried = search.machine.num_devices, []
+    for num_devices in range(most, 0, -1):
+        for margin in (MARGIN, 0.0):
+            found = _compared(search, [num_devices], margin, [])
+            if any(one.fits for one in found):
+                fewer = [num_devices >> n for n in range(1, num_devices.bit_length())]
+                return _compared(search, fewer, margin, found)
         tried += found
-        if fitting:
-            for fewer in _halvings(num_devices):
-                meshes = _meshes(config, spec, fewer, machine)
-                fitting += [c for c in largest(meshes) if c.fits(available)]
-                shared += _shared_meshes(config, spec, fewer, machine)
-            timed = [candidates.fastest(c) for c in fitting]
-            faster = _faster(config, spec, candidates, shared, timed)
-            more = [c for c in largest(faster) if c.fits(available)]
-            timed += [candidates.fastest(c) for c in more]
-            choice = _fastest(timed, machine)
-            # A single device chooses it again, and compiles what it has chosen.
-            return (
-                choice if choice.sizes.num_devices > 1 else _unsettled(choice, config)
-            )
-    raise _refused(tried, machine.num_devices, available)
+    return tried
 
 
-def _fitting(
-    found: Sequence[Candidate], available: DeviceMemory | None
+def _compared(
+    search: Search, nums: Sequence[int], margin: float, found: list[Candidate]
 ) -> list[Candidate]:
-    """Returns those that fit, or else those that fit without room for errors."""
-    return [c for c in found if c.fits(available)] or [
-        c for c in found if c.fits(available, with_room=False)
+    """Adds the best candidate of each mesh, until the others can only be slower.
+
+    Memory takes longest to estimate, so meshes that would not be chosen if it had no
+    limit are left as they would be then.
+    """
+    places = [
+        search.config.replace(mesh=str(sizes), replicas=None)
+        for num_devices in nums
+        for sizes in _meshes(search, num_devices)
     ]
-
-
-def _faster(
-    config: RunConfig,
-    spec: DecoderSpec,
-    candidates: Candidates,
-    meshes: Iterable[MeshSizes],
-    timed: Sequence[tuple[Candidate, float]],
-) -> list[MeshSizes]:
-    """Returns meshes that would be faster if their memory had no limit.
-
-    So memory is estimated, which takes longest, for few of them.
-    """
-    least, faster = min(time for _, time in timed), []
-    if not least:  # nothing is left to do
-        return []
-    weakest = spec.with_remat(_remats(config)[0])
-    for sizes in meshes:
-        found = candidates.unlimited(config.replace(mesh=str(sizes)), weakest)
-        if _TOLERANCE * candidates.seconds_per_token(found) < least:
-            faster.append(sizes)
-    return faster
-
-
-def _unsettled(choice: MeshChoice, config: RunConfig) -> MeshChoice:
-    return dataclasses.replace(choice, remat=config.remat)
-
-
-def _halvings(num_devices: int) -> Iterator[int]:
-    while num_devices > 1:
-        num_devices //= 2
-        yield num_devices
-
-
-def _meshes(
-    config: RunConfig, spec: DecoderSpec, num_devices: int, machine: Machine
-) -> Iterator[MeshSizes]:
-    """Yields the meshes of exactly this many devices that can run the model.
-
-    Their devices share no microbatch; see `_shared_meshes`.
-    """
-    most = min(spec.config.num_layers, config.pipeline_microbatches or num_devices)
-    if machine.num_processes > 1:  # pipeline stages cannot span processes
-        most = 1
-        if num_devices < machine.num_devices:  # nor can a process be left out
-            return
-    for stage in range(1, most + 1):
-        for fsdp in range(1, num_devices + 1):
-            if num_devices % (stage * fsdp) or spec.config.hidden_size % fsdp:
-                continue
-            yield MeshSizes(data=num_devices // (stage * fsdp), stage=stage, fsdp=fsdp)
-
-
-def _shared_meshes(
-    config: RunConfig, spec: DecoderSpec, num_devices: int, machine: Machine
-) -> list[MeshSizes]:
-    """Returns the meshes of this many devices, some of which share each microbatch.
-
-    The sums along `tensor` are not hidden behind other work, so it stays within a host.
-    Where the rate of the links is not known, there are none.
-    """
-    if math.isinf(machine.speed.link_bytes):
-        return []
-    found = []
-    for tensor in range(2, machine.num_devices // machine.num_hosts + 1):
-        if num_devices % tensor or not is_divided(spec, tensor, config.block_tokens):
-            continue
-        apart = dataclasses.replace(machine, num_devices=machine.num_devices // tensor)
-        meshes = _meshes(config, spec, num_devices // tensor, apart)
-        found += [dataclasses.replace(sizes, tensor=tensor) for sizes in meshes]
+    unlimited = sorted(map(search.unlimited, places), key=lambda one: one.seconds)
+    for one in unlimited:
+        least = min((c.seconds for c in found if c.fits), default=math.inf)
+        if one.seconds < _TOLERANCE * least:
+            mesh = search.config.replace(mesh=one.plan.config.mesh, replicas=None)
+            one = search.best(mesh, margin)
+        found = [*found, one]
     return found
 
 
-def is_divided(spec: DecoderSpec, tensor: int, block_tokens: int) -> bool:
-    """Whether `tensor` devices can share each layer of a decoder.
+def _meshes(search: Search, num_devices: int) -> Iterator[MeshSizes]:
+    """Yields the meshes of exactly this many devices that can run the model.
 
-    Args:
-        spec: The decoder.
-        tensor: Number of devices.
-        block_tokens: Tokens of a block, whose rows are divided.
+    The sums along `tensor` are not hidden behind other work, so it stays within a host.
+    Where the rate of the links is not known, no devices share a microbatch.
     """
-    if block_tokens % tensor:
-        return False
-    if spec.slots and spec.trains_whole_shapes():
-        return tensor == 1
-    try:
-        check_divides(spec.config, tensor, spec.options.base_format)
-    except ValueError:
-        return False
-    return True
+    machine, spec = search.machine, search.alone.spec
+    config, model = search.config, spec.config
+    most_tensor = machine.num_devices // machine.num_hosts
+    if math.isinf(machine.speed.link_bytes):
+        most_tensor = 1
+    is_whole = num_devices == machine.num_devices
+    for tensor in range(1, most_tensor + 1):
+        rest, remainder = divmod(num_devices, tensor)
+        if remainder or not is_divided(spec, tensor, config.block_tokens):
+            continue
+        most = min(model.num_layers, config.pipeline_microbatches or rest)
+        if machine.num_processes > 1:  # pipeline stages cannot span processes
+            most = 1
+            if not is_whole:  # nor can a process be left out
+                return
+        for stage in range(1, most + 1):
+            for fsdp in range(1, rest + 1):
+                if rest % (stage * fsdp) == 0 and model.hidden_size % fsdp == 0:
+                    data = rest // (stage * fsdp)
+                    yield MeshSizes(data=data, stage=stage, fsdp=fsdp, tensor=tensor)
 
 
-def _remats(config: RunConfig) -> tuple[Remat, ...]:
-    return get_args(Remat) if config.remat == "auto" else (config.remat,)
+# ---- reasons -------------------------------------------------------------------------
 
 
-def _fastest(timed: Sequence[tuple[Candidate, float]], machine: Machine) -> MeshChoice:
-    least = min((time for _, time in timed), default=math.inf)
-
-    def rank(pair: tuple[Candidate, float]) -> tuple:
-        sizes = pair[0].stages.sizes
-        is_slow = pair[1] > _TOLERANCE * least
-        simpler = sizes.num_devices, sizes.tensor, sizes.stage, sizes.fsdp
-        return is_slow, *simpler, pair[1]
-
-    (chosen, time), *others = sorted(timed, key=rank)
-    fitting = [candidate for candidate, _ in timed]
-    reason = (
-        f"mesh auto: {_describe(chosen, fitting)} on {machine.num_devices} devices: "
-        f"{_memory_reason(chosen, machine)}; "
-    )
-    if others:
-        other, other_time = min(others, key=lambda pair: pair[1])
-        reason += f"predicted {other_time / time:.2f}x as fast as "
-        reason += _describe(other, fitting)
-        reason += ", the next best" if time <= other_time else ", and simpler"
-    else:
-        reason += "no other mesh fits"
-    remat = chosen.config.weakest_remat
-    return MeshChoice(sizes=chosen.stages.sizes, remat=remat, reason=reason)
+def _asked(config: RunConfig) -> str:
+    return "mesh auto" if config.replicas is None else "replicas: auto"
 
 
-def _describe(candidate: Candidate, others: Sequence[Candidate]) -> str:
-    """Names a mesh, and its capacity and `remat` if others have other ones."""
-    config = candidate.config
-    settings = []
-    if any(other.config.remat != config.remat for other in others):
-        settings.append(f"remat {config.remat}")
-    if any(other.tokens != candidate.tokens for other in others):
-        settings.append(f"microbatches of {candidate.tokens} tokens")
-    text = str(candidate.stages.sizes)
-    return f"{text} with {' and '.join(settings)}" if settings else text
-
-
-def _memory_reason(chosen: Candidate, machine: Machine) -> str:
-    needed = f"it needs {format_bytes(chosen.needed_bytes)} on each device"
-    if (available := machine.memory_of(machine.num_devices)) is None:
-        return f"{needed}, of an unknown size"
-    there = format_bytes(available.num_bytes)
-    return f"{needed}, which has {there}"
-
-
-def _refused(
-    tried: Sequence[Candidate], num_devices: int, available: DeviceMemory | None
-) -> DoesNotFitError:
-    assert available is not None, "memory of an unknown size is not checked"
-    best = min(tried, key=lambda candidate: candidate.needed_bytes)
-    details = refusal(best.config, best.stages, best.bounds, best.found, available)
+def _reason(search: Search, chosen: Candidate, others: Sequence[Candidate]) -> Note:
+    machine, every = search.machine, [chosen, *others]
+    memory = f"it needs {format_bytes(chosen.needed_bytes)} on each device"
+    available = machine.memory_of(chosen.plan.config.num_devices)
+    size = "of an unknown size"
+    if available is not None:
+        size = f"which has {format_bytes(available.num_bytes)}"
     text = (
-        f"mesh auto: no mesh of {num_devices} devices has the memory for this "
-        f"run, and {best.stages.sizes} comes closest: {details}"
+        f"{_asked(search.config)}: {_describe(chosen, every)} on "
+        f"{machine.num_devices} devices: {memory}, {size}; "
     )
-    return DoesNotFitError(text, details.need, details.mesh, details.cures)
+    fitting = [one for one in others if one.fits]
+    if not fitting:
+        return Note(f"{text}no other mesh fits")
+    other = min(fitting, key=lambda one: one.seconds)
+    text += f"predicted {other.seconds / chosen.seconds:.2f}x as fast as "
+    text += _describe(other, every)
+    is_fastest = chosen.seconds <= other.seconds
+    return Note(text + (", the next best" if is_fastest else ", and simpler"))
+
+
+def _describe(one: Candidate, every: Sequence[Candidate]) -> str:
+    """Names a mesh or replicas, and those of their settings that others do not have."""
+    config, settings = one.plan.config, []
+    if len(one.search.remats) > 1:
+        settings.append(f"remat {one.remat}")
+    if config.replica_shapes:
+        return ", ".join([describe_list(config.replica_shapes), *settings])
+    if any(other.tokens != one.tokens for other in every):
+        settings.append(f"microbatches of {one.tokens} tokens")
+    return f"{one.sizes} with {' and '.join(settings)}" if settings else str(one.sizes)
+
+
+def _remat_notes(chosen: Candidate) -> list[Note]:
+    """Says why a `remat` was chosen, with the estimates of the others."""
+    if chosen.search.config.remat != "auto" or not chosen.options:
+        return []
+
+    def describe(one: Candidate) -> str:
+        text = f"{one.remat} with {one.tokens} tokens, about "
+        text += format_bytes(one.needed_bytes)
+        if one.remat == chosen.remat:
+            return text
+        if not one.fits:
+            return f"{text}, which does not fit"
+        return f"{text}, takes {one.seconds / chosen.seconds:.2f} times as long"
+
+    others = [one for one in chosen.options if one.remat != chosen.remat]
+    others = map(describe, others)
+    why = "; ".join(others) or "a stronger remat would only take longer"
+    return [Note(f"remat: auto: {describe(chosen)}; {why}")]
+
+
+def _capacity_notes(chosen: Candidate) -> list[Note]:
+    """Says why an automatic capacity was chosen."""
+    plan, tokens = chosen.plan, chosen.tokens
+    if plan.bounds.fixed is not None:
+        return []
+    available = chosen.search.machine.memory_of(plan.config.num_devices)
+    if available is None:
+        text = (
+            f"microbatch_tokens: auto: {tokens}, at most {UNCHECKED_TOKENS} if a "
+            "sample allows it, as the device's allocator does not report its memory "
+            "(XLA_PYTHON_CLIENT_ALLOCATOR chooses the allocator). Give a number if the "
+            "run has room for more, or for less."
+        )
+        return [Note(text, is_warning=True)]
+    how = "estimated", chosen.found, available, plan.bounds
+    notes = [Note(describe_capacity(tokens, *how))]
+    if tokens < chosen.most:
+        why = f"{tokens}, predicted to be faster than {chosen.most}"
+        notes.append(Note(f"microbatch_tokens: auto: {why}"))
+    return notes
+
+
+def _with_fastest_storage(chosen: Candidate) -> tuple[Candidate, list[Note]]:
+    """Stores quantized weights in the way that is read fastest, if that is as well.
+
+    Where the format leaves a choice, it is taken if the back end reads what that adds,
+    and if memory is estimated to allow the same settings as with the smallest storage.
+    """
+    search, plan = chosen.search, chosen.plan
+    asked = search.model.base_format
+    if asked is None or len(asked.options.storage_choices()) == 1:
+        return chosen, []
+    config = plan.config.replace(microbatch_tokens=plan.bounds.fixed or "auto")
+    stored = search.laid_out(config, stores_more=True)
+    limit = search.limit(config, MARGIN)
+    larger = dataclasses.replace(chosen, plan=stored, limit=limit).at(chosen.tokens)
+    more = num_bytes(stored.spec.base_shapes()) - num_bytes(plan.spec.base_shapes())
+    same = f"remat {chosen.remat} with {chosen.tokens} tokens"
+    name, is_taken = plan.spec.options.implementation, False
+    if not get_backend(name).reads_transpose:
+        why = f"{name} multiplies with the stored weights in both passes"
+    elif limit is None:
+        why = "the device does not report its memory"
+    elif is_taken := larger.fits:
+        why = f"{format_bytes(more)} more leave enough memory for {same}"
+    else:
+        why = f"{format_bytes(more)} more would leave too little memory for {same}"
+    chosen = larger if is_taken else chosen
+    base = chosen.plan.spec.options.base_format
+    assert base is not None
+    settings = [
+        f"{field.name}: auto: {getattr(base.options, field.name)}"
+        for field in dataclasses.fields(base.options)
+        if getattr(base.options, field.name) != getattr(asked.options, field.name)
+    ]
+    return chosen, [Note(f"{', '.join(settings)}, as {why}")]

@@ -5,7 +5,7 @@ has the planner; here are the steps of the jobs, and the kinds of replicas of a 
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -98,35 +98,6 @@ def plan_replicas(
         remat=remat,
         is_measured=plan.rates.profile is not None,
     )
-
-
-def deployed_degrees(
-    plan: RunPlan,
-    jobs: Sequence[PreparedJob],
-    machine: Machine,
-    degrees: Collection[int],
-) -> list[int]:
-    """Plans replicas without pipeline stages.
-
-    Args:
-        plan: The plan of the run, with its `remat`.
-        jobs: The jobs.
-        machine: The devices.
-        degrees: Numbers of devices that a replica may have.
-
-    Returns:
-        The number of devices of each replica, in descending order; empty: the rates of
-        the device are not known, or by the planner's estimate the longest sample does
-        not fit.
-    """
-    if not plan.rates.are_known:
-        return []
-    demand = _Demand.of(plan, jobs, machine, plan.spec.options.remat)
-    kinds = [k for k in demand.kinds if k.stage == 1 and k.tensor in degrees]
-    if not any(kind.longest >= demand.longest for kind in kinds):
-        return []
-    found = demand.planned(kinds).deployment
-    return sorted((kind.tensor for kind in found.replicas), reverse=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from jaxlora.costs.stages import DecoderSeconds, decoder_seconds, stage_borders
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.memory.estimate import StepBytes, part_bytes
 from jaxlora.plan.memory.footprint import num_bytes
-from jaxlora.plan.mesh.choose import is_divided
+from jaxlora.plan.mesh.candidates import is_divided
 from jaxlora.plan.mesh.predict import (
     EXCHANGED_AGAIN,
     EXCHANGES,

@@ -144,6 +144,29 @@ def test_a_parked_job_continues_with_the_same_bits(tables, adapters, rank, slot)
     assert is_equal(park(arrived, slot), park(stayed, 0))
 
 
+def test_a_slot_that_is_cleared_has_nothing_of_its_job(tables, adapters):
+    """Not even gradients of an incomplete batch, or settings; its neighbor stays."""
+    table = tables(4)
+    for slot, job in enumerate(adapters):
+        table.load(slot, job, "adamw")
+        train(table, slot, job, seed=slot, steps=range(1))
+    pending = jax.tree.map(jnp.ones_like, table.state.pending)
+    is_finite = pending.is_finite.at[0].set(False)
+    pending = dataclasses.replace(pending, is_finite=is_finite)
+    table.state = dataclasses.replace(table.state, pending=pending)
+    neighbor = table.copy(1)
+    table.clear(0)
+    pending = table.state.pending
+    for array in jax.tree.leaves((table.kept, pending.gradients)):
+        assert not np.asarray(array)[0].any()
+    assert np.asarray(pending.is_finite).all()
+    for name in ("scaling", "dropout", "rank"):
+        values = np.asarray(getattr(table.settings, name))
+        assert not values[:, 0].any() and values[:, 1].any()
+    assert all(np.asarray(x)[1].all() for x in pending.gradients.values())
+    assert is_equal(table.copy(1), neighbor)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_the_state_of_every_optimizer_moves_to_another_slot(tables, adapters, name):
     """It goes on with the same bits, and fits slots of a larger rank unchanged."""

@@ -8,6 +8,7 @@ import pytest
 
 from jaxlora import LoraJob
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
@@ -17,7 +18,8 @@ from jaxlora.train.job_state import JobState
 def job(**settings) -> JobState:
     """A job without data, of which only the settings are read."""
     common = {"eval_fraction": 0.5, "eval_every": 1, "keep_best": True}
-    made = LoraJob(name="a", data={"path": "none"}, **common | settings)
+    common |= {"name": "a", "data": {"path": "none"}}
+    made = LoraJob(**common | settings)
     prepared = object.__new__(PreparedJob)
     object.__setattr__(prepared, "settings", made)
     return JobState(prepared, Adapter(modules={}))
@@ -70,6 +72,41 @@ def test_a_job_that_was_resumed_decides_the_same():
         second.progress = JobProgress(**dataclasses.asdict(first.progress))
         after = evaluate(second, evaluations[border:], is_maximized=True)
         assert before + after == found and second.progress == whole.progress
+
+
+NO_WEIGHTS = ParkedSlot(params={}, optimizer_state={"mu": {}, "nu": {}})
+
+
+def test_a_copy_goes_on_and_counts_its_best_anew():
+    """What is best is exported by name, and the copy has exported nothing."""
+    parent, copy = job(), job(name="copy")
+    evaluate(parent, [(2.0, 0.5), (1.0, 0.6), (3.0, 0.5)], is_maximized=True)
+    assert parent.progress.evals_without_gain == 1
+    copy.start_as_copy(parent, NO_WEIGHTS)
+    wanted = dataclasses.replace(
+        parent.progress,
+        status="paused",
+        reason="it starts as a copy of a",
+        best_eval=None,
+        best_step=None,
+        best_metric=None,
+        evals_without_gain=0,
+    )
+    assert copy.progress == wanted and copy.parked is NO_WEIGHTS
+    assert copy.progress.step == 3
+    evaluate(copy, [(2.5, 0.4)], is_maximized=True)
+    assert copy.progress.best_step == 3
+    assert parent.progress.best_eval == 1.0
+
+
+def test_a_running_job_is_copied_after_its_batch():
+    """The batch is on the device already. A paused job is copied as it is."""
+    state = job()
+    state.update(step=3, slot=0)
+    assert state.next_border == 4
+    state.update(slot=None)
+    state.parked = NO_WEIGHTS
+    assert state.next_border == 3
 
 
 @pytest.mark.parametrize(

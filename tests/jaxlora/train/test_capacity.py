@@ -11,6 +11,7 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.common.note import log_notes
+from jaxlora.costs.gpus import UNKNOWN_DEVICE
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.forecast import plan_run
 from jaxlora.models.decoder import DecoderOptions
@@ -19,12 +20,15 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan import stages as mesh_stages
 from jaxlora.plan.memory import device_memory as device_module
 from jaxlora.plan.memory.bounds import Bounds
-from jaxlora.plan.memory.capacity import fit, resolve_auto
+from jaxlora.plan.memory.capacity import fit
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.memory.footprint import Footprint, StagePrograms
+from jaxlora.plan.mesh.choose import choose
+from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import write_run_record
 from jaxlora.train.saved.resume import as_begun, resolved_config
+from tests.jaxlora.plan.made_up import search_of
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
 
@@ -96,14 +100,14 @@ def needed(trainer: Trainer) -> int:
 
 def settle(config: RunConfig, spec: DecoderSpec, bounds: Bounds, compile_stages=None):
     """Chooses by an estimate, and corrects it by what is compiled, if anything."""
-    stages, available = MeshStages.of(config, spec), device_module.device_memory(0)
-    resolved = resolve_auto(config, stages, bounds, available)
-    config = resolved.config
-    log_notes(resolved.notes)
+    available = device_module.device_memory(0)
+    here = Machine(num_devices=1, speed=UNKNOWN_DEVICE, memory=available)
+    plan = choose(search_of(config, spec, bounds, here, num_jobs=2))
+    log_notes(plan.notes)
     if compile_stages is None:
-        return config
-    stages = stages.with_remat(config.weakest_remat)
-    fitted = fit(config, stages, bounds, compile_stages)
+        return plan.config
+    plan = dataclasses.replace(plan, bounds=bounds)
+    fitted = fit(plan, lambda plan: compile_stages(plan.config))
     log_notes(fitted.notes)
     return fitted.config
 
@@ -134,7 +138,7 @@ def test_the_compiled_step_has_the_last_word(config, model, have):
     # As if it had been estimated to fit.
     config = trainer.config.replace(microbatch_tokens=bounds.largest)
     run = trainer._run
-    run.plan = run.plan.with_config(config).fit(run.compile)
+    run.plan = fit(run.plan.with_config(config), run.compile)
     tokens = trainer.config.microbatch_tokens
     assert bounds.smallest <= tokens < bounds.largest and tokens % bounds.unit == 0
     assert needed(trainer) <= limit
@@ -209,7 +213,7 @@ def test_a_step_that_does_not_fit_says_what_would(config, model, have):
     assert not trainer.output_dir.exists()
     advice = str(error.value).split("- microbatch_tokens: ")[1]
     advised = Trainer(config(microbatch_tokens=int(advice.split()[0])), model)
-    advised.plan.fit(advised._run.compile)
+    fit(advised.plan, advised._run.compile)
 
 
 def test_the_largest_slots_that_fit_are_found_at_once(config, spec, have):

@@ -15,8 +15,9 @@ from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.plan.mesh import candidates
 from jaxlora.plan.mesh.machine import Machine
-from jaxlora.plan.replicas import choose
+from jaxlora.plan.replicas import lists
 from jaxlora.plan.resolve import resolve
 from jaxlora.plan.run_plan import RunPlan
 from tests.llama import LLAMA_1B
@@ -39,8 +40,9 @@ HERE = Machine(
 @pytest.fixture
 def few_ways(monkeypatch):
     """Fewer ticks are packed, and fewer sizes tried."""
-    monkeypatch.setattr(choose, "_TICKS", 2)
-    monkeypatch.setattr(choose, "_HALVINGS", 2)
+    monkeypatch.setattr(candidates, "_TICKS", 2)
+    monkeypatch.setattr(candidates, "_SHARES", (1, 1 / 2))
+    monkeypatch.setattr(lists, "_HALVINGS", 2)
 
 
 def tokenized(lengths: Sequence[int]) -> TokenizedData:

@@ -1,7 +1,10 @@
 """Jobs that end early, pause, wait and join do so on a mesh as on one device."""
 
+import collections
+
 import pytest
 
+from jaxlora.programs.program import Program
 from jaxlora.run.log import read_events
 from tests.jaxlora.train.counted_run import counting
 from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
@@ -96,10 +99,27 @@ def test_jobs_come_and_go_without_recompiling(eventful, mesh):
     assert len(counts) > 3 and len(set(counts)) == 1
 
 
+@pytest.fixture
+def prepared(monkeypatch):
+    """The programs that are asked for in a test, by function."""
+    found, prepare = collections.defaultdict(set), Program.prepare
+
+    def note(self, *args, **options):
+        program = prepare(self, *args, **options)
+        found[self].add(program)
+        return program
+
+    monkeypatch.setattr(Program, "prepare", note)
+    return found
+
+
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_stage_has_a_fixed_number_of_programs(meshes, small_jobs, eventful, mesh):
+def test_a_stage_has_a_fixed_number_of_programs(
+    meshes, small_jobs, eventful, mesh, prepared
+):
     """Whatever has run on the mesh in this process; a new trainer compiles nothing."""
     eventful(mesh)
+    prepared.clear()
     with counting() as (compiled, _):
         again = meshes.train(mesh, small_jobs)
     assert again.result.num_compilations == 0
@@ -110,6 +130,6 @@ def test_a_stage_has_a_fixed_number_of_programs(meshes, small_jobs, eventful, me
     for stage, passes in zip(stages, kinds, strict=True):
         passes = passes | ({"exchange"} if stage.placement.num_lanes > 1 else set())
         programs = stage.steps.programs.items()
-        counts = {name: len(one._prepared) for name, one in programs}
+        counts = {name: len(prepared[one]) for name, one in programs}
         used = dict.fromkeys(always | passes, 1) | {"write_slot": 3}
         assert counts == dict.fromkeys(counts, 0) | used

@@ -38,6 +38,8 @@ from tests.oracle import relative_error
 NUM_PAIRS = 9
 HOW = "kept", "in_step"
 SHAPE_OF_FOLDER = "rank", "target_modules"
+# The trainings share programs, as each has DPO, KTO and references of all kinds.
+SHAPE = {"microbatch_tokens": 256, "max_concurrent_jobs": 3, "slot_dropout": True}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,8 @@ def test_it_is_the_base_that_the_adapter_makes(
     given = pairs, held_out
     jobs = [two for k in KINDS for two in twins(k, *given, references[k])]
     starts = [from_start(how, pairs, references["lora"]) for how in HOW]
-    found = train([*jobs, *starts])
+    kto = job("kto", "kto", pairs, {"reference_logps": "in_step"}, steps=1)
+    found = train([*jobs, *starts, kto], **SHAPE)
     kept_start, in_step_start = (found.losses[one.name] for one in starts)
     assert in_step_start == pytest.approx(kept_start, rel=ROUNDING)
     assert kept_start[0] == pytest.approx(np.log(2), rel=1e-5)
@@ -168,7 +171,7 @@ def test_neighbours_do_not_matter_and_a_resumed_run_has_the_same_bits(
     others = [
         job("kto", "kto", pairs, args | {"reference": references["dora"]}, steps=4),
         job("to_base", "dpo", pairs, args, steps=4, learning_rate=1e-2),
-        job("late", "dpo", pairs, {"reference": references["lora"]}, priority=1),
+        job("late", "dpo", pairs, {"reference": references["vera"]}, priority=1),
     ]
 
     def config(name: str, jobs: list[LoraJob]) -> RunConfig:
@@ -176,18 +179,18 @@ def test_neighbours_do_not_matter_and_a_resumed_run_has_the_same_bits(
             model=str(model.folder),
             output_dir=str(tmp_path / name),
             jobs=jobs,
-            microbatch_tokens=256,
             block_tokens=16,
-            max_concurrent_jobs=3,
             slot_rank=8,
+            **SHAPE,
             slot_targets=LINEARS,
             window_steps=1,
             checkpoint_every=1,
         )
 
     whole = outcome(config("whole", [own, *others]), model)
-    # KTO ends after its first step, and is there for the programs.
-    alone = outcome(config("alone", [own, others[0].replace(steps=1)]), model)
+    # Two end after their first step, and are there for the programs.
+    ending = [others[i].replace(steps=1, priority=0) for i in (0, 2)]
+    alone = outcome(config("alone", [own, *ending]), model)
     assert alone.losses["own"] == pytest.approx(whole.losses["own"], rel=1e-5)
     assert max(whole.losses["own"]) - min(whole.losses["own"]) > 1e-3
     jobs = [own, *others]

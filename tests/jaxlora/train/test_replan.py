@@ -11,8 +11,8 @@ from jaxlora.costs.gpus import find_speed
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.plan.job import prepare_run
 from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import this_machine
-from jaxlora.plan.replicas.room import RoomFinder
 from jaxlora.run.folder import (
     CHECKPOINTS,
     read_run_record,
@@ -67,12 +67,13 @@ def machine():
         this_machine(), num_devices=3, speed=speed, memory=memory
     )
 
-    def fitting(self, config, tensor, available):
-        return min(ROOM[tensor], self._bounds.largest)
+    def largest(search, plan, bounds, limit):
+        tokens = min(ROOM.get(plan.stages.sizes.tensor, 0), bounds.largest)
+        return tokens if tokens >= bounds.smallest else None
 
     with pytest.MonkeyPatch.context() as patch, estimated_by_formula():
         patch.setattr(prepare_run, "this_machine", lambda *_: here)
-        patch.setattr(RoomFinder, "_fitting", fitting)
+        patch.setattr(Search, "largest", largest)
         yield
 
 

@@ -13,14 +13,15 @@ import pytest
 from jax._src.array import ArrayImpl
 
 from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.config.replicas_config import describe_list
 from jaxlora.errors import ConfigError
 from jaxlora.forecast import plan_run
 from jaxlora.plan.job import prepare_run
 from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.plan.mesh import choose
+from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import this_machine
-from jaxlora.plan.replicas import choose
-from jaxlora.plan.replicas.choose import ReplicaLists
-from jaxlora.plan.replicas.room import RoomFinder, describe_list
+from jaxlora.plan.replicas import lists
 from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.log import read_events
@@ -507,8 +508,8 @@ def test_sizes_are_those_that_fit(runs, unlike_jobs, monkeypatch):
         this_machine(), memory=DeviceMemory(num_bytes=2**30, source="a test")
     )
     monkeypatch.setattr(prepare_run, "this_machine", lambda *_: here)
-    fitting = lambda self, config, tensor, available: room[tensor]
-    monkeypatch.setattr(RoomFinder, "_fitting", fitting)
+    largest = lambda search, plan, *_: room[plan.stages.sizes.tensor]
+    monkeypatch.setattr(Search, "largest", largest)
     replicas = [{"tensor": 1}, {"tensor": 2, "count": 1}, mesh(4, 96)]
     planned = plan_run(runs.config(unlike_jobs, replicas=replicas))
     shapes = planned.config.replica_shapes
@@ -539,7 +540,7 @@ def chosen_of(monkeypatch):
     """Limits the choice of `replicas: auto` to three devices and two sizes."""
     here = dataclasses.replace(this_machine(), num_devices=3)
     monkeypatch.setattr(prepare_run, "this_machine", lambda *_: here)
-    monkeypatch.setattr(ReplicaLists, "_sizes", lambda *_: [192, 64])
+    monkeypatch.setattr(lists, "sizes", lambda *_: [192, 64])
     return lambda gain: monkeypatch.setattr(choose, "_GAIN", gain)
 
 
@@ -550,7 +551,7 @@ def test_auto_trains_what_is_planned(runs, unlike_jobs, chosen_of, caplog):
     with caplog.at_level("INFO"):
         planned = plan_run(config)
     (line,) = (text for text in caplog.messages if text.startswith("replicas: auto"))
-    assert "over the least time of replicas of the fewest devices" in line
+    assert " on 3 devices: it needs " in line
     trainer = Trainer(config, runs.model)
     listed = trainer.config.replica_shapes
     assert planned.config.replica_shapes == listed

@@ -10,8 +10,8 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import ConfigError
 from jaxlora.plan.memory import device_memory as device_module
-from jaxlora.plan.memory import options
 from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.plan.mesh.candidates import Search
 from jaxlora.train import open_run
 from jaxlora.train.report.summary import JobResult
 from tests.jaxlora.train.at_window import AtWindow
@@ -48,7 +48,7 @@ def have(monkeypatch, num_bytes: int) -> None:
 def test_the_base_is_loaded_beside_the_estimates(config, monkeypatch):
     have(monkeypatch, 2**40)
     begun: concurrent.futures.Future[None] = concurrent.futures.Future()
-    load, estimate = open_run.load_model, options.find_options
+    load, estimate = open_run.load_model, Search.best
 
     def loads(*args, **settings):
         begun.set_result(None)
@@ -59,7 +59,7 @@ def test_the_base_is_loaded_beside_the_estimates(config, monkeypatch):
         return estimate(*args)
 
     monkeypatch.setattr(open_run, "load_model", loads)
-    monkeypatch.setattr(options, "find_options", estimates)
+    monkeypatch.setattr(Search, "best", estimates)
     trainer = Trainer(config(microbatch_tokens="auto"))
     assert begun.done() and trainer.model.params
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxlora.plan.stream_plan import StreamPlan, StreamTick
 from jaxlora.run.saved_run import SavedStream
+from tests.scheduler.strategies import seeds
 from tests.scheduler.streams.test_stream import KINDS, Mix
 
 NUM_SLOTS = 4
@@ -84,7 +85,7 @@ class Course:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_a_saved_stream_goes_on_alike(kind, seed):
     """Jobs that leave or join afterwards change the same ticks in both runs."""
     rng = random.Random(seed)
@@ -138,7 +139,7 @@ def run_on(course: Course) -> list:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(kind, seed):
     """Jobs that end while it drains make room for others in the same ticks."""
     rng, rules = random.Random(seed), KINDS[kind]
@@ -170,6 +171,19 @@ def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(kind, seed):
         found = before + after[num_repeated:]
         # A run that has nothing else to do ends after other numbers of no-ops.
         assert [t for t in found if any(t[0])] == [t for t in whole if any(t[0])]
+
+
+def test_a_slot_that_was_left_is_free_once_no_tick_in_flight_has_its_rows():
+    rules = KINDS["stages"]
+    width = rules.lanes.pipeline.in_flight or rules.lanes.pipeline.num_stages
+    course = Course(Mix(0, num_jobs=7), rules, lag=8)
+    course.fill_slots()
+    slot = next(iter(course.tick().samples)).owner
+    course.leave(slot)
+    for _ in range(width):
+        assert not course.plan.is_free(slot)
+        course.tick()
+    assert course.plan.is_free(slot)
 
 
 def test_saved_ticks_of_other_jobs_or_rules_are_not_used():

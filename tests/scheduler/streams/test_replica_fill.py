@@ -9,6 +9,7 @@ from jaxlora.scheduler import AffineCost, CostModel, Lanes, Limits, Pipeline
 from jaxlora.scheduler.lanes import Replica
 from jaxlora.scheduler.streams.state import Position, Rules, StreamState
 from jaxlora.scheduler.streams.stream import next_stretch
+from tests.scheduler.strategies import seeds
 
 BLOCK, WEIGHTS = 16, 20  # tokens of a block, and of equal cost as reading the weights
 CAPACITIES = [(512, 128), (512, 320, 128, 128), (256, 256), (1024, 48, 48)]
@@ -69,7 +70,7 @@ def padded(microbatch) -> int:
 
 
 @pytest.mark.parametrize("capacities", CAPACITIES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_every_sample_runs_once_where_it_fits(capacities, seed):
     mix, own = Mix(seed, capacities[0], 1 + 3 * seed, 12), rules(capacities)
     ticks = mix.stream(own)

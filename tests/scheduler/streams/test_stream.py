@@ -27,6 +27,7 @@ from jaxlora.scheduler.streams.plan_ahead import PlanAhead
 from jaxlora.scheduler.streams.state import Position, Rules, StreamState, advance
 from jaxlora.scheduler.streams.stream import Stretch, next_stretch
 from jaxlora.scheduler.streams.ticks import pack_lanes
+from tests.scheduler.strategies import seeds
 
 LIMITS = Limits(capacity=512, block_tokens=16)
 
@@ -157,7 +158,7 @@ def check(ticks, samples, of: Rules) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_the_stretches_are_one_legal_schedule(kind, seed):
     mix, of = Mix(seed), KINDS[kind]
     ticks = list(whole_stream(mix.positions, mix.lengths, of))
@@ -290,7 +291,7 @@ def test_lanes_take_as_long_as_one_plan_over_everything(num_stages, num_lanes, b
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_jobs_join_and_leave_between_any_two_ticks(kind, seed):
     """Planned ticks that have not run are planned anew; all rules hold throughout."""
     rng, mix, of = random.Random(seed), Mix(seed, num_jobs=6), KINDS[kind]

@@ -88,7 +88,14 @@ def test_one_lane_has_the_schedule_of_the_packer(packer, num_stages):
     assert pack(samples, stages(num_stages), limits, packer) == wanted
 
 
-@pytest.mark.parametrize("name", ["mix", "xsum", "wikisum", "heavy"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mix",
+        "heavy",
+        *(pytest.param(n, marks=pytest.mark.grid) for n in ("xsum", "wikisum")),
+    ],
+)
 @pytest.mark.parametrize("num_jobs, batch_size", [(1, 32), (4, 16), (8, 8), (16, 8)])
 @pytest.mark.parametrize("lanes", [stages(1, fsdp=4), stages(2, data=2, fsdp=2)])
 def test_lanes_are_about_as_full_as_possible(name, num_jobs, batch_size, lanes):

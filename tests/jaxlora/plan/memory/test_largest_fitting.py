@@ -2,10 +2,9 @@
 
 import pytest
 
-from jaxlora.plan.memory import options
-from jaxlora.plan.memory.bounds import Bounds
+from jaxlora.plan.memory import bounds
+from jaxlora.plan.memory.bounds import Bounds, largest_fitting
 from jaxlora.plan.memory.footprint import Footprint
-from jaxlora.plan.memory.options import largest_fitting
 from jaxlora.plan.stages import MeshFootprint
 
 BOUNDS = Bounds(smallest=256, largest=2048, unit=128)
@@ -25,9 +24,28 @@ def estimate(num_tokens: int | None) -> MeshFootprint:
     return MeshFootprint(stages=(stage,))
 
 
+def test_a_pipeline_needs_what_its_tightest_stage_needs():
+    """The last stage has the largest base, and the first one the most per token."""
+    first, last = (
+        Footprint(
+            base_bytes=base,
+            adapter_bytes=0,
+            fixed_bytes=0,
+            bytes_per_token=each,
+        )
+        for base, each in ((1000, 10.0), (3000, 5.0))
+    )
+    both = MeshFootprint(stages=(first, last))
+    for tokens, tightest in ((100, 1), (500, 0)):
+        assert both.tightest(tokens) == tightest
+        needed = both.stages[tightest].total_bytes(tokens)
+        assert both.total_bytes(tokens) == needed
+        assert both.fitting_tokens(needed) == tokens
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_largest_that_fits(monkeypatch, num_threads):
-    monkeypatch.setattr(options, "_num_threads", lambda: num_threads)
+    monkeypatch.setattr(bounds, "_num_threads", lambda: num_threads)
     for num_bytes in range(1000, 50_000, 700):
         fitting = [t for t in CAPACITIES if estimate(t).total_bytes(t) <= num_bytes]
         expected = max(fitting, default=None)

@@ -12,6 +12,7 @@ import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
+from jaxlora.costs.gpus import UNKNOWN_DEVICE
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
@@ -19,7 +20,7 @@ from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.memory import device_memory as device_module
 from jaxlora.plan.memory import estimate as memory_estimate
 from jaxlora.plan.memory.bounds import Bounds
-from jaxlora.plan.memory.capacity import fit, resolve_auto
+from jaxlora.plan.memory.capacity import fit
 from jaxlora.plan.memory.device_memory import DeviceMemory, device_memory
 from jaxlora.plan.memory.estimate import (
     StepBytes,
@@ -34,6 +35,8 @@ from jaxlora.plan.memory.footprint import (
     optimizer_bytes,
 )
 from jaxlora.plan.memory.planned import TRACED_ON
+from jaxlora.plan.mesh.choose import choose
+from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.stages import (
     MeshFootprint,
     MeshStages,
@@ -45,6 +48,7 @@ from jaxlora.programs import key
 from jaxlora.programs.kept import KeptPrograms
 from jaxlora.programs.program import keep_programs
 from jaxlora.scheduler import Limits
+from tests.jaxlora.plan.made_up import search_of
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
 SMALL = dataclasses.replace(
@@ -84,8 +88,9 @@ def estimate(mesh: str, **settings) -> MeshFootprint:
 
 def settle(run: RunConfig, spec: DecoderSpec, bounds: Bounds) -> RunConfig:
     """Chooses what is `auto` by an estimate."""
-    stages, available = MeshStages.of(run, spec), device_module.device_memory(0)
-    return resolve_auto(run, stages, bounds, available).config
+    available = device_module.device_memory(0)
+    here = Machine(num_devices=4, speed=UNKNOWN_DEVICE, memory=available)
+    return choose(search_of(run, spec, bounds, here, num_jobs=4)).config
 
 
 @pytest.fixture
@@ -359,23 +364,25 @@ def test_a_compiled_pipeline_has_the_last_word(have):
     stages = stages_of(SPEC, "stage=2")
     tried = []
 
-    def compile_stages(run):
-        tried.append(run.microbatch_tokens)
-        return compiled(run.microbatch_tokens, 40_000)
+    def compile_stages(plan):
+        tried.append(plan.config.microbatch_tokens)
+        return compiled(plan.config.microbatch_tokens, 40_000)
 
     resident = resident_footprint(stages).total_bytes(0)
     have(resident + 3 * 4096 * 40_000)
     run = config(mesh="stage=2", microbatch_tokens=8192)
-    settled = fit(run, stages, BOUNDS, compile_stages).config
+    here = Machine(num_devices=2, speed=UNKNOWN_DEVICE, memory=None)
+    fixed = search_of(run, SPEC, BOUNDS, here).laid_out(run)
+    plan = dataclasses.replace(fixed, bounds=BOUNDS)
+    settled = fit(plan, compile_stages).config
     assert tried[0] == 8192 and tried[-1] == settled.microbatch_tokens
     limits = settled.limits
     found = measured_footprint(stages, compiled(limits.capacity, 40_000), limits)
     assert found is not None
     needed = found.total_bytes(limits.capacity)
     assert 0.85 < needed / (resident + 3 * 4096 * 40_000) <= 1
-    fixed = Bounds(smallest=8192, largest=8192, unit=256, fixed=8192)
     with pytest.raises(ConfigError, match=r"on each device of stage 1 of mesh stage=2"):
-        fit(run, stages, fixed, compile_stages)
+        fit(fixed, compile_stages)
 
 
 def test_weights_that_do_not_fit_name_the_mesh(have):

@@ -7,6 +7,7 @@ import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import find_speed
+from jaxlora.costs.stages import decoder_seconds
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.plan import stages as mesh_stages
@@ -14,35 +15,32 @@ from jaxlora.plan.memory import estimate
 from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.memory.estimate import StepBytes, step_bytes
-from jaxlora.plan.memory.options import (
-    Option,
-    explain,
-    fastest,
-    find_options,
-    seconds_per_token,
-)
+from jaxlora.plan.mesh.candidates import MARGIN, Candidate
+from jaxlora.plan.mesh.choose import choose
+from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.stages import MeshStages
+from tests.jaxlora.plan.made_up import search_of
 from tests.llama import LLAMA_1B, LLAMA_8B, decoder
 
 SPEED = find_speed("NVIDIA L40S")
 SPEC = decoder(LLAMA_8B)
-AUTO = Bounds(
-    smallest=1024,
-    largest=16384,
-    unit=1024,
-    remats=("none", "mlp", "layer"),
-    sample_tokens=400.0,
-)
+AUTO = Bounds(smallest=1024, largest=16384, unit=1024, sample_tokens=400.0)
 CONFIG = RunConfig(
     model="m",
     jobs=[{"name": "a", "data": {"path": "a.jsonl"}}],
     microbatch_tokens="auto",
     remat="auto",
 )
-STAGES = MeshStages.of(CONFIG, SPEC)
 # As estimated for Llama-3.1-8B with plain XLA; the estimate has its own tests.
 STEP_BYTES = {
     "none": StepBytes(
+        kept_by_layer=151792,
+        kept_at_ends=8713,
+        recomputed=0,
+        transient=253056,
+        alone=253056,
+    ),
+    "elementwise": StepBytes(  # as if it saved nothing
         kept_by_layer=151792,
         kept_at_ends=8713,
         recomputed=0,
@@ -73,10 +71,23 @@ def _made_up(monkeypatch):
     )
 
 
-def options(gb: float, bounds: Bounds = AUTO) -> tuple[Option, ...]:
+def chosen(
+    gb: float, bounds: Bounds = AUTO, lengths=(400,) * 64, config: RunConfig = CONFIG
+) -> Candidate:
     """Llama-3.1-8B on a GPU of which JAX takes 92 %, less the reserve."""
     available = DeviceMemory(num_bytes=int(gb * 2**30 * 0.92 * 0.95), source="made up")
-    return find_options(CONFIG, STAGES, bounds, available, SPEED)
+    here = Machine(num_devices=1, speed=SPEED, memory=available)
+    search = search_of(config, SPEC, bounds, here, num_jobs=4, samples=lengths)
+    return search.best(config, MARGIN)
+
+
+def line(gb: float) -> str:
+    """Why a `remat` was chosen."""
+    available = DeviceMemory(num_bytes=int(gb * 2**30 * 0.92 * 0.95), source="made up")
+    here = Machine(num_devices=1, speed=SPEED, memory=available)
+    plan = choose(search_of(CONFIG, SPEC, AUTO, here, num_jobs=4))
+    (found,) = (n.text for n in plan.notes if n.text.startswith("remat: auto: "))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -84,43 +95,41 @@ def options(gb: float, bounds: Bounds = AUTO) -> tuple[Option, ...]:
     [(24, "layer", 2048), (40, "none", 4096), (48, "none", 6144), (80, "none", 16384)],
 )
 def test_the_fastest_pair_that_fits_is_chosen(gb, remat, most):
-    found = options(gb)
-    chosen = fastest(found)
-    assert chosen.remat == remat and 1024 <= chosen.tokens <= most
-    assert chosen.fits
-    others = [o for o in found if o.fits]
-    assert chosen.seconds == min(o.seconds for o in others)
-    assert [o.tokens for o in found] == sorted(o.tokens for o in found)
+    found = chosen(gb)
+    assert found.remat == remat and 1024 <= found.tokens <= most
+    assert found.fits
+    others = [o for o in found.options if o.fits]
+    assert found.seconds == min(o.seconds for o in others)
+    tokens = [o.tokens for o in found.options]
+    assert tokens == sorted(tokens)
 
 
 def test_small_microbatches_can_cost_more_than_recomputation():
     """Weights are read for each of them, however few tokens there are."""
     tight = dataclasses.replace(AUTO, smallest=64, unit=64, sample_tokens=64.0)
-    found = options(24, tight)
-    none, mlp, _ = found
+    found = chosen(24, tight, (64,) * 64)
+    none, _, mlp, _ = found.options
     assert none.fits and none.tokens < 512 < mlp.tokens
     assert none.seconds > mlp.seconds
-    assert fastest(found).remat != "none"
+    assert found.remat != "none"
 
 
 def test_the_line_has_the_other_estimates():
-    found = options(48)
-    line = explain(fastest(found), found)
-    assert line.startswith("remat: auto: none with ") and "\n" not in line
-    assert line.count(" tokens, about ") == 3 and line.count("times as long") == 2
-    small = options(24)
-    assert ", which does not fit" in explain(fastest(small), small)
+    found = line(48)
+    assert found.startswith("remat: auto: none with ") and "\n" not in found
+    assert found.count(" tokens, about ") == 4 and found.count("times as long") == 3
+    assert ", which does not fit" in line(24)
 
 
 def test_nothing_stronger_is_tried_if_the_weakest_has_room():
-    [only] = options(200)
+    [only] = chosen(200).options
     assert (only.remat, only.tokens) == ("none", AUTO.largest)
-    assert "a stronger remat would only take longer" in explain(only, (only,))
+    assert "a stronger remat would only take longer" in line(200)
 
 
 def test_a_fixed_capacity_takes_the_weakest_remat_that_fits():
     fixed = dataclasses.replace(AUTO, fixed=8192)
-    found = {gb: fastest(options(gb, fixed)) for gb in (40, 48, 80)}
+    found = {gb: chosen(gb, fixed) for gb in (40, 48, 80)}
     assert {gb: o.remat for gb, o in found.items()} == {
         40: "layer",
         48: "layer",
@@ -130,8 +139,8 @@ def test_a_fixed_capacity_takes_the_weakest_remat_that_fits():
 
 
 def test_if_nothing_fits_the_smallest_is_tried():
-    chosen = fastest(options(12))
-    assert (chosen.remat, chosen.tokens, chosen.fits) == ("layer", 1024, False)
+    found = chosen(12)
+    assert (found.remat, found.tokens, found.fits) == ("layer", 1024, False)
 
 
 def attention_on_h200(spec: DecoderSpec, num_tokens: int) -> float:
@@ -168,9 +177,14 @@ def test_a_capacity_has_the_scratch_of_its_own_classes_of_length(monkeypatch):
     }
     measured = 19.74 * 2**30
     assert measured < needed[12288].stages[0].step_bytes(12288) < 1.05 * measured
-    bounds = dataclasses.replace(AUTO, smallest=2048, remats=("none",))
-    available = DeviceMemory(num_bytes=limit, source="made up")
-    [found] = find_options(CONFIG, stages, bounds, available, SPEED)
+    bounds = dataclasses.replace(AUTO, smallest=2048)
+    here = Machine(
+        num_devices=1,
+        speed=SPEED,
+        memory=DeviceMemory(num_bytes=limit, source="made up"),
+    )
+    config = CONFIG.replace(remat="none")
+    found = search_of(config, spec, bounds, here).best(config, MARGIN)
     fitting_tokens = [t for t, f in needed.items() if f.total_bytes(t) <= limit]
     assert found.fits and found.tokens == max(fitting_tokens) < 12288
 
@@ -179,7 +193,7 @@ def test_recomputation_costs_what_was_measured_on_an_h200():
     """A step of 8,192 tokens took 1.24 and 1.35 times as long."""
     h200 = find_speed("NVIDIA H200")
     none, mlp, layer = (
-        seconds_per_token(SPEC.with_remat(remat), h200, 8192)
+        decoder_seconds(SPEC.with_remat(remat), h200).whole.both
         for remat in ("none", "mlp", "layer")
     )
     assert mlp / none == pytest.approx(1.24, abs=0.03)
@@ -188,11 +202,9 @@ def test_recomputation_costs_what_was_measured_on_an_h200():
 
 def test_throughput_of_a_capacity():
     """It grows with the capacity, less and less."""
-
-    def seconds(capacity: int) -> float:
-        return seconds_per_token(SPEC, SPEED, capacity, sample_tokens=400)
-
-    times = [seconds(capacity) for capacity in (1024, 2048, 4096, 8192)]
+    config = CONFIG.replace(remat="none")
+    largest = chosen(200, lengths=(64,) * 512, config=config)
+    times = [largest.at(capacity).seconds for capacity in (1024, 2048, 4096, 8192)]
     gains = [one - other for one, other in itertools.pairwise(times)]
     assert all(gain > 0 for gain in gains)
     assert gains == sorted(gains, reverse=True)

@@ -6,18 +6,21 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.config import RunConfig
+from jaxlora.costs.gpus import UNKNOWN_DEVICE
 from jaxlora.hf.config import model_config
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels import BACKENDS
-from jaxlora.plan.memory.base_storage import choose_storage
 from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.memory.estimate import scratch_bytes
 from jaxlora.plan.memory.footprint import Footprint, num_bytes
+from jaxlora.plan.mesh.choose import choose as choose_plan
+from jaxlora.plan.mesh.machine import Machine
 from tests import tiny
+from tests.jaxlora.plan.made_up import search_of
 
 WIDTH, FEATURES, LAYERS = 64, 128, 2
 MODEL = model_config(
@@ -73,8 +76,10 @@ def choose(limit: int) -> tuple[bool, str]:
     memory = DeviceMemory(num_bytes=limit, source="a described device")
     jobs = [{"name": "a", "data": {"path": "a.jsonl"}}]
     config = RunConfig(model="m", jobs=jobs, microbatch_tokens=64)
-    chosen, [note] = choose_storage(config, spec("fp8"), BOUNDS, memory)
-    base = chosen.options.base_format
+    here = Machine(num_devices=1, speed=UNKNOWN_DEVICE, memory=memory)
+    plan = choose_plan(search_of(config, spec("fp8"), BOUNDS, here))
+    [note] = [note for note in plan.notes if "weight_copies" in note.text]
+    base = plan.spec.options.base_format
     assert base is not None
     return base.options.stores_transpose, note.text
 

@@ -72,6 +72,8 @@ def test_two_layers_keep_what_two_traces_show(remat, is_fused, is_tied, unlike):
             estimate._kept(estimate._first_layers(spec, n, remat=remat), 4096, 64)
             for n in (1, 2)
         )
-    assert found.kept_by_layer == two - one > 0
-    assert found.kept_at_ends == 2 * one - two
-    assert (fixed_of_two == 2 * fixed) == (not unlike)
+    assert found.kept_by_layer == pytest.approx(two - one, rel=1e-6)
+    assert found.kept_by_layer > 0
+    assert found.kept_at_ends == pytest.approx(2 * one - two, abs=0.01)
+    # Both layers may keep one scalar.
+    assert (abs(fixed_of_two - 2 * fixed) <= 8) == (not unlike)
