@@ -16,7 +16,6 @@ from jaxlora.device_check import check_device
 from jaxlora.errors import ConfigError
 from jaxlora.forecast.sweep_groups import PlannedGroups, plan_groups
 from jaxlora.pallas_kernels.device import planned_for
-from jaxlora.plan.job.job_slots import assign_slots
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepare_run import prepare_run
 from jaxlora.plan.job.prepared_job import PreparedJob
@@ -336,8 +335,7 @@ class _Course:
 
     def __init__(self, plan: RunPlan, jobs: Sequence[PreparedJob], stream: StreamPlan):
         self._plan, self._jobs, self._stream = plan, jobs, stream
-        # Those that have not ended.
-        self._left = {p.job: p for p in first_positions(jobs)}
+        self._waiting = first_positions(jobs)
         self._in_slot: dict[int, int] = {}  # job by slot
         self._done: Counter[tuple[int, int]] = Counter()  # samples, by slot and batch
         # Ticks that are taken after a tick before the trainer knows of its steps: W
@@ -359,7 +357,7 @@ class _Course:
                 if self._stream.is_done(slot):
                     ended.append(slot)
             for slot in ended:
-                del self._left[self._in_slot.pop(slot)]
+                del self._in_slot[slot]
                 self._stream.drop(slot)
             if ended:
                 self._fill_slots()
@@ -377,17 +375,13 @@ class _Course:
         return complete
 
     def _fill_slots(self) -> None:
-        positions = assign_slots(
-            list(self._left.values()),
-            self._plan.num_slots,
-            preempts=self._plan.config.preempt,
-        )
-        for position in positions:
-            slot = position.slot
-            if slot is None or slot in self._in_slot:
-                continue
-            self._left[position.job], self._in_slot[slot] = position, position.job
-            self._stream.start(position.in_stream)
+        """Starts jobs in free slots; none is paused, as none comes later."""
+        free = [s for s in range(self._plan.num_slots) if s not in self._in_slot]
+        started = list(zip(self._waiting, free, strict=False))
+        del self._waiting[: len(started)]
+        for position, slot in sorted(started, key=lambda one: one[0].job):
+            self._in_slot[slot] = position.job
+            self._stream.start(dataclasses.replace(position, owner=slot))
 
     def _renamed(self, tick: Tick) -> Tick:
         """Replaces the slots of samples by the numbers of the jobs in them."""

@@ -1,11 +1,6 @@
-"""Assigns the slots of a run to jobs, and gives the first samples of these jobs.
+"""Assigns the slots of a run to jobs, and packs whole batches of them."""
 
-The functions are pure, and depend only on the position of each job. The trainer and
-`jaxlora plan` use them alike.
-"""
-
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxlora.scheduler import (
     AffineCost,
@@ -19,100 +14,44 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.admission import Candidate, admit, preempt
 from jaxlora.scheduler.lanes import ONE_LANE
-from jaxlora.scheduler.streams.state import Position
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobPosition(Candidate):
-    """The position of a job that has not ended, between two of its global batches.
-
-    Jobs are numbered in order of arrival.
-
-    Attributes:
-        slot: Slot of the job; None while it waits or is paused.
-        step: Optimizer steps done.
-        num_steps: Optimizer steps in all.
-        batch_tokens: Mean number of tokens of a global batch, which balances replicas.
-    """
-
-    slot: int | None
-    step: int
-    num_steps: int
-    batch_tokens: float = 1.0
-
-    @property
-    def in_stream(self) -> Position:
-        """The position by which microbatches are planned; the job has a slot."""
-        assert self.slot is not None, f"job {self.job} has no slot"
-        return Position(
-            job=self.job,
-            owner=self.slot,
-            batch=self.step,
-            num_batches=self.num_steps,
-            batch_tokens=self.batch_tokens,
-        )
 
 
 def assign_slots(
-    positions: Sequence[JobPosition],
+    candidates: Sequence[Candidate],
+    slots: Mapping[int, int],
     num_slots: int,
     *,
     preempts: bool,
-) -> list[JobPosition]:
+) -> dict[int, int]:
     """Chooses the jobs that have the slots.
 
     Waiting jobs start by priority, then by order of arrival. They take the lowest free
     slots. A running job keeps its slot.
 
     Args:
-        positions: Positions of the jobs that may run, in order of arrival.
+        candidates: The jobs that may run, in order of arrival.
+        slots: Slot of each of them that runs, by its number.
         num_slots: Number of jobs that may run at the same time.
         preempts: Whether a waiting job may also take the slot of a running job of
             strictly lower priority.
 
     Returns:
-        The positions with their slots; a job that waits or is to pause has none.
+        The slots by job; a job that waits or is to pause has none.
     """
     # There is no estimate of memory, because slots and microbatches take theirs when
     # the run starts.
-    running = [p for p in positions if p.slot is not None]
-    waiting = [p for p in positions if p.slot is None]
-    slots = {p.job: p.slot for p in positions if p.slot is not None}
+    running = [c for c in candidates if c.job in slots]
+    waiting = [c for c in candidates if c.job not in slots]
     if preempts:
         change = preempt(running, waiting, num_slots)
         started = change.started
-        for candidate in change.paused:
-            del slots[candidate.job]
+        paused = {candidate.job for candidate in change.paused}
+        slots = {job: slot for job, slot in slots.items() if job not in paused}
     else:
         started = admit(waiting, num_slots - len(running))
     taken = set(slots.values())
     free = [slot for slot in range(num_slots) if slot not in taken]
-    slots |= {c.job: slot for c, slot in zip(started, free, strict=False)}
-    return [dataclasses.replace(p, slot=slots.get(p.job)) for p in positions]
-
-
-def next_samples(
-    positions: Sequence[JobPosition],
-    num_steps: int,
-    lengths: Callable[[int, int], Sequence[int]],
-) -> tuple[Sample, ...]:
-    """Returns the samples of the next steps; they name their job by its slot.
-
-    Args:
-        positions: Positions of the jobs, with their slots.
-        num_steps: Largest number of optimizer steps of a job.
-        lengths: Given the number of a job and a step, returns the tokens of each sample
-            of that global batch.
-    """
-    return tuple(
-        Sample(owner=position.slot, batch=step, index=i, num_tokens=num_tokens)
-        for position in positions
-        if position.slot is not None
-        for step in range(
-            position.step, min(position.step + num_steps, position.num_steps)
-        )
-        for i, num_tokens in enumerate(lengths(position.job, step))
-    )
+    return {**slots, **{c.job: slot for c, slot in zip(started, free, strict=False)}}
 
 
 def fixed_shape_cost(capacity: int, num_stages: int = 1) -> CostModel:

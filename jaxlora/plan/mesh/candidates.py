@@ -12,7 +12,6 @@ from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.plan import stages as mesh_stages
-from jaxlora.plan.job.job_slots import JobPosition, assign_slots
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.job.slot_spec import check_fits, decoder_spec
@@ -24,7 +23,7 @@ from jaxlora.plan.mesh.predict import window_seconds
 from jaxlora.plan.run_plan import RunPlan, laid_out
 from jaxlora.plan.stages import MeshFootprint
 from jaxlora.scheduler import Schedule
-from jaxlora.scheduler.streams.state import Rules
+from jaxlora.scheduler.streams.state import Position, Rules
 from jaxlora.scheduler.streams.stream import StreamState, next_stretch
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
@@ -154,8 +153,8 @@ class Search:
         return self.laid_out(self.config.replace(mesh=ONE_DEVICE, replicas=None))
 
     @functools.cached_property
-    def positions(self) -> list[JobPosition]:
-        """Positions of the jobs at the start of the run."""
+    def positions(self) -> list[Position]:
+        """Positions at the start of the run; see `first_positions`."""
         return first_positions(self.jobs)
 
     @functools.cached_property
@@ -281,19 +280,15 @@ class Search:
             return took / tokens
         # A pipeline fills and drains once in the whole run.
         steady = window_seconds(*run, is_part=True)
-        left = sum(p.batch_tokens * (p.num_steps - p.step) for p in self.positions)
+        left = sum(p.batch_tokens * p.num_left for p in self.positions)
         return steady / tokens + (took - steady) / max(tokens, left)
 
     def _first_ticks(self, plan: RunPlan) -> tuple[Schedule, bool]:
         """Packs the first ticks; also returns whether others follow."""
         lengths = lambda job, step: self.jobs[job].lengths(step)
-        positions = assign_slots(
-            self.positions, plan.num_slots, preempts=plan.config.preempt
-        )
         state, ticks, is_part = StreamState(), [], True
-        for one in positions:
-            if one.slot is not None:
-                state = state.with_job(one.in_stream)
+        for one in self.positions[: plan.num_slots]:
+            state = state.with_job(one)
         while len(ticks) < _TICKS and is_part:
             stretch = next_stretch(state, lengths, plan.rules)
             ticks, state = [*ticks, *stretch.ticks], stretch.after
@@ -318,20 +313,23 @@ def run_bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:
     return Bounds.of(config, settings, [job.train_data for job in jobs], held_out)
 
 
-def first_positions(jobs: Sequence[PreparedJob]) -> list[JobPosition]:
-    """Returns the positions at the start of the run of the jobs that have steps."""
-    positions = [
-        JobPosition(
+def first_positions(jobs: Sequence[PreparedJob]) -> list[Position]:
+    """Returns the positions at the start of the run of the jobs that have steps.
+
+    They are in the order in which the jobs start, and the first ones have the slots.
+    """
+    left = [i for i, job in enumerate(jobs) if job.first_step < job.num_steps]
+    left.sort(key=lambda i: -jobs[i].settings.priority)
+    return [
+        Position(
             job=i,
-            priority=j.settings.priority,
-            slot=None,
-            step=j.first_step,
-            num_steps=j.num_steps,
-            batch_tokens=j.batch_tokens,
+            owner=slot,
+            batch=jobs[i].first_step,
+            num_batches=jobs[i].num_steps,
+            batch_tokens=jobs[i].batch_tokens,
         )
-        for i, j in enumerate(jobs)
+        for slot, i in enumerate(left)
     ]
-    return [p for p in positions if p.step < p.num_steps]
 
 
 def is_divided(spec: DecoderSpec, tensor: int, block_tokens: int) -> bool:

@@ -5,12 +5,12 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jaxlora.common.counted import counted
-from jaxlora.plan.job.job_slots import JobPosition, assign_slots
+from jaxlora.plan.job.job_slots import assign_slots
 from jaxlora.plan.stream_plan import StreamPlan
 from jaxlora.run.events import (
     EvalEvent,
@@ -23,6 +23,8 @@ from jaxlora.run.events import (
     losses_by_set,
 )
 from jaxlora.run.saved_run import SavedStream
+from jaxlora.scheduler.admission import Candidate
+from jaxlora.scheduler.streams.state import Position
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.job_state import JobState
 from jaxlora.train.run import Run
@@ -89,19 +91,17 @@ class JobLifecycle:
         """Returns the number of a job in the run."""
         return self.jobs.index(job)
 
-    def _position(self, job: JobState, num_steps: int) -> JobPosition:
-        return JobPosition(
-            job=self.number(job),
-            priority=job.settings.priority,
-            slot=job.progress.slot,
-            step=job.progress.step,
-            num_steps=num_steps,
-            batch_tokens=job.batch_tokens,
-        )
-
     def _plan(self, job: JobState) -> None:
         """Adds a job with a slot to the microbatches that are not taken yet."""
-        self._ticks.start(self._position(job, self._num_allowed(job)).in_stream)
+        self._ticks.start(
+            Position(
+                job=self.number(job),
+                owner=job.slot,
+                batch=job.progress.step,
+                num_batches=self._num_allowed(job),
+                batch_tokens=job.batch_tokens,
+            )
+        )
 
     def _num_allowed(self, job: JobState) -> int:
         """Returns the number of steps to which a job is planned.
@@ -116,11 +116,11 @@ class JobLifecycle:
         """The running jobs that have microbatches left before they may have to wait."""
         return [j for j in self.by_slot.values() if not self._ticks.is_done(j.slot)]
 
-    def _positions(self) -> list[JobPosition]:
-        """Returns the positions of running jobs, and of those that may start."""
+    def _candidates(self) -> list[Candidate]:
+        """Returns the running jobs, and those that may start."""
         return [
-            self._position(job, job.num_steps)
-            for job in self.jobs
+            Candidate(job=number, priority=job.settings.priority)
+            for number, job in enumerate(self.jobs)
             if job.has_slot
             or not (
                 job.progress.is_over or job.awaits or self._why_held(job) is not None
@@ -134,7 +134,7 @@ class JobLifecycle:
 
     def has_work(self) -> bool:
         """Whether a job runs or may start."""
-        return bool(self.active or any(p.slot is None for p in self._positions()))
+        return bool(self.active) or len(self._candidates()) > len(self.by_slot)
 
     def is_settled(self) -> bool:
         """Whether nothing has come up since the last `change`."""
@@ -162,19 +162,21 @@ class JobLifecycle:
         here = [job for job in at_border if job.has_slot]
         self._pause_held(here)
         self._make_room(here)
-        positions = assign_slots(
-            self._positions(),
+        candidates = self._candidates()
+        slots = assign_slots(
+            candidates,
+            {self.number(job): slot for slot, job in self.by_slot.items()},
             self._run.plan.num_slots,
             preempts=self._run.plan.config.preempt,
         )
-        for job in [self.jobs[p.job] for p in positions if p.slot is None]:
+        for job in [self.jobs[c.job] for c in candidates if c.job not in slots]:
             if job.has_slot and job in here:
                 self._pause(job, "a job of higher priority has its slot")
-        self._start_jobs(positions)
+        self._start_jobs(slots)
         # A slot may have been left or may not be free yet, and a job that is to pause
         # may be in the middle of a batch: look again.
         is_settled = not self._has_left and all(
-            self.jobs[p.job].progress.slot == p.slot for p in positions
+            self.jobs[c.job].progress.slot == slots.get(c.job) for c in candidates
         )
         is_settled &= all(self._why_held(job) is None for job in self.active)
         self._settled = seen if is_settled else None
@@ -199,20 +201,19 @@ class JobLifecycle:
         idle = [j for j in at_border if j.has_slot and self._ticks.is_done(j.slot)]
         if not idle:
             return
-        num_waiting = sum(position.slot is None for position in self._positions())
-        num_missing = num_waiting + len(self.by_slot) - self._run.plan.num_slots
+        num_missing = len(self._candidates()) - self._run.plan.num_slots
         for job in idle[: max(0, num_missing)]:
             self._pause(job, self._why_held(job) or "")
 
-    def _start_jobs(self, positions: Sequence[JobPosition]) -> None:
-        """Starts jobs that get a slot, and evaluates them if due.
+    def _start_jobs(self, slots: Mapping[int, int]) -> None:
+        """Starts jobs that get a slot, by number, and evaluates them if due.
 
         A job that was paused continues, and is not evaluated again.
         """
         new = []
-        for position in positions:
-            job, slot = self.jobs[position.job], position.slot
-            if slot is None or job.has_slot or not self.may_start:
+        for number, slot in sorted(slots.items()):
+            job = self.jobs[number]
+            if job.has_slot or not self.may_start:
                 continue
             if slot in self.by_slot or not self._ticks.is_free(slot):
                 continue  # soon

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from jaxlora.config import RunConfig
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.plan.job.job_slots import JobPosition
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.run_plan import RunPlan, laid_out
+from jaxlora.scheduler.streams.state import Position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,14 +30,13 @@ class MadeUp(Search):
     bounds: Bounds
 
     @property
-    def positions(self) -> list[JobPosition]:  # pyrefly: ignore[bad-override]
+    def positions(self) -> list[Position]:  # pyrefly: ignore[bad-override]
         return [
-            JobPosition(
+            Position(
                 job=number,
-                priority=0,
-                slot=None,
-                step=0,
-                num_steps=20,
+                owner=number,
+                batch=0,
+                num_batches=20,
                 batch_tokens=sum(job.lengths(0)),
             )
             for number, job in enumerate(self.jobs)

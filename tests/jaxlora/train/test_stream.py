@@ -6,11 +6,6 @@ import threading
 import pytest
 
 from jaxlora import RunConfig, Trainer
-from jaxlora.plan.job.job_slots import (
-    JobPosition,
-    assign_slots,
-    next_samples,
-)
 from jaxlora.run.log import read_events
 from jaxlora.scheduler.streams.plan_ahead import PlanAhead
 from jaxlora.scheduler.windows import planner
@@ -228,46 +223,3 @@ def test_higher_priorities_start_first(train, jobs):
 
     train(ranked, max_concurrent_jobs=1, window_steps=1, on_window=on_window)
     assert order == ["job1", "job3", "job0", "job2"]
-
-
-def position(job, *, slot=None, step=0, num_steps=5, priority=0) -> JobPosition:
-    return JobPosition(
-        job=job, priority=priority, slot=slot, step=step, num_steps=num_steps
-    )
-
-
-def test_the_first_free_slots_are_taken():
-    positions = [
-        position(0, slot=1, step=3),
-        position(1),
-        position(2, priority=1),
-        position(3),
-    ]
-    filled = assign_slots(positions, 3, preempts=False)
-    assert [p.slot for p in filled] == [1, 2, 0, None]
-    samples = next_samples(filled, 4, lambda job, step: [10 * job + step] * 2)
-    assert len(samples) == 2 * (2 + 4 + 4)  # job 0 has two steps left
-    assert samples[0].owner == 1 and samples[0].batch == 3
-    assert {s.num_tokens for s in samples if s.owner == 0} == {20, 21, 22, 23}
-
-
-def test_higher_priorities_take_slots():
-    """The lowest priority gives way, of equals the last; only to a higher one."""
-    positions = [
-        position(0, slot=1, step=3),
-        position(1, slot=0, step=3),
-        position(2, slot=2, priority=2),
-        position(3, priority=2),
-        position(4),
-    ]
-
-    def slots(positions, **settings):
-        return [p.slot for p in assign_slots(positions, 3, **settings)]
-
-    assert slots(positions, preempts=False) == [1, 0, 2, None, None]
-    assert slots(positions, preempts=True) == [1, None, 2, 0, None]
-    # Where no job is paused, both settings choose the same jobs and slots.
-    waiting = [position(i, priority=i % 3) for i in range(7)]
-    assert slots(waiting, preempts=True) == slots(waiting, preempts=False)
-    # A paused job continues before those of its priority that came after it.
-    assert [p.slot for p in assign_slots(positions[1:2], 3, preempts=True)] == [0]
