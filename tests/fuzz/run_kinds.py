@@ -11,8 +11,7 @@ from unittest import mock
 
 from jaxlora import FrozenModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.inspect import inspect_path
-from jaxlora.plan.run_plan import RunPlan
-from jaxlora.train import control
+from jaxlora.train import control, run
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.loop import Loop
 from jaxlora.train.report.plot import plot_losses
@@ -51,7 +50,7 @@ def without_computing(**loop_methods) -> Iterator[None]:
             patches.enter_context(mock.patch.object(Loop, name, function))
         for owner, name, stub in (
             (JobLifecycle, "evaluate", lambda *_: None),
-            (RunPlan, "fit", lambda self, *_: self),
+            (run, "fit", lambda plan, _: plan),
             (control, "write_report", lambda *_, **__: None),
         ):
             patches.enter_context(mock.patch.object(owner, name, stub))

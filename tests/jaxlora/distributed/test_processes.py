@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxlora.distributed import agreement, processes
-from jaxlora.errors import CheckpointError, ConfigError, StorageError
+from jaxlora.distributed import processes
+from jaxlora.errors import ConfigError, StorageError
 
 
 def test_one_process_exchanges_nothing():
@@ -26,15 +26,6 @@ def test_a_value_that_the_first_process_lacks_differs(monkeypatch):
     monkeypatch.setattr(processes, "gather", lambda value: answers)
     with pytest.raises(ConfigError, match=r"mesh is None on process 0 and 2 on"):
         processes.check_same({}, "Do this.")
-
-
-def test_all_processes_see_one_newest_checkpoint(monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "from_first", lambda make: 4)
-    agreement.check_newest(tmp_path, 4)
-    for newest in (3, None):
-        text = f"sees checkpoint {newest} in .*, and process 0 sees 4"
-        with pytest.raises(CheckpointError, match=text):
-            agreement.check_newest(tmp_path, newest)
 
 
 def test_other_processes_raise_the_error_of_the_first(monkeypatch):

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.errors import ConfigError
 from jaxlora.run.events import CheckpointEvent, ExportEvent
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
@@ -149,3 +150,14 @@ def test_after_a_failure_no_checkpoint_is_written(store, disk):
         store.written(waits=True)
     store.close()
     assert 3 not in disk.written
+
+
+def test_all_processes_see_one_newest_checkpoint(tmp_path, monkeypatch):
+    def gathered(value):
+        host, values = value
+        return [(host, values), ("other", dict.fromkeys(values, 3))]
+
+    monkeypatch.setattr(run_store, "newest_checkpoint", lambda folder: 4)
+    monkeypatch.setattr(run_store.processes, "gather", gathered)
+    with pytest.raises(ConfigError, match="is 4 on process 0 and 3 on process 1"):
+        RunStore(tmp_path, Mock(RunLock), None, keep=2)

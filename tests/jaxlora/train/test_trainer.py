@@ -300,9 +300,9 @@ def test_problems_of_several_jobs_data_come_together(config, model, tmp_path, jo
     with pytest.raises(ConfigError) as found:
         Trainer(run, model)
     first, second = str(found.value).splitlines()
-    assert "jobs[0]" in first
+    assert "jobs.0: " in first
     assert "none.jsonl" in first
-    assert "jobs[2]" in second
+    assert "jobs.2: " in second
     assert "broken.jsonl" in second
     assert not pathlib.Path(run.output_dir).exists()
 

@@ -369,7 +369,7 @@ def test_damaged_arrow_tables(tmp_path, suffix):
 
 @pytest.mark.parametrize("name", ["x" * 300, "/tmp/" + "y" * 5000, "~nobody-here/a"])
 def test_impossible_paths(name):
-    match = r"can have a name of at most 255|cannot be a path"
+    match = r"bytes, and can have at most 255|cannot be a path"
     with pytest.raises((ConfigError, DataError), match=match):
         read(name)
 
