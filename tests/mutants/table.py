@@ -103,7 +103,7 @@ _ORDER_AND_RESUME = (
     _mutant(
         "the seal of a record is not compared",
         "if found == FORMAT and seal != checksum(values):",
-        "if found == FORMAT and not seal:",
+        "if found == FORMAT and not (seal or checksum(values)):",
         "tests/jaxlora/run/test_saved_run.py",
     ),
     _mutant(
