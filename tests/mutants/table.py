@@ -130,6 +130,18 @@ _ORDER_AND_RESUME = (
         "            step=0,\n",
         f"{_TRAIN}/test_preemption.py::test_a_kill_while_a_job_is_paused",
     ),
+    _mutant(
+        "a resumed job takes the log-probabilities of other data",
+        "if key != _key(job, base) or sizes != wanted:",
+        "if sizes != wanted:",
+        f"{_TRAIN}/test_preferences.py::test_a_resumed_run_ends_in_the_same_bits",
+    ),
+    _mutant(
+        "a resumed job takes fewer log-probabilities than it has samples",
+        "if key != _key(job, base) or sizes != wanted:",
+        "if key != _key(job, base):",
+        f"{_TRAIN}/test_preferences.py::test_a_resumed_run_ends_in_the_same_bits",
+    ),
 )
 
 _FILES = (
