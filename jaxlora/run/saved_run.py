@@ -100,7 +100,6 @@ class SavedRun:
         stream: The microbatches that follow.
         sweep: Decisions of the run's sweep; None if it has none.
         suggested: The place on each axis of configurations that were suggested.
-        places: Where the data of each job that are streamed go on.
         checksums: XXH3 of each array in the file of tensors, by name.
     """
 
