@@ -24,7 +24,7 @@ from jaxlora.common.cache_home import (
 )
 from jaxlora.common.json_file import parse_json
 from jaxlora.costs.gpus import DeviceSpeed
-from jaxlora.costs.stages import decoder_seconds
+from jaxlora.costs.stages import decoder_seconds, total
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.key import canonical
@@ -188,7 +188,7 @@ class _File(DeviceFile):
 
 def estimate(spec: DecoderSpec, speed: DeviceSpeed) -> float:
     """Estimates the time of a token in both passes of a whole decoder."""
-    return decoder_seconds(spec, speed, mean_tokens=_MEAN_TOKENS).whole.both
+    return total(decoder_seconds(spec, speed, mean_tokens=_MEAN_TOKENS)).both
 
 
 @functools.lru_cache(maxsize=32)  # a choice of a mesh asks hundreds of times
@@ -253,16 +253,12 @@ def read_text(device_kind: str) -> str | None:
 
     Only a file of this user, in a folder of this user, is read.
     """
-    try:
-        path = profile_path(device_kind)
-    except RuntimeError:
-        return None
 
     def checked(text: str) -> str:
         parse(text, device_kind)
         return text
 
-    return read_private(path, "profile", checked)
+    return read_private("profiles", device_kind, checked)
 
 
 def parse(text: str | None, device_kind: str) -> tuple[Profile, ...]:

@@ -1,24 +1,13 @@
-"""Assigns the slots of a run to jobs, and gives the first samples of these jobs.
+"""Assigns the slots of a run to jobs.
 
-The functions are pure, and depend only on the position of each job. The trainer and
-`jaxlora plan` use them alike.
+The assignment is pure, and depends only on the position of each job. The trainer and
+`jaxlora plan` use it alike.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from jaxlora.scheduler import (
-    AffineCost,
-    CostModel,
-    Lanes,
-    Limits,
-    PackerName,
-    Sample,
-    Schedule,
-    pack_ticks,
-)
 from jaxlora.scheduler.admission import Candidate, admit, preempt
-from jaxlora.scheduler.lanes import ONE_LANE
 from jaxlora.scheduler.streams.state import Position
 
 
@@ -89,63 +78,3 @@ def assign_slots(
     free = [slot for slot in range(num_slots) if slot not in taken]
     slots |= {c.job: slot for c, slot in zip(started, free, strict=False)}
     return [dataclasses.replace(p, slot=slots.get(p.job)) for p in positions]
-
-
-def next_samples(
-    positions: Sequence[JobPosition],
-    num_steps: int,
-    lengths: Callable[[int, int], Sequence[int]],
-) -> tuple[Sample, ...]:
-    """Returns the samples of the next steps; they name their job by its slot.
-
-    Args:
-        positions: Positions of the jobs, with their slots.
-        num_steps: Largest number of optimizer steps of a job.
-        lengths: Given the number of a job and a step, returns the tokens of each sample
-            of that global batch.
-    """
-    return tuple(
-        Sample(owner=position.slot, batch=step, index=i, num_tokens=num_tokens)
-        for position in positions
-        if position.slot is not None
-        for step in range(
-            position.step, min(position.step + num_steps, position.num_steps)
-        )
-        for i, num_tokens in enumerate(lengths(position.job, step))
-    )
-
-
-def fixed_shape_cost(capacity: int, num_stages: int = 1) -> CostModel:
-    """Returns the cost of microbatches that all run in one shape, padding included.
-
-    The unit is the time that one device needs for the forward and backward pass of one
-    token through the whole model.
-    """
-    half = AffineCost(base=0.0, per_token=0.5 / num_stages, per_square=0.0)
-    return CostModel.uniform(
-        num_stages, forward=half, backward=half, buckets=(capacity,)
-    )
-
-
-def pack_whole(
-    samples: Sequence[Sample],
-    limits: Limits,
-    packer: PackerName,
-    lanes: Lanes = ONE_LANE,
-) -> Schedule:
-    """Packs whole batches into ticks of the lanes, which all run in one shape.
-
-    Args:
-        samples: The samples; they name their job by its slot.
-        limits: Limits of a microbatch.
-        packer: Name of the packer.
-        lanes: The lanes of the run; by default one device.
-
-    Returns:
-        A schedule whose number of microbatches is a multiple of the number of lanes.
-
-    Raises:
-        ValueError: A sample is longer than the capacity.
-    """
-    cost = fixed_shape_cost(limits.capacity, lanes.pipeline.num_stages)
-    return pack_ticks(samples, limits, packer, lanes, cost)
