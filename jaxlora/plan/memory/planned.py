@@ -28,18 +28,14 @@ def traceable(spec: DecoderSpec, block_tokens: int) -> DecoderSpec:
     name = get_backend(options.implementation).traced_as
     if name is None:
         name = options.implementation
-    elif not _runs(name, spec, block_tokens):
-        name = "xla"
+    else:
+        with planned_for(TRACED_ON):
+            why = kernels_unsupported(get_backend(name), spec, block_tokens, extra=())
+        name = name if why is None else "xla"
     options = dataclasses.replace(
         options, implementation=name, attention=attention.name
     )
     return dataclasses.replace(spec, options=options)
-
-
-def _runs(name: str, spec: DecoderSpec, block_tokens: int) -> bool:
-    with planned_for(TRACED_ON):
-        found = kernels_unsupported(get_backend(name), spec, block_tokens, extra=())
-    return found is None
 
 
 def attention_bytes(spec: DecoderSpec, num_tokens: int) -> float | None:

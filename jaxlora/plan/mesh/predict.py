@@ -334,6 +334,8 @@ def _overlapped(compute: float, transfer: float) -> float:
 
 def _gathered_bytes(spec: DecoderSpec, fsdp: int, tensor: int) -> float:
     """Bytes of weights that a device receives in each pass of a stage."""
+    if fsdp == 1:
+        return 0.0
     return num_bytes(spec.part(tensor).base_shapes()) * (fsdp - 1) / fsdp
 
 
