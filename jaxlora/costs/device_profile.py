@@ -30,6 +30,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.key import canonical
 from jaxlora.scheduler import AffineCost
 
+_FOLDER = "profiles"  # in the user's cache
 _MOST_PROFILES = 64  # of a device; the oldest goes first
 _MEAN_TOKENS = 512.0  # of the estimates that two decoders are compared by
 
@@ -239,15 +240,6 @@ def find_profile(
 # ---- the file ------------------------------------------------------------------------
 
 
-def profile_path(device_kind: str) -> pathlib.Path:
-    """Returns the path of a device's file in the user's cache.
-
-    Raises:
-        RuntimeError: There is no home folder.
-    """
-    return device_path("profiles", device_kind)
-
-
 def read_text(device_kind: str) -> str | None:
     """Reads the file of a device; None, with a line in the log, if it cannot be used.
 
@@ -258,7 +250,7 @@ def read_text(device_kind: str) -> str | None:
         parse(text, device_kind)
         return text
 
-    return read_private("profiles", device_kind, checked)
+    return read_private(_FOLDER, device_kind, checked)
 
 
 def parse(text: str | None, device_kind: str) -> tuple[Profile, ...]:
@@ -283,7 +275,7 @@ def parse(text: str | None, device_kind: str) -> tuple[Profile, ...]:
 def _own_path(device_kind: str) -> pathlib.Path:
     """Returns the path in the cache, in a folder that is there."""
     try:
-        path = profile_path(device_kind)
+        path = device_path(_FOLDER, device_kind)
     except RuntimeError as error:
         why = "there is no home folder for the cache: give --output."
         raise ConfigError(why) from error
