@@ -6,13 +6,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 
-def cut_layers(
-    layer_costs: Sequence[float],
-    num_stages: int,
-    *,
-    first: float = 0.0,
-    last: float = 0.0,
-) -> tuple[int, ...]:
+def cut_layers(layer_costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Divides layers into contiguous stages, so that the slowest one is fastest.
 
     Among the divisions with the same slowest stage, the one with the smallest sum of
@@ -23,8 +17,6 @@ def cut_layers(
     Args:
         layer_costs: Cost of each layer, in any unit.
         num_stages: Number of stages (S).
-        first: Further cost of the first stage, such as that of the embedding.
-        last: Further cost of the last stage, such as that of the head and the loss.
 
     Returns:
         Borders, S + 1 numbers from 0 to L: stage s has the layers from `borders[s]` to
@@ -40,15 +32,11 @@ def cut_layers(
             f"num_layers={num_layers} cannot be divided into num_stages={num_stages} "
             f"pipeline stages of at least one layer each. Use 1 to {num_layers}."
         )
-    bad = [cost for cost in (*layer_costs, first, last) if not 0 <= cost < math.inf]
+    bad = [cost for cost in layer_costs if not 0 <= cost < math.inf]
     if bad:
         raise ValueError(f"a cost is {bad[0]}, but costs are finite and at least 0.")
-    first, last, *costs = _as_integers([first, last, *layer_costs])
-    sums = [0, *itertools.accumulate(costs)]
-
-    def stage_cost(stage: int, start: int, stop: int) -> int:
-        ends = first * (stage == 0) + last * (stage == num_stages - 1)
-        return sums[stop] - sums[start] + ends
+    sums = [0, *itertools.accumulate(_as_integers(layer_costs))]
+    stage_cost = lambda start, stop: sums[stop] - sums[start]
 
     slowest, _ = _cheapest(stage_cost, num_layers, num_stages, max)
     _, borders = _cheapest(
@@ -65,7 +53,7 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
 
 
 def _cheapest(
-    stage_cost: Callable[[int, int, int], int],
+    stage_cost: Callable[[int, int], int],
     num_layers: int,
     num_stages: int,
     add: Callable[[int, int], int],
@@ -74,8 +62,7 @@ def _cheapest(
     """Returns the smallest value of any division, and the first such division.
 
     Args:
-        stage_cost: Cost of a stage, by its number, its first layer, and the layer after
-            its last one.
+        stage_cost: Cost of a stage, by its first layer and the one after its last.
         num_layers: Number of layers.
         num_stages: Number of stages.
         add: Returns the value of a division from its first stage's cost and the value
@@ -90,7 +77,7 @@ def _cheapest(
             divisions = [
                 (add(cost, value), (start, *borders))
                 for stop, (value, borders) in rest.items()
-                if stop > start and (cost := stage_cost(stage, start, stop)) <= limit
+                if stop > start and (cost := stage_cost(start, stop)) <= limit
             ]
             if divisions:
                 best[start] = min(divisions)

@@ -107,17 +107,21 @@ def validated[F: DeviceFile](kind: type[F], text: str, device_kind: str) -> F:
 
 
 def read_private[T](
-    path: pathlib.Path, what: str, parse: Callable[[str], T]
+    folder: str, device_kind: str, parse: Callable[[str], T]
 ) -> T | None:
-    """Reads a file; None, with a line in the log, if it cannot be used.
+    """Reads a device's file; None, with a line in the log, if it cannot be used.
 
     Only a file of this user, in a folder of this user, is read.
 
     Args:
-        path: The file.
-        what: What it holds, for the log.
+        folder: The folder of the user's cache.
+        device_kind: JAX's name of the device.
         parse: Returns what its text holds; raises ValueError if it is damaged.
     """
+    try:
+        path = device_path(folder, device_kind)
+    except RuntimeError:
+        return None
     try:
         check_private(path.parent.stat(), path.parent)
         with open_regular_file(path, follow=False) as file:
@@ -130,5 +134,5 @@ def read_private[T](
         return None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or cut(error)
-        logger.warning("%s: %s is not used: %s", what, path, why)
+        logger.warning("%s: %s is not used: %s", folder, path, why)
         return None

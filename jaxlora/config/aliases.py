@@ -4,35 +4,25 @@ A name is accepted where it means exactly the same as one of ours. For the other
 error says how to convert them.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OtherNames:
-    """Names that other tools have for the settings of one configuration.
+def find_hint(hints: Mapping[str, str], key: str, value: Any) -> str | None:
+    """Returns what to write instead of another tool's setting, for its value.
 
-    Attributes:
-        same: Our name of each setting that means the same.
-        hints: For other settings, what to write instead, as a sentence.
+    Args:
+        hints: What to write instead of each setting, as a sentence.
+        key: The setting.
+        value: Its value.
     """
-
-    same: Mapping[str, str]
-    hints: Mapping[str, str]
-
-    def hint(self, key: str, value: Any) -> str | None:
-        """Returns what to write instead of another tool's setting, for its value."""
-        if (hint := self.hints.get(key)) is None:
-            return None
-        if _is_off(value) and not hint.startswith(_LEAVE_OUT):
-            hint = f"{_LEAVE_OUT}."
-        if _is_off(value) and value not in (None, "", [], {}):
-            hint = HINTS_IF_OFF.get(key, hint)
-        return hint
-
-
-NO_NAMES = OtherNames(same={}, hints={})
+    if (hint := hints.get(key)) is None:
+        return None
+    if _is_off(value) and not hint.startswith(_LEAVE_OUT):
+        hint = f"{_LEAVE_OUT}."
+    if _is_off(value) and value not in (None, "", [], {}):
+        hint = HINTS_IF_OFF.get(key, hint)
+    return hint
 
 
 def _is_off(value: Any) -> bool:
@@ -131,93 +121,90 @@ HINTS_IF_OFF: Mapping[str, str] = {
     "assistant_only_loss": _ON_ALL,
 }
 
-OF_JOB = OtherNames(
-    same={
-        "r": "rank",
-        "lora_r": "rank",
-        "lora_rank": "rank",
-        "lora_dropout": "dropout",
-        "lora_target_modules": "target_modules",
-        "lora_modules_to_save": "modules_to_save",
-        "additional_target": "modules_to_save",
-        "peft_init_lora_weights": "init_lora_weights",
-        "peft_loftq_config": "loftq_config",
-        "peft_layers_pattern": "layers_pattern",
-        "peft_layers_to_transform": "layers_to_transform",
-        "peft_use_dora": "use_dora",
-        "peft_use_rslora": "use_rslora",
-        "loraplus_lr_ratio": "lora_plus_ratio",
-        "num_train_epochs": "epochs",
-        "num_epochs": "epochs",
-        "max_steps": "steps",
-        "lr_scheduler_type": "lr_schedule",
-        "lr_scheduler": "lr_schedule",
-        "lr_scheduler_kwargs": "lr_schedule_args",
-        "adam_beta1": "adam_b1",
-        "adam_beta2": "adam_b2",
-        "adam_epsilon": "adam_eps",
-        "max_seq_length": "max_length",
-        "eval_steps": "eval_every",
-        "early_stopping_patience": "early_stopping",
-        "early_stopping_threshold": "early_stopping_delta",
-        "load_best_model_at_end": "keep_best",
-    },
-    hints={
-        "per_device_train_batch_size": _BATCH,
-        "micro_batch_size": _BATCH,
-        "gradient_accumulation_steps": _BATCH,
-        "per_device_eval_batch_size": "Leave it out: evaluation fills microbatches.",
-        "eval_batch_size": "Leave it out: evaluation fills microbatches.",
-        "sequence_len": "Set max_length. Axolotl drops longer samples: to do the same, "
-        "set `too_long: drop` as well.",
-        "cutoff_len": "Set max_length; a longer sample is cut at its end.",
-        "val_set_size": "Set eval_fraction, the share of the records that is held out.",
-        "test_size": "Set eval_fraction, the share of the records that is held out.",
-        "test_split_size": "Set eval_fraction, the share of the records held out.",
-        "eval_strategy": "Set eval_every, in optimizer steps.",
-        "evals_per_epoch": "Set eval_every, in optimizer steps.",
-        "lora_target": "Set target_modules: a list of suffixes, or all-linear.",
-        "lora_target_linear": "Set `target_modules: all-linear`.",
-        "ensure_weight_tying": "Leave it out: modules_to_save copies embedding and "
-        "head each by itself, and trainable_token_indices train both ends if they are "
-        "tied.",
-        "embedding_learning_rate": "Leave it out: all that an adapter trains has the "
-        "job's learning_rate.",
-        "bias": "Set `train_bias: true` for lora_only; other biases stay frozen.",
-        "lora_bias": _FROZEN,
-        "lora_model_dir": "Set init_from: the PEFT folder to start from.",
-        "adapter_name_or_path": "Set init_from: the PEFT folder to start from.",
-        "task_type": "Leave it out: the objective decides it.",
-        "packing": _PACKING,
-        "sample_packing": _PACKING,
-        "neat_packing": _PACKING,
-        "pad_to_sequence_len": _PACKING,
-        "group_by_length": _PACKING,
-        "optim": _OPTIMIZER,
-        "random_state": "Set seed.",
-        "train_on_inputs": _LOSS_ON,
-        "train_on_prompt": _LOSS_ON,
-        "completion_only_loss": _LOSS_ON,
-        "assistant_only_loss": _LOSS_ON,
-        "dataset_text_field": "Set text in data.",
-        "max_samples": "Set limit in data.",
-        "neftune_noise_alpha": "Leave it out: no noise is added to embeddings.",
-        **_OF_MODELS,
-    },
-)
+# Our name of each setting that means the same, by that of another tool; and for other
+# settings, what to write instead. A run has the hints of jobs.
+JOB_NAMES: Mapping[str, str] = {
+    "r": "rank",
+    "lora_r": "rank",
+    "lora_rank": "rank",
+    "lora_dropout": "dropout",
+    "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "additional_target": "modules_to_save",
+    "peft_init_lora_weights": "init_lora_weights",
+    "peft_loftq_config": "loftq_config",
+    "peft_layers_pattern": "layers_pattern",
+    "peft_layers_to_transform": "layers_to_transform",
+    "peft_use_dora": "use_dora",
+    "peft_use_rslora": "use_rslora",
+    "loraplus_lr_ratio": "lora_plus_ratio",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "lr_scheduler_type": "lr_schedule",
+    "lr_scheduler": "lr_schedule",
+    "lr_scheduler_kwargs": "lr_schedule_args",
+    "adam_beta1": "adam_b1",
+    "adam_beta2": "adam_b2",
+    "adam_epsilon": "adam_eps",
+    "max_seq_length": "max_length",
+    "eval_steps": "eval_every",
+    "early_stopping_patience": "early_stopping",
+    "early_stopping_threshold": "early_stopping_delta",
+    "load_best_model_at_end": "keep_best",
+}
+JOB_HINTS: Mapping[str, str] = {
+    "per_device_train_batch_size": _BATCH,
+    "micro_batch_size": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "per_device_eval_batch_size": "Leave it out: evaluation fills microbatches.",
+    "eval_batch_size": "Leave it out: evaluation fills microbatches.",
+    "sequence_len": "Set max_length. Axolotl drops longer samples: to do the same, "
+    "set `too_long: drop` as well.",
+    "cutoff_len": "Set max_length; a longer sample is cut at its end.",
+    "val_set_size": "Set eval_fraction, the share of the records that is held out.",
+    "test_size": "Set eval_fraction, the share of the records that is held out.",
+    "test_split_size": "Set eval_fraction, the share of the records held out.",
+    "eval_strategy": "Set eval_every, in optimizer steps.",
+    "evals_per_epoch": "Set eval_every, in optimizer steps.",
+    "lora_target": "Set target_modules: a list of suffixes, or all-linear.",
+    "lora_target_linear": "Set `target_modules: all-linear`.",
+    "ensure_weight_tying": "Leave it out: modules_to_save copies embedding and "
+    "head each by itself, and trainable_token_indices train both ends if they are "
+    "tied.",
+    "embedding_learning_rate": "Leave it out: all that an adapter trains has the "
+    "job's learning_rate.",
+    "bias": "Set `train_bias: true` for lora_only; other biases stay frozen.",
+    "lora_bias": _FROZEN,
+    "lora_model_dir": "Set init_from: the PEFT folder to start from.",
+    "adapter_name_or_path": "Set init_from: the PEFT folder to start from.",
+    "task_type": "Leave it out: the objective decides it.",
+    "packing": _PACKING,
+    "sample_packing": _PACKING,
+    "neat_packing": _PACKING,
+    "pad_to_sequence_len": _PACKING,
+    "group_by_length": _PACKING,
+    "optim": _OPTIMIZER,
+    "random_state": "Set seed.",
+    "train_on_inputs": _LOSS_ON,
+    "train_on_prompt": _LOSS_ON,
+    "completion_only_loss": _LOSS_ON,
+    "assistant_only_loss": _LOSS_ON,
+    "dataset_text_field": "Set text in data.",
+    "max_samples": "Set limit in data.",
+    "neftune_noise_alpha": "Leave it out: no noise is added to embeddings.",
+    **_OF_MODELS,
+}
 
-OF_RUN = OtherNames(
-    same={
-        "base_model": "model",
-        "model_name_or_path": "model",
-        "model_name": "model",
-        "base_model_name_or_path": "model",
-        "model_revision": "revision",
-        "revision_of_model": "revision",
-        "save_total_limit": "keep_checkpoints",
-    },
-    hints=OF_JOB.hints,
-)
+RUN_NAMES: Mapping[str, str] = {
+    "base_model": "model",
+    "model_name_or_path": "model",
+    "model_name": "model",
+    "base_model_name_or_path": "model",
+    "model_revision": "revision",
+    "revision_of_model": "revision",
+    "save_total_limit": "keep_checkpoints",
+}
 
 # What `streaming` is for in other tools.
 STREAMING = (
@@ -226,23 +213,21 @@ STREAMING = (
     "disk, set limit: the records after it are not downloaded. Leave streaming out."
 )
 
-OF_DATA = OtherNames(
-    same={"dataset_text_field": "text", "max_samples": "limit"},
-    hints={
-        "mix_strategy": "Set mix: concat or interleave; interleave_under and "
-        "interleave_over are the stopping_strategy first_exhausted and all_exhausted.",
-        "interleave_probs": "Set probabilities: a list with one for each data set.",
-        "streaming": STREAMING,
-        "buffer_size": "All samples of a data set are shuffled. Leave it out.",
-        "shuffle_buffer": "All samples of a data set are shuffled. Leave it out.",
-        "skip": "Set eval_fraction to hold out records; or split for a part of a "
-        "dataset on the hub, such as train[1000:].",
-        "weights": "Set `mix: interleave` and probabilities beside datasets.",
-        "type": "Set kind if the fields of the records do not tell what they are.",
-        "name": "Set subset for the configuration of a dataset on the hub.",
-        "field_messages": "Set messages to the name of the field.",
-        "train_on_inputs": _LOSS_ON,
-        "train_on": _LOSS_ON,
-        "mask_history": "Set `loss_on: last` to train on the last answer only.",
-    },
-)
+DATA_NAMES: Mapping[str, str] = {"dataset_text_field": "text", "max_samples": "limit"}
+DATA_HINTS: Mapping[str, str] = {
+    "mix_strategy": "Set mix: concat or interleave; interleave_under and "
+    "interleave_over are the stopping_strategy first_exhausted and all_exhausted.",
+    "interleave_probs": "Set probabilities: a list with one for each data set.",
+    "streaming": STREAMING,
+    "buffer_size": "All samples of a data set are shuffled. Leave it out.",
+    "shuffle_buffer": "All samples of a data set are shuffled. Leave it out.",
+    "skip": "Set eval_fraction to hold out records; or split for a part of a "
+    "dataset on the hub, such as train[1000:].",
+    "weights": "Set `mix: interleave` and probabilities beside datasets.",
+    "type": "Set kind if the fields of the records do not tell what they are.",
+    "name": "Set subset for the configuration of a dataset on the hub.",
+    "field_messages": "Set messages to the name of the field.",
+    "train_on_inputs": _LOSS_ON,
+    "train_on": _LOSS_ON,
+    "mask_history": "Set `loss_on: last` to train on the last answer only.",
+}

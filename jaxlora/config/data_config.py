@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BeforeValidator
 
-from jaxlora.config.aliases import OF_DATA
+from jaxlora.config.aliases import DATA_HINTS, DATA_NAMES
 from jaxlora.config.strict import (
     Bool,
     InputPath,
@@ -219,7 +219,7 @@ class DataConfig(StrictModel):
             again), or with the last one, each sample once.
     """
 
-    aliases = OF_DATA
+    aliases, hints = DATA_NAMES, DATA_HINTS
     rules = (_one_or_several, _shares)
 
     path: InputPath = ""

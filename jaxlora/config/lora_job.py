@@ -6,7 +6,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxlora.common.job_name import check_job_name
-from jaxlora.config.aliases import OF_JOB
+from jaxlora.config.aliases import JOB_HINTS, JOB_NAMES
 from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.rules import OF_A_JOB, WholeModule, row_tokens, whole_modules
@@ -124,7 +124,7 @@ class LoraJob(StrictModel):
             order in which they are given. See also `RunConfig.preempt`.
     """
 
-    aliases = OF_JOB
+    aliases, hints = JOB_NAMES, JOB_HINTS
     rules = OF_A_JOB
 
     name: Annotated[str, AfterValidator(check_job_name)]

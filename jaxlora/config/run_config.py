@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from jaxlora.common.note import Note
-from jaxlora.config.aliases import OF_JOB, OF_RUN
+from jaxlora.config.aliases import JOB_HINTS, JOB_NAMES, RUN_NAMES
 from jaxlora.config.base_settings import BaseSettings
 from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import SamplesConfig
@@ -117,10 +117,10 @@ class RunConfig(BaseSettings):
             job given becomes as many jobs, and `sweep` has none any more.
     """
 
-    aliases = OF_RUN
+    aliases, hints = RUN_NAMES, JOB_HINTS
     rules = (*BaseSettings.rules, *OF_A_RUN, replica_rules)
     belongs = dict.fromkeys(
-        [*LoraJob.model_fields, *OF_JOB.same],
+        [*LoraJob.model_fields, *JOB_NAMES],
         "a job. Put it there, or into defaults for all jobs",
     )
 
@@ -260,5 +260,5 @@ class RunConfig(BaseSettings):
 
 
 LoraJob.belongs = dict.fromkeys(
-    [*RunConfig.model_fields, *OF_RUN.same], "the run. Put it beside jobs"
+    [*RunConfig.model_fields, *RUN_NAMES], "the run. Put it beside jobs"
 )

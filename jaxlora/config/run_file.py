@@ -282,7 +282,7 @@ def _job_with_defaults(job: Any, defaults: Any, ours: dict[str, str]) -> Any:
     """Adds the defaults that a job lacks, whatever it calls them."""
     if not isinstance(job, dict):
         return job
-    own = {LoraJob.aliases.same.get(key, key) for key in job}
+    own = {LoraJob.aliases.get(key, key) for key in job}
     return {k: defaults[k] for k, name in ours.items() if name not in own} | job
 
 

@@ -11,7 +11,6 @@ import pydantic
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from jaxlora.config.aliases import OtherNames
 from jaxlora.config.strict import (
     AtLeastOne,
     Number,
@@ -125,16 +124,13 @@ class Space(StrictModel):
     """
 
     rules = (_form, _probabilities)
-    aliases = OtherNames(
-        same={},
-        hints={
-            "mu": "Give a range with min and max, and distribution: uniform or "
-            "log_uniform_values.",
-            "sigma": "Give a range with min and max.",
-            "parameters": "Write a setting within another one with a dot, such as "
-            "data.limit.",
-        },
-    )
+    hints = {
+        "mu": "Give a range with min and max, and distribution: uniform or "
+        "log_uniform_values.",
+        "sigma": "Give a range with min and max.",
+        "parameters": "Write a setting within another one with a dot, such as "
+        "data.limit.",
+    }
 
     values: Annotated[tuple[Any, ...], AtLeastOne] | None = None
     probabilities: tuple[Annotated[float, Number], ...] | None = None

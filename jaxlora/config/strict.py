@@ -16,7 +16,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jaxlora.config.aliases import NO_NAMES, OtherNames
+from jaxlora.config.aliases import find_hint
 from jaxlora.problems import (
     MAPPING,
     UNKNOWN,
@@ -107,13 +107,15 @@ class StrictModel(pydantic.BaseModel):
     """A frozen configuration, whose problems are reported together.
 
     Attributes:
-        aliases: Names that other tools have for the settings.
+        aliases: Our names of settings that mean the same in other tools.
+        hints: What to write instead of other settings of theirs.
         belongs: For settings of other configurations, whose they are and where they go.
         rules: Rules between several settings, in groups. Where a setting is invalid,
             what a group says after it reads that setting is left out.
     """
 
-    aliases: ClassVar[OtherNames] = NO_NAMES
+    aliases: ClassVar[Mapping[str, str]] = {}
+    hints: ClassVar[Mapping[str, str]] = {}
     belongs: ClassVar[Mapping[str, str]] = {}
     rules: ClassVar[tuple[Rules, ...]] = ()
 
@@ -146,7 +148,7 @@ class StrictModel(pydantic.BaseModel):
         """
         # beartype does not know the type `Self`.
         kind: Any = type(self)
-        new = {kind.aliases.same.get(key, key) for key in changes}
+        new = {kind.aliases.get(key, key) for key in changes}
         given = {n: getattr(self, n) for n in self.model_fields_set if n not in new}
         return kind(**given | changes)
 
@@ -166,7 +168,7 @@ class StrictModel(pydantic.BaseModel):
         refused: dict[str, str] = {}
         first: dict[str, str] = {}
         for key, value in values.items():
-            name = cls.aliases.same.get(key, key)
+            name = cls.aliases.get(key, key)
             if name not in cls.model_fields:
                 refused[key] = cls._why_not(key, value)
             elif name in first:
@@ -180,7 +182,7 @@ class StrictModel(pydantic.BaseModel):
     @classmethod
     def _why_not(cls, key: Any, value: Any) -> str:
         """Returns why a key that names no setting cannot be used."""
-        if (hint := cls.aliases.hint(key, value)) is not None:
+        if (hint := find_hint(cls.hints, key, value)) is not None:
             return f"{key!r} is not a setting here. {hint}"
         if (place := cls.belongs.get(key)) is not None:
             return f"{key!r} is a setting of {place}."
@@ -194,7 +196,7 @@ class StrictModel(pydantic.BaseModel):
     @classmethod
     def key_of(cls, setting: int | str, values: Any) -> str | None:
         """Returns the key by which a mapping has a setting, which may be an alias."""
-        same = cls.aliases.same
+        same = cls.aliases
         name = same.get(str(setting), setting)
         keys = values if isinstance(values, dict) else ()
         return next((key for key in keys if same.get(key, key) == name), None)

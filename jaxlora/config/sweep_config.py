@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BeforeValidator, Field
 
-from jaxlora.config.aliases import OtherNames
 from jaxlora.config.rules import mesh_text
 from jaxlora.config.space import Space
 from jaxlora.config.strict import (
@@ -254,17 +253,15 @@ class Sweep(StrictModel):
     """
 
     rules = (_search, _groups)
-    aliases = OtherNames(
-        same={"run_cap": "count"},
-        hints={
-            "early_terminate": "Set early_exit, such as `early_exit: halving`; rungs "
-            "are shares of each configuration's own steps.",
-            "early_stop": "Set early_exit, such as `early_exit: halving`.",
-            "program": "Leave it out: the run file names the model and the data.",
-            "project": "Leave it out: the tracker's environment variables name it.",
-            "name": "Leave it out: output_dir names the run.",
-        },
-    )
+    aliases = {"run_cap": "count"}
+    hints = {
+        "early_terminate": "Set early_exit, such as `early_exit: halving`; rungs "
+        "are shares of each configuration's own steps.",
+        "early_stop": "Set early_exit, such as `early_exit: halving`.",
+        "program": "Leave it out: the run file names the model and the data.",
+        "project": "Leave it out: the tracker's environment variables name it.",
+        "name": "Leave it out: output_dir names the run.",
+    }
 
     parameters: dict[str, Space] = {}
     method: Literal["grid", "random", "optuna"] | None = None

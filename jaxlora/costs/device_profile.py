@@ -24,12 +24,13 @@ from jaxlora.common.cache_home import (
 )
 from jaxlora.common.json_file import parse_json
 from jaxlora.costs.gpus import DeviceSpeed
-from jaxlora.costs.stages import decoder_seconds
+from jaxlora.costs.stages import decoder_seconds, total
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.key import canonical
 from jaxlora.scheduler import AffineCost
 
+_FOLDER = "profiles"  # in the user's cache
 _MOST_PROFILES = 64  # of a device; the oldest goes first
 _MEAN_TOKENS = 512.0  # of the estimates that two decoders are compared by
 
@@ -188,7 +189,7 @@ class _File(DeviceFile):
 
 def estimate(spec: DecoderSpec, speed: DeviceSpeed) -> float:
     """Estimates the time of a token in both passes of a whole decoder."""
-    return decoder_seconds(spec, speed, mean_tokens=_MEAN_TOKENS).whole.both
+    return total(decoder_seconds(spec, speed, mean_tokens=_MEAN_TOKENS)).both
 
 
 @functools.lru_cache(maxsize=32)  # a choice of a mesh asks hundreds of times
@@ -239,30 +240,17 @@ def find_profile(
 # ---- the file ------------------------------------------------------------------------
 
 
-def profile_path(device_kind: str) -> pathlib.Path:
-    """Returns the path of a device's file in the user's cache.
-
-    Raises:
-        RuntimeError: There is no home folder.
-    """
-    return device_path("profiles", device_kind)
-
-
 def read_text(device_kind: str) -> str | None:
     """Reads the file of a device; None, with a line in the log, if it cannot be used.
 
     Only a file of this user, in a folder of this user, is read.
     """
-    try:
-        path = profile_path(device_kind)
-    except RuntimeError:
-        return None
 
     def checked(text: str) -> str:
         parse(text, device_kind)
         return text
 
-    return read_private(path, "profile", checked)
+    return read_private(_FOLDER, device_kind, checked)
 
 
 def parse(text: str | None, device_kind: str) -> tuple[Profile, ...]:
@@ -287,7 +275,7 @@ def parse(text: str | None, device_kind: str) -> tuple[Profile, ...]:
 def _own_path(device_kind: str) -> pathlib.Path:
     """Returns the path in the cache, in a folder that is there."""
     try:
-        path = profile_path(device_kind)
+        path = device_path(_FOLDER, device_kind)
     except RuntimeError as error:
         why = "there is no home folder for the cache: give --output."
         raise ConfigError(why) from error

@@ -32,7 +32,6 @@ _LAYER_SECONDS = 0.29e-3
 # Llama-3.2-1B (8.45) and 51 for Llama-3.1-8B (51 to 54).
 _ATTENTION_SECONDS = 25e-9
 _WEIGHT_TOKENS = 128.0  # of an unknown device; those below have 97 to 273
-_NETWORK_SHARE = 0.75  # as between the GPUs of a host; not measured
 # A port of 100 Gb/s that four GPUs share, as few hosts with PCIe have more.
 _NETWORK_BYTES = 100e9 / 8 / 4
 
@@ -245,57 +244,3 @@ def parse_machine(text: str) -> GpuMachine:
             "a number, as in h100x4 or h100x16."
         )
     return GpuMachine(gpu=known[found[1]], count=count)
-
-
-# ---- exchanges ---------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Links:
-    """The links between devices, which are numbered host by host.
-
-    Attributes:
-        speed: Rates of each device.
-        devices_per_host: Number of devices of each host.
-        network_bytes: Bytes per second, in each direction, between a host and all
-            others.
-    """
-
-    speed: DeviceSpeed
-    devices_per_host: int
-    network_bytes: float
-
-    def seconds(self, num_bytes: float, num_devices: int) -> float:
-        """Estimates the time in which each of a group of neighbors receives data.
-
-        Between hosts, what a device receives comes in through the network of its host
-        once, in rings that share it, as in NCCL.
-
-        Args:
-            num_bytes: Bytes that each device receives.
-            num_devices: Devices of the group; groups follow each other.
-        """
-        inside = self.speed.transfer_seconds(num_bytes)
-        if self.devices_per_host % num_devices == 0:
-            return inside
-        return max(inside, num_bytes / (_NETWORK_SHARE * self.network_bytes))
-
-
-def make_links(
-    speed: DeviceSpeed, devices_per_host: int, network_gbits: float | None = None
-) -> Links:
-    """Describes the links of a machine.
-
-    Args:
-        speed: Rates of each device. If they are not known, transfers take no time.
-        devices_per_host: Number of devices of each host.
-        network_gbits: Gigabits per second between a host and all others; None: by the
-            data sheet of the machine that the device is usually sold in.
-    """
-    if math.isinf(speed.link_bytes):
-        rate = math.inf
-    elif network_gbits is not None:
-        rate = network_gbits * 1e9 / 8
-    else:
-        rate = speed.network_bytes * devices_per_host
-    return Links(speed=speed, devices_per_host=devices_per_host, network_bytes=rate)

@@ -1,11 +1,11 @@
 """Divides a decoder into pipeline stages by the estimated time of its parts."""
 
-import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable, Sequence
 
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
-from jaxlora.costs.work import PassWork, embedding_work, head_work, layer_work
+from jaxlora.costs.work import Passes, Work, embedding_work, head_work, layer_work
 from jaxlora.errors import ConfigError
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
@@ -18,66 +18,17 @@ _MEAN_TOKENS = 512.0
 _TARGET_SHARE = 0.4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PassSeconds:
-    """Seconds of the forward and of the backward pass of one token.
-
-    On a device with unknown rates, time is counted in operations.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    @property
-    def both(self) -> float:
-        """Time of both passes together."""
-        return self.forward + self.backward
-
-    def __add__(self, other: "PassSeconds") -> "PassSeconds":
-        return PassSeconds(
-            forward=self.forward + other.forward,
-            backward=self.backward + other.backward,
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderSeconds:
-    """Estimated time of one token in each part of a decoder, on one device.
-
-    Attributes:
-        embedding: Time in the embedding.
-        layers: Time in each layer.
-        head: Time in the final norm, the head and the loss.
-    """
-
-    embedding: PassSeconds
-    layers: tuple[PassSeconds, ...]
-    head: PassSeconds
-
-    @property
-    def whole(self) -> PassSeconds:
-        """Time in all parts together."""
-        return sum(self.layers, self.embedding + self.head)
-
-    def stages(self, borders: tuple[int, ...]) -> tuple[PassSeconds, ...]:
-        """Returns the time of one token in each stage; see `stage_borders`."""
-        times = [
-            sum(self.layers[start:stop], PassSeconds())
-            for start, stop in itertools.pairwise(borders)
-        ]
-        times[0] += self.embedding
-        times[-1] += self.head
-        return tuple(times)
-
-
 @functools.lru_cache(maxsize=32)  # a choice of a mesh asks hundreds of times
 def decoder_seconds(
     spec: DecoderSpec,
     speed: DeviceSpeed = UNKNOWN_DEVICE,
     *,
     mean_tokens: float | None = None,
-) -> DecoderSeconds:
-    """Estimates the time of each part of a decoder.
+) -> tuple[Passes[float], ...]:
+    """Estimates the time of one token in each layer of a decoder, on one device.
+
+    The embedding counts to the first layer; the final norm, the head and the loss count
+    to the last. On a device with unknown rates, time is counted in operations.
 
     Args:
         spec: The whole decoder.
@@ -86,8 +37,8 @@ def decoder_seconds(
     """
     mean = spec.options.mean_segment_tokens if mean_tokens is None else mean_tokens
 
-    def seconds(work: PassWork) -> PassSeconds:
-        return PassSeconds(
+    def seconds(work: Passes[Work]) -> Passes[float]:
+        return Passes(
             forward=speed.compute_seconds(work.forward),
             backward=speed.compute_seconds(work.backward),
         )
@@ -95,15 +46,26 @@ def decoder_seconds(
     # The backward pass of attention computes its scores again, and `layer` all of it.
     again = 0.3 if spec.options.remat == "layer" else 0.0
     each = speed.attention_seconds
-    attention = PassSeconds(forward=each * 0.3, backward=each * (0.7 + again))
+    attention = Passes(forward=each * 0.3, backward=each * (0.7 + again))
     layers = [
         seconds(layer_work(spec, layer, mean)) + attention
         for layer in range(spec.config.num_layers)
     ]
-    head = seconds(head_work(spec, _TARGET_SHARE))
-    return DecoderSeconds(
-        embedding=seconds(embedding_work(spec)), layers=tuple(layers), head=head
-    )
+    layers[0] += seconds(embedding_work(spec))
+    layers[-1] += seconds(head_work(spec, _TARGET_SHARE))
+    return tuple(layers)
+
+
+def total(layers: Iterable[Passes[float]]) -> Passes[float]:
+    """Returns the time of one token in all of these layers."""
+    return sum(layers, Passes(forward=0.0, backward=0.0))
+
+
+def stage_seconds(
+    layers: Sequence[Passes[float]], borders: Sequence[int]
+) -> list[Passes[float]]:
+    """Returns the time of one token in each stage; see `stage_borders`."""
+    return [total(layers[a:b]) for a, b in itertools.pairwise(borders)]
 
 
 @functools.lru_cache(maxsize=16)
@@ -137,10 +99,5 @@ def stage_borders(
         dtype=spec.options.dtype, remat=spec.options.remat, max_segment_tokens=1
     )
     plain = DecoderSpec(config=spec.config, options=options)
-    seconds = decoder_seconds(plain, speed, mean_tokens=_MEAN_TOKENS)
-    return cut_layers(
-        [layer.both for layer in seconds.layers],
-        num_stages,
-        first=seconds.embedding.both,
-        last=seconds.head.both,
-    )
+    layers = decoder_seconds(plain, speed, mean_tokens=_MEAN_TOKENS)
+    return cut_layers([layer.both for layer in layers], num_stages)

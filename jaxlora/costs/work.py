@@ -37,14 +37,25 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PassWork:
-    """Work of one token in the forward and in the backward pass."""
+class Passes[T: (Work, float)]:
+    """Work, or the time, of one token in the forward and in the backward pass."""
 
-    forward: Work
-    backward: Work
+    forward: T
+    backward: T
+
+    @property
+    def both(self) -> T:
+        """Both passes together."""
+        return self.forward + self.backward
+
+    def __add__(self, other: "Passes[T]") -> "Passes[T]":
+        return Passes(
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+        )
 
 
-def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> PassWork:
+def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work]:
     """Counts the work of one token in one layer.
 
     Args:
@@ -67,17 +78,17 @@ def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> PassWork:
     # The backward pass computes the scores again, and then four products, not two.
     backward += Work(flops=2.5 * attention.flops) + elementwise + elementwise
     backward += _remat_work(spec, layer, forward, attention, elementwise)
-    return PassWork(forward=forward, backward=backward)
+    return Passes(forward=forward, backward=backward)
 
 
-def embedding_work(spec: DecoderSpec) -> PassWork:
+def embedding_work(spec: DecoderSpec) -> Passes[Work]:
     """Counts the work of one token in the embedding, which only copies rows."""
     itemsize = jnp.dtype(spec.options.dtype).itemsize
     copied = Work(memory_bytes=2 * spec.config.hidden_size * itemsize)
-    return PassWork(forward=copied, backward=Work())
+    return Passes(forward=copied, backward=Work())
 
 
-def head_work(spec: DecoderSpec, target_share: float = 1.0) -> PassWork:
+def head_work(spec: DecoderSpec, target_share: float = 1.0) -> Passes[Work]:
     """Counts the work of one token in the head and the loss.
 
     The gradient is computed with the loss, in the forward pass.
@@ -91,7 +102,7 @@ def head_work(spec: DecoderSpec, target_share: float = 1.0) -> PassWork:
         flops=4 * target_share * width * vocab_size,
         memory_bytes=_LOGIT_BYTES * target_share * vocab_size,
     )
-    return PassWork(forward=forward, backward=Work())
+    return Passes(forward=forward, backward=Work())
 
 
 def _fp8_passes(spec: DecoderSpec, path: str) -> tuple[bool, bool]:

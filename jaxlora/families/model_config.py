@@ -1,6 +1,8 @@
 """The configuration of a decoder, as a frozen value."""
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Literal
 
 from jaxlora.families.table import FAMILIES, Family
@@ -58,7 +60,7 @@ class LayerLinear:
     divides: Literal["K", "N"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The mathematics of one decoder.
 
@@ -142,8 +144,12 @@ class ModelConfig:
         """Out features of the k projection, and of the v projection."""
         return self.num_kv_heads * self.head_dim
 
-    def linears(self) -> dict[str, LayerLinear]:
+    def linears(self) -> Mapping[str, LayerLinear]:
         """Returns the linears of each layer, by their path inside it."""
+        return self._linears
+
+    @functools.cached_property
+    def _linears(self) -> dict[str, LayerLinear]:
         return {
             row.name: LayerLinear(
                 name=row.name,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
-from jaxlora.costs.stages import decoder_seconds
+from jaxlora.costs.stages import decoder_seconds, total
 from jaxlora.device_check import check_device
 from jaxlora.errors import ConfigError
 from jaxlora.forecast.sweep_groups import PlannedGroups, plan_groups
@@ -279,7 +279,7 @@ def _with_reference(
     num = sum(any(sample.owner in refer for sample in m) for m in run)
     if not num:
         return 1.0
-    whole = decoder_seconds(plan.spec, plan.rates.links.speed).whole
+    whole = total(decoder_seconds(plan.spec, plan.rates.speed))
     return 1 + num / len(run) * whole.forward / whole.both
 
 

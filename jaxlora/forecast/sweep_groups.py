@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxlora.common.console import show
 from jaxlora.config import RunConfig
-from jaxlora.costs.stages import decoder_seconds
+from jaxlora.costs.stages import decoder_seconds, total
 from jaxlora.errors import ConfigError
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.job.prepared_job import PreparedJob
@@ -161,7 +161,7 @@ def _evaluated_tokens(plan: RunPlan, job: PreparedJob) -> float:
     last, every = job.num_steps, job.settings.eval_every
     steps = {0, last} | compared_steps(plan.config.sweep.early_exit, last)
     steps |= set(range(every, last, every)) if every else set()
-    whole = decoder_seconds(plan.spec, plan.rates.links.speed).whole
+    whole = total(decoder_seconds(plan.spec, plan.rates.speed))
     return len(steps) * job.eval_data.num_tokens * whole.forward / whole.both
 
 

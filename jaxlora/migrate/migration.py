@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.aliases import OF_JOB, OF_RUN
+from jaxlora.config.aliases import JOB_HINTS, JOB_NAMES, RUN_NAMES
 from jaxlora.config.rules import WHOLE_MODULES
 from jaxlora.errors import ConfigError
 from jaxlora.migrate.reasons import find_reason
@@ -167,7 +167,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _hint(key: str) -> str:
-    hint = OF_JOB.hints.get(key, "").removeprefix("Leave it out: ")
+    hint = JOB_HINTS.get(key, "").removeprefix("Leave it out: ")
     return hint[:1].upper() + hint[1:]
 
 
@@ -175,4 +175,4 @@ def _same_meaning(key: str) -> str | None:
     """Returns our name of a setting that means the same here; None if there is none."""
     if key in _SAME_NAME:
         return key
-    return OF_JOB.same.get(key) or OF_RUN.same.get(key)
+    return JOB_NAMES.get(key) or RUN_NAMES.get(key)

@@ -128,11 +128,7 @@ class DecoderSpec:
 
     def linear(self, path: str) -> LayerLinear:
         """Returns the sizes of the linear of this path."""
-        return self._linears[path.split(".", 2)[2]]
-
-    @functools.cached_property
-    def _linears(self) -> dict[str, LayerLinear]:
-        return self.config.linears()
+        return self.config.linears()[path.split(".", 2)[2]]
 
     # ---- binding ---------------------------------------------------------------------
 
@@ -178,8 +174,16 @@ class DecoderSpec:
 
     def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
         """Path -> shape and dtype of every variable of one kind."""
-        # Recomputing changes no shape.
-        return dict(_shapes(self.with_remat("none"), kind))
+        return dict(_shapes(self._plain, kind))
+
+    @functools.cached_property
+    def _plain(self) -> "DecoderSpec":
+        """This decoder without the options of how it runs, which change no shape."""
+        own = self.options
+        options = DecoderOptions(
+            dtype=own.dtype, base_format=own.base_format, max_segment_tokens=1
+        )
+        return dataclasses.replace(self, options=options)
 
     def base_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Path -> shape of the frozen weights, as a whole."""
@@ -226,12 +230,7 @@ class DecoderSpec:
 
     def part_shapes(self, tensor: int) -> tuple[Shapes, Shapes]:
         """Shapes of weights and slot tables on each of `tensor` devices, by name."""
-        spec = self.divided(tensor=tensor)
-        dims = {path: spec.division.tensor_dim(path) for path in spec.base_shapes()}
-        return (
-            _part_shapes(spec.base_shapes(), dims, tensor),
-            _part_shapes(spec.adapter_shapes(), spec.table_axes(), tensor),
-        )
+        return _part_shapes(self._plain.divided(tensor=tensor))
 
     def gather_options(self) -> dict[str, int]:
         """Compiler options for programs that gather weights; empty if none does."""
@@ -318,7 +317,19 @@ class DecoderSpec:
         return stacked_shapes(self.stacks, self.shapes(nnx.LoRAParam))
 
 
-def _part_shapes(shapes: Shapes, axes: Mapping[str, int | None], tensor: int) -> Shapes:
+@functools.lru_cache(maxsize=64)  # a choice of a mesh asks hundreds of times
+def _part_shapes(spec: DecoderSpec) -> tuple[Shapes, Shapes]:
+    division, weights = spec.division, spec.base_shapes()
+    dims = {path: division.tensor_dim(path) for path in weights}
+    tables = _divided_shapes(
+        spec.adapter_shapes(), spec.table_axes(), spec.options.tensor
+    )
+    return _divided_shapes(weights, dims, spec.options.tensor), tables
+
+
+def _divided_shapes(
+    shapes: Shapes, axes: Mapping[str, int | None], tensor: int
+) -> Shapes:
     def part(shape: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
         sizes = list(shape.shape)
         if axis is not None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.gpus import find_speed
-from jaxlora.costs.stages import decoder_seconds, stage_borders
+from jaxlora.costs.stages import decoder_seconds, stage_borders, stage_seconds
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import base_dtype
 from jaxlora.models.decoder import DecoderOptions
@@ -81,7 +81,7 @@ def window_cost(
     options = DecoderOptions(dtype=dtype, remat=remat, max_segment_tokens=1)
     spec = DecoderSpec(config=model, options=options)
     borders = stage_borders(spec, num_stages, speed)
-    times = decoder_seconds(spec, speed).stages(borders)
+    times = stage_seconds(decoder_seconds(spec, speed), borders)
     whole = sum(time.both for time in times)
 
     def share(seconds: float) -> AffineCost:

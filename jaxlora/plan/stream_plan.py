@@ -7,10 +7,11 @@ a run with it.
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from jaxlora.run.saved_run import SavedStream
-from jaxlora.scheduler import Sample, Schedule, padded_tokens
-from jaxlora.scheduler.lanes import Tick, ticks_of
+from jaxlora.scheduler import Sample, padded_tokens
+from jaxlora.scheduler.lanes import Tick
 from jaxlora.scheduler.streams.plan_ahead import PlanAhead
 from jaxlora.scheduler.streams.state import (
     Lengths,
@@ -47,6 +48,14 @@ class StreamTick:
     def samples(self) -> Iterator[Sample]:
         """The samples that run."""
         return (s for m in self.tick for s in m if s.owner not in self.dropped)
+
+
+@runtime_checkable
+class TickSource(Protocol):
+    """Ticks that an executor runs."""
+
+    def take(self) -> StreamTick | None:
+        """Returns the next tick; None if there is none."""
 
 
 class StreamPlan:
@@ -316,28 +325,3 @@ class StreamPlan:
             raise RuntimeError(
                 f"a tick of {longest} tokens has the shape {rows}; the run has {shapes}"
             )
-
-
-class FixedTicks:
-    """The ticks of a schedule that is made beforehand."""
-
-    def __init__(self, schedule: Schedule, num_lanes: int = 1):
-        """Starts before the first tick.
-
-        Args:
-            schedule: The schedule.
-            num_lanes: Number of microbatches in a tick.
-        """
-        ticks = ticks_of(schedule.microbatches, num_lanes)
-        rows = schedule.limits.capacity
-        self._all = [StreamTick(tick=tick, rows=rows) for tick in ticks]
-        self._left = deque(self._all)
-
-    def take(self) -> StreamTick | None:
-        """Returns the next tick; None after the last one."""
-        return self._left.popleft() if self._left else None
-
-    def drop(self, slot: int) -> None:
-        """Takes out the job in a slot; its rows become padding."""
-        for tick in self._all:
-            tick.dropped.add(slot)

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from jaxlora import DataConfig, LoraJob, RunConfig
-from jaxlora.config.aliases import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
+from jaxlora.config.aliases import HINTS_IF_OFF, RUN_NAMES
 from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError
 
-TABLES = {LoraJob: OF_JOB, RunConfig: OF_RUN, DataConfig: OF_DATA}
+KINDS = LoraJob, RunConfig, DataConfig
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 # A value for each of our names that has others, other than its default.
 VALUES = {
@@ -43,13 +43,13 @@ VALUES = {
     "text": "body",
     "limit": 4,
 }
-NAMES = [(kind, o, ours) for kind, t in TABLES.items() for o, ours in t.same.items()]
+NAMES = [(kind, o, ours) for kind in KINDS for o, ours in kind.aliases.items()]
 
 
 def make(kind: type, **settings):
     if kind is RunConfig:
         required = {"jobs": [make(LoraJob)]}
-        names = {"model"} | {o for o, ours in OF_RUN.same.items() if ours == "model"}
+        names = {"model"} | {o for o, ours in RUN_NAMES.items() if ours == "model"}
         required |= {} if settings.keys() & names else {"model": "m"}
     elif kind is LoraJob:
         evaluated = {"eval_fraction": 0.1, "eval_every": 1}
@@ -76,13 +76,13 @@ def test_a_name_of_another_tool(kind, other, ours):
     assert f"'{ours}' and '{other}'" in str(e.value)
 
 
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_tables_are_consistent(kind):
-    table, fields = TABLES[kind], kind.model_fields
-    assert set(table.same.values()) <= fields.keys()
-    assert not table.same.keys() & fields.keys()
-    assert not table.hints.keys() & (fields.keys() | table.same.keys())
-    assert all(hint.endswith(".") for hint in table.hints.values())
+    fields = kind.model_fields
+    assert set(kind.aliases.values()) <= fields.keys()
+    assert not kind.aliases.keys() & fields.keys()
+    assert not kind.hints.keys() & (fields.keys() | kind.aliases.keys())
+    assert all(hint.endswith(".") for hint in kind.hints.values())
 
 
 def test_a_setting_that_has_to_be_converted():
@@ -125,7 +125,7 @@ def test_hints_answer_the_value(setting, hint):
         assert not ours
         (reason,) = refused.values()
         assert re.search(hint, reason)
-    known = {key for table in TABLES.values() for key in table.hints}
+    known = {key for kind in KINDS for key in kind.hints}
     assert HINTS_IF_OFF.keys() <= known
 
 
@@ -152,6 +152,6 @@ def test_a_setting_in_the_wrong_place():
 
 def test_the_documentation_lists_all_names():
     lines = (DOCS / "run_file.md").read_text().splitlines()
-    for table in TABLES.values():
-        for other, ours in table.same.items():
+    for kind in KINDS:
+        for other, ours in kind.aliases.items():
             assert any(f"`{other}`" in x and f"| `{ours}` |" in x for x in lines)

@@ -22,7 +22,7 @@ from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.mesh import choose
 from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import this_machine
-from jaxlora.plan.mesh.predict import shape_seconds, table_seconds
+from jaxlora.plan.mesh.predict import exchanged_bytes, shape_seconds, table_seconds
 from jaxlora.plan.replicas import lists
 from jaxlora.plan.replicas.kinds import ReplicaModel
 from jaxlora.plan.stages import MeshStages, estimated_footprint
@@ -105,59 +105,55 @@ def test_slots_that_cannot_be_divided_have_no_tensor_replicas(model):
     assert {kind.tensor for kind in alike.kinds()} == {1}
 
 
-def test_a_replica_of_one_gpu_takes_the_time_of_its_microbatches(model, kinds):
-    """As the trainer's own prediction for a full microbatch."""
-    kind = kinds[1, 1]
-    stages = MeshStages(
-        spec=model.spec,
-        sizes=MeshSizes(),
-        borders=(0, model.spec.config.num_layers),
+def stages_of(spec, tensor: int) -> MeshStages:
+    """A replica of one stage."""
+    return MeshStages(
+        spec=spec,
+        sizes=MeshSizes(tensor=tensor),
+        borders=(0, spec.config.num_layers),
         in_flight=1,
     )
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8, 16])
+def test_a_replica_takes_the_time_of_its_microbatches(model, kinds, tensor):
+    """As the trainer's own prediction for a full microbatch."""
+    kind = kinds[tensor, 1]
     tokens = min(CAPACITY, kind.longest)
+    stages = stages_of(model.spec, tensor)
     cost = shape_seconds(stages, tokens, model.rates).stages[0]
     seconds = cost.forward(tokens, 0.0) + cost.backward(tokens, 0.0)
-    seconds -= table_seconds(stages, model.spec, model.rates)  # not in a replica's cost
     own = kind.cost(tokens, tokens * MEAN) - kind.cost.base
-    assert own == pytest.approx(seconds, rel=0.01)
+    assert own == pytest.approx(seconds)
 
 
 def test_times_are_those_that_were_measured(model):
-    """A profile has the time of a microbatch, of which launches are not divided."""
+    """A profile has the time of a microbatch, which the GPUs of a layer divide."""
     rates, seconds = model.rates, PassCost(base=0.01, per_token=1e-5, per_square=1e-9)
     measured = profile(
-        model.spec, cost=seconds, estimate=estimate(model.spec, rates.links.speed)
+        model.spec, cost=seconds, estimate=estimate(model.spec, rates.speed)
     )
     rates = dataclasses.replace(rates, profile=measured)
     known = dataclasses.replace(model, rates=rates, free_bytes=None, num_gpus=2)
     kinds = {(kind.tensor, kind.stage): kind for kind in known.kinds()}
-    reads = rates.links.speed.weight_tokens * seconds.per_token
     whole, half = kinds[1, 1].cost, kinds[2, 1].cost
-    assert whole.per_token == pytest.approx(seconds.per_token + 0.01 / CAPACITY)
+    tables = [
+        table_seconds(stages_of(model.spec, tensor), model.spec, rates) / CAPACITY
+        for tensor in (1, 2)
+    ]
+    own = seconds.per_token + 0.01 / CAPACITY
+    assert whole.per_token == pytest.approx(own + tables[0])
     assert whole.per_square == pytest.approx(seconds.per_square)
-    reduced = 16 * rates.links.seconds(2048 * 2, 2)
-    once = reads / 2 + 0.01 - reads
-    divided = seconds.per_token / 2 + once / CAPACITY
-    assert half.per_token == pytest.approx(divided + reduced)
+    exchanged = rates.exchange_seconds(sum(exchanged_bytes(model.spec, 2)), 2)
+    assert half.per_token == pytest.approx(own / 2 + tables[1] + exchanged)
     assert kinds[1, 1].longest == CAPACITY  # its memory is not known
 
 
-def test_tensor_parallelism_adds_all_reduces(model, kinds):
-    """Four in each layer, of a hidden state, by rings: 2 (n - 1) / n of its bytes."""
-    links = model.rates.links
-    launches = 4 * links.speed.layer_seconds
-    reads = links.speed.weight_tokens  # of all weights, in tokens
-    once = lambda kind: 1 / min(CAPACITY, kind.longest)
-    each = kinds[1, 1].cost.per_token - launches * once(kinds[1, 1])
-    each /= 1 + reads * once(kinds[1, 1])
+def test_tensor_parallelism_divides_attention_and_adds_exchanges(kinds):
     for tensor in (2, 8, 16):
-        kind = kinds[tensor, 1]
-        moved = 2 * (tensor - 1) / tensor * 2048 * 2
-        divided = each / tensor * (1 + reads * once(kind)) + launches * once(kind)
-        reduced = 4 * 4 * links.seconds(moved, tensor)
-        assert kind.cost.per_token == pytest.approx(divided + reduced)
-        whole = kinds[1, 1].cost.per_square
-        assert kind.cost.per_square * tensor == pytest.approx(whole)
+        kind, whole = kinds[tensor, 1], kinds[1, 1]
+        assert kind.cost.per_square < whole.cost.per_square
+        assert kind.cost.per_token > whole.cost.per_token / tensor
     inside, across = (kinds[tensor, 1].cost.per_token for tensor in (8, 16))
     assert across > 0.7 * inside  # not half: sixteen are in two machines
 

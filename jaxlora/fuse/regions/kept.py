@@ -115,11 +115,8 @@ def shipped(device_kind: str) -> dict[str, Measured]:
 
 
 def _read_all(device_kind: str) -> tuple[Measured, ...]:
-    try:
-        path = device_path(_FOLDER, device_kind)
-    except RuntimeError:
-        return ()
-    return read_private(path, "regions", lambda text: parse(text, device_kind)) or ()
+    parsed = lambda text: parse(text, device_kind)
+    return read_private(_FOLDER, device_kind, parsed) or ()
 
 
 def write(device_kind: str, measured: Measured) -> None:

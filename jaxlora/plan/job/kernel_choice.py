@@ -153,13 +153,24 @@ def _and(names: Sequence[str]) -> str:
 
 
 def kernels_unsupported(
-    backend: Backend, spec: DecoderSpec, block_tokens: int
+    backend: Backend,
+    spec: DecoderSpec,
+    block_tokens: int,
+    extra: tuple[str, ...] | None = None,
 ) -> str | None:
-    """Returns why a back end cannot run some adapted linear, or None if it can."""
+    """Returns why a back end cannot run some adapted linear, or None if it can.
+
+    Args:
+        backend: The back end.
+        spec: The decoder.
+        block_tokens: Rows of a token block.
+        extra: Trained tensors beside A and B; None: those of the slots.
+    """
     assert spec.slots is not None
     # VeRA's vectors are applied before the kernels, magnitudes and biases after them.
     own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B, TRAINED_BIAS
-    extra = tuple(t.name for t in spec.slots.tensors if t not in own)
+    if extra is None:
+        extra = tuple(t.name for t in spec.slots.tensors if t not in own)
     for path in spec.adapted:
         linear = spec.linear(path)
         shape = LinearShape(

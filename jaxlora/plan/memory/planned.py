@@ -4,8 +4,9 @@ import dataclasses
 
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention_table import ATTENTIONS
-from jaxlora.pallas_kernels import LinearShape, get_backend
+from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import PlannedDevice, planned_for
+from jaxlora.plan.job.kernel_choice import kernels_unsupported
 
 # A Hopper GPU, whose kernels can be traced anywhere.
 TRACED_ON = PlannedDevice(
@@ -27,32 +28,14 @@ def traceable(spec: DecoderSpec, block_tokens: int) -> DecoderSpec:
     name = get_backend(options.implementation).traced_as
     if name is None:
         name = options.implementation
-    elif not _runs(name, spec, block_tokens):
-        name = "xla"
+    else:
+        with planned_for(TRACED_ON):
+            why = kernels_unsupported(get_backend(name), spec, block_tokens, extra=())
+        name = name if why is None else "xla"
     options = dataclasses.replace(
         options, implementation=name, attention=attention.name
     )
     return dataclasses.replace(spec, options=options)
-
-
-def _runs(name: str, spec: DecoderSpec, block_tokens: int) -> bool:
-    assert spec.slots is not None
-    backend, rank = get_backend(name), spec.slots.rank
-    linears = {path: spec.linear(path) for path in spec.adapted}
-    with planned_for(TRACED_ON):
-        return not any(
-            backend.unsupported(
-                LinearShape(
-                    dtype=spec.options.dtype,
-                    in_features=linear.in_features,
-                    out_features=linear.out_features,
-                    rank=rank,
-                    block_tokens=block_tokens,
-                    weight_format=spec.options.weight_format(path),
-                )
-            )
-            for path, linear in linears.items()
-        )
 
 
 def attention_bytes(spec: DecoderSpec, num_tokens: int) -> float | None:

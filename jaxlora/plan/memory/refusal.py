@@ -16,7 +16,7 @@ from jaxlora.plan.stages import MeshFootprint, MeshStages, estimated_footprint
 
 
 def refusal(
-    plan: RunPlan, found: MeshFootprint, available: DeviceMemory
+    plan: RunPlan, found: MeshFootprint, available: DeviceMemory, why: str = ""
 ) -> DoesNotFitError:
     """Returns the error for a run that needs more memory than there is.
 
@@ -25,6 +25,7 @@ def refusal(
         found: Memory of the run; without a training step if the weights and adapters
             alone do not fit.
         available: Memory of each device.
+        why: What comes before the memory that it needs.
     """
     stages = plan.stages
     limit = available.num_bytes
@@ -47,7 +48,7 @@ def refusal(
         advice += also if stages.sizes.num_devices > 1 else ""
     need = MemoryNeed.of(stages, found, tokens, available)
     text = (
-        f"this run needs {format_bytes(need.total_bytes)}{need.where} "
+        f"{why}this run needs {format_bytes(need.total_bytes)}{need.where} "
         f"({need.describe_parts()}), and there are {format_bytes(limit)} "
         f"({available.source}). {advice}"
     )

@@ -108,8 +108,7 @@ class Candidate:
         """
         available = self.search.machine.memory_of(self.plan.config.num_devices)
         assert available is not None, "memory of an unknown size is not checked"
-        found = refusal(self.plan, self.found, available)
-        return DoesNotFitError(f"{why}{found}", found.need, found.mesh, found.cures)
+        return refusal(self.plan, self.found, available, why)
 
     def at(self, tokens: int) -> "Candidate":
         """Returns the same candidate with another capacity."""

@@ -7,7 +7,7 @@ import jax
 
 from jaxlora.costs import device_profile
 from jaxlora.costs.device_profile import Profile, find_profile
-from jaxlora.costs.gpus import DeviceSpeed, find_speed, make_links
+from jaxlora.costs.gpus import DeviceSpeed, find_speed
 from jaxlora.distributed import processes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import device
@@ -46,7 +46,7 @@ class Machine:
 
         Args:
             spec: The decoder.
-            network_gbits: See `make_links`.
+            network_gbits: See `Rates.of`.
         """
         profile, speed = None, self.speed
         if self.profiles:
@@ -54,8 +54,7 @@ class Machine:
         if profile is not None and profile.link is not None:
             speed = speed.with_link(profile.link.bytes_per_second)
         devices_per_host = max(1, self.num_devices // self.num_hosts)
-        links = make_links(speed, devices_per_host, network_gbits)
-        return Rates(links=links, profile=profile)
+        return Rates.of(speed, devices_per_host, network_gbits, profile)
 
 
 def this_machine(own_bytes: int = 0) -> Machine:

@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
 
 import numpy as np
 
 from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_profile import Profile
-from jaxlora.costs.gpus import UNKNOWN_DEVICE, Links
-from jaxlora.costs.stages import decoder_seconds
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
+from jaxlora.costs.stages import decoder_seconds, stage_seconds, total
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import get_backend
@@ -52,25 +53,76 @@ SLOT_SECONDS = 0.026
 # fused kernels, attention and the loss skip it, and element-wise work does not. It was
 # 0.24 of Llama-3.2-1B's on an H200, and 0.4 of SmolLM2-135M's.
 _PADDING = 0.3
+_NETWORK_SHARE = 0.75  # as between the GPUs of a host; not measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """The rates from which the time of a run is predicted.
 
+    Devices are numbered host by host.
+
     Attributes:
-        links: Rates of the devices, and of the links between them.
+        speed: Rates of each device.
+        devices_per_host: Number of devices of each host.
+        network_bytes: Bytes per second, in each direction, between a host and all
+            others.
         profile: What was measured for the run's model and kernels; None: times follow
             the data sheet of the device.
     """
 
-    links: Links
+    speed: DeviceSpeed
+    devices_per_host: int
+    network_bytes: float
     profile: Profile | None = None
+
+    @staticmethod
+    def of(
+        speed: DeviceSpeed,
+        devices_per_host: int,
+        network_gbits: float | None = None,
+        profile: Profile | None = None,
+    ) -> "Rates":
+        """Returns the rates of a machine.
+
+        Args:
+            speed: Rates of each device. If they are not known, transfers take no time.
+            devices_per_host: Number of devices of each host.
+            network_gbits: Gigabits per second between a host and all others; None: by
+                the data sheet of the machine that the device is usually sold in.
+            profile: What was measured.
+        """
+        rate = speed.network_bytes * devices_per_host
+        if math.isinf(speed.link_bytes):
+            rate = math.inf
+        elif network_gbits is not None:
+            rate = network_gbits * 1e9 / 8
+        return Rates(
+            speed=speed,
+            devices_per_host=devices_per_host,
+            network_bytes=rate,
+            profile=profile,
+        )
+
+    def exchange_seconds(self, num_bytes: float, num_devices: int) -> float:
+        """Estimates the time in which each of a group of neighbors receives data.
+
+        Between hosts, what a device receives comes in through the network of its host
+        once, in rings that share it, as in NCCL.
+
+        Args:
+            num_bytes: Bytes that each device receives.
+            num_devices: Devices of the group; groups follow each other.
+        """
+        inside = self.speed.transfer_seconds(num_bytes)
+        if self.devices_per_host % num_devices == 0:
+            return inside
+        return max(inside, num_bytes / (_NETWORK_SHARE * self.network_bytes))
 
     @property
     def are_known(self) -> bool:
         """Whether times are in seconds, rather than in operations."""
-        return self.profile is not None or self.links.speed is not UNKNOWN_DEVICE
+        return self.profile is not None or self.speed is not UNKNOWN_DEVICE
 
 
 def window_seconds(
@@ -178,7 +230,7 @@ def square_seconds(spec: DecoderSpec, rates: Rates) -> float:
     """Seconds that attention takes for each squared length, if it was measured."""
     if (profile := rates.profile) is None:
         return 0.0
-    speed = rates.links.speed
+    speed = rates.speed
     return profile.seconds(spec, speed, 0, 1) - profile.seconds(spec, speed, 0, 0)
 
 
@@ -198,6 +250,7 @@ def shape_seconds(
     shapes: tuple[int, ...] = (),
     *,
     squares: float = 0.0,
+    mean_tokens: float | None = None,
 ) -> CostModel:
     """Predicts the time of microbatches of each shape.
 
@@ -207,21 +260,25 @@ def shape_seconds(
         rates: What the time follows from.
         shapes: The other shapes.
         squares: Mean sum of squared lengths of the samples of a full microbatch.
+        mean_tokens: Mean length of the samples, where attention was not measured; None:
+            that of the decoder's options.
     """
-    links, fsdp, tensor = rates.links, stages.sizes.fsdp, stages.sizes.tensor
-    own_speed = links.speed.sharing_heads(tensor)
-    decoder = decoder_seconds(stages.spec.part(tensor), own_speed)
+    speed, fsdp, tensor = rates.speed, stages.sizes.fsdp, stages.sizes.tensor
+    own_speed = speed.sharing_heads(tensor)
+    part = stages.spec.part(tensor)
+    layers = decoder_seconds(part, own_speed, mean_tokens=mean_tokens)
+    token_seconds = total(layers).both
 
     def equivalent_tokens(num_tokens: float) -> float:
         """Tokens whose products alone would take the whole time of a microbatch."""
         if rates.profile is None:
             # A microbatch also takes the time of reading the weights, and of launches.
-            seconds = links.speed.layer_seconds * stages.spec.config.num_layers
-            launches = seconds / decoder.whole.both
-            return num_tokens + links.speed.weight_tokens + launches
+            seconds = speed.layer_seconds * stages.spec.config.num_layers
+            launches = seconds / token_seconds
+            return num_tokens + speed.weight_tokens + launches
         own = num_tokens, squares * num_tokens / capacity
-        whole = rates.profile.seconds(stages.spec, links.speed, *own)
-        return whole / tensor / decoder.whole.both
+        whole = rates.profile.seconds(stages.spec, speed, *own)
+        return whole / tensor / token_seconds
 
     full, half = equivalent_tokens(capacity), equivalent_tokens(capacity / 2)
 
@@ -232,12 +289,14 @@ def shape_seconds(
         return AffineCost(base=base, per_token=each + reduction, per_square=0.0)
 
     costs = []
-    for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
-        gather = links.seconds(_gathered_bytes(spec, fsdp, tensor), fsdp)
+    for spec, time in zip(
+        stages.specs, stage_seconds(layers, stages.borders), strict=True
+    ):
+        gather = rates.exchange_seconds(_gathered_bytes(spec, fsdp, tensor), fsdp)
         received = exchanged_bytes(spec, tensor)
         tables = table_seconds(stages, spec, rates)
         forward, backward = (
-            cost(seconds, gather, links.seconds(num_bytes, tensor))
+            cost(seconds, gather, rates.exchange_seconds(num_bytes, tensor))
             for seconds, num_bytes in zip(
                 (time.forward, time.backward), received, strict=True
             )
@@ -249,7 +308,7 @@ def shape_seconds(
     return CostModel(
         stages=tuple(costs),
         buckets=(*shapes, capacity),
-        communication=links.speed.transfer_seconds(hidden_bytes),
+        communication=speed.transfer_seconds(hidden_bytes),
         padding=_padding(stages.spec, rates),
     )
 
@@ -275,6 +334,8 @@ def _overlapped(compute: float, transfer: float) -> float:
 
 def _gathered_bytes(spec: DecoderSpec, fsdp: int, tensor: int) -> float:
     """Bytes of weights that a device receives in each pass of a stage."""
+    if fsdp == 1:
+        return 0.0
     return num_bytes(spec.part(tensor).base_shapes()) * (fsdp - 1) / fsdp
 
 
@@ -343,7 +404,7 @@ def table_seconds(stages: MeshStages, spec: DecoderSpec, rates: Rates) -> float:
 def _traffic_seconds(table_bytes: float, per_element: float, rates: Rates) -> float:
     """Time of reading and writing tables in float32."""
     moved = table_bytes / np.dtype(np.float32).itemsize * per_element
-    return moved / (_TABLE_SHARE * rates.links.speed.memory_bytes)
+    return moved / (_TABLE_SHARE * rates.speed.memory_bytes)
 
 
 @functools.lru_cache(maxsize=64)
@@ -372,7 +433,7 @@ def exchange_seconds(stages: MeshStages, rates: Rates) -> float:
 
     def seconds(slot_bytes: float, num_parts: int) -> float:
         received = 2 * slot_bytes * (num_parts - 1) / num_parts
-        return rates.links.seconds(received, num_parts)
+        return rates.exchange_seconds(received, num_parts)
 
     exchange = 0.0
     for spec in stages.specs:

@@ -17,7 +17,6 @@ from jaxlora.plan.replicas.kinds import ReplicaModel
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.scheduler.replicas import (
     PlannedDeployment,
-    ReplicaKind,
     SimulatedSteps,
     best_uniform,
     one_after_another,
@@ -76,83 +75,40 @@ def plan_replicas(
     """
     if not plan.rates.are_known:
         return None
-    demand = _Demand.of(plan, jobs, machine, remat)
-    planned, steps = demand.planned(demand.kinds), demand.steps
+    steps, num_gpus = _steps(jobs, plan.num_slots), machine.num_devices
+    lengths = np.concatenate([own for step in steps for own in step]).astype(float)
+    longest = max(job.longest_group for job in jobs)
+    available = machine.memory_of(num_gpus)
+    kinds = ReplicaModel(
+        spec=plan.spec.with_remat(remat),
+        rates=machine.rates(plan.spec, plan.config.network_gbits),
+        free_bytes=None if available is None else available.num_bytes,
+        num_gpus=num_gpus,
+        block_tokens=plan.config.block_tokens,
+        capacity=max(plan.config.limits.capacity, longest),
+        mean_tokens=float((lengths**2).sum() / lengths.sum()),
+    ).kinds()
+    demand = kinds, num_gpus, [np.concatenate(step) for step in steps], longest
+    try:
+        planned = plan_deployment(*demand)
+    except ValueError as error:
+        raise ConfigError(f"replicas: {error}") from error
     apart = None
     if len(jobs) > 1:
         of_job = [[step[job] for step in steps] for job in range(len(jobs))]
-        apart = one_after_another(
-            demand.kinds, machine.num_devices, of_job, best_uniform
-        )
+        apart = one_after_another(kinds, num_gpus, of_job, best_uniform)
     first, deployment = steps[:_SIMULATED], planned.deployment
     return PlannedReplicas(
         planned=planned,
-        uniform=best_uniform(
-            demand.kinds, machine.num_devices, demand.batches, demand.longest
-        ),
+        uniform=best_uniform(*demand),
         apart=apart,
         by_job=simulate_steps(deployment, first),
         by_step=simulate_steps(deployment, first, barrier="step"),
         names=tuple(job.name for job in jobs),
-        num_gpus=machine.num_devices,
+        num_gpus=num_gpus,
         remat=remat,
         is_measured=plan.rates.profile is not None,
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Demand:
-    """The samples that replicas are deployed for, and the kinds of replicas.
-
-    Attributes:
-        kinds: The kinds of replicas that hold the model.
-        steps: Lengths of the samples of each job in each step.
-        longest: Tokens of the longest sample of all.
-        num_gpus: Number of GPUs.
-    """
-
-    kinds: Sequence[ReplicaKind]
-    steps: list[list[np.ndarray]]
-    longest: int
-    num_gpus: int
-
-    @property
-    def batches(self) -> list[np.ndarray]:
-        """Lengths of the samples of all jobs together in each step."""
-        return [np.concatenate(step) for step in self.steps]
-
-    @staticmethod
-    def of(
-        plan: RunPlan, jobs: Sequence[PreparedJob], machine: Machine, remat: Remat
-    ) -> "_Demand":
-        steps = _steps(jobs, plan.num_slots)
-        lengths = np.concatenate([own for step in steps for own in step]).astype(float)
-        longest = max(job.longest_group for job in jobs)
-        num_gpus = machine.num_devices
-        available = machine.memory_of(num_gpus)
-        model = ReplicaModel(
-            spec=plan.spec.with_remat(remat),
-            rates=machine.rates(plan.spec, plan.config.network_gbits),
-            free_bytes=None if available is None else available.num_bytes,
-            num_gpus=num_gpus,
-            block_tokens=plan.config.block_tokens,
-            capacity=max(plan.config.limits.capacity, longest),
-            mean_tokens=float((lengths**2).sum() / lengths.sum()),
-        )
-        return _Demand(
-            kinds=model.kinds(), steps=steps, longest=longest, num_gpus=num_gpus
-        )
-
-    def planned(self, kinds: Sequence[ReplicaKind]) -> PlannedDeployment:
-        """Deploys some of the kinds.
-
-        Raises:
-            ConfigError: A sample fits into no replica.
-        """
-        try:
-            return plan_deployment(kinds, self.num_gpus, self.batches, self.longest)
-        except ValueError as error:
-            raise ConfigError(f"replicas: {error}") from error
 
 
 def _steps(jobs: Sequence[PreparedJob], num_slots: int) -> list[list[np.ndarray]]:

@@ -1,23 +1,15 @@
 """Kinds of replicas of a model on GPUs: what they cost, and what fits into them."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 
-from jaxlora.costs.gpus import DeviceSpeed
-from jaxlora.costs.stages import DecoderSeconds, decoder_seconds, stage_borders
+from jaxlora.costs.stages import stage_borders
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.memory.estimate import StepBytes, part_bytes
 from jaxlora.plan.memory.footprint import num_bytes
 from jaxlora.plan.mesh.candidates import is_divided
-from jaxlora.plan.mesh.predict import (
-    EXCHANGED_AGAIN,
-    EXCHANGES,
-    Rates,
-    exchange_seconds,
-    step_seconds,
-)
+from jaxlora.plan.mesh.predict import Rates, shape_seconds, step_seconds
 from jaxlora.plan.stages import MeshStages, stages_footprint
 from jaxlora.scheduler import AffineCost
 from jaxlora.scheduler.replicas import ReplicaKind
@@ -88,7 +80,7 @@ class ReplicaModel:
         return MeshStages(
             spec=self.spec,
             sizes=MeshSizes(stage=stage, tensor=tensor),
-            borders=stage_borders(self.spec, stage, self.rates.links.speed),
+            borders=stage_borders(self.spec, stage, self.rates.speed),
             in_flight=stage,
         )
 
@@ -122,73 +114,43 @@ class ReplicaModel:
     def _cost(self, stages: MeshStages, capacity: int) -> AffineCost:
         """Returns the seconds of a replica's part of a step.
 
-        The slowest stage sets the pace. Each microbatch takes the time of reading the
-        weights and of launches; the pipeline fills and drains once a step; and all
-        replicas exchange the gradients.
+        The slowest stage sets the pace of full microbatches; the pipeline fills and
+        drains once a step; and all replicas exchange the gradients.
         """
-        tensor = stages.sizes.tensor
-        share, num_layers = self._slowest(stages)
-        weights, launches = self._microbatch_seconds()
-        each = self._sample_seconds() * (share / tensor)
-        exchanges = 2 * EXCHANGES + EXCHANGED_AGAIN[self.spec.options.remat]
-        exchanged = num_layers * exchanges * self._exchange_of_token(tensor)
-        once = share * (weights / tensor + launches)
-        per_token = each.per_token + exchanged + once / capacity
-        ramp = (stages.sizes.stage - 1) * capacity * per_token
+        mean = self.mean_tokens
+        short, whole = (self._slowest(stages, capacity, n) for n in (0.0, mean))
+        # The stage with the head takes a smaller share of launches with longer samples.
+        per_square = max(0.0, whole - short) / (capacity * mean)
+        per_token = whole / capacity - per_square * mean
+        exchanged = 0.0
+        if self.spec.slots:
+            alone = self._stages(1, 1)
+            exchanged = step_seconds(alone, self.rates)
+            if self.num_gpus > 1:
+                slots = num_bytes(self.spec.adapter_shapes())
+                exchanged += self.rates.exchange_seconds(2 * slots, self.num_gpus)
         return AffineCost(
-            base=ramp + self._exchange_seconds(),
+            base=(stages.sizes.stage - 1) * capacity * per_token + exchanged,
             per_token=per_token,
-            per_square=each.per_square,
+            per_square=per_square,
         )
 
-    def _slowest(self, stages: MeshStages) -> tuple[float, int]:
-        """Returns the slowest stage's share of the time, and its number of layers."""
-        times = [t.both for t in self._decoder.stages(stages.borders)]
-        at = times.index(max(times))
-        return times[at] / sum(times), len(stages.specs[at].layer_numbers)
+    def _slowest(self, stages: MeshStages, capacity: int, mean_tokens: float) -> float:
+        """Returns the seconds of a full microbatch in the slowest stage.
 
-    @property
-    def _speed(self) -> DeviceSpeed:
-        return self.rates.links.speed
-
-    @property
-    def _decoder(self) -> DecoderSeconds:
-        return decoder_seconds(self.spec, self._speed, mean_tokens=self.mean_tokens)
-
-    def _sample_seconds(self) -> AffineCost:
-        """Returns the seconds of samples in both passes of one GPU, without a base."""
-        if (profile := self.rates.profile) is not None:
-            measured = functools.partial(profile.seconds, self.spec, self._speed)
-            base = measured(0, 0)
-            return AffineCost(
-                base=0.0,
-                per_token=measured(1, 0) - base,
-                per_square=measured(0, 1) - base,
-            )
-        none = decoder_seconds(self.spec, self._speed, mean_tokens=0.0).whole.both
-        attention = (self._decoder.whole.both - none) / self.mean_tokens
-        return AffineCost(base=0.0, per_token=none, per_square=attention)
-
-    def _microbatch_seconds(self) -> tuple[float, float]:
-        """Returns the seconds of reading all weights once, and of launches."""
-        weights = self._speed.weight_tokens * self._sample_seconds().per_token
-        if (profile := self.rates.profile) is not None:
-            base = profile.seconds(self.spec, self._speed, 0, 0)
-            return min(weights, base), max(0.0, base - weights)
-        return weights, self._speed.layer_seconds * self.spec.config.num_layers
-
-    def _exchange_of_token(self, tensor: int) -> float:
-        """Returns the seconds in which a token's hidden state is gathered by GPUs."""
-        itemsize = self.spec.options.dtype.itemsize
-        moved = (tensor - 1) / tensor * self.spec.config.hidden_size * itemsize
-        return self.rates.links.seconds(moved, tensor)
-
-    def _exchange_seconds(self) -> float:
-        """Returns the seconds of summing all gradients over replicas, and of steps."""
-        if not self.spec.slots:
-            return 0.0
-        slots = num_bytes(self.spec.adapter_shapes())
-        summed = self.rates.links.seconds(2 * slots, self.num_gpus)
-        alone = self._stages(1, 1), self.rates
-        own = step_seconds(*alone) + exchange_seconds(*alone)
-        return own + (summed if self.num_gpus > 1 else 0.0)
+        Args:
+            stages: Stages of the replica.
+            capacity: Tokens of a microbatch.
+            mean_tokens: Mean length of the sample of a token.
+        """
+        cost = shape_seconds(
+            stages,
+            capacity,
+            self.rates,
+            squares=capacity * mean_tokens,
+            mean_tokens=mean_tokens,
+        )
+        return max(
+            one.forward(capacity, 0.0) + one.backward(capacity, 0.0)
+            for one in cost.stages
+        )

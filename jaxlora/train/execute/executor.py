@@ -15,7 +15,7 @@ from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
-from jaxlora.plan.stream_plan import FixedTicks, StreamPlan, StreamTick
+from jaxlora.plan.stream_plan import StreamTick, TickSource
 from jaxlora.scheduler import Limits
 from jaxlora.scheduler.lanes import Lane
 from jaxlora.sharding.global_arrays import everywhere
@@ -288,7 +288,7 @@ class Executor:
     # ---- training ------------------------------------------------------------------
 
     def run(
-        self, source: StreamPlan | FixedTicks, jobs: Mapping[int, JobState]
+        self, source: TickSource, jobs: Mapping[int, JobState]
     ) -> Iterator[Outcomes]:
         """Runs ticks until there is none, and yields an item for each.
 

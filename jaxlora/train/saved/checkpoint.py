@@ -19,7 +19,7 @@ import safetensors
 import safetensors.numpy
 
 from jaxlora.adapters.parked_slot import ParkedSlot
-from jaxlora.common.atomic import make_folder, sync_files
+from jaxlora.common.atomic import sync_files, sync_folder
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError
 from jaxlora.run.saved_run import SavedRun, sealed_json
@@ -71,7 +71,9 @@ class Checkpoints:
         with self._explaining():
             for path in unfinished_checkpoints(self._folder):
                 shutil.rmtree(path)
-            make_folder(self._folder)
+            if not self._folder.exists():
+                self._folder.mkdir()  # a run's folder that was removed stays so
+                sync_folder(self._folder.parent)
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(

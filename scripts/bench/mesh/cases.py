@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.bench.mesh.fixed_ticks import pack_whole
 from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.bench.workload import Workload
 from jaxlora.config import RunConfig
-from jaxlora.plan.job.job_slots import pack_whole
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.run_plan import RunPlan

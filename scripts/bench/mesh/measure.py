@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxlora.bench.mesh.cases import Case, Window, make_jobs
+from jaxlora.bench.mesh.fixed_ticks import FixedTicks
 from jaxlora.bench.mesh.results import Results, columns_of
 from jaxlora.bench.mesh.timeline import draw_step, measured
 from jaxlora.bench.report import Timing, about, needs_gpu
@@ -27,7 +28,6 @@ from jaxlora.costs.work import head_work, layer_work
 from jaxlora.data.pack import PackedBatch
 from jaxlora.errors import JaxloraError
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.plan.stream_plan import FixedTicks
 from jaxlora.profile.device_trace import busy_ms, is_exchange, trace
 from jaxlora.profile.pass_times import Probe, make_probe, measure_passes
 from jaxlora.profile.tokens import TARGET_SHARE, equal_shares, fill

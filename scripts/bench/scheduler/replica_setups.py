@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.bench.shapes import config_json
-from jaxlora.costs.gpus import find_speed, make_links, parse_machine
+from jaxlora.costs.gpus import find_speed, parse_machine
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
@@ -177,7 +177,7 @@ def make_kinds(
                 slots=SlotShape(num_slots=len(setup.jobs), rank=16),
                 adapted=tuple(adapted),
             ),
-            rates=Rates(links=make_links(speed, 8, setup.network_gbits)),
+            rates=Rates.of(speed, 8, setup.network_gbits),
             free_bytes=memory.num_bytes,
             num_gpus=machine.count,
             block_tokens=128,

@@ -7,6 +7,7 @@ import random
 import jax.numpy as jnp
 import pytest
 
+from jaxlora.common.cache_home import device_path
 from jaxlora.costs import device_profile
 from jaxlora.costs.device_profile import (
     Kernels,
@@ -18,7 +19,6 @@ from jaxlora.costs.device_profile import (
     find_profile,
     model_digest,
     parse,
-    profile_path,
     read_text,
     versions,
     write_profile,
@@ -69,7 +69,10 @@ def cache(tmp_path, monkeypatch):
 def test_it_is_read_as_it_was_written():
     assert read_text(KIND) is None
     path = write_profile(KIND, profile())
-    assert path == profile_path(KIND) and path.name == "nvidia-h100-80gb-hbm3.json"
+    assert (
+        path == device_path("profiles", KIND)
+        and path.name == "nvidia-h100-80gb-hbm3.json"
+    )
     assert path.stat().st_mode & 0o777 == 0o600
     assert parse(read_text(KIND), KIND) == (profile(),)
     assert read_text("NVIDIA H200") is None

@@ -7,10 +7,9 @@ import safetensors.numpy
 
 from jaxlora import import_peft
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from jaxlora.config import RunConfig
 from jaxlora.hf.names import linear_shapes
-from jaxlora.plan.job.job_slots import pack_whole
-from jaxlora.plan.stream_plan import FixedTicks
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout

@@ -20,7 +20,7 @@ from jaxlora.adapters.optimizers.state import own_shapes
 from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
-from jaxlora.plan.stream_plan import FixedTicks, StreamPlan, StreamTick
+from jaxlora.plan.stream_plan import StreamTick, TickSource
 from jaxlora.train.execute.executor import Executor, Outcomes, StepOutcome
 from jaxlora.train.execute.feed import TickWork
 from jaxlora.train.execute.layout import Layout
@@ -138,7 +138,7 @@ class HostExecutor(Executor):
     # ---- training ------------------------------------------------------------------
 
     def run(
-        self, source: StreamPlan | FixedTicks, jobs: Mapping[int, JobState]
+        self, source: TickSource, jobs: Mapping[int, JobState]
     ) -> Iterator[Outcomes]:
         assert set(jobs) == set(self.host.states), "another set of jobs"
         self._jobs = jobs

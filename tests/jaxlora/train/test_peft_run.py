@@ -11,14 +11,13 @@ import pytest
 
 from jaxlora import LoraJob, import_peft, load_model
 from jaxlora.adapters.fresh import fresh_adapter
+from jaxlora.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from jaxlora.config import RunConfig
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
-from jaxlora.plan.job.job_slots import pack_whole
 from jaxlora.plan.job.prepared_job import PreparedJob
-from jaxlora.plan.stream_plan import FixedTicks
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout

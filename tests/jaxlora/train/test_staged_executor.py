@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from jaxlora import Callback, RunConfig, Trainer
-from jaxlora.plan.job.job_slots import pack_whole
-from jaxlora.plan.stream_plan import FixedTicks
+from jaxlora.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
 from tests.jaxlora.train.at_window import AtWindow

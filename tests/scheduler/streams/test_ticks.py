@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlora.bench.mesh.fixed_ticks import fixed_shape_cost
 from jaxlora.bench.scheduler.lengths import jobs
-from jaxlora.plan.job.job_slots import fixed_shape_cost
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,

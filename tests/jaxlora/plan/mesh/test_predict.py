@@ -143,7 +143,7 @@ def test_a_profile_takes_the_place_of_the_data_sheet():
     found = window_seconds(stages, lanes, schedule_of(10), rates)
     assert found == pytest.approx(10 * rates.profile.cost(1024, 900**2))
     # A link that was measured is reached as it was.
-    transfer = rates.links.speed.transfer_seconds(1e9)
+    transfer = rates.speed.transfer_seconds(1e9)
     assert transfer == pytest.approx(1.0)
     other = dataclasses.replace(here, profiles=(profile(SPEC, model="another"),))
     sheet = dataclasses.replace(here, profiles=())
