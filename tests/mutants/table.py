@@ -126,8 +126,8 @@ _ORDER_AND_RESUME = (
     ),
     _mutant(
         "a resumed job begins its data anew",
-        "            step=job.progress.step,\n",
-        "            step=0,\n",
+        "                batch=job.progress.step,\n",
+        "                batch=0,\n",
         f"{_TRAIN}/test_preemption.py::test_a_kill_while_a_job_is_paused",
     ),
     _mutant(
@@ -308,8 +308,8 @@ _JOBS = (
     ),
     _mutant(
         "a request that was saved replaces a later one",
-        'self._asked.setdefault(("stop", name), reason)',
-        'self._asked["stop", name] = reason',
+        "self._asked.setdefault((kind, name), reason)",
+        "self._asked[kind, name] = reason",
         f"{_TRAIN}/test_requests.py",
     ),
     _mutant(
@@ -510,9 +510,9 @@ _DEVICES = (
     ),
     _mutant(
         "the head is no work of the last stage",
-        "ends = first * (stage == 0) + last * (stage == num_stages - 1)",
-        "ends = first * (stage == 0)",
-        "tests/sharding/test_stages.py",
+        "    layers[-1] += seconds(head_work(spec, _TARGET_SHARE))\n",
+        "",
+        "tests/jaxlora/costs",
     ),
     _mutant(
         "each device along tensor adds a bias of its own",
@@ -528,9 +528,9 @@ _DEVICES = (
     ),
     _mutant(
         "processes go on from different checkpoints",
-        '{f"the newest checkpoint in {folder}": newest},',
-        '{f"the newest checkpoint in {folder}": newest is None},',
-        "tests/jaxlora/distributed",
+        '{f"the newest checkpoint in {folder / CHECKPOINTS}": self.latest},',
+        "{},",
+        f"{_TRAIN}/test_run_store.py",
     ),
     _mutant(
         "a value that only some processes have is not compared",
@@ -610,7 +610,6 @@ _PLANS = (
         "waiting jobs take slots that are taken",
         "free = [slot for slot in range(num_slots) if slot not in taken]",
         "free = [slot for slot in range(num_slots)]",
-        f"{_TRAIN}/test_stream.py::test_the_first_free_slots_are_taken",
         f"{_TRAIN}/test_job_slots.py",
     ),
     _mutant(
@@ -686,7 +685,7 @@ _PLANS = (
     ),
     _mutant(
         "a program that others may write is loaded",
-        "        check_private(found, path)\n",
+        "                check_private(os.fstat(file.fileno()), path)\n",
         "",
         "tests/jaxlora/programs/test_kept.py",
     ),

@@ -16,6 +16,7 @@ def test_a_running_job_keeps_its_slot():
     """The others take the lowest free ones, by priority and then in their order."""
     jobs = [(2, 0), (None, 0), (None, 0), (None, 1)]
     assert slots(jobs, 3) == [2, 1, None, 0]
+    assert slots([(1, 0), *jobs[1:]], 3) == [1, 2, None, 0]
     assert slots(jobs, 1) == [2, None, None, None]
     assert slots(jobs, 1, preempts=True) == [None, None, None, 0]
 
