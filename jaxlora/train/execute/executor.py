@@ -93,7 +93,7 @@ class _Tick:
     """A tick on the devices, from its first pass until its steps are reported.
 
     Attributes:
-        slots: Slots of its samples.
+        slots: Slots of its samples, without those that were left since.
         further: What replicas beside the stages run of it.
         keys: Keys of its dropout masks.
         beginning: By slot, the samples of the baseline of a global batch that begins.
@@ -102,7 +102,7 @@ class _Tick:
         steps: The optimizer steps that follow it, if any; None: not queued yet.
     """
 
-    slots: Collection[int]
+    slots: set[int]
     further: Sequence[ReplicaRows]
     keys: SlotKeys
     beginning: Mapping[int, JobBatch]
@@ -239,6 +239,7 @@ class Executor:
         self._losses.pop(slot, None)
         for tick in self._ticks.values():
             tick.completed.pop(slot, None)
+            tick.slots.discard(slot)
         last = max(self._in_flight.ticks_of(slot), default=None)
         if last is not None:
             self._leaving[slot] = last
@@ -373,7 +374,7 @@ class Executor:
             if one.replica == 0:
                 self._in_flight.enter(number, one, keys)
         self._ticks[number] = _Tick(
-            slots=steps.keys(),
+            slots=set(steps),
             further=[one for one in fed.rows if one.replica],
             keys=keys,
             beginning=self._feed.begin(fed),

@@ -209,8 +209,9 @@ class Replica:
         if placement.mesh is not None:  # else the program uploads them faster
             rows = put(rows, placement.sharding(placement.rows))
         if one.runs_reference:
-            params, settings = state.params, self._of_base
-            if self.reference is not None:
+            if self.reference is None:
+                params, settings = state.params, self._of_base
+            else:
                 params, settings = self.reference.params, self.reference.settings
             own = SlotKeys(baseline=keys.baseline)
             found = steps.evaluate(self._base, params, settings, rows, own)
