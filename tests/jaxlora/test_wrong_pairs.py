@@ -114,7 +114,7 @@ def own(found: set[tuple], place: tuple, key: str) -> set[tuple]:
         for where, kind in found
         if where[: len(path)] == path
         # Names are looked at when the space is sound.
-        and not (kind == UNKNOWN and place[:2] == ("sweep", "parameters"))
+        and not (kind == UNKNOWN and path[:2] == ("sweep", "parameters"))
     }
 
 
