@@ -313,6 +313,12 @@ _JOBS = (
         f"{_TRAIN}/test_requests.py",
     ),
     _mutant(
+        "losses in flight of a job that has left count for the next in its slot",
+        "            tick.slots.discard(slot)\n",
+        "",
+        f"{_TRAIN}/test_mesh_jobs.py::test_an_eventful_run",
+    ),
+    _mutant(
         "a paused job starts again from its first weights",
         "        if parked is None:\n            self._executor.load(slot",
         "        if True:\n            self._executor.load(slot",

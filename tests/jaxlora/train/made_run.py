@@ -133,6 +133,7 @@ def write_export(folder: pathlib.Path, job: str, step: int, **options) -> pathli
 
 def write_checkpoints(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> None:
     """Checkpoints of seeds that are their numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(Checkpoints(folder / "checkpoints", keep=9)) as checkpoints:
         for number in numbers:
             checkpoints.save(number, states(number), saved_run(jobs))
