@@ -78,7 +78,7 @@ def changes_of(outcome) -> list[tuple]:
     return [(e["job"], e["event"]) for e in events if e["event"] in kinds]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["stage=2", WHOLE])
 def test_an_eventful_run(eventful, mesh):
     """The adapters are the same, though jobs come and go at other times."""
     (one, _), (other, _) = eventful("fsdp=1"), eventful(mesh)
