@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -19,6 +20,7 @@ from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import read_owner
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.devices import divide
+from jaxlora.sweeps.engine.group_control import GroupControl
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
 from tests.jaxlora.train.swept import write_job
 from tests.jaxlora.train.thread_workers import ThreadWorkers, use_threads
@@ -180,6 +182,15 @@ def test_a_copy_goes_on_from_the_state_of_another(make, model, workers, monkeypa
     config = config.replace(jobs=tuple(longer))
     folder, name = pathlib.Path(config.output_dir), config.jobs[0].name
     asked: list = []
+    has_stepped, is_killed = threading.Event(), threading.Event()
+    on_event = GroupControl.on_event
+
+    def hold(self, event):
+        """The copy's first step waits for the kill, so that its worker cannot end."""
+        on_event(self, event)
+        if event.kind == "step" and event.job == "copy" and not is_killed.is_set():
+            has_stepped.set()
+            assert is_killed.wait(60)
 
     class Asks(run.StopRequest):
         @property
@@ -189,10 +200,10 @@ def test_a_copy_goes_on_from_the_state_of_another(make, model, workers, monkeypa
                 values = {"learning_rate": 1e-3, "name": "copy"}
                 request = ControlRequest(action="clone", job=name, settings=values)
                 asked.append(Mailbox(folder).post(request))
-            if len(asked) == 1 and "copy" in steps:
+            if has_stepped.is_set() and not is_killed.is_set():
                 (driven,) = workers
-                asked.append(None)
                 driven.kill(0 if driven.drivers[0].control._jobs.get("copy") else 1)
+                is_killed.set()
             return False
 
         @requested.setter
@@ -200,6 +211,7 @@ def test_a_copy_goes_on_from_the_state_of_another(make, model, workers, monkeypa
             """Signals do not count."""
 
     monkeypatch.setattr(run, "StopRequest", Asks)
+    monkeypatch.setattr(GroupControl, "on_event", hold)
     result = run.run_groups(config)
     assert Mailbox(folder).take_answer(asked[0]).is_accepted
     assert len(list((folder / "groups").iterdir())) == 3  # one was started again
