@@ -167,6 +167,16 @@ class RunLock:
             "restore it from a copy and use --resume, or start anew without."
         )
 
+    def make_folder(self, name: str) -> None:
+        """Makes a folder in the one that was locked, wherever that is by now.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        assert self._directory >= 0, "the folder is not locked"
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=self._directory)
+
     def check(self) -> None:
         """Checks that this run still holds the folder, before something is written.
 

@@ -10,7 +10,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,12 +45,19 @@ class Checkpoints:
     only complete checkpoints.
     """
 
-    def __init__(self, folder: pathlib.Path, *, keep: int):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        keep: int,
+        make: Callable[[], None] | None = None,
+    ):
         """Opens a folder, made if there is none, and removes incomplete checkpoints.
 
         Args:
             folder: Folder that holds only checkpoints; one process writes to it.
             keep: Number of checkpoints to keep.
+            make: Makes the folder, where its path may by now lead elsewhere.
 
         Raises:
             CheckpointError: The folder cannot be used.
@@ -72,7 +79,8 @@ class Checkpoints:
             for path in unfinished_checkpoints(self._folder):
                 shutil.rmtree(path)
             if not self._folder.exists():
-                self._folder.mkdir()  # a run's folder that was removed stays so
+                # Without its parents: a run's folder that was removed stays so.
+                (make or self._folder.mkdir)()
                 sync_folder(self._folder.parent)
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 

@@ -7,6 +7,7 @@ written.
 """
 
 import collections
+import functools
 import logging
 import os
 import pathlib
@@ -187,7 +188,8 @@ class RunStore:
         self._lock.check()
         if self._checkpoints is None:
             folder = self._folder / CHECKPOINTS
-            self._checkpoints = Checkpoints(folder, keep=self._keep)
+            make = functools.partial(self._lock.make_folder, CHECKPOINTS)
+            self._checkpoints = Checkpoints(folder, keep=self._keep, make=make)
         return self._checkpoints
 
     def save(

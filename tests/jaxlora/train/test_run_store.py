@@ -53,7 +53,7 @@ def disk(monkeypatch):
         disk.write(f"{job}{progress.step}")
 
     class Checkpoints:
-        def __init__(self, folder, *, keep):
+        def __init__(self, folder, *, keep, make):
             pass
 
         def save(self, number, parked, run):
