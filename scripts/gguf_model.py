@@ -20,17 +20,16 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxlora.families.table import FAMILIES
 from jaxlora.hf.save import save_checkpoint
+from jaxlora.models.config import LINEARS, LLAMA_NORMS
 
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_FAMILY = FAMILIES["llama"]
-_LAYER = {linear.gguf: linear.name for linear in _FAMILY.linears} | {
-    norm.gguf: norm.hf_name for norm in _FAMILY.norms
+_LAYER = {linear.gguf: linear.name for linear in LINEARS} | {
+    norm.gguf: norm.hf_name for norm in LLAMA_NORMS
 }
 # Kinds of tokenizers that split digits from each other before merging.
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")

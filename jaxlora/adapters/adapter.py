@@ -13,8 +13,8 @@ from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.rules import row_tokens
 from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_path
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.models.token_rows import ROW_PATHS
 from jaxlora.models.whole_tables import WHOLE_PATHS

@@ -8,8 +8,8 @@ from jaxlora.adapters.adapter import lora_scaling
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_path
+from jaxlora.models.config import ModelConfig
 
 Wanted = str | Sequence[str]
 _FROZEN = ("model.embed_tokens", "lm_head")

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxlora.families.model_config import LayerLinear, ModelConfig
+from jaxlora.models.config import LayerLinear, ModelConfig
 from jaxlora.models.spec import DecoderSpec
 
 _LOGIT_BYTES = 16  # traffic per logit: in float32 to the loss, in bfloat16 to the head

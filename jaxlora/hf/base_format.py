@@ -6,11 +6,11 @@ from typing import Any
 
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.checkpoint import Checkpoint
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.pallas_kernels import OPTIONS
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlora.data.objectives import NEXT_TOKEN
-from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import LayerLinear, ModelConfig
 from jaxlora.models.layer import DecoderLayer, Remat, run_whole_layers
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import head_dim, run_sharded_layers

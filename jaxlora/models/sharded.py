@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
 from jaxlora.models.tensor_parallel import EMBEDDING, HEAD, weight_dim
 from jaxlora.modules.attention import PackedRows

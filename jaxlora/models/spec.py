@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxlora.families.model_config import LayerLinear, ModelConfig
+from jaxlora.models.config import LayerLinear, ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
 from jaxlora.models.layer import Remat
 from jaxlora.models.score import SCORE_PATH

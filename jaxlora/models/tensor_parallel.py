@@ -25,8 +25,8 @@ from typing import Any
 
 from jaxtyping import Array
 
-from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import LayerLinear, ModelConfig
 from jaxlora.models.stacks import Stack
 from jaxlora.modules.trained_tensors import Dimension, trained_tensors
 from jaxlora.sharding.tensor import own_slice

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.rowwise import NormRows, inverse_rms, sum_of_squares
 from jaxlora.pallas_kernels import norm_gradient, unsupported_norm_gradient

@@ -17,11 +17,10 @@ from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.files.base_name import is_hub_id, stated_base
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.families.table import FAMILIES
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.names import linear_shapes
+from jaxlora.models.config import LINEARS, ModelConfig
 from jaxlora.modules.trained_tensors import tensor_settings
 
 # llama.cpp's architectures by model_type. It reads Mistral's models as Llama's.
@@ -33,7 +32,7 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }
-_LINEARS = {linear.name: linear.gguf for linear in FAMILIES["llama"].linears}
+_LINEARS = {linear.name: linear.gguf for linear in LINEARS}
 # llama.cpp rotates interleaved pairs of features in these, not halves of a head.
 _INTERLEAVED = {"llama"}
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jax_core
 
-from jaxlora.families.model_config import LayerLinear
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import LayerLinear
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.layer import Remat
 from jaxlora.models.residuals import reshapes

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import find_speed, parse_machine
-from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels.device import planned_for

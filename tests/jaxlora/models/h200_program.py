@@ -18,9 +18,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.data.pack import PackedBatch
-from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.llama import Llama
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
@@ -36,7 +37,7 @@ ROWS = PartitionSpec("fsdp")
 
 def decoder_spec(num_layers: int, fsdp: int = NUM_DEVICES) -> DecoderSpec:
     config = ModelConfig(
-        model_type="llama",
+        family=Llama.FAMILY,
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxlora.families.model_config import LayerLinear, ModelConfig, Rope
+from jaxlora.models.config import LayerLinear, ModelConfig, Rope
 from jaxlora.models.layer import DecoderLayer
+from jaxlora.models.registry import FAMILIES
 from jaxlora.modules import attention
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing, SlotShape
 
@@ -29,7 +30,7 @@ stand_in.defvjp(stand_in_forward, lambda kept, dy: (dy, kept[1], kept[2]))
 
 def residuals(model_type: str) -> list[jax.Array]:
     config = ModelConfig(
-        model_type=model_type,
+        family=FAMILIES[model_type].FAMILY,
         vocab_size=50,
         hidden_size=D,
         intermediate_size=F,

@@ -1,11 +1,11 @@
-"""The configuration of a decoder, as a frozen value."""
+"""The configuration of a decoder, as a frozen value, and what its family is made of."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Literal
 
-from jaxlora.families.table import FAMILIES, Family
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +39,146 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Linear:
+    """One linear of a decoder layer; LoRA can adapt each of them.
+
+    Attributes:
+        name: Its path inside a layer, the same here and in Hugging Face's checkpoints.
+        in_features: Attribute of `ModelConfig` that holds K.
+        out_features: Attribute of `ModelConfig` that holds N.
+        bias: Attribute of `ModelConfig` that says whether the linear adds a bias.
+        gguf: Its name inside a layer of a GGUF file.
+    """
+
+    name: str
+    in_features: str
+    out_features: str
+    bias: str
+    gguf: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """One RMS norm of a decoder layer.
+
+    Attributes:
+        name: Its path inside a layer here, which says what it normalizes.
+        hf_name: Its path inside a layer in Hugging Face's checkpoints.
+        features: Attribute of `ModelConfig` that holds the size of its weight.
+        gguf: Its name inside a layer of a GGUF file.
+    """
+
+    name: str
+    hf_name: str
+    features: str
+    gguf: str
+
+
+# The order keys the dropout masks. If it changed, resumed runs would draw other masks.
+LINEARS = (
+    Linear(
+        name="self_attn.q_proj",
+        in_features="hidden_size",
+        out_features="query_features",
+        bias="qkv_bias",
+        gguf="attn_q",
+    ),
+    Linear(
+        name="self_attn.k_proj",
+        in_features="hidden_size",
+        out_features="kv_features",
+        bias="qkv_bias",
+        gguf="attn_k",
+    ),
+    Linear(
+        name="self_attn.v_proj",
+        in_features="hidden_size",
+        out_features="kv_features",
+        bias="qkv_bias",
+        gguf="attn_v",
+    ),
+    Linear(
+        name="self_attn.o_proj",
+        in_features="query_features",
+        out_features="hidden_size",
+        bias="o_bias",
+        gguf="attn_output",
+    ),
+    Linear(
+        name="mlp.gate_proj",
+        in_features="hidden_size",
+        out_features="intermediate_size",
+        bias="mlp_bias",
+        gguf="ffn_gate",
+    ),
+    Linear(
+        name="mlp.up_proj",
+        in_features="hidden_size",
+        out_features="intermediate_size",
+        bias="mlp_bias",
+        gguf="ffn_up",
+    ),
+    Linear(
+        name="mlp.down_proj",
+        in_features="intermediate_size",
+        out_features="hidden_size",
+        bias="mlp_bias",
+        gguf="ffn_down",
+    ),
+)
+
+
+def width_norm(name: str, hf_name: str, gguf: str) -> Norm:
+    """Returns a norm of the hidden states."""
+    return Norm(name=name, hf_name=hf_name, features="hidden_size", gguf=gguf)
+
+
+LLAMA_NORMS = (
+    width_norm("attention_norm", "input_layernorm", "attn_norm"),
+    width_norm("mlp_norm", "post_attention_layernorm", "ffn_norm"),
+)
+QK_NORMS = (
+    Norm(
+        name="self_attn.q_norm",
+        hf_name="self_attn.q_norm",
+        features="head_dim",
+        gguf="attn_q_norm",
+    ),
+    Norm(
+        name="self_attn.k_norm",
+        hf_name="self_attn.k_norm",
+        features="head_dim",
+        gguf="attn_k_norm",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Properties that all models of one `model_type` share.
+
+    Attributes:
+        model_type: Hugging Face's name of the family.
+        models: Names of the models, for error messages.
+        linears: Linears of a layer, in the order that keys the dropout masks.
+        norms: Norms of a layer. If there is an `attention_output_norm` or an
+            `mlp_output_norm`, it normalizes that output before the residual sum.
+        norm_offset: Whether norms multiply by 1 + weight, in float32, instead of by the
+            weight.
+        activation: Activation of the gate of the MLP.
+        scales_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+    """
+
+    model_type: str
+    models: str
+    linears: tuple[Linear, ...] = LINEARS
+    norms: tuple[Norm, ...] = LLAMA_NORMS
+    norm_offset: bool = False
+    activation: Activation = "silu"
+    scales_embedding: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLinear:
     """One linear of each layer of a model.
 
@@ -65,7 +205,9 @@ class ModelConfig:
     """The mathematics of one decoder.
 
     Attributes:
-        model_type: Hugging Face's name of the family, a key of `FAMILIES`.
+        family: What the model shares with its family. It is not in the `repr`, which
+            names the model in checkpoints.
+        model_type: Hugging Face's name of the family.
         vocab_size: V, rows of the embedding.
         hidden_size: D, model width.
         intermediate_size: F, MLP width.
@@ -88,10 +230,11 @@ class ModelConfig:
             included; None sees all of its segment.
 
     Raises:
-        ValueError: The family is unknown, or the sizes contradict each other.
+        ValueError: The sizes contradict each other.
     """
 
-    model_type: str
+    family: Family = dataclasses.field(repr=False)
+    model_type: str = dataclasses.field(init=False)
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -113,11 +256,7 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
 
     def __post_init__(self):
-        if self.model_type not in FAMILIES:
-            raise ValueError(
-                f"model_type={self.model_type!r} is unknown; wanted one of: "
-                f"{', '.join(FAMILIES)}."
-            )
+        object.__setattr__(self, "model_type", self.family.model_type)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of "
@@ -128,11 +267,6 @@ class ModelConfig:
                 f"layer_windows has {len(self.layer_windows)} entries; wanted "
                 f"num_layers={self.num_layers}, one for each layer."
             )
-
-    @property
-    def family(self) -> Family:
-        """Properties that the model shares with its family."""
-        return FAMILIES[self.model_type]
 
     @property
     def query_features(self) -> int:
