@@ -20,16 +20,17 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from jaxlora.adapters.files.gguf_export import GGUF_LINEARS
 from jaxlora.hf.save import save_checkpoint
-from jaxlora.models.config import LINEARS, LLAMA_NORMS
 
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER = {linear.gguf: linear.name for linear in LINEARS} | {
-    norm.gguf: norm.hf_name for norm in LLAMA_NORMS
+_LAYER = {gguf: name for name, gguf in GGUF_LINEARS.items()} | {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
 }
 # Kinds of tokenizers that split digits from each other before merging.
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")

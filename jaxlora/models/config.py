@@ -1,8 +1,7 @@
 """The configuration of a decoder, as a frozen value, and what its family is made of."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping
+from collections.abc import Hashable
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -39,25 +38,6 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Linear:
-    """One linear of a decoder layer; LoRA can adapt each of them.
-
-    Attributes:
-        name: Its path inside a layer, the same here and in Hugging Face's checkpoints.
-        in_features: Attribute of `ModelConfig` that holds K.
-        out_features: Attribute of `ModelConfig` that holds N.
-        bias: Attribute of `ModelConfig` that says whether the linear adds a bias.
-        gguf: Its name inside a layer of a GGUF file.
-    """
-
-    name: str
-    in_features: str
-    out_features: str
-    bias: str
-    gguf: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Norm:
     """One RMS norm of a decoder layer.
 
@@ -65,90 +45,32 @@ class Norm:
         name: Its path inside a layer here, which says what it normalizes.
         hf_name: Its path inside a layer in Hugging Face's checkpoints.
         features: Attribute of `ModelConfig` that holds the size of its weight.
-        gguf: Its name inside a layer of a GGUF file.
     """
 
     name: str
     hf_name: str
     features: str
-    gguf: str
 
 
-# The order keys the dropout masks. If it changed, resumed runs would draw other masks.
-LINEARS = (
-    Linear(
-        name="self_attn.q_proj",
-        in_features="hidden_size",
-        out_features="query_features",
-        bias="qkv_bias",
-        gguf="attn_q",
-    ),
-    Linear(
-        name="self_attn.k_proj",
-        in_features="hidden_size",
-        out_features="kv_features",
-        bias="qkv_bias",
-        gguf="attn_k",
-    ),
-    Linear(
-        name="self_attn.v_proj",
-        in_features="hidden_size",
-        out_features="kv_features",
-        bias="qkv_bias",
-        gguf="attn_v",
-    ),
-    Linear(
-        name="self_attn.o_proj",
-        in_features="query_features",
-        out_features="hidden_size",
-        bias="o_bias",
-        gguf="attn_output",
-    ),
-    Linear(
-        name="mlp.gate_proj",
-        in_features="hidden_size",
-        out_features="intermediate_size",
-        bias="mlp_bias",
-        gguf="ffn_gate",
-    ),
-    Linear(
-        name="mlp.up_proj",
-        in_features="hidden_size",
-        out_features="intermediate_size",
-        bias="mlp_bias",
-        gguf="ffn_up",
-    ),
-    Linear(
-        name="mlp.down_proj",
-        in_features="intermediate_size",
-        out_features="hidden_size",
-        bias="mlp_bias",
-        gguf="ffn_down",
-    ),
-)
-
-
-def width_norm(name: str, hf_name: str, gguf: str) -> Norm:
+def width_norm(name: str, hf_name: str) -> Norm:
     """Returns a norm of the hidden states."""
-    return Norm(name=name, hf_name=hf_name, features="hidden_size", gguf=gguf)
+    return Norm(name=name, hf_name=hf_name, features="hidden_size")
 
 
 LLAMA_NORMS = (
-    width_norm("attention_norm", "input_layernorm", "attn_norm"),
-    width_norm("mlp_norm", "post_attention_layernorm", "ffn_norm"),
+    width_norm("attention_norm", "input_layernorm"),
+    width_norm("mlp_norm", "post_attention_layernorm"),
 )
 QK_NORMS = (
     Norm(
         name="self_attn.q_norm",
         hf_name="self_attn.q_norm",
         features="head_dim",
-        gguf="attn_q_norm",
     ),
     Norm(
         name="self_attn.k_norm",
         hf_name="self_attn.k_norm",
         features="head_dim",
-        gguf="attn_k_norm",
     ),
 )
 
@@ -160,7 +82,6 @@ class Family:
     Attributes:
         model_type: Hugging Face's name of the family.
         models: Names of the models, for error messages.
-        linears: Linears of a layer, in the order that keys the dropout masks.
         norms: Norms of a layer. If there is an `attention_output_norm` or an
             `mlp_output_norm`, it normalizes that output before the residual sum.
         norm_offset: Whether norms multiply by 1 + weight, in float32, instead of by the
@@ -171,33 +92,10 @@ class Family:
 
     model_type: str
     models: str
-    linears: tuple[Linear, ...] = LINEARS
     norms: tuple[Norm, ...] = LLAMA_NORMS
     norm_offset: bool = False
     activation: Activation = "silu"
     scales_embedding: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerLinear:
-    """One linear of each layer of a model.
-
-    Attributes:
-        name: Path inside a layer.
-        in_features: K.
-        out_features: N.
-        use_bias: Whether it adds a bias.
-        projection: Its number, which keys its dropout masks.
-        divides: The features that tensor parallelism divides: inputs K of a linear that
-            writes the hidden states, outputs N of one that reads them.
-    """
-
-    name: str
-    in_features: int
-    out_features: int
-    use_bias: bool
-    projection: int
-    divides: Literal["K", "N"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,24 +176,7 @@ class ModelConfig:
         """Out features of the k projection, and of the v projection."""
         return self.num_kv_heads * self.head_dim
 
-    def linears(self) -> Mapping[str, LayerLinear]:
-        """Returns the linears of each layer, by their path inside it."""
-        return self._linears
-
-    @functools.cached_property
-    def _linears(self) -> dict[str, LayerLinear]:
-        return {
-            row.name: LayerLinear(
-                name=row.name,
-                in_features=getattr(self, row.in_features),
-                out_features=getattr(self, row.out_features),
-                use_bias=getattr(self, row.bias),
-                projection=projection,
-                divides="K" if row.out_features == "hidden_size" else "N",
-            )
-            for projection, row in enumerate(self.family.linears)
-        }
-
-    def norms(self) -> dict[str, int]:
-        """Returns the size of each norm of a layer, by its path inside the layer."""
-        return {row.name: getattr(self, row.features) for row in self.family.norms}
+    def layer_kind(self, layer: int) -> Hashable:
+        """Returns a value that layers with weights of the same shapes share."""
+        del layer
+        return None

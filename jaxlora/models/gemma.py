@@ -25,12 +25,10 @@ from jaxlora.models.hf_config import (
 )
 
 _GEMMA_NORMS = (
-    width_norm("attention_norm", "input_layernorm", "attn_norm"),
-    width_norm(
-        "attention_output_norm", "post_attention_layernorm", "post_attention_norm"
-    ),
-    width_norm("mlp_norm", "pre_feedforward_layernorm", "ffn_norm"),
-    width_norm("mlp_output_norm", "post_feedforward_layernorm", "post_ffw_norm"),
+    width_norm("attention_norm", "input_layernorm"),
+    width_norm("attention_output_norm", "post_attention_layernorm"),
+    width_norm("mlp_norm", "pre_feedforward_layernorm"),
+    width_norm("mlp_output_norm", "post_feedforward_layernorm"),
 )
 Scale = Annotated[float, number(1e9)]
 

@@ -25,7 +25,7 @@ from jaxlora.costs.device_profile import (
 )
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import ConfigError
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from tests.tiny import CONFIG

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.models import layer
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from jaxlora.hf.names import linear_names, tensor_specs
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.registry import FAMILIES, model_config
+from jaxlora.models.structure import linear_names, linears, tensor_specs
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "models"
 SIZES = {
@@ -30,7 +30,7 @@ def config_of(family: str) -> ModelConfig:
 def test_the_order_of_the_projections_never_changes(family):
     """It keys the dropout masks: a resumed run would draw others."""
     projections = {
-        name: linear.projection for name, linear in config_of(family).linears().items()
+        name: linear.projection for name, linear in linears(config_of(family)).items()
     }
     assert projections == {
         "self_attn.q_proj": 0,
@@ -46,24 +46,23 @@ def test_the_order_of_the_projections_never_changes(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_and_norm_has_its_size(family):
     config = config_of(family)
-    found = {linear.name: linear for linear in config.linears().values()}
+    found = {linear.name: linear for linear in linears(config).values()}
     assert found["self_attn.q_proj"].out_features == 8 * 24
     assert found["self_attn.v_proj"].out_features == 2 * 24
     assert found["self_attn.o_proj"].in_features == 8 * 24
     assert found["mlp.down_proj"].in_features == 96
-    assert set(config.norms().values()) <= {64, 24}
+    norms = [x.shape for x in tensor_specs(config) if x.path.endswith(".scale")]
+    assert set(norms) <= {(64,), (24,)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_are_unique(family):
-    """In this library, in Hugging Face's checkpoints and in GGUF files."""
-    config, row = config_of(family), FAMILIES[family].FAMILY
+    """In this library, and in Hugging Face's checkpoints."""
+    config = config_of(family)
     specs = tensor_specs(config)
     assert len({spec.path for spec in specs}) == len(specs)
     assert len({spec.hf_name for spec in specs}) == len(specs)
-    assert len(linear_names(config)) == 3 * len(row.linears)
-    gguf = [entry.gguf for entry in (*row.linears, *row.norms)]
-    assert len(set(gguf)) == len(gguf)
+    assert len(linear_names(config)) == 3 * len(linears(config))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths

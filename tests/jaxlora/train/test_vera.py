@@ -11,7 +11,7 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.adapters.optimizers.adafactor import adafactor
 from jaxlora.errors import ConfigError
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
