@@ -112,6 +112,7 @@ class Gemma3(_Gemma):
         activation="gelu_tanh",
         scales_embedding=True,
     )
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern"})
 
     max_position_embeddings: Count = 131072
     rope_local_base_freq: Theta | None = None

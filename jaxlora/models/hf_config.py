@@ -27,7 +27,6 @@ from jaxlora.models.config import (
 _IGNORED = {
     "_name_or_path",
     "_attn_implementation_autoset",
-    "_sliding_window_pattern",
     "architectures",
     "attention_bias",
     "cache_implementation",
@@ -152,11 +151,13 @@ class HfConfig(pydantic.BaseModel):
 
     Attributes:
         FAMILY: What the models of the family share.
+        IGNORED: Keys of the family without an effect on what a model computes.
         DIVIDES_WIDTH: Whether hidden_size must be a multiple of the number of heads
             even if head_dim is given.
     """
 
     FAMILY: ClassVar[Family]
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
     DIVIDES_WIDTH: ClassVar[bool] = False
 
     model_type: str
@@ -190,7 +191,7 @@ class HfConfig(pydantic.BaseModel):
                 read and that may change the mathematics.
         """
         for key, value in config.items():
-            is_known = key in _IGNORED or key in cls.model_fields
+            is_known = key in _IGNORED | cls.IGNORED | cls.model_fields.keys()
             if not is_known and value not in (None, False, [], {}):
                 raise ModelError(
                     f"config.json sets {key}={shown(value)}, which is not read here "
