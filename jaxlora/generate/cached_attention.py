@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.modules.scoring import Scoring, softcap
 
 # It is finite, as a query of the padding sees nothing, and would get NaN from infinity.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.options import DecoderOptions
 from jaxlora.modules.base_param import BaseParam, WeightLayout, with_layout
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerBuilder, make_norm
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.layer import DecoderLayer, run_whole_layers
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.score import ScoreHead

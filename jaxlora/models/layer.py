@@ -8,8 +8,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerBuilder
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.options import Remat
 from jaxlora.modules.attention import Attention, PackedRows
 from jaxlora.modules.mlp import Mlp

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 

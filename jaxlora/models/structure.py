@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerBuilder, LayerLinear
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.layer import DecoderLayer
 from jaxlora.models.options import DecoderOptions

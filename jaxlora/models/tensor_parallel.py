@@ -21,8 +21,8 @@ References:
 
 import dataclasses
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import kinds_of_linears
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.modules.banded_attention import banded_attention
 from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
 from jaxlora.modules.length_classes import SegmentLengths

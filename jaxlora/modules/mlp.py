@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.families.table import Activation
+from jaxlora.models.config import Activation, ModelConfig
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.producers import gated_input
 from jaxlora.modules.routing import LinearInput, Routing

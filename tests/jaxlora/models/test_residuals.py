@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig, Rope
 from jaxlora.models.build import LayerBuilder
+from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.models.layer import DecoderLayer
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import FAMILIES
 from jaxlora.models.structure import linears
 from jaxlora.modules import attention
 from jaxlora.modules.multi_lora_linear import Routing, SlotShape
@@ -32,7 +33,7 @@ stand_in.defvjp(stand_in_forward, lambda kept, dy: (dy, kept[1], kept[2]))
 
 def residuals(model_type: str) -> list[jax.Array]:
     config = ModelConfig(
-        model_type=model_type,
+        family=FAMILIES[model_type].FAMILY,
         vocab_size=50,
         hidden_size=D,
         intermediate_size=F,

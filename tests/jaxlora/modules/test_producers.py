@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig, Rope
 from jaxlora.models.build import make_norm
+from jaxlora.models.config import ModelConfig, Rope
+from jaxlora.models.llama import Llama
 from jaxlora.modules import norm, producers
 from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
@@ -20,7 +21,7 @@ from tests.pallas_kernels.fused import ON_HOPPER, mosaic_kernels
 T, D, F, RANK = 192, 128, 128, 8
 SLOTS = np.array([1, 0, -1], np.int32)
 CONFIG = ModelConfig(
-    model_type="llama",
+    family=Llama.FAMILY,
     vocab_size=64,
     hidden_size=D,
     intermediate_size=F,

@@ -1,9 +1,10 @@
-"""The configuration of a decoder, as a frozen value."""
+"""The configuration of a decoder, as a frozen value, and what its family is made of."""
 
 import dataclasses
 from collections.abc import Hashable
+from typing import Literal
 
-from jaxlora.families.table import FAMILIES, Family
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +37,75 @@ class Rope:
     scaling: Llama3RopeScaling | LinearRopeScaling | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """One RMS norm of a decoder layer.
+
+    Attributes:
+        name: Its path inside a layer here, which says what it normalizes.
+        hf_name: Its path inside a layer in Hugging Face's checkpoints.
+        features: Attribute of `ModelConfig` that holds the size of its weight.
+    """
+
+    name: str
+    hf_name: str
+    features: str
+
+
+def width_norm(name: str, hf_name: str) -> Norm:
+    """Returns a norm of the hidden states."""
+    return Norm(name=name, hf_name=hf_name, features="hidden_size")
+
+
+LLAMA_NORMS = (
+    width_norm("attention_norm", "input_layernorm"),
+    width_norm("mlp_norm", "post_attention_layernorm"),
+)
+QK_NORMS = (
+    Norm(
+        name="self_attn.q_norm",
+        hf_name="self_attn.q_norm",
+        features="head_dim",
+    ),
+    Norm(
+        name="self_attn.k_norm",
+        hf_name="self_attn.k_norm",
+        features="head_dim",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Properties that all models of one `model_type` share.
+
+    Attributes:
+        model_type: Hugging Face's name of the family.
+        models: Names of the models, for error messages.
+        norms: Norms of a layer. If there is an `attention_output_norm` or an
+            `mlp_output_norm`, it normalizes that output before the residual sum.
+        norm_offset: Whether norms multiply by 1 + weight, in float32, instead of by the
+            weight.
+        activation: Activation of the gate of the MLP.
+        scales_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+    """
+
+    model_type: str
+    models: str
+    norms: tuple[Norm, ...] = LLAMA_NORMS
+    norm_offset: bool = False
+    activation: Activation = "silu"
+    scales_embedding: bool = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The mathematics of one decoder.
 
     Attributes:
-        model_type: Hugging Face's name of the family, a key of `FAMILIES`.
+        family: What the model shares with its family. It is not in the `repr`, which
+            names the model in checkpoints.
+        model_type: Hugging Face's name of the family.
         vocab_size: V, rows of the embedding.
         hidden_size: D, model width.
         intermediate_size: F, MLP width.
@@ -64,10 +128,11 @@ class ModelConfig:
             included; None sees all of its segment.
 
     Raises:
-        ValueError: The family is unknown, or the sizes contradict each other.
+        ValueError: The sizes contradict each other.
     """
 
-    model_type: str
+    family: Family = dataclasses.field(repr=False)
+    model_type: str = dataclasses.field(init=False)
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -89,11 +154,7 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
 
     def __post_init__(self):
-        if self.model_type not in FAMILIES:
-            raise ValueError(
-                f"model_type={self.model_type!r} is unknown; wanted one of: "
-                f"{', '.join(FAMILIES)}."
-            )
+        object.__setattr__(self, "model_type", self.family.model_type)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of "
@@ -104,11 +165,6 @@ class ModelConfig:
                 f"layer_windows has {len(self.layer_windows)} entries; wanted "
                 f"num_layers={self.num_layers}, one for each layer."
             )
-
-    @property
-    def family(self) -> Family:
-        """Properties that the model shares with its family."""
-        return FAMILIES[self.model_type]
 
     @property
     def query_features(self) -> int:
