@@ -16,16 +16,14 @@ from jaxlora.models.sharded import head_dim, run_sharded_layers
 from jaxlora.models.tensor_parallel import output_parts
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
-from jaxlora.modules.attention import (
-    AttentionImplementation,
-    packed_rows,
-)
+from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.loss import HeadRows
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import make_final_norm
 from jaxlora.modules.routing import Place, Routing
+from jaxlora.modules.rows import PackedRows, layer_ropes
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.whole_head import WholeHeads
@@ -246,17 +244,21 @@ class Decoder(nnx.Module):
             segment_ids: Which sample each row belongs to; negative: padding.
             routing: Slot of each row, and the keys of dropout masks.
         """
-        rows = packed_rows(self.config, positions, segment_ids, self.options.lengths)
-        routing = self._with_shared_inputs(routing)
+        rows = PackedRows(
+            ropes=layer_ropes(self.config, positions),
+            segment_ids=segment_ids,
+            routing=self._with_shared_inputs(routing),
+            lengths=self.options.lengths,
+        )
         layers = {i: self.layers[str(i)] for i in self._numbers}
         remat, fsdp = self.options.remat, self.options.fsdp
         if fsdp > 1:
             layerwise.check_axis(fsdp)
             base_format = self.options.base_format
             return run_sharded_layers(
-                layers, self.config, remat, fsdp, base_format, h, rows, routing
+                layers, self.config, remat, fsdp, base_format, h, rows
             )
-        return run_whole_layers(layers, remat, h, rows, routing)
+        return run_whole_layers(layers, remat, h, rows)
 
     def _with_shared_inputs(self, routing: Routing) -> Routing:
         linears: dict[Place, MultiLoraLinear] = {

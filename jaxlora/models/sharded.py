@@ -19,9 +19,8 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
 from jaxlora.models.tensor_parallel import EMBEDDING, HEAD, weight_dim
-from jaxlora.modules.attention import PackedRows
 from jaxlora.modules.base_param import BaseParam
-from jaxlora.modules.routing import Routing
+from jaxlora.modules.rows import PackedRows
 from jaxlora.sharding.layerwise import end_layers, gather, run_gathered
 from jaxlora.sharding.rules import shard_dim, weight_spec
 
@@ -101,7 +100,6 @@ def run_sharded_layers(
     base_format: BaseFormat | None,
     h: Float[Array, "T D"],
     rows: PackedRows,
-    routing: Routing,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Runs layers whose linears hold shards; each is gathered one layer ahead.
 
@@ -116,22 +114,19 @@ def run_sharded_layers(
         fsdp: Number of devices among which weights are divided.
         base_format: How linears are quantized; None: they are not.
         h: Hidden states before the first of the layers.
-        rows: Attention inputs that all layers share.
-        routing: Slot of each row, and the keys of dropout masks.
+        rows: The rows, for all layers.
 
     Returns:
         Hidden states after the last layer, and before it.
     """
-    # Lengths are sizes of the program, not values; as inputs they would be traced.
-    *arrays, lengths = rows
     before = token = jax.lax.stop_gradient(h)
     for i, layer in layers.items():
         graph, tables, shards, rest = nnx.split(layer, nnx.LoRAParam, _is_large, ...)
         leaves, tree = jax.tree.flatten(shards)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(shards)]
         dims = tuple(_linear_dim(path, config, base_format, fsdp) for path in paths)
-        run = functools.partial(_run_whole, remat, lengths, graph, tree)
-        inputs = rest, arrays, routing.for_layer(i)
+        run = functools.partial(_run_whole, remat, graph, tree)
+        inputs = rest, rows.for_layer(i)
         before = h
         if i == config.num_layers - 1:
             weights = gather(leaves, dims, jax.lax.stop_gradient(token))
@@ -141,12 +136,11 @@ def run_sharded_layers(
     return end_layers(h, token), jax.lax.stop_gradient(before)
 
 
-def _run_whole(remat, lengths, graph, tree, h, tables, weights, inputs):
+def _run_whole(remat, graph, tree, h, tables, weights, inputs):
     """Runs a layer whose weights were gathered."""
-    rest, (ropes, segment_ids), routing = inputs
+    rest, rows = inputs
     layer = nnx.merge(graph, tables, tree.unflatten(weights), rest)
-    rows = PackedRows(ropes, segment_ids, lengths)
-    return run_layer(layer, remat, h, rows, routing)
+    return run_layer(layer, remat, h, rows)
 
 
 def _is_large(path: tuple, variable: nnx.Variable) -> bool:
