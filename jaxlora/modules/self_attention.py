@@ -1,5 +1,7 @@
 """The attention block of the decoder."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -7,9 +9,7 @@ from jaxtyping import Array, Float
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cached_attention import LayerCache
-from jaxlora.modules.mlp import MakeLinear
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.norm import optional_layer_norm
 from jaxlora.modules.rope import apply_rope
 from jaxlora.modules.routing import LinearInput
 from jaxlora.modules.rows import Rows
@@ -20,26 +20,21 @@ from jaxlora.modules.shared_input import apply_together
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; its linears take LoRA."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        linear: MakeLinear,
-        layer: int,
-        *,
-        dtype,
-        implementation: AttentionImplementation = "xla",
-    ):
-        linears = config.linears()
-        self.q_proj = linear(linears["self_attn.q_proj"])
-        self.k_proj = linear(linears["self_attn.k_proj"])
-        self.v_proj = linear(linears["self_attn.v_proj"])
-        self.o_proj = linear(linears["self_attn.o_proj"])
-        self.q_norm = optional_layer_norm(config, "self_attn.q_norm", dtype=dtype)
-        self.k_norm = optional_layer_norm(config, "self_attn.k_norm", dtype=dtype)
+    def __init__(self, config: ModelConfig, make: Any):
+        width, q, kv = config.hidden_size, config.query_features, config.kv_features
+        read = {"use_bias": config.qkv_bias}
+        self.q_proj = make.linear("self_attn.q_proj", width, q, role="column", **read)
+        self.k_proj = make.linear("self_attn.k_proj", width, kv, role="heads", **read)
+        self.v_proj = make.linear("self_attn.v_proj", width, kv, role="heads", **read)
+        self.o_proj = make.linear(
+            "self_attn.o_proj", q, width, role="row", use_bias=config.o_bias
+        )
+        self.q_norm = make.optional_norm("self_attn.q_norm")
+        self.k_norm = make.optional_norm("self_attn.k_norm")
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
-        self.scoring = layer_scoring(config, layer)
-        self.implementation: AttentionImplementation = implementation
-        self.dtype = dtype
+        self.scoring = layer_scoring(config, make.number)
+        self.implementation: AttentionImplementation = make.options.attention
+        self.dtype = make.options.dtype
 
     @property
     def input_linears(self) -> tuple[MultiLoraLinear, ...]:
