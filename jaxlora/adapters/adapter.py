@@ -11,7 +11,6 @@ from pydantic import PlainSerializer, PlainValidator
 
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.rules import row_tokens
-from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_path
@@ -22,7 +21,6 @@ from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
-    TRAINED_BIAS,
     VERA_B,
     VERA_D,
     TrainedTensor,
@@ -150,8 +148,6 @@ class Adapter:
         dropout: Dropout rate in training.
         keeps_start: Whether the second half of each module's ranks is fixed; see
             `jaxlora.adapters.initial`.
-        loftq_bits: Bits of the format of a base from whose error A and B started, so
-            that the adapter is relative to the quantized weights; None: it is not.
         score: Score head of a reward model, D, float32; None: it is none. See
             `jaxlora.models.score`.
         vera: The matrices of VeRA that all modules share; None: it is not VeRA.
@@ -166,7 +162,6 @@ class Adapter:
     use_rslora: bool = False
     dropout: float = 0.0
     keeps_start: bool = False
-    loftq_bits: int | None = None
     score: _Array | None = None
     vera: VeraMatrices | None = None
     token_rows: dict[str, TokenRowValues] = dataclasses.field(default_factory=dict)
@@ -282,43 +277,13 @@ class Adapter:
             digest.update(f"{name} {self.scaling(weights)!r}".encode())
         return digest.hexdigest()
 
-    @property
-    def base_format(self) -> str | None:
-        """Format of the weights that the adapter is relative to; None: any."""
-        return None if self.loftq_bits is None else LOFTQ_FORMATS[self.loftq_bits]
-
-    def check_format(self, name: str | None) -> None:
-        """Checks that the base is quantized as the adapter's start supposes.
-
-        Args:
-            name: Format of the base; None: it is not quantized.
-
-        Raises:
-            AdapterError: It has another format.
-        """
-        if self.base_format not in (None, name):
-            raise AdapterError(
-                f"the adapter started from the error of a base in {self.base_format} "
-                f"(LoftQ), and this base is {'not quantized' if name is None else name}"
-                f". Set quantize_base: {self.base_format}, or merge the adapter with "
-                "jaxlora merge, which quantizes what it adapts."
-            )
-
     def check_base(self, model: ModelConfig) -> None:
-        """Checks that the base has the tokens, head and biases that are trained.
+        """Checks that the base has the tokens and the head that are trained.
 
         Raises:
             AdapterError: It lacks one.
         """
-        linears, vocab_size = model.linears(), model.vocab_size
-        for name, weights in self.modules.items():
-            path = linear_path(name)
-            has_bias = linears[path.split(".", 2)[2]].use_bias
-            if TRAINED_BIAS.name in weights.tensors and not has_bias:
-                raise AdapterError(
-                    f"the adapter has a bias of {name}, and this linear of the base "
-                    "model has none. Is it an adapter of another model?"
-                )
+        vocab_size = model.vocab_size
         by_token = {m: v for m, v in self.token_rows.items() if not v.is_whole}
         if "lm_head" in by_token and model.tie_embeddings:
             raise AdapterError(

@@ -4,9 +4,8 @@ import functools
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,17 +14,15 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
-from jaxlora.adapters.initial import DRAWN, kept_start, loftq_start
+from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config import LoraJob
-from jaxlora.config.starts import LOFTQ
 from jaxlora.models.score import SCORE
 from jaxlora.models.sharded import EMBEDDING, HEAD
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
-    TRAINED_BIAS,
     VERA_D,
     TrainedTensor,
     tensors_with,
@@ -41,8 +38,6 @@ def fresh_adapter(
     modules: Mapping[str, ModuleLora],
     kernels: Mapping[str, Any],
     dtype: DTypeLike = np.float32,
-    biases: Mapping[str, Any] = MappingProxyType({}),
-    stored: Callable[[str], np.ndarray] | None = None,
 ) -> Adapter:
     """Makes the adapter that a new job starts from, with PEFT's initial values.
 
@@ -54,9 +49,6 @@ def fresh_adapter(
         modules: The modules that the job adapts.
         kernels: Frozen weight of each linear, K N, by module name.
         dtype: Dtype in which weights are multiplied.
-        biases: Frozen bias of each linear that has one, N, by module name.
-        stored: Reads the weight of a linear that was quantized, N K and float32, which
-            LoftQ needs.
     """
     # Programs on several devices must start in the same order on all, so no thread
     # runs them.
@@ -64,13 +56,6 @@ def fresh_adapter(
         name: _of_weight(job, name, module, kernels[name], dtype)
         for name, module in modules.items()
     }
-    for name in modules.keys() & biases.keys():
-        made[name][TRAINED_BIAS.name] = np.asarray(everywhere(biases[name]))
-    if job.init_lora_weights == LOFTQ:
-        assert stored is not None
-        for name, module in modules.items():
-            given = kernels[name], stored(name), module.rank, module.scaling
-            made[name] |= loftq_start(*given)
 
     def drawn(name: str) -> dict[str, np.ndarray]:
         rng, rank = _random(job, name), modules[name].rank
@@ -79,12 +64,11 @@ def fresh_adapter(
             pair = draw(rng, kernels[name].shape, rank)
             tensors = dict(zip((LORA_A.name, LORA_B.name), pair, strict=True))
         tensors |= made[name]
-        own = [t for t in _tensors(job) if name in biases or not t.needs_bias]
-        for tensor in own:
+        for tensor in _tensors(job):
             if tensor.name not in tensors:
                 assert tensor.start is not None
                 tensors[tensor.name] = tensor.start(rng, kernels[name], rank)
-        return {t.name: tensors[t.name].astype(np.float32) for t in own}
+        return {t.name: tensors[t.name].astype(np.float32) for t in _tensors(job)}
 
     # NumPy draws without the interpreter's lock. A thread gets many modules, as small
     # ones are drawn faster than they are handed over.
@@ -126,7 +110,6 @@ def blank_adapter(
     job: LoraJob,
     modules: Mapping[str, ModuleLora],
     kernels: Mapping[str, Any],
-    biases: Collection[str] = (),
 ) -> Adapter:
     """Makes an adapter with the shapes of `fresh_adapter`, whose zeros use no memory.
 
@@ -134,7 +117,6 @@ def blank_adapter(
         job: The job that the adapter is for.
         modules: The modules that the job adapts.
         kernels: Frozen weight of each linear, K N, or its shape, by module name.
-        biases: Names of the modules that have a bias.
     """
 
     def blank(name: str) -> dict[str, np.ndarray]:
@@ -142,7 +124,6 @@ def blank_adapter(
         return {
             tensor.name: np.broadcast_to(np.float32(0), tensor.shape(k, n, rank))
             for tensor in _tensors(job)
-            if name in biases or not tensor.needs_bias
         }
 
     return _adapter(job, modules, kernels, {name: blank(name) for name in modules})
@@ -218,7 +199,6 @@ def _adapter(
         use_rslora=job.use_rslora,
         dropout=job.dropout,
         keeps_start=job.keeps_start,
-        loftq_bits=job.loftq_bits,
         vera=_vera_matrices(job, modules, kernels) if job.use_vera else None,
     )
 

@@ -8,8 +8,6 @@ from jaxlora.adapters.adapter import lora_scaling
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.names import linear_path
 
 Wanted = str | Sequence[str]
 _FROZEN = ("model.embed_tokens", "lm_head")
@@ -188,21 +186,6 @@ def check_ranks(
                 f"that it adapts have at most rank {most}. Lower rank (or its entry in "
                 f"rank_pattern) to {most} or less."
             )
-
-
-def check_biases(job: LoraJob, modules: Iterable[str], model: ModelConfig) -> None:
-    """Refuses `train_bias` where no adapted linear has a bias.
-
-    Raises:
-        ConfigError: There is none to train.
-    """
-    linears = model.linears()
-    has_bias = (linears[linear_path(n).split(".", 2)[2]].use_bias for n in modules)
-    if job.train_bias and not any(has_bias):
-        raise ConfigError(
-            f"job {job.name!r} has train_bias, and none of the linears that it adapts "
-            "has a bias. Leave it out, or adapt others."
-        )
 
 
 def _module(job: LoraJob, name: str, patterns: Patterns) -> ModuleLora:

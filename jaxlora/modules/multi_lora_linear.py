@@ -20,7 +20,6 @@ from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
-    TRAINED_BIAS,
     VERA_B,
     VERA_D,
     TrainedTensor,
@@ -66,7 +65,6 @@ class MultiLoraLinear(nnx.Module):
             input features; absent without VeRA, as are the next two.
         vera_b: Expand matrices of VeRA, G R N, likewise.
         has_vera: Whether each slot has VeRA, G.
-        trains_bias: Whether each slot trains the bias, G; absent if none does.
     """
 
     lora_a: nnx.LoRAParam
@@ -75,7 +73,6 @@ class MultiLoraLinear(nnx.Module):
     vera_a: SlotVariable
     vera_b: SlotVariable
     has_vera: SlotVariable
-    trains_bias: SlotVariable
     dora_norms: SlotVariable | None
 
     def __init__(
@@ -134,7 +131,7 @@ class MultiLoraLinear(nnx.Module):
         if slots is None:
             return
         g = slots.num_slots
-        for tensor in self._tensors:
+        for tensor in slots.tensors:
             shape = g, *tensor.shape(k, n, slots.rank)
             setattr(self, tensor.name, nnx.LoRAParam(jnp.zeros(shape, jnp.float32)))
         self.scaling = SlotVariable(jnp.zeros((g,), jnp.float32))
@@ -147,15 +144,6 @@ class MultiLoraLinear(nnx.Module):
             self.vera_a = SlotVariable(jnp.zeros((g, k, slots.rank), jnp.float32))
             self.vera_b = SlotVariable(jnp.zeros((g, slots.rank, n), jnp.float32))
             self.has_vera = SlotVariable(jnp.zeros((g,), jnp.bool_))
-        if slots.trains_bias:
-            self.trains_bias = SlotVariable(jnp.zeros((g,), jnp.bool_))
-
-    @property
-    def _tensors(self) -> tuple[TrainedTensor, ...]:
-        """The trained tensors for which there are tables here."""
-        assert self.slots is not None
-        has_bias = self.bias is not None
-        return tuple(t for t in self.slots.tensors if has_bias or not t.needs_bias)
 
     def load_slot(
         self,
@@ -164,7 +152,6 @@ class MultiLoraLinear(nnx.Module):
         scaling: float,
         dropout: float = 0.0,
         vera: tuple[np.ndarray, np.ndarray] | None = None,
-        trains_bias: bool = False,
     ) -> None:
         """Puts an adapter into a slot, in place.
 
@@ -175,7 +162,6 @@ class MultiLoraLinear(nnx.Module):
             scaling: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA.
             dropout: Dropout rate of the LoRA path.
             vera: Matrices of VeRA, K r and r N; None: the adapter is not VeRA.
-            trains_bias: Whether the adapter trains the bias.
 
         Raises:
             ValueError: The layer has no slots, a tensor is missing, or the slot or the
@@ -186,13 +172,13 @@ class MultiLoraLinear(nnx.Module):
         num_slots, largest = self.slots.num_slots, self.slots.rank
         if not 0 <= slot < num_slots:
             raise ValueError(f"slot {slot} is not one of the {num_slots} slots.")
-        rank = common_rank(self._tensors, tensors)
+        rank = common_rank(self.slots.tensors, tensors)
         if rank is None or rank > largest:
             shapes = " and ".join(str(array.shape) for array in tensors)
             raise ValueError(
                 f"tensors of shapes {shapes} must share a rank of at most {largest}."
             )
-        for tensor, value in zip(self._tensors, tensors, strict=True):
+        for tensor, value in zip(self.slots.tensors, tensors, strict=True):
             _put_padded(getattr(self, tensor.name), slot, value)
         for variable, value in (
             (self.scaling, scaling),
@@ -200,7 +186,6 @@ class MultiLoraLinear(nnx.Module):
             (self.rank, rank),
             *([(self.trained_rank, rank)] if self.slots.keeps_start else []),
             *([(self.has_vera, vera is not None)] if self.slots.has_vera else []),
-            *([(self.trains_bias, trains_bias)] if self.slots.trains_bias else []),
         ):
             variable[...] = variable[...].at[slot].set(value)
         if vera is not None:
@@ -220,7 +205,7 @@ class MultiLoraLinear(nnx.Module):
         if self.slots is None:
             return self.frozen(given.x, routing)
         (y,) = apply_adapted([self], given, routing)
-        return self.with_trained_bias(y, routing)
+        return y
 
     def frozen(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
         """Applies the frozen layer alone."""
@@ -326,7 +311,7 @@ class MultiLoraLinear(nnx.Module):
     def lora_projection(self, routing: Routing) -> Projection:
         """Returns what the kernels read of the linear, without DoRA."""
         assert self.slots is not None
-        own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B, TRAINED_BIAS
+        own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B
         a, b = self._matrices()
         return Projection(
             w=self.weight,
@@ -343,26 +328,6 @@ class MultiLoraLinear(nnx.Module):
             },
             settings=routing.settings.get(self.place),
         )
-
-    def with_trained_bias(
-        self, y: Float[Array, "T N"], routing: Routing
-    ) -> Float[Array, "T N"]:
-        """Returns its output with the bias that each block's slot trains, if any.
-
-        Biases are selected, and gradients are summed by block and then by slot, so
-        slots do not reach each other, and the order of a sum is always the same.
-        """
-        assert self.slots is not None
-        if (frozen := self._bias) is None or not self.slots.trains_bias:
-            return y
-        table = counted_once(getattr(self, TRAINED_BIAS.name)[...], self.input_parts)
-        slots = jnp.arange(len(table))[:, None]
-        mine = (routing.block_adapter == slots) & self.trains_bias[...][:, None]
-        own = jnp.where(mine[:, :, None], table[:, None], 0.0).sum(axis=0)
-        replaces = mine.any(axis=0)[:, None, None]
-        blocks = y.reshape(mine.shape[1], -1, y.shape[1]).astype(jnp.float32)
-        changed = blocks - frozen.astype(jnp.float32) + own[:, None]
-        return jnp.where(replaces, changed, blocks).astype(y.dtype).reshape(y.shape)
 
     @property
     def place(self) -> Place:
@@ -390,10 +355,7 @@ def _put_padded(variable: nnx.Variable, slot: int, value: Array | np.ndarray) ->
 def apply_adapted(
     linears: Sequence[MultiLoraLinear], given: LinearInput, routing: Routing
 ) -> Sequence[Float[Array, "T _"]]:
-    """Applies linears with slots whose weights have one format; see `shared_input`.
-
-    Biases that slots train are not added.
-    """
+    """Applies linears with slots whose weights have one format; see `shared_input`."""
 
     def run(x):
         return multi_lora_linears(

@@ -113,9 +113,7 @@ def _can_serve(linears: Sequence[MultiLoraLinear]) -> bool:
 
 def _adds_lora_only(linear: MultiLoraLinear) -> bool:
     slots = linear.slots
-    if slots is None or linear.has_dora:
-        return False
-    return not (slots.has_vera or slots.trains_bias)
+    return slots is not None and not (linear.has_dora or slots.has_vera)
 
 
 def _projections(

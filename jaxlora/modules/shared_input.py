@@ -34,9 +34,7 @@ def apply_together(
         made = apply_adapted([linears[i] for i in places], given, routing)
         outputs |= zip(places, made, strict=True)
     return [
-        linear.frozen(given.x, routing)
-        if linear.slots is None
-        else linear.with_trained_bias(outputs[i], routing)
+        linear.frozen(given.x, routing) if linear.slots is None else outputs[i]
         for i, linear in enumerate(linears)
     ]
 

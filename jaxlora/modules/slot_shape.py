@@ -2,12 +2,7 @@
 
 import dataclasses
 
-from jaxlora.modules.trained_tensors import (
-    TRAINED_BIAS,
-    VERA_D,
-    TrainedTensor,
-    trained_tensors,
-)
+from jaxlora.modules.trained_tensors import VERA_D, TrainedTensor, trained_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +60,6 @@ class SlotShape:
             return tensor.is_given(self.settings.__contains__)
 
         return tuple(filter(is_here, trained_tensors()))
-
-    @property
-    def trains_bias(self) -> bool:
-        """Whether there are tables for biases."""
-        return TRAINED_BIAS in self.tensors
 
     @property
     def has_vera(self) -> bool:

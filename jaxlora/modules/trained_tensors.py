@@ -45,7 +45,6 @@ class TrainedTensor:
         setting: The setting of `LoraJob` and of PEFT's adapter_config.json, true or
             false, that gives it to an adapter; None: every adapter has it.
         unless: A setting that takes it away from an adapter again.
-        needs_bias: Whether only linears that have a bias have it.
     """
 
     name: str
@@ -56,7 +55,6 @@ class TrainedTensor:
     rate_ratio: Callable[[LoraJob], float] | None = None
     setting: str | None = None
     unless: str | None = None
-    needs_bias: bool = False
 
     def is_given(self, is_set: Callable[[str], object]) -> bool:
         """Whether an adapter has it.
@@ -149,22 +147,8 @@ VERA_B = TrainedTensor(
     setting="use_vera",
 )
 
-# It takes the place of the frozen bias, as which it starts.
-TRAINED_BIAS = TrainedTensor(
-    name="trained_bias",
-    peft_name="base_layer.bias",
-    dimensions=("N",),
-    start=None,
-    rate_ratio=_lora_plus,
-    setting="train_bias",
-    needs_bias=True,
-)
-
 # The initial values are drawn in this order, so new entries go to the end.
-TENSORS: tuple[TrainedTensor, ...] = (
-    *(LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B),
-    TRAINED_BIAS,
-)
+TENSORS: tuple[TrainedTensor, ...] = (LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B)
 
 
 def trained_tensors() -> tuple[TrainedTensor, ...]:

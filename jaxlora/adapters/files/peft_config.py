@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
-from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
 from jaxlora.models.score import SCORE
 from jaxlora.models.whole_tables import WHOLE_MODULES
@@ -47,6 +46,8 @@ _HARMLESS = {
     "target_modules",
     "task_type",
 }
+# Formats of bases from whose error LoftQ starts, by the bits that PEFT names.
+LOFTQ_FORMATS = {4: "nf4", 8: "int8"}
 # Ways to draw the first A and B that leave the base's own weights alone.
 _INITIAL = ("gaussian", "eva", "orthogonal")
 
@@ -86,7 +87,6 @@ def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
     _check_numbers(path, config, "r", "rank_pattern", patterns)
     _check_numbers(path, config, "lora_alpha", "alpha_pattern", patterns)
     _check_values(path, config)
-    config["train_bias"] = config.get("bias") == "lora_only"
     known = {*_READ, *_HARMLESS, *tensor_settings(), "trainable_token_indices"}
     config["modules_to_save"] = _whole_modules(path, config.get("modules_to_save"))
     known.add("modules_to_save")
@@ -184,8 +184,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def loftq_bits(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:
-    """Returns the bits of LoftQ; None: the adapter does not start by it.
+def loftq_format(path: pathlib.Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the format of a base from whose error the adapter started by LoftQ.
+
+    None: it did not, so the adapter is relative to the weights as they are.
 
     Raises:
         AdapterError: They are no bits of LoftQ.
@@ -196,4 +198,4 @@ def loftq_bits(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:
         raise AdapterError(
             f"{path} has loftq_config={shown(given)}; wanted loftq_bits 4 or 8."
         )
-    return bits
+    return None if bits is None else LOFTQ_FORMATS[bits]

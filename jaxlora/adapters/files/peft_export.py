@@ -129,14 +129,9 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
     given: dict[str, Any] = {s: adapter.is_set(s) for s in tensor_settings()}
-    # PEFT has a kind of its own for VeRA, and another word for biases.
-    del given["use_vera"]
-    given["bias"] = "lora_only" if given.pop("train_bias") else "none"
+    del given["use_vera"]  # PEFT has a kind of its own for it
     if adapter.token_indices:
         given["trainable_token_indices"] = adapter.token_indices
-    if (bits := adapter.loftq_bits) is not None:
-        # PEFT ignores it beside another start, and so does not quantize again.
-        given["loftq_config"] = {"loftq_bits": bits, "loftq_iter": 1}
     return {
         **_common_config(adapter, base, linear_names),
         "alpha_pattern": _pattern(alphas, lora_alpha),

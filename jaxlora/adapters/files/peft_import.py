@@ -1,5 +1,6 @@
 """Reads a PEFT LoRA folder as an adapter."""
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.files.export_record import read_record
-from jaxlora.adapters.files.peft_config import loftq_bits, read_config
+from jaxlora.adapters.files.peft_config import loftq_format, read_config
 from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.adapters.files.peft_tables import (
     BaseTables,
@@ -31,6 +32,24 @@ from jaxlora.modules.trained_tensors import (
 )
 
 _VERA_A, _VERA_B = "base_model.vera_A", "base_model.vera_B"
+_BIAS = "base_layer.bias"  # PEFT's name of a trained bias, after that of the linear
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PeftFolder:
+    """The contents of a PEFT folder.
+
+    Attributes:
+        adapter: The adapter.
+        biases: Trained biases, which replace those of the base, by their names in its
+            checkpoint. Only `merge_adapter` uses them, and the next attribute.
+        base_format: Format of the base from whose error the adapter started (LoftQ), so
+            that it is relative to the quantized weights; None: it did not.
+    """
+
+    adapter: Adapter
+    biases: dict[str, np.ndarray]
+    base_format: str | None
 
 
 def import_peft(
@@ -45,6 +64,9 @@ def import_peft(
     LoRA on the embedding or the head is read as a whole copy of the module, and so is
     a frozen weight of them that peft has saved, if the base has another one.
 
+    Folders with trained biases, and those that started by LoftQ, are refused, as they
+    can only be merged.
+
     Args:
         folder: Folder with adapter_config.json and adapter_model.safetensors.
         linear_shapes: (K, N) of each of the base model's linears, by module name.
@@ -57,19 +79,41 @@ def import_peft(
             linears, does not fit the base model, has a weight that is NaN or infinite,
             or has a pattern that takes too long to match.
     """
+    found = read_folder(folder, linear_shapes, score_size=score_size, base=base)
+    reason = None
+    if found.biases:
+        reason = "has trained biases (bias: lora_only)"
+    elif found.base_format is not None:
+        reason = f"started from the error of a base in {found.base_format} (LoftQ)"
+    if reason is not None:
+        raise AdapterError(
+            f"{folder} {reason}, and such an adapter can only be merged. Merge it into "
+            "its base (jaxlora merge), and use the merged model."
+        )
+    return found.adapter
+
+
+def read_folder(
+    folder: str | pathlib.Path,
+    linear_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    score_size: int | None = None,
+    base: BaseTables | None = None,
+) -> PeftFolder:
+    """Reads a PEFT folder as `import_peft` does, with what can only be merged."""
     folder = pathlib.Path(folder)
     try:
-        return _import(folder, linear_shapes, score_size, base)
+        return _read(folder, linear_shapes, score_size, base)
     except (ConfigError, ModelError) as error:  # of a pattern, of the weights' file
         raise AdapterError(str(error)) from error
 
 
-def _import(
+def _read(
     folder: pathlib.Path,
     linear_shapes: Mapping[str, tuple[int, ...]],
     score_size: int | None,
     base: BaseTables | None,
-) -> Adapter:
+) -> PeftFolder:
     path = folder / CONFIG_FILE
     patterns = Patterns(str(path))
     config = read_config(path, patterns)
@@ -78,7 +122,7 @@ def _import(
     if score is not None:
         score = _checked_score(folder, score, score_size)
     dropout = float(config.get("lora_dropout") or 0.0)
-    modules = {}
+    modules, biases = {}, {}
     for name, tensors in found.items():
         if name not in linear_shapes:
             raise AdapterError(
@@ -90,6 +134,10 @@ def _import(
         )
         rank = pattern_value(ranks, name, config["r"], patterns)
         lora_alpha = pattern_value(alphas, name, config["lora_alpha"], patterns)
+        if (bias := tensors.pop(_BIAS, None)) is not None:
+            biases[f"{name}.bias"] = _checked_bias(
+                folder, name, bias, config, linear_shapes[name]
+            )
         modules[name] = LoraWeights(
             tensors=_checked(folder, name, tensors, wanted, rank, linear_shapes[name]),
             rank=rank,
@@ -102,16 +150,37 @@ def _import(
     vera = None
     if config.get("use_vera"):
         vera = _vera(folder, config, matrices, [linear_shapes[n] for n in ordered])
-    return Adapter(
+    adapter = Adapter(
         modules=ordered,
         use_rslora=use_rslora,
         dropout=dropout,
         score=score,
         vera=vera,
         token_rows=table_values(folder, config, tables, size, base, patterns),
-        loftq_bits=loftq_bits(path, config),
         chat_template_kwargs={} if record is None else record.chat_template_kwargs,
     )
+    base_format = loftq_format(path, config)
+    return PeftFolder(adapter=adapter, biases=biases, base_format=base_format)
+
+
+def _checked_bias(
+    folder: pathlib.Path,
+    name: str,
+    bias: np.ndarray,
+    config: Mapping[str, Any],
+    linear_shape: tuple[int, ...],
+) -> np.ndarray:
+    if config.get("bias") != "lora_only":
+        raise AdapterError(
+            f"{folder} holds {name}.{_BIAS}, but its {CONFIG_FILE} does not set bias: "
+            "lora_only. Correct the file."
+        )
+    if bias.shape != linear_shape[1:]:
+        raise AdapterError(
+            f"{folder}: {name}.{_BIAS} has shape {list(bias.shape)}; the base model "
+            f"calls for {list(linear_shape[1:])}."
+        )
+    return bias
 
 
 def _vera(
@@ -206,7 +275,7 @@ def _split_key(path: pathlib.Path, key: str) -> tuple[str, str]:
     # Older versions of peft keep the adapter's name in the key.
     name = key.removeprefix(PREFIX).replace(".default.", ".")
     peft_names = [tensor.peft_name for tensor in trained_tensors()]
-    for peft_name in peft_names:
+    for peft_name in (*peft_names, _BIAS):
         if name.endswith(f".{peft_name}"):
             return name.removesuffix(f".{peft_name}"), peft_name
     *others, last = peft_names
@@ -226,7 +295,7 @@ def _checked(
 ) -> dict[str, np.ndarray]:
     """Returns a module's tensors in our layout, float32, by our names."""
     for tensor in wanted:
-        if tensor.peft_name not in tensors and not tensor.needs_bias:
+        if tensor.peft_name not in tensors:
             raise AdapterError(f"{folder} lacks {name}.{tensor.peft_name}.")
     for tensor in trained_tensors():
         if tensor not in wanted and tensor.peft_name in tensors:
@@ -237,9 +306,7 @@ def _checked(
             )
     checked = {}
     for tensor in wanted:
-        array = tensors.get(tensor.peft_name)
-        if array is None:
-            continue
+        array = tensors[tensor.peft_name]
         k, n = linear_shape
         shape = tensor.shape(k, n, rank)[::-1]  # PEFT stores the transpose
         if array.shape != shape:

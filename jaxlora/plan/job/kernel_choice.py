@@ -11,14 +11,7 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.attention_table import ATTENTIONS
-from jaxlora.modules.trained_tensors import (
-    LORA_A,
-    LORA_B,
-    MAGNITUDE,
-    TRAINED_BIAS,
-    VERA_B,
-    VERA_D,
-)
+from jaxlora.modules.trained_tensors import LORA_A, LORA_B, MAGNITUDE, VERA_B, VERA_D
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
 from jaxlora.pallas_kernels.device import device_kind, planned_device
 
@@ -167,8 +160,8 @@ def kernels_unsupported(
         extra: Trained tensors beside A and B; None: those of the slots.
     """
     assert spec.slots is not None
-    # VeRA's vectors are applied before the kernels, magnitudes and biases after them.
-    own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B, TRAINED_BIAS
+    # VeRA's vectors are applied before the kernels, and magnitudes after them.
+    own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B
     if extra is None:
         extra = tuple(t.name for t in spec.slots.tensors if t not in own)
     for path in spec.adapted:

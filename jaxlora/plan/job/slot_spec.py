@@ -7,7 +7,6 @@ from typing import Any
 from jaxlora.adapters.targets import Targets, choose_linears
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import RunConfig
-from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.hf.names import linear_names, linear_path
@@ -219,9 +218,6 @@ def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
 
 
 def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
-    for adapter in filter(None, (prepared.start, *prepared.further_references)):
-        for module in adapter.modules:
-            adapter.check_format(spec.options.weight_format(linear_path(module)))
     for module in prepared.adapted:
         if linear_path(module) not in spec.adapted:
             raise ConfigError(
@@ -231,7 +227,7 @@ def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
 
 
 def _check_start(prepared: PreparedJob, spec: DecoderSpec) -> None:
-    """Checks that weights are quantized if, and only if, the job starts from that."""
+    """Checks that no weight of which the job takes a part is quantized."""
     name, settings = prepared.name, prepared.settings
     for module in prepared.modules:
         weight_format = spec.options.weight_format(linear_path(module))
@@ -241,16 +237,6 @@ def _check_start(prepared: PreparedJob, spec: DecoderSpec) -> None:
                 f"which takes a part of {module}, and this weight is quantized. Use a "
                 "base that is not, or leave init_lora_weights out."
             )
-        if (bits := settings.loftq_bits) is None or (
-            wanted := LOFTQ_FORMATS[bits]
-        ) == weight_format:
-            continue
-        raise ConfigError(
-            f"job {name!r} has init_lora_weights=loftq, which starts from the error of "
-            f"weights in {wanted}, and {module} is {weight_format or 'not quantized'}. "
-            f"Set quantize_base: {wanted}, exclude the module, or leave "
-            "init_lora_weights out."
-        )
 
 
 def _check_lengths(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:
