@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator
 
-from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
@@ -18,16 +17,14 @@ from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.models.token_rows import ROW_PATHS
 from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.trained_tensors import (
-    LORA_A,
-    LORA_B,
-    MAGNITUDE,
-    VERA_B,
-    VERA_D,
-    TrainedTensor,
     tensor_paths,
     tensors_with,
     trained_tensors,
 )
+from jaxlora.modules.variants.lora import LORA_A, LORA_B
+from jaxlora.modules.variants.table import variants
+from jaxlora.modules.variants.variant import TrainedTensor, Variant
+from jaxlora.modules.variants.vera import VeraMatrices
 
 
 def _blank(shape: Any) -> np.ndarray:
@@ -75,7 +72,7 @@ class LoraWeights:
 
     def __post_init__(self):
         known = {tensor.name: tensor for tensor in trained_tensors()}
-        settings = {known[name].setting for name in self.tensors if name in known}
+        settings = {variant.setting for variant in self.variants}
         wanted = [tensor.name for tensor in tensors_with(settings.__contains__)]
         if self.tensors.keys() != set(wanted):
             raise ValueError(
@@ -94,6 +91,15 @@ class LoraWeights:
                     f"the shapes {shapes} do not match each other and rank {self.rank}."
                 )
 
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants that train something in the linear."""
+        return tuple(
+            variant
+            for variant in variants()
+            if any(tensor.name in self.tensors for tensor in variant.tensors)
+        )
+
     def in_order(self) -> list[TrainedTensor]:
         """Its trained tensors, in the order of their table."""
         return [t for t in trained_tensors() if t.name in self.tensors]
@@ -107,11 +113,6 @@ class LoraWeights:
     def b(self) -> np.ndarray:
         """Expand matrix B, r N."""
         return self.tensors[LORA_B.name]
-
-    @property
-    def magnitude(self) -> np.ndarray | None:
-        """Magnitudes of DoRA, N; None without DoRA."""
-        return self.tensors.get(MAGNITUDE.name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -176,12 +177,14 @@ class Adapter:
         return weights.rank // 2 if self.keeps_start else weights.rank
 
     def is_set(self, setting: str) -> bool:
-        """Whether a setting of `TrainedTensor` is on, so that the tensor is there."""
-        return any(
-            tensor.setting == setting and tensor.name in weights.tensors
-            for weights in self.modules.values()
-            for tensor in trained_tensors()
-        )
+        """Whether it has the variant of a setting, such as `use_dora`."""
+        return any(variant.setting == setting for variant in self.variants)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants that train something in some linear."""
+        found = {v for weights in self.modules.values() for v in weights.variants}
+        return tuple(variant for variant in variants() if variant in found)
 
     @property
     def token_ids(self) -> dict[str, tuple[int, ...]]:
@@ -227,15 +230,17 @@ class Adapter:
         Args:
             linear_shapes: (K, N) of each linear, by module name.
         """
-        if self.vera is None:
-            return self
         modules = {}
         for name, weights in self.modules.items():
-            k, n = linear_shapes[name]
-            a = self.vera.a[:k] * weights.tensors[VERA_D.name]
-            b = self.vera.b[:, :n] * weights.tensors[VERA_B.name]
-            tensors = {LORA_A.name: a, LORA_B.name: b}
-            modules[name] = dataclasses.replace(weights, tensors=tensors)
+            made = [variant for variant in weights.variants if variant.makes_matrices]
+            tensors = weights.tensors
+            for variant in made:
+                tensors = variant.as_lora(tensors, self.vera, *linear_shapes[name])
+            if made:
+                modules[name] = dataclasses.replace(weights, tensors=tensors)
+        if not modules:
+            return self
+        modules = self.modules | modules
         return dataclasses.replace(self, modules=modules, vera=None)
 
     def by_path(self) -> dict[str, np.ndarray]:

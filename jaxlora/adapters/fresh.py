@@ -16,17 +16,13 @@ from jax.typing import DTypeLike
 from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
 from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
-from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config import LoraJob
 from jaxlora.models.score import SCORE
 from jaxlora.models.sharded import EMBEDDING, HEAD
-from jaxlora.modules.trained_tensors import (
-    LORA_A,
-    LORA_B,
-    VERA_D,
-    TrainedTensor,
-    tensors_with,
-)
+from jaxlora.modules.trained_tensors import tensors_with
+from jaxlora.modules.variants.lora import LORA_A, LORA_B
+from jaxlora.modules.variants.table import variants_with
+from jaxlora.modules.variants.variant import TrainedTensor
 from jaxlora.sharding.global_arrays import everywhere
 
 _MAX_THREADS = 8
@@ -67,7 +63,7 @@ def fresh_adapter(
         for tensor in _tensors(job):
             if tensor.name not in tensors:
                 assert tensor.start is not None
-                tensors[tensor.name] = tensor.start(rng, kernels[name], rank)
+                tensors[tensor.name] = tensor.start(job, rng, kernels[name], rank)
         return {t.name: tensors[t.name].astype(np.float32) for t in _tensors(job)}
 
     # NumPy draws without the interpreter's lock. A thread gets many modules, as small
@@ -101,8 +97,6 @@ def _of_weight(
     if job.keeps_start:
         given = str(job.init_lora_weights), _random(job, name), kernel
         tensors |= kept_start(*given, module.rank // 2, module.scaling)
-    if job.use_vera:
-        tensors[VERA_D.name] = np.full(module.rank, job.d_initial)
     return tensors
 
 
@@ -179,7 +173,7 @@ def _taken(table: Any, ids: Any, axis: int) -> jax.Array:
 
 
 def _tensors(job: LoraJob) -> tuple[TrainedTensor, ...]:
-    return tensors_with(lambda setting: getattr(job, setting))
+    return tensors_with(job.is_set)
 
 
 def _adapter(
@@ -194,19 +188,12 @@ def _adapter(
         )
         for name, module in modules.items()
     }
+    shapes = [kernels[name].shape for name in modules]
+    frozen = (variant.frozen(job, shapes) for variant in variants_with(job.is_set))
     return Adapter(
         modules=weights,
         use_rslora=job.use_rslora,
         dropout=job.dropout,
         keeps_start=job.keeps_start,
-        vera=_vera_matrices(job, modules, kernels) if job.use_vera else None,
+        vera=next(filter(None, frozen), None),
     )
-
-
-def _vera_matrices(
-    job: LoraJob, modules: Mapping[str, ModuleLora], kernels: Mapping[str, Any]
-) -> VeraMatrices:
-    sizes = [kernels[name].shape for name in modules]
-    in_features, out_features = (max(axis) for axis in zip(*sizes, strict=True))
-    key = job.projection_prng_key
-    return VeraMatrices(key, job.rank, in_features, out_features)

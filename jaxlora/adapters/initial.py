@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxlora.config.starts import num_power_iterations
-from jaxlora.modules.trained_tensors import LORA_A, LORA_B
+from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.sharding.global_arrays import everywhere
 
 # A, K r; and B, r N.

@@ -1,5 +1,6 @@
 """The settings of a job: one adapter, what it learns from, and how it is trained."""
 
+import dataclasses
 from typing import Annotated, Literal
 
 import pydantic
@@ -27,6 +28,17 @@ from jaxlora.config.strict import (
     StrictModel,
     Texts,
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VariantFile:
+    """Marks a setting that makes the adapter a variant of LoRA.
+
+    Attributes:
+        name: The file of `jaxlora/modules/variants` that has the variant.
+    """
+
+    name: str
 
 
 class LoraJob(StrictModel):
@@ -128,8 +140,8 @@ class LoraJob(StrictModel):
     rank: PositiveInt = 16
     lora_alpha: PositiveFloat = 32.0
     use_rslora: Bool = False
-    use_dora: Bool = False
-    use_vera: Bool = False
+    use_dora: Annotated[Bool, VariantFile("dora")] = False
+    use_vera: Annotated[Bool, VariantFile("vera")] = False
     projection_prng_key: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
     d_initial: PositiveFloat = 0.1
     init_lora_weights: Annotated[Literal[True] | str, BeforeValidator(check_start)] = (
@@ -182,6 +194,10 @@ class LoraJob(StrictModel):
     keep_best: Bool = False
 
     priority: Int = 0
+
+    def is_set(self, setting: str) -> bool:
+        """Whether a setting that makes the adapter a variant of LoRA is on."""
+        return getattr(self, setting)
 
     @property
     def keeps_start(self) -> bool:

@@ -28,7 +28,8 @@ from jaxtyping import Array
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.stacks import Stack
-from jaxlora.modules.trained_tensors import Dimension, trained_tensors
+from jaxlora.modules.trained_tensors import trained_tensors
+from jaxlora.modules.variants.variant import Dimension
 from jaxlora.sharding.tensor import own_slice
 
 EMBEDDING, HEAD = "embed_tokens.embedding", "lm_head.kernel"

@@ -129,8 +129,8 @@ def _merged(
                     array = _quantized(array, base_format)
                 scaling = np.float32(adapter.scaling(weights))
                 array = array.astype(np.float32) + (weights.a @ weights.b).T * scaling
-                if weights.magnitude is not None:
-                    array *= _column_factors(array, weights.magnitude)[:, None]
+                for variant in weights.variants:
+                    array = variant.merged(array, weights.tensors)
             check_finite(array, f"{where}, merged,", ModelError, wanted)
         array = folder.biases.get(name, array)
         own_rows = rows.get(name)
@@ -176,11 +176,3 @@ def _quantized(
         lambda x: FORMATS[base_format].quantize(x).dequantize(np.float32)
     )
     return np.asarray(dequantize(w.astype(np.float32)))
-
-
-def _column_factors(
-    w: Float[np.ndarray, "N K"], magnitude: Float[np.ndarray, " N"]
-) -> Float[np.ndarray, " N"]:
-    """Returns DoRA's magnitudes over the norms; 1 for columns of zeros."""
-    norms = np.linalg.norm(w, axis=1)
-    return np.where(norms == 0, 1, magnitude / np.where(norms == 0, 1, norms))

@@ -11,20 +11,18 @@ from jaxlora.errors import AdapterError
 from jaxlora.models.score import SCORE
 from jaxlora.models.whole_tables import WHOLE_MODULES
 from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.modules.variants.table import variants
 
 # Settings that are read below, or checked against the weights.
 _READ = {
     "alpha_pattern",
-    "d_initial",
     "init_lora_weights",
     "loftq_config",
     "lora_alpha",
     "lora_dropout",
     "peft_type",
-    "projection_prng_key",
     "r",
     "rank_pattern",
-    "save_projection",
     "use_rslora",
 }
 # Settings without effect here: the weights determine which modules are adapted.
@@ -78,16 +76,16 @@ def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
             f"{path} cannot be read as JSON: {error}. Mend it, or copy it again."
         ) from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or kind not in ("LORA", "VERA"):
-        raise AdapterError(
-            f"{path} has peft_type={shown(kind)}; only 'LORA' and 'VERA' are read."
-        )
-    if kind == "VERA":
-        config = _as_lora_config(path, config)
+    kinds = {variant.peft_type: variant for variant in reversed(variants())}
+    if not isinstance(config, dict) or kind not in list(kinds):
+        read = " and ".join(map(repr, sorted(kinds)))
+        raise AdapterError(f"{path} has peft_type={shown(kind)}; only {read} are read.")
+    config = kinds[kind].from_peft(path, config)
     _check_numbers(path, config, "r", "rank_pattern", patterns)
     _check_numbers(path, config, "lora_alpha", "alpha_pattern", patterns)
     _check_values(path, config)
     known = {*_READ, *_HARMLESS, *tensor_settings(), "trainable_token_indices"}
+    known = known.union(*(variant.peft_keys for variant in variants()))
     config["modules_to_save"] = _whole_modules(path, config.get("modules_to_save"))
     known.add("modules_to_save")
     for key, value in config.items():
@@ -139,24 +137,6 @@ def _check_values(path: pathlib.Path, config: Mapping[str, Any]) -> None:
             f"{path} sets bias={shown(config['bias'])}; only 'none' and 'lora_only' "
             "are supported: other biases stay frozen."
         )
-
-
-def _as_lora_config(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of VeRA under the names that LoRA has for them."""
-    given = dict(config)
-    dropout = given.pop("vera_dropout", 0.0)
-    key, is_saved = given.get("projection_prng_key"), given.get("save_projection", True)
-    if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < 2**32:
-        raise AdapterError(
-            f"{path} has projection_prng_key={shown(key)}; wanted a whole number from "
-            "0 to below 2^32."
-        )
-    if not isinstance(is_saved, bool):
-        raise AdapterError(
-            f"{path} has save_projection={shown(is_saved)}; wanted true or false."
-        )
-    own = {"use_vera": True, "lora_alpha": given.get("r"), "lora_dropout": dropout}
-    return given | own | {"save_projection": is_saved}
 
 
 def _check_numbers(

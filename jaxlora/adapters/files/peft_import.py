@@ -19,19 +19,18 @@ from jaxlora.adapters.files.peft_tables import (
     take_tables,
 )
 from jaxlora.adapters.targets import pattern_value
-from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.models.score import SCORE_PATH
 from jaxlora.modules.trained_tensors import (
-    TrainedTensor,
     tensors_with,
     trained_tensors,
 )
+from jaxlora.modules.variants.table import variant_of, variants, variants_with
+from jaxlora.modules.variants.variant import TrainedTensor
 
-_VERA_A, _VERA_B = "base_model.vera_A", "base_model.vera_B"
 _BIAS = "base_layer.bias"  # PEFT's name of a trained bias, after that of the linear
 
 
@@ -147,15 +146,17 @@ def _read(
     record = read_record(folder)
     use_rslora = bool(config.get("use_rslora"))
     size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
-    vera = None
-    if config.get("use_vera"):
-        vera = _vera(folder, config, matrices, [linear_shapes[n] for n in ordered])
+    shapes = [linear_shapes[name] for name in ordered]
+    frozen = (
+        variant.frozen_from_peft(folder, config, matrices, shapes)
+        for variant in variants_with(config.get)
+    )
     adapter = Adapter(
         modules=ordered,
         use_rslora=use_rslora,
         dropout=dropout,
         score=score,
-        vera=vera,
+        vera=next(filter(None, frozen), None),
         token_rows=table_values(folder, config, tables, size, base, patterns),
         chat_template_kwargs={} if record is None else record.chat_template_kwargs,
     )
@@ -181,31 +182,6 @@ def _checked_bias(
             f"calls for {list(linear_shape[1:])}."
         )
     return bias
-
-
-def _vera(
-    folder: pathlib.Path,
-    config: Mapping[str, Any],
-    matrices: Mapping[str, np.ndarray],
-    shapes: Sequence[tuple[int, ...]],
-) -> VeraMatrices:
-    """Returns the matrices, and checks that those of the file are drawn as PEFT's."""
-    rank, key = config["r"], config["projection_prng_key"]
-    k, n = (max(sizes) for sizes in zip(*shapes, strict=True))
-    drawn = VeraMatrices(key, rank, k, n, is_saved=config["save_projection"])
-    if not drawn.is_saved:
-        return drawn
-    for name, wanted in ((_VERA_A, drawn.a.T), (_VERA_B, drawn.b.T)):
-        array = matrices.get(name)
-        if array is None or not np.array_equal(array, wanted):
-            there = "is not there" if array is None else "has other values"
-            raise AdapterError(
-                f"{folder}: {name} {there} than projection_prng_key={key} gives for "
-                f"this base model and rank {rank}, {list(wanted.shape)} in float32. If "
-                "it was rounded to another dtype, set save_projection to false in "
-                f"{CONFIG_FILE}, and it is drawn again."
-            )
-    return drawn
 
 
 def _checked_score(
@@ -239,7 +215,7 @@ def _read_tensors(
         copied: The modules in `modules_to_save`.
 
     Returns:
-        The tensors, the score head if there is one, the matrices of VeRA by key, and
+        The tensors, the score head if there is one, what the linears share by key, and
         what there is of the embedding and the head.
     """
     path = folder / WEIGHTS_FILE
@@ -255,8 +231,8 @@ def _read_tensors(
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
     score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
-    names = arrays.keys() & {_VERA_A, _VERA_B}
-    matrices = {name: arrays.pop(name) for name in names}
+    frozen = {name for variant in variants() for name in variant.peft_tensors}
+    matrices = {name: arrays.pop(name) for name in arrays.keys() & frozen}
     tables = take_tables(folder, arrays, copied)
     modules: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
@@ -299,7 +275,7 @@ def _checked(
             raise AdapterError(f"{folder} lacks {name}.{tensor.peft_name}.")
     for tensor in trained_tensors():
         if tensor not in wanted and tensor.peft_name in tensors:
-            given = tensor.setting or "peft_type: LORA"
+            given = variant_of(tensor).setting or "peft_type: LORA"
             raise AdapterError(
                 f"{folder} holds {name}.{tensor.peft_name}, but its {CONFIG_FILE} does "
                 f"not set {given}. Correct the file."

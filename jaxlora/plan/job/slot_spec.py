@@ -16,6 +16,7 @@ from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.modules.variants.table import replaces_lora
 from jaxlora.plan.job.kernel_choice import (
     choose_attention,
     choose_kernels,
@@ -101,7 +102,7 @@ def needed(job: PreparedJob) -> SlotShape:
         num_token_rows=max(len(one.token_ids["embed_tokens"]) for one in held),
         num_head_rows=max(len(one.token_ids["lm_head"]) for one in held),
         whole_modules=tuple(sorted({m for one in held for m in one.modules_to_save})),
-        has_lora=any("use_vera" not in names for names in has),
+        has_lora=any(not replaces_lora(names.__contains__) for names in has),
         has_references=job.needs_reference_table,
     )
 

@@ -17,7 +17,8 @@ from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import MAGNITUDE, VERA_B
+from jaxlora.modules.variants.dora import MAGNITUDE
+from jaxlora.modules.variants.vera import VERA_B
 from jaxlora.pallas_kernels import Nf4Weight
 from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.estimate import scratch_bytes, step_bytes
@@ -44,7 +45,8 @@ def test_jobs_train_beside_dora_as_if_alone(train, jobs):
     with_dropout = train([first], max_concurrent_jobs=3, **slots)
     assert_same_training(together, lora, [second.name])
     assert_same_training(together, with_dropout, [first.name])
-    assert all(w.magnitude is None for w in together.adapters[second.name].values())
+    plain = together.adapters[second.name].values()
+    assert all(MAGNITUDE.name not in weights.tensors for weights in plain)
     trainer = together.trainer
     slots = dataclasses.replace(trainer.layout.stages[0].spec.slots, dora_dropout=False)
     spec = dataclasses.replace(trainer.layout.stages[0].spec, slots=slots)
@@ -157,7 +159,7 @@ def test_magnitudes_start_from_the_norms_of_what_is_multiplied(linear_shapes):
         found = fresh_adapter(job, targets, dict.fromkeys(targets, kernel))
         norms = np.linalg.norm(np.asarray(dense, np.float64), axis=0)
         for weights in found.modules.values():
-            assert relative_error(weights.magnitude, norms) < 1e-6
+            assert relative_error(weights.tensors[MAGNITUDE.name], norms) < 1e-6
 
 
 def test_memory_counts_the_magnitudes():
