@@ -17,8 +17,8 @@ from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
 from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.config import LoraJob
+from jaxlora.models.decoder import EMBEDDING, HEAD
 from jaxlora.models.score import SCORE
-from jaxlora.models.sharded import EMBEDDING, HEAD
 from jaxlora.modules.trained_tensors import tensors_with
 from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.modules.variants.table import variants_with

@@ -19,8 +19,8 @@ from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.files.peft_export import TOKEN_ROW_KEYS
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.hf.names import linear_shapes
-from jaxlora.models.sharded import EMBEDDING
+from jaxlora.models.decoder import EMBEDDING
+from jaxlora.models.structure import linear_shapes
 from jaxlora.train.execute.step import CompiledSteps
 from tests.jaxlora.train.outcome import assert_generates_alike
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
