@@ -14,11 +14,11 @@ from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import gathered_dim, run_sharded_layers
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
-from jaxlora.modules.attention import packed_rows
 from jaxlora.modules.base_param import BaseParam, with_layout
 from jaxlora.modules.loss import HeadRows
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.routing import Place, Routing
+from jaxlora.modules.rows import PackedRows, layer_ropes
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.whole_head import WholeHeads
@@ -189,15 +189,19 @@ class Decoder(nnx.Module):
             segment_ids: Which sample each row belongs to; negative: padding.
             routing: Slot of each row, and the keys of dropout masks.
         """
-        rows = packed_rows(self.config, positions, segment_ids, self.options.lengths)
-        routing = self._with_shared_inputs(routing)
+        rows = PackedRows(
+            ropes=layer_ropes(self.config, positions),
+            segment_ids=segment_ids,
+            routing=self._with_shared_inputs(routing),
+            lengths=self.options.lengths,
+        )
         layers = {i: self.layers[str(i)] for i in self._numbers}
         remat, fsdp = self.options.remat, self.options.fsdp
         if fsdp > 1:
             layerwise.check_axis(fsdp)
             number = self.config.num_layers
-            return run_sharded_layers(layers, number, remat, fsdp, h, rows, routing)
-        return run_whole_layers(layers, remat, h, rows, routing)
+            return run_sharded_layers(layers, number, remat, fsdp, h, rows)
+        return run_whole_layers(layers, remat, h, rows)
 
     def _with_shared_inputs(self, routing: Routing) -> Routing:
         linears: dict[Place, MultiLoraLinear] = {

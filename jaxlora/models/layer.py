@@ -11,13 +11,15 @@ from jaxtyping import Array, Float
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.options import Remat
-from jaxlora.modules.attention import Attention, PackedRows
+from jaxlora.modules.cached_attention import LayerCache
 from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.producers import normed_input
 from jaxlora.modules.routing import LinearInput, Routing
+from jaxlora.modules.rows import PackedRows, Rows
 from jaxlora.modules.scoring import ATTENTION_RESULTS
+from jaxlora.modules.self_attention import Attention
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 from jaxlora.sharding.tensor import gather_rows, scatter_rows
 
@@ -42,30 +44,30 @@ class DecoderLayer(nnx.Module):
         self.mlp = Mlp(config, make)
         self.mlp_output_norm = make.optional_norm("mlp_output_norm")
 
-    def attend(
-        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
-    ) -> Float[Array, "T D"]:
+    def __call__(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
+        return self.feed_forward(self.attend(h, rows), rows)
+
+    def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
         linears = self.self_attn.input_linears
-        h, x = self._normed(self.attention_norm, h, linears, routing)
-        heads = self.self_attn.project(x, rows.ropes, routing)
-        y = self.self_attn.attend(*heads, rows, routing)
-        return self.add_attention(h, self._sum(y))
-
-    def add_attention(
-        self, h: Float[Array, "T D"], y: Float[Array, "T D"]
-    ) -> Float[Array, "T D"]:
-        """Adds the output of attention to the hidden states before it."""
+        h, x = self._normed(self.attention_norm, h, linears, rows.routing)
+        y = self._sum(self.self_attn(x, rows))
         return h + (self.attention_output_norm or _identity)(y)
 
-    def feed_forward(
-        self, h: Float[Array, "T D"], routing: Routing
-    ) -> Float[Array, "T D"]:
+    def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
         """Applies the second half of the layer, the MLP."""
-        h, x = self._normed(self.mlp_norm, h, self.mlp.input_linears, routing)
-        gated = self.mlp.gated(x, routing)
-        y = self._sum(self.mlp.down_proj(gated, routing))
+        h, x = self._normed(self.mlp_norm, h, self.mlp.input_linears, rows.routing)
+        y = self._sum(self.mlp(x, rows))
         return h + (self.mlp_output_norm or _identity)(y)
+
+    def empty_cache(self, num_sequences: int, num_tokens: int) -> LayerCache:
+        """Returns the cache of generation before its first tokens.
+
+        Args:
+            num_sequences: Number of sequences.
+            num_tokens: Tokens of each sequence that it holds.
+        """
+        return self.self_attn.empty_cache(num_sequences, num_tokens)
 
     def _normed(
         self,
@@ -87,11 +89,6 @@ class DecoderLayer(nnx.Module):
         # A policy that saves the results of linears sums nothing again.
         return checkpoint_name(scatter_rows(y, self.tensor), LINEAR_RESULTS)
 
-    def __call__(
-        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
-    ) -> Float[Array, "T D"]:
-        return self.feed_forward(self.attend(h, rows, routing), routing)
-
 
 def _present(norm: RmsNorm | None) -> RmsNorm:
     assert norm is not None
@@ -103,24 +100,20 @@ def _identity(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
 
 
 def run_layer(
-    layer: DecoderLayer,
-    remat: Remat,
-    h: Float[Array, "T D"],
-    rows: PackedRows,
-    routing: Routing,
+    layer: DecoderLayer, remat: Remat, h: Float[Array, "T D"], rows: PackedRows
 ) -> Float[Array, "T D"]:
     """Runs a layer, of which the backward pass recomputes a part."""
     match remat:
         case "none":
-            return layer(h, rows, routing)
+            return layer(h, rows)
         case "elementwise":
-            whole = lambda x, h: x(h, rows, routing)
+            whole = lambda x, h: x(h, rows)
             return rematerialized(whole, layer, h, policy=keep_results)
         case "mlp":
-            h = layer.attend(h, rows, routing)
-            return rematerialized(lambda x, h: x.feed_forward(h, routing), layer, h)
+            h = layer.attend(h, rows)
+            return rematerialized(lambda x, h: x.feed_forward(h, rows), layer, h)
         case "layer":
-            return rematerialized(lambda x, h: x(h, rows, routing), layer, h)
+            return rematerialized(lambda x, h: x(h, rows), layer, h)
 
 
 def run_whole_layers(
@@ -128,7 +121,6 @@ def run_whole_layers(
     remat: Remat,
     h: Float[Array, "U D"],
     rows: PackedRows,
-    routing: Routing,
 ) -> tuple[Float[Array, "U D"], Float[Array, "U D"]]:
     """Runs layers whose weights are here, not shards of them.
 
@@ -139,25 +131,20 @@ def run_whole_layers(
         layers: The layers, by their numbers in the whole model.
         remat: Part of each layer that the backward pass recomputes.
         h: Hidden states before the first of the layers.
-        rows: Attention inputs that all layers share.
-        routing: Slot of each row, and the keys of dropout masks.
+        rows: The rows, for all layers.
 
     Returns:
         Hidden states after the last layer, and before it.
     """
-    # Lengths are sizes of the program, not values; as inputs they would be traced.
-    *arrays, lengths = rows
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def run(graph, state, h, arrays, routing):
-        ropes, segment_ids = arrays
-        rows = PackedRows(ropes, segment_ids, lengths)
-        return run_layer(nnx.merge(graph, state), remat, h, rows, routing)
+    def run(graph, state, h, rows):
+        return run_layer(nnx.merge(graph, state), remat, h, rows)
 
     before = h
     for number, layer in layers.items():
         graph, state = nnx.split(layer)
-        before, h = h, run(graph, state, h, arrays, routing.for_layer(number))
+        before, h = h, run(graph, state, h, rows.for_layer(number))
     return h, before
 
 

@@ -178,6 +178,10 @@ class DecoderSpec:
         decoder.options = self.options  # what is recomputed changes no module
         return decoder
 
+    def abstract(self) -> Decoder:
+        """The decoder without arrays: its variables have shapes and dtypes alone."""
+        return nnx.merge(*self._split)
+
     # ---- shapes ----------------------------------------------------------------------
 
     def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -11,16 +11,14 @@ from jaxlora.models.config import Activation, ModelConfig
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.producers import gated_input
 from jaxlora.modules.routing import LinearInput, Routing
+from jaxlora.modules.rows import Rows
 from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
 from jaxlora.modules.shared_input import apply_together
 from jaxlora.pallas_kernels import Gate
 
 
 class Mlp(nnx.Module):
-    """`down(activation(gate(x)) * up(x))`; its linears take LoRA.
-
-    `down_proj` takes what `gated` returns.
-    """
+    """`down(activation(gate(x)) * up(x))`; its linears take LoRA."""
 
     def __init__(self, config: ModelConfig, make: Any):
         width, inner = config.hidden_size, config.intermediate_size
@@ -36,7 +34,12 @@ class Mlp(nnx.Module):
         """The linears that share the input."""
         return self.gate_proj, self.up_proj
 
-    def gated(
+    def __call__(
+        self, x: Float[Array, "T D"] | LinearInput, rows: Rows
+    ) -> Float[Array, "T D"]:
+        return self.down_proj(self._gated(x, rows.routing), rows.routing)
+
+    def _gated(
         self, x: Float[Array, "T D"] | LinearInput, routing: Routing
     ) -> Float[Array, "T F"] | LinearInput:
         """Computes the rows that `down` takes."""

@@ -11,7 +11,8 @@ from jaxlora.models.layer import DecoderLayer
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import FAMILIES
 from jaxlora.models.structure import linears
-from jaxlora.modules import attention
+from jaxlora.modules import rows
+from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.multi_lora_linear import Routing, SlotShape
 
 # All sizes differ, so a shape identifies an array.
@@ -53,14 +54,16 @@ def residuals(model_type: str) -> list[jax.Array]:
     make = LayerBuilder(config, 0, options, slots, adapted)
     layer = DecoderLayer(config, make)
     graph, adapters, rest = nnx.split(layer, nnx.LoRAParam, ...)
-    lengths = attention.SegmentLengths(T, T)
-    ids = jnp.zeros(T, jnp.int32)
-    rows = attention.packed_rows(config, jnp.arange(T), ids, lengths)
-    routing = Routing(block_adapter=jnp.array([0, 1, 2]))
+    packed = rows.PackedRows(
+        ropes=rows.layer_ropes(config, jnp.arange(T)),
+        segment_ids=jnp.zeros(T, jnp.int32),
+        routing=Routing(block_adapter=jnp.array([0, 1, 2])),
+        lengths=SegmentLengths(T, T),
+    )
 
     def run(adapters, h):
         layer = nnx.merge(graph, adapters, rest)
-        return layer(h, rows, routing)
+        return layer(h, packed)
 
     _, vjp = jax.vjp(run, adapters, jnp.ones((T, D), jnp.bfloat16))
     leaves = [x for x in jax.tree.leaves(vjp) if x.ndim > 1]
@@ -72,7 +75,7 @@ def residuals(model_type: str) -> list[jax.Array]:
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_a_layer_keeps_each_value_once_and_narrow(monkeypatch, model_type):
     monkeypatch.setattr(
-        attention, "packed_attention", lambda q, k, v, *_, **__: stand_in(q, k, v)
+        rows, "packed_attention", lambda q, k, v, *_, **__: stand_in(q, k, v)
     )
     kept = residuals(model_type)
     residual_stream = 2 * D  # the inputs of the layer and of the MLP
