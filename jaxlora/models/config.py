@@ -1,10 +1,8 @@
 """The configuration of a decoder, as a frozen value, and what its family is made of."""
 
 import dataclasses
-from collections.abc import Hashable
-from typing import Literal
-
-Activation = Literal["silu", "gelu_tanh"]
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,69 +68,35 @@ class PartialRope(Rope):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Norm:
-    """One RMS norm of a decoder layer.
-
-    Attributes:
-        name: Its path inside a layer here, which says what it normalizes.
-        hf_name: Its path inside a layer in Hugging Face's checkpoints.
-        features: Attribute of `ModelConfig` that holds the size of its weight.
-    """
-
-    name: str
-    hf_name: str
-    features: str
-
-
-def width_norm(name: str, hf_name: str) -> Norm:
-    """Returns a norm of the hidden states."""
-    return Norm(name=name, hf_name=hf_name, features="hidden_size")
-
-
-LLAMA_NORMS = (
-    width_norm("attention_norm", "input_layernorm"),
-    width_norm("mlp_norm", "post_attention_layernorm"),
-)
-QK_NORMS = (
-    Norm(
-        name="self_attn.q_norm",
-        hf_name="self_attn.q_norm",
-        features="head_dim",
-    ),
-    Norm(
-        name="self_attn.k_norm",
-        hf_name="self_attn.k_norm",
-        features="head_dim",
-    ),
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """Properties that all models of one `model_type` share.
 
     Attributes:
         model_type: Hugging Face's name of the family.
         models: Names of the models, for error messages.
-        norms: Norms of a layer. If there is an `attention_output_norm` or an
-            `mlp_output_norm`, it normalizes that output before the residual sum.
+        layer: Makes a layer, a `DecoderLayer`, of a `ModelConfig` with a
+            `LayerBuilder`.
         norm_offset: Whether norms multiply by 1 + weight, in float32, instead of by the
             weight.
-        activation: Activation of the gate of the MLP.
         scales_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        undivided: Why a layer cannot be divided along the axis `tensor` of a mesh;
+            None: it can.
     """
 
     model_type: str
     models: str
-    norms: tuple[Norm, ...] = LLAMA_NORMS
+    layer: Callable[[Any, Any], Any]
     norm_offset: bool = False
-    activation: Activation = "silu"
     scales_embedding: bool = False
+    undivided: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The mathematics of one decoder.
+
+    A family whose layers need more values has a subclass. One with a value for each
+    layer names it in `LAYERWISE`.
 
     Attributes:
         family: What the model shares with its family. It is not in the `repr`, which
@@ -162,6 +126,8 @@ class ModelConfig:
     Raises:
         ValueError: The sizes contradict each other.
     """
+
+    LAYERWISE: ClassVar[tuple[str, ...]] = ("layer_windows",)
 
     family: Family = dataclasses.field(repr=False)
     model_type: str = dataclasses.field(init=False)
@@ -208,7 +174,25 @@ class ModelConfig:
         """Out features of the k projection, and of the v projection."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def embedding_multiplier(self) -> float:
+        """Factor of the embeddings."""
+        return self.hidden_size**0.5 if self.family.scales_embedding else 1.0
+
+    @property
+    def logit_multiplier(self) -> float:
+        """Factor of the logits."""
+        return 1.0
+
     def layer_kind(self, layer: int) -> Hashable:
         """Returns a value that layers with weights of the same shapes share."""
         del layer
         return None
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """Returns the model that consists of some layers, by their numbers."""
+        values = {
+            name: tuple(getattr(self, name)[i] for i in layers)
+            for name in self.LAYERWISE
+        }
+        return dataclasses.replace(self, num_layers=len(layers), **values)

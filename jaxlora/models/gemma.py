@@ -2,8 +2,13 @@
 
 from typing import Annotated, Any, ClassVar
 
+from jaxtyping import Array, Float
+
 from jaxlora.errors import ModelError
-from jaxlora.models.config import QK_NORMS, Family, ModelConfig, Rope, width_norm
+from jaxlora.models.blocks.attention import Attention
+from jaxlora.models.blocks.mlp import Mlp
+from jaxlora.models.build import LayerBuilder
+from jaxlora.models.config import Family, ModelConfig, Rope
 from jaxlora.models.hf_config import (
     Count,
     Flag,
@@ -15,14 +20,45 @@ from jaxlora.models.hf_config import (
     number,
     only,
 )
+from jaxlora.models.layer import DecoderLayer
+from jaxlora.modules.rows import Rows
 
-_GEMMA_NORMS = (
-    width_norm("attention_norm", "input_layernorm"),
-    width_norm("attention_output_norm", "post_attention_layernorm"),
-    width_norm("mlp_norm", "pre_feedforward_layernorm"),
-    width_norm("mlp_output_norm", "post_feedforward_layernorm"),
-)
 Scale = Annotated[float, number(1e9)]
+
+
+class Gemma2Layer(DecoderLayer):
+    """Attention and an MLP, with a norm before and after each."""
+
+    def __init__(self, config: ModelConfig, make: LayerBuilder, **attention: Any):
+        """Makes the modules.
+
+        Args:
+            config: The model.
+            make: Makes them.
+            **attention: Options of `Attention`.
+        """
+        super().__init__(make)
+        self.attention_norm = make.norm("input_layernorm")
+        self.self_attn = Attention(config, make, **attention)
+        self.attention_output_norm = make.norm("post_attention_layernorm")
+        self.mlp_norm = make.norm("pre_feedforward_layernorm")
+        self.mlp = Mlp(config, make, activation="gelu_tanh")
+        self.mlp_output_norm = make.norm("post_feedforward_layernorm")
+
+    def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
+        norms = {"before": self.attention_norm, "after": self.attention_output_norm}
+        return self.add(self.self_attn, h, rows, **norms)
+
+    def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
+        norms = {"before": self.mlp_norm, "after": self.mlp_output_norm}
+        return self.add(self.mlp, h, rows, **norms)
+
+
+class Gemma3Layer(Gemma2Layer):
+    """A layer that also normalizes each head of the queries and keys."""
+
+    def __init__(self, config: ModelConfig, make: LayerBuilder):
+        super().__init__(config, make, norms="head")
 
 
 class _Gemma(HfConfig):
@@ -71,9 +107,8 @@ class Gemma2(_Gemma):
     FAMILY: ClassVar[Family] = Family(
         model_type="gemma2",
         models="Gemma 2",
-        norms=_GEMMA_NORMS,
+        layer=Gemma2Layer,
         norm_offset=True,
-        activation="gelu_tanh",
         scales_embedding=True,
     )
 
@@ -94,9 +129,8 @@ class Gemma3(_Gemma):
     FAMILY: ClassVar[Family] = Family(
         model_type="gemma3_text",
         models="Gemma 3 text models",
-        norms=(*_GEMMA_NORMS, *QK_NORMS),
+        layer=Gemma3Layer,
         norm_offset=True,
-        activation="gelu_tanh",
         scales_embedding=True,
     )
     IGNORED: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern"})

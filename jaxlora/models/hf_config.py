@@ -151,12 +151,14 @@ class HfConfig(pydantic.BaseModel):
 
     Attributes:
         FAMILY: What the models of the family share.
+        MODEL: Class of its models.
         IGNORED: Keys of the family without an effect on what a model computes.
         DIVIDES_WIDTH: Whether hidden_size must be a multiple of the number of heads
             even if head_dim is given.
     """
 
     FAMILY: ClassVar[Family]
+    MODEL: ClassVar[type[ModelConfig]] = ModelConfig
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     DIVIDES_WIDTH: ClassVar[bool] = False
 
@@ -205,10 +207,10 @@ class HfConfig(pydantic.BaseModel):
         """Returns the configuration of the model.
 
         Args:
-            **fields: The fields of `ModelConfig` that only some families have.
+            **fields: The fields of `MODEL` that only some families have.
         """
         rope, local_rope = self.ropes()
-        return ModelConfig(
+        return self.MODEL(
             family=self.FAMILY,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

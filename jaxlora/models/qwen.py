@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, ClassVar
 
-from jaxlora.models.config import LLAMA_NORMS, QK_NORMS, Family, ModelConfig
+from jaxlora.models.build import LayerBuilder
+from jaxlora.models.config import Family, ModelConfig
 from jaxlora.models.hf_config import (
     Count,
     Flag,
@@ -13,6 +14,7 @@ from jaxlora.models.hf_config import (
     Windows,
     only,
 )
+from jaxlora.models.llama import LlamaLayer
 
 
 class _Qwen(HfConfig):
@@ -37,17 +39,28 @@ class _Qwen(HfConfig):
 class Qwen2(_Qwen):
     """The config.json of a Qwen2 or Qwen2.5."""
 
-    FAMILY: ClassVar[Family] = Family(model_type="qwen2", models="Qwen2, Qwen2.5")
+    FAMILY: ClassVar[Family] = Family(
+        model_type="qwen2", models="Qwen2, Qwen2.5", layer=LlamaLayer
+    )
 
     def build(self, **fields: Any) -> ModelConfig:
         return super().build(qkv_bias=True, **fields)
 
 
+class Qwen3Layer(LlamaLayer):
+    """A layer that normalizes each head of the queries and keys."""
+
+    def __init__(self, config: ModelConfig, make: LayerBuilder):
+        super().__init__(config, make, norms="head")
+
+
 class Qwen3(_Qwen):
-    """The config.json of a Qwen3, which normalizes queries and keys."""
+    """The config.json of a Qwen3."""
 
     FAMILY: ClassVar[Family] = Family(
-        model_type="qwen3", models="Qwen3", norms=(*LLAMA_NORMS, *QK_NORMS)
+        model_type="qwen3",
+        models="Qwen3",
+        layer=Qwen3Layer,
     )
 
     head_dim: HeadDim | None = 128

@@ -39,6 +39,11 @@ def check_divides(
     Raises:
         ValueError: It cannot.
     """
+    if tensor > 1 and (reason := config.family.undivided) is not None:
+        raise ValueError(
+            f"tensor={tensor} and model_type={config.model_type!r}: {reason}. Leave "
+            "out tensor, and divide the weights along fsdp."
+        )
     sizes = {
         "num_attention_heads": config.num_heads,
         "intermediate_size": config.intermediate_size,

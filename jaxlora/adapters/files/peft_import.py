@@ -98,7 +98,7 @@ def _import(
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
     record = read_record(folder)
     use_rslora = bool(config.get("use_rslora"))
-    size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
+    size, _ = next(iter(linear_shapes.values()))  # the first reads the hidden states
     vera = None
     if config.get("use_vera"):
         vera = _vera(folder, config, matrices, [linear_shapes[n] for n in ordered])

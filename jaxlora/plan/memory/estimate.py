@@ -48,11 +48,11 @@ _GRADIENT_COPIES = 2.5
 _INPUT_FOR_GRADIENT: tuple[Remat, ...] = ("none", "mlp")
 # Linears that share their input run in one call; see `apply_together`.
 _TOGETHER = {
-    "self_attn.q_proj": "q, k and v",
-    "self_attn.k_proj": "q, k and v",
-    "self_attn.v_proj": "q, k and v",
-    "mlp.gate_proj": "gate and up",
-    "mlp.up_proj": "gate and up",
+    "q_proj": "q, k and v",
+    "k_proj": "q, k and v",
+    "v_proj": "q, k and v",
+    "gate_proj": "gate and up",
+    "up_proj": "gate and up",
 }
 
 
@@ -208,11 +208,7 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
 
 
 def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
-    config = dataclasses.replace(
-        spec.config,
-        num_layers=num_layers,
-        layer_windows=spec.config.layer_windows[:num_layers],
-    )
+    config = spec.config.of_layers(range(num_layers))
     options = dataclasses.replace(spec.options, remat=remat)
     adapted = spec.stage(0, num_layers).adapted
     return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
@@ -383,10 +379,16 @@ def scratch_bytes(spec: DecoderSpec) -> int:
     calls: dict[tuple[int, str], int] = {}
     for number in spec.layer_numbers:
         for linear in _quantized(spec, base, number):
-            call = number, _TOGETHER.get(linear.name, linear.name)
+            call = number, _call(linear.name)
             size = each * linear.in_features * linear.out_features
             calls[call] = calls.get(call, 0) + size
     return max(of_norms, *calls.values(), 0) + of_vera
+
+
+def _call(linear: str) -> str:
+    """Names the call in which a linear of a layer runs, see `_TOGETHER`."""
+    module, _, name = linear.rpartition(".")
+    return f"{module}.{_TOGETHER.get(name, name)}"
 
 
 def _vera_bytes(spec: DecoderSpec) -> int:
@@ -396,7 +398,7 @@ def _vera_bytes(spec: DecoderSpec) -> int:
     calls: dict[tuple[str, str], int] = {}
     for path in spec.adapted:
         _, layer, name = path.split(".", 2)
-        linear, call = spec.linear(path), (layer, _TOGETHER.get(name, name))
+        linear, call = spec.linear(path), (layer, _call(name))
         size = linear.in_features + linear.out_features
         calls[call] = calls.get(call, 0) + size
     each = 2 * 4 * spec.slots.num_slots * spec.slots.rank  # two in float32

@@ -7,7 +7,6 @@ from flax import nnx
 
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ModelConfig, Rope
-from jaxlora.models.layer import DecoderLayer
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import FAMILIES
 from jaxlora.models.structure import linears
@@ -52,7 +51,7 @@ def residuals(model_type: str) -> list[jax.Array]:
     slots = SlotShape(num_slots=3, rank=R)
     adapted = {f"layers.0.{name}" for name in linears(config)}
     make = LayerBuilder(config, 0, options, slots, adapted)
-    layer = DecoderLayer(config, make)
+    layer = config.family.layer(config, make)
     graph, adapters, rest = nnx.split(layer, nnx.LoRAParam, ...)
     packed = rows.PackedRows(
         ropes=rows.layer_ropes(config, jnp.arange(T)),
