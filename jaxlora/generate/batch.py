@@ -2,8 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,66 +11,12 @@ from jaxtyping import Array, Float32, Int32
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.generate.batch_shape import BatchShape, batch_shape
 from jaxlora.generate.choose_token import method_of
-from jaxlora.generate.programs import (
-    MAX_STEPS,
-    NO_TOKEN,
-    Programs,
-    Rows,
-    Sampling,
-    Tables,
-    Weights,
-    programs_of,
-)
+from jaxlora.generate.loaded import LoadedDecoder
+from jaxlora.generate.programs import MAX_STEPS, NO_TOKEN, Sampling, Sequences
 from jaxlora.generate.prompt import FinishReason
-from jaxlora.hf.load import FrozenModel
-from jaxlora.models.forward import Base
-from jaxlora.models.slot_settings import SlotSettings
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import announce, counting, finish
 
 _END_IDS_MULTIPLE = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedDecoder:
-    """A decoder on its device, ready to generate as soon as its base is loaded.
-
-    Attributes:
-        spec: The whole decoder.
-        base: The frozen weights, or the model that is being loaded.
-        adapters: Slot tables, by name of the stack; empty without slots.
-        settings: Settings of the slots; None without slots.
-    """
-
-    spec: DecoderSpec
-    base: Base | Future[FrozenModel]
-    adapters: Tables
-    settings: SlotSettings | None
-
-    @property
-    def weights(self) -> Weights:
-        """Its arrays; waits until they are loaded."""
-        base = self.base
-        if isinstance(base, Future):
-            base = base.result().params
-        return Weights(base, self.adapters, self.settings)
-
-    @property
-    def weight_shapes(self) -> Any:
-        """Its arrays, or their shapes if they are not loaded yet."""
-        base: Any = self.base
-        if isinstance(base, Future):
-            base = self.spec.base_shapes()
-        return Weights(base, self.adapters, self.settings)
-
-    @property
-    def programs(self) -> Programs:
-        """The functions that run it."""
-        if isinstance(self.base, Future):  # to JAX's default device
-            device = jnp.zeros(()).sharding
-        else:
-            device = next(iter(self.base.values())).sharding
-        return programs_of(self.spec, device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -135,27 +79,6 @@ class Answer:
             del self.token_ids[num:], self.logprobs[num:]
 
 
-@runtime_checkable
-class GeneratingDecoder(Protocol):
-    """A decoder on one device (`LoadedDecoder`) or on a mesh (`StagedDecoder`)."""
-
-    @property
-    def spec(self) -> DecoderSpec:
-        """The decoder, whose configuration is that of the whole model."""
-
-    @property
-    def weights(self) -> Any:
-        """Its arrays; waits until they are loaded."""
-
-    @property
-    def weight_shapes(self) -> Any:
-        """Its arrays, or their shapes if they are not loaded yet."""
-
-    @property
-    def programs(self) -> Any:
-        """The functions that run it: `empty`, `prepare`, `prefill` and `decode`."""
-
-
 class Batch:
     """A batch of prompts whose tokens are generated together.
 
@@ -167,7 +90,7 @@ class Batch:
 
     def __init__(
         self,
-        decoder: GeneratingDecoder,
+        decoder: LoadedDecoder,
         requests: Sequence[Request],
         settings: GenerationSettings,
         end_ids: Sequence[int],
@@ -186,8 +109,7 @@ class Batch:
         """
         self.answers = [Answer() for _ in requests]
         self._requests, self._end_ids = requests, frozenset(end_ids)
-        programs = decoder.programs
-        self._programs = programs
+        self._programs = decoder.programs
         self._method = method_of(settings.temperature, settings.top_p)
         self._sampling = Sampling(
             temperature=jnp.float32(settings.temperature),
@@ -197,7 +119,7 @@ class Batch:
         )
         self._run_prompts(decoder, shape or _smallest_shape(requests))
 
-    def _run_prompts(self, decoder: GeneratingDecoder, shape: BatchShape) -> None:
+    def _run_prompts(self, decoder: LoadedDecoder, shape: BatchShape) -> None:
         token_ids = np.zeros((shape.num_rows, shape.prompt_tokens), np.int32)
         starts = np.full(shape.num_rows, shape.prompt_tokens, np.int32)
         slots, seeds = np.zeros((2, shape.num_rows), np.int32)
@@ -205,22 +127,22 @@ class Batch:
             starts[i] -= len(request.token_ids)
             token_ids[i, starts[i] :] = request.token_ids
             slots[i], seeds[i] = request.slot, request.seed
-        self._rows = Rows(*map(jnp.asarray, (starts, slots, seeds)))
+        self._sequences = Sequences(*map(jnp.asarray, (starts, slots, seeds)))
         programs = self._programs
         state = programs.empty(shape.num_rows, shape.cache_tokens)
         parts = range(0, shape.prompt_tokens, shape.part_tokens)
         ids = [jnp.asarray(token_ids[:, i : i + shape.part_tokens]) for i in parts]
-        args = state, decoder.weight_shapes, self._rows
+        args = state, decoder.weights(wait=False), self._sequences
         is_done = jnp.zeros(shape.num_rows, bool)
         # They are compiled side by side, and while the base is loaded.
         own = ids[0], self._sampling, is_done, self._method
         prepared = programs.prepare(*args, *own)
         announce(prepared)
-        self._weights = decoder.weights
+        self._weights = decoder.weights()
         with counting(prepared):
             finish(prepared)
         for part in ids:
-            state = programs.prefill(state, self._weights, self._rows, part)
+            state = programs.prefill(state, self._weights, self._sequences, part)
         self._state = state
 
     @property
@@ -241,15 +163,16 @@ class Batch:
             if answer.finish_reason is None
         )
         num_steps = min(num_steps, MAX_STEPS, left)
-        is_done = np.ones(len(self._rows.slots), bool)
+        is_done = np.ones(len(self._sequences.slots), bool)
         for i, answer in enumerate(self.answers):
             is_done[i] = answer.finish_reason is not None
-        self._state, *made = self._programs.decode[self._method](
+        self._state, *made = self._programs.decode(
             self._state,
             self._weights,
-            self._rows,
+            self._sequences,
             self._sampling._replace(num_steps=jnp.int32(num_steps)),
             jnp.asarray(is_done),
+            self._method,
         )
         token_ids, logprobs = jax.device_get(made)
         for i, (request, answer) in enumerate(

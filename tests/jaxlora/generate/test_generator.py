@@ -338,13 +338,14 @@ def test_programs_are_prepared_while_the_base_is_loaded(tiny_folder, monkeypatch
     generator = Generator(tiny_folder)
     settings = GenerationSettings(max_new_tokens=3)
     programs = generator._text_decoder.decoder.programs
+    prompts = programs._programs["prompts"]
     texts = generator.generate("abc", settings)
     assert begun.is_set()
-    count = len(programs.prefill._prepared)
+    count = len(prompts._prepared)
     loaded = Generator(generator.model)
     assert loaded._text_decoder.decoder.programs is programs
     assert loaded.generate("abc", settings) == texts
-    assert len(programs.prefill._prepared) == count  # that of the shapes runs
+    assert len(prompts._prepared) == count  # that of the shapes runs
 
 
 def test_an_error_of_the_base_comes_before_the_text(tiny_folder, monkeypatch):
