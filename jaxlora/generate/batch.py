@@ -166,13 +166,12 @@ class Batch:
         is_done = np.ones(len(self._sequences.slots), bool)
         for i, answer in enumerate(self.answers):
             is_done[i] = answer.finish_reason is not None
-        self._state, *made = self._programs.decode(
+        self._state, *made = self._programs.decode[self._method](
             self._state,
             self._weights,
             self._sequences,
             self._sampling._replace(num_steps=jnp.int32(num_steps)),
             jnp.asarray(is_done),
-            self._method,
         )
         token_ids, logprobs = jax.device_get(made)
         for i, (request, answer) in enumerate(

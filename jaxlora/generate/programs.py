@@ -39,7 +39,7 @@ from jaxlora.sharding.mesh import STAGE_AXES
 MAX_STEPS = 32  # most tokens of each sequence that one call of `decode` generates
 NO_TOKEN = -1  # stands in the output of `decode` where no token was generated
 
-_PROMPTS, _WHOLE = "prompts", PartitionSpec()
+_WHOLE = PartitionSpec()
 _LOOK_STEPS = 8  # tokens between two looks of the host whether all sequences have ended
 
 # XLA would copy the weights of q, k and v into one matrix for each token.
@@ -193,22 +193,20 @@ class _Stage:
         h = decoder.embed(x.reshape(-1), slots) if self.spec.has_embedding else x
         h = before = placed(h)
         positions = place + jnp.arange(len(h) // len(slots)) - starts[:, None]
-        shared = {
-            "ropes": layer_ropes(decoder.config, jnp.maximum(positions, 0).reshape(-1)),
-            "routing": Routing(block_adapter=slots),
-            "place": place,
-            "starts": starts,
-        }
-        updated = []
-        for number, layer_cache in zip(self.spec.layer_numbers, cache, strict=True):
+        rows = CachedRows(
+            ropes=layer_ropes(decoder.config, jnp.maximum(positions, 0).reshape(-1)),
+            routing=Routing(block_adapter=slots),
+            place=place,
+            starts=starts,
+            caches=list(cache),
+        )
+        for i, number in enumerate(self.spec.layer_numbers):
             before = h
             layer, h = self._whole_layer(decoder.layers[str(number)], h)
-            rows = CachedRows(**shared, cache=layer_cache)
-            h = placed(layer(h, rows))
-            updated.append(placed(rows.cache))
+            h = placed(layer(h, rows.for_layer(i)))
         if self.spec.has_head:
             h = placed(last_logits(decoder, h, before, slots))
-        return tuple(updated), h
+        return tuple(map(placed, rows.caches)), h
 
     def run_on_mesh(self, weights: Weights, cache, sequences, x, place):
         """Runs a program of `bind` and `run`; takes x from the stage before."""
@@ -243,7 +241,17 @@ _Run = Callable[..., tuple[tuple[LayerCache, ...], Any]]
 
 
 class Programs:
-    """The functions for a decoder; each has one program for each shape."""
+    """The functions for a decoder; each has one program for each shape.
+
+    Attributes:
+        prefill: Runs the next S tokens of the prompts. It takes the state, the weights
+            of each stage, the sequences and the tokens, and returns the state.
+        decode: Generates tokens until all sequences have ended, or all steps are done,
+            by how tokens are chosen. It takes the state, the weights of each stage, the
+            sequences, `Sampling`, and which sequences the caller has ended. It returns
+            the state; and for each sequence and step its token and the log probability
+            that the model gives it, in nats.
+    """
 
     def __init__(self, stages: tuple[tuple[DecoderSpec, Mesh | Sharding], ...]):
         """Makes the functions; none is traced yet.
@@ -254,14 +262,17 @@ class Programs:
         """
         self._places = stages
         self._stages = [_Stage(*stage) for stage in stages]
-        self._is_on_mesh = isinstance(stages[0][1], Mesh)
         self._choose = jax.jit(choose, static_argnums=0)
-        self._programs: dict[str, Program] = {}  # on one device
+        self._is_on_mesh = isinstance(stages[0][1], Mesh)
+        self.prefill: Any = self._next_on_mesh
+        decode = self._decode_on_mesh if self._is_on_mesh else self._decode
+        self.decode: dict[Method, Any] = {
+            method: functools.partial(decode, method) for method in get_args(Method)
+        }
         if not self._is_on_mesh:
-            self._programs[_PROMPTS] = self._program("prompts", self._prefill, 4)
-            for method in get_args(Method):
-                run = functools.partial(self._decode, method)
-                self._programs[method] = self._program(f"{method} tokens", run, 5)
+            self.prefill = self._program("prompts", self._prefill, 4)
+            for method, run in self.decode.items():
+                self.decode[method] = self._program(f"{method} tokens", run, 5)
 
     def _program(self, what: str, run: Any, num_arguments: int) -> Program:
         jitted = jax.jit(run, donate_argnums=0, compiler_options=_OPTIONS)
@@ -295,65 +306,16 @@ class Programs:
         Args:
             state, weights, sequences, token_ids: Arguments of `prefill`; shapes will do
                 for the weights.
-            sampling, is_done, method: Further arguments of `decode`.
+            sampling, is_done: Further arguments of `decode`.
+            method: How tokens are chosen.
         """
         if self._is_on_mesh:
             return []
         args = state, weights, sequences
         return [
-            self._programs[_PROMPTS].prepare(*args, token_ids),
-            self._programs[method].prepare(*args, sampling, is_done),
+            self.prefill.prepare(*args, token_ids),
+            self.decode[method].prepare(*args, sampling, is_done),
         ]
-
-    def num_compilations(self) -> int:
-        """Programs compiled so far on one device."""
-        return sum(one.num_compilations() for one in self._programs.values())
-
-    def prefill(
-        self,
-        state: State,
-        weights: tuple[Weights, ...],
-        sequences: Sequences,
-        token_ids: Int[Array, "B S"],
-    ) -> State:
-        """Runs the next S tokens of the prompts.
-
-        Args:
-            state: State of the batch.
-            weights: Arrays of each stage.
-            sequences: Properties of the sequences.
-            token_ids: The tokens.
-        """
-        run = self._next_on_mesh if self._is_on_mesh else self._programs[_PROMPTS]
-        return run(state, weights, sequences, token_ids)
-
-    def decode(
-        self,
-        state: State,
-        weights: tuple[Weights, ...],
-        sequences: Sequences,
-        sampling: Sampling,
-        is_done: Bool[Array, " B"],
-        method: Method,
-    ) -> tuple[State, Int[Array | np.ndarray, "B M"], Float[Array | np.ndarray, "B M"]]:
-        """Generates tokens until all sequences have ended, or all steps are done.
-
-        Args:
-            state: State of the batch.
-            weights: Arrays of each stage.
-            sequences: Properties of the sequences.
-            sampling: Settings.
-            is_done: Sequences that the caller has ended.
-            method: How tokens are chosen.
-
-        Returns:
-            The state; and for each sequence and step its token and the log probability
-            that the model gives it, in nats.
-        """
-        args = state, weights, sequences, sampling, is_done
-        if self._is_on_mesh:
-            return self._decode_on_mesh(method, *args)
-        return self._programs[method](*args)
 
     # ---- one device ------------------------------------------------------------------
 

@@ -275,12 +275,17 @@ def test_chats_have_the_template_kwargs_of_the_adapters_training(folder, adapter
 def test_prompts_and_answers_of_other_lengths_reuse_the_programs(model):
     generator = Generator(model, batch_size=2)
     programs = generator._text_decoder.decoder.programs
+    functions = programs.prefill, *programs.decode.values()
+
+    def num_compiled():
+        return sum(len(function._prepared) for function in functions)
+
     generator.generate([Prompt(text) for text in TEXTS[:2]], LIVELY)
-    before = programs.num_compilations()
+    before = num_compiled()
     shorter = LIVELY.replace(max_new_tokens=5, temperature=1.0, top_p=0.5, seed=8)
     generator.generate(["pqr", "seventeen letters"], shorter)
     generator.generate(["a" * 32, "b"], shorter)
-    assert programs.num_compilations() == before
+    assert num_compiled() == before
 
 
 def test_an_answer_ends_at_the_models_last_position(model):
@@ -338,14 +343,13 @@ def test_programs_are_prepared_while_the_base_is_loaded(tiny_folder, monkeypatch
     generator = Generator(tiny_folder)
     settings = GenerationSettings(max_new_tokens=3)
     programs = generator._text_decoder.decoder.programs
-    prompts = programs._programs["prompts"]
     texts = generator.generate("abc", settings)
     assert begun.is_set()
-    count = len(prompts._prepared)
+    count = len(programs.prefill._prepared)
     loaded = Generator(generator.model)
     assert loaded._text_decoder.decoder.programs is programs
     assert loaded.generate("abc", settings) == texts
-    assert len(prompts._prepared) == count  # that of the shapes runs
+    assert len(programs.prefill._prepared) == count  # that of the shapes runs
 
 
 def test_an_error_of_the_base_comes_before_the_text(tiny_folder, monkeypatch):
