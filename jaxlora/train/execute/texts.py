@@ -14,8 +14,7 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 from jaxlora.generate.answer_text import AnswerText
-from jaxlora.generate.batch import Batch, Request
-from jaxlora.generate.batch_shape import batch_shape
+from jaxlora.generate.batch import Batch, Request, batch_shape
 from jaxlora.generate.generator import TextDecoder, end_ids
 from jaxlora.generate.loaded import LoadedDecoder, LoadedStage
 from jaxlora.generate.metrics import metric_function, value_of
