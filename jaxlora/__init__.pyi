@@ -8,6 +8,8 @@ from .config import DataConfig, LoraJob, RunConfig
 from .config.generation_settings import GenerationSettings
 from .config.run_file import load_run
 from .config.sweep_config import Sweep
+from .data.formats.example import Example
+from .data.formats.register import register_format
 from .errors import JaxloraError
 from .families.model_config import ModelConfig
 from .fuse.api import fuse
@@ -35,6 +37,7 @@ __all__ = [
     "Decoder",
     "DecoderOptions",
     "DecoderSpec",
+    "Example",
     "FrozenModel",
     "Generation",
     "GenerationSettings",
@@ -63,5 +66,6 @@ __all__ = [
     "load_run",
     "merge_adapter",
     "print_summary",
+    "register_format",
     "register_optimizer",
 ]

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.data.formats.distill import MOST_TOP
 from jaxlora.data.objective import (
     Objective,
     ObjectiveSetting,
@@ -31,7 +32,6 @@ from jaxlora.data.objective import (
     target_weight,
     token_weights,
 )
-from jaxlora.data.rendering.distillation import MOST_TOP
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 

@@ -5,7 +5,6 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora.data.records.read import Record
 from jaxlora.data.records.tool_calls import read_calls, read_said_calls
 from jaxlora.data.records.values import check_text, without_nulls
 from jaxlora.errors import DataError
@@ -54,26 +53,27 @@ class Conversation:
 
 
 def read_messages(
-    record: Record,
+    messages: Any,
     field: str,
     *,
     is_columnar: bool,
     roles: Mapping[str, str] = types.MappingProxyType({}),
+    start: int = 0,
 ) -> Conversation:
     """Reads a record's messages, but not its tools.
 
     Args:
-        record: The record.
-        field: Name of the field with the messages: {role, content}, or {from, value} as
-            in ShareGPT. The content is text, or a list of {type: text, text} parts. The
-            value of a `function_call` is JSON text.
+        messages: A list of {role, content}, or {from, value} as in ShareGPT. The
+            content is text, or a list of {type: text, text} parts. The value of a
+            `function_call` is JSON text.
+        field: Name of their field, for errors.
         is_columnar: Whether null stands for an absent key, at any depth.
         roles: Roles of the chat template, by the role or speaker in the record.
+        start: Index of the first one in the field.
 
     Raises:
-        DataError: The field does not hold a list of messages.
+        DataError: They are not a list of messages.
     """
-    messages = record[field]
     if not isinstance(messages, list) or not messages:
         raise DataError(
             f"field {field!r} is {messages!r:.80}, not a list of messages. Write "
@@ -81,7 +81,10 @@ def read_messages(
         )
     if is_columnar:
         messages = without_nulls(messages)
-    read = [_read_message(m, f"{field}[{i}]", roles) for i, m in enumerate(messages)]
+    read = [
+        _read_message(message, f"{field}[{i}]", roles)
+        for i, message in enumerate(messages, start)
+    ]
     weights = [weight for _, weight in read]
     return Conversation(
         [message for message, _ in read],

@@ -9,8 +9,8 @@ from typing import IO
 import numpy as np
 from jaxtyping import Float32
 
+from jaxlora.data.formats.example import TopLogprobs
 from jaxlora.data.records.notes import Note
-from jaxlora.data.rendering.distillation import TopLogprobs
 from jaxlora.data.tokens.samples import (
     EncodedRecords,
     TokenizedSample,

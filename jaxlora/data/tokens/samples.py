@@ -9,8 +9,8 @@ from typing import overload
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 
+from jaxlora.data.formats.example import TopLogprobs
 from jaxlora.data.records.notes import Note
-from jaxlora.data.rendering.distillation import TopLogprobs
 
 _READ_SAMPLES = 64
 

@@ -15,9 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxlora.common import console as consoles
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
+from jaxlora.data.formats.table import format_of
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import open_records
-from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD
 from jaxlora.data.templates.known import CHATML
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode_records import encode_records, without_sample
@@ -73,7 +73,8 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
     used = used.with_setting(data.chat_template, data.chat_template_kwargs)
     with _less_log():
         records = encode_records(data, open_records(data), used, max_length)
-    size = SAMPLES_PER_RECORD.get(data.kind, 1)
+    form = format_of(data.kind)
+    size = form.num_samples
     lines = [text for level, text in records.notes if level == logging.INFO]
     line = f"{data.path}: {without_sample(lines[-1])}"
     consoles.show(console, line, soft_wrap=True)
@@ -82,7 +83,7 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
         title = f"\nrecord {number // size + 1}"
         if size == 2:
             title += ", rejected" if number % size else ", chosen"
-        if data.kind == "unpaired":
+        if form.gives == "unpaired":
             title += ", desirable" if records.values[number] else ", undesirable"
         if tokenizer:
             title += f": {_counts(records, number, max_length)}"

@@ -8,11 +8,11 @@ import numpy as np
 from jaxtyping import Bool
 
 from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data.formats.table import format_of, has_kind
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
 from jaxlora.data.records.read import Record, open_records
-from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD, SPECIAL_KINDS, has_kind
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.choose import (
     check_some,
@@ -110,7 +110,7 @@ class DataReader:
         split = (which, fraction, job.eval_seed) if fraction else ()
         choice = (key, data.path, split, job.too_long, sample_form(job))
         if choice not in self._tokenized:
-            size = SAMPLES_PER_RECORD.get(data.kind, 1)
+            size = format_of(data.kind).num_samples
             num_records = len(records.lengths) // size
             is_included = np.ones(num_records, bool)
             if split:
@@ -131,9 +131,11 @@ class DataReader:
         key = cache_key(data, content, tokenizer, max_length)
         if key in self._encoded:
             return key, self._encoded[key]
-        found = None
-        if self._cache is not None:
-            found = self._cache.load(key, data.path)
+        found, cache = None, self._cache
+        if not format_of(data.kind).is_built_in:
+            cache = None  # the key does not have the user's function
+        if cache is not None:
+            found = cache.load(key, data.path)
         if found is not None:
             log_notes(data.path, found.notes)
         else:
@@ -143,8 +145,8 @@ class DataReader:
                     f"{data.path}: changed while it was read. Do not change data while "
                     "they are read."
                 )
-            if self._cache is not None:
-                self._cache.store(key, found)
+            if cache is not None:
+                cache.store(key, found)
         self._encoded[key] = found
         return key, found
 
@@ -168,15 +170,15 @@ def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
     if data.kind == "auto" and kinds:
         fits = [kind for kind in kinds if has_kind(data.replace(kind=kind), first)]
         data = data.replace(kind=(*fits, *kinds)[0])
-    if has_margin and data.margin is None and _MARGIN in first:
+    form = format_of(data.kind)
+    if has_margin and data.margin is None and _MARGIN in first and form.is_built_in:
         data = data.replace(margin=_MARGIN)
     if data.margin is not None and not has_margin:
         raise DataError(
             f"job {job.name!r} has data.margin {data.margin!r}, which objective "
             f"{job.objective} does not use. Leave it out."
         )
-    is_special = data.kind in SPECIAL_KINDS
-    if data.kind in kinds or not (kinds or is_special):
+    if form.gives in kinds or not (kinds or form.gives != "completion"):
         return data
     raise DataError(
         f"job {job.name!r} has objective {job.objective}, which does not learn from "
