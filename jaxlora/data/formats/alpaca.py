@@ -10,16 +10,12 @@ from jaxlora.data.records.files import Record
 FIELDS = ("instruction", "input", "output")
 # The prompts of Stanford Alpaca, with the line break that its data set and later tools
 # have after "Response:".
-_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides "
-    "further context. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. Write a response that "
+_PROMPT = (
+    "Below is an instruction that describes a task{paired}. Write a response that "
     "appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
+    "### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
+_PAIRED = ", paired with an input that provides further context"
 
 
 def fits(record: Record, data: DataConfig) -> bool:
@@ -43,8 +39,8 @@ def make_prompt(record: Record, *, chat: bool) -> str:
     given = as_text(record.get("input") or "", "input")
     if chat:
         return f"{instruction}\n{given}" if given else instruction
-    template = _WITH_INPUT if given else _WITHOUT_INPUT
-    return template.format(instruction=instruction, input=given)
+    paired, given = (_PAIRED, f"### Input:\n{given}\n\n") if given else ("", "")
+    return _PROMPT.format(paired=paired, instruction=instruction, input=given)
 
 
 def decide(reading: Reading, first: Record) -> Reading:

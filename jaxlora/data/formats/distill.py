@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Bool
 
 from jaxlora.config import DataConfig
-from jaxlora.data.formats.example import Example, MarkedTokens, TopLogprobs
+from jaxlora.data.formats.example import Example
 from jaxlora.data.formats.format import Format, Reading, field
 from jaxlora.data.records.files import Record
+from jaxlora.data.tokens.samples import TokenizedSample, TopLogprobs
 from jaxlora.errors import DataError
 
 # The fields of records for distillation, as Axolotl names them in what it prepares.
@@ -74,7 +75,8 @@ def convert(record: Record, reading: Reading) -> Example:
     if (labels := columns.get(LABELS)) is not None:
         is_target &= np.array([label != _IGNORED for label in labels], bool)
     top = _joined(tops, is_target)
-    return Example(tokens=MarkedTokens(np.array(ids, np.int32), is_target, top=top))
+    tokens = np.array(ids, np.int32)
+    return Example(tokens=TokenizedSample(tokens, is_target, top=top))
 
 
 def _read_ids(name: str, values: Any) -> list[int]:

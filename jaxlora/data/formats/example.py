@@ -1,43 +1,12 @@
 """The values between a record and its tokens: an example, and its texts."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxlora.data.tokens.samples import TokenizedSample
 
 Span = tuple[int, int]
 NO_PROMPT = object()
-
-
-class TopLogprobs(NamedTuple):
-    """The most likely tokens in the place of some tokens, by a teacher.
-
-    Attributes:
-        ids: These tokens, n k.
-        logprobs: Their log-probabilities in nats, n k; -inf: there is none here.
-    """
-
-    ids: Int32[np.ndarray, "N K"]
-    logprobs: Float32[np.ndarray, "N K"]
-
-
-class MarkedTokens(NamedTuple):
-    """One sample's tokens.
-
-    Attributes:
-        token_ids: The tokens.
-        is_target: Whether each token is a target of the loss. The first token is never
-            one, because there is no token before it to predict it.
-        weights: Weight of each token's loss; None: all are 1.
-        top: A teacher's most likely tokens in the place of each target, if there is a
-            teacher.
-    """
-
-    token_ids: Int32[np.ndarray, " T"]
-    is_target: Bool[np.ndarray, " T"]
-    weights: Float32[np.ndarray, " T"] | None = None
-    top: TopLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +38,7 @@ class Example:
     label: bool | None = None
     margin: float | None = None
     weight: float = 1.0
-    tokens: MarkedTokens | None = None
+    tokens: TokenizedSample | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,4 +68,4 @@ class Rendered:
     num_thoughtless: int = 0
     value: float = 0.0
     weight: float = 1.0
-    tokens: MarkedTokens | None = None
+    tokens: TokenizedSample | None = None

@@ -1,6 +1,7 @@
 """The definition of a format of records, and functions that read fields of records."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -178,7 +179,7 @@ def holds_messages(value: Any) -> bool:
 
 
 def read_number(
-    record: Record, name: str, what: str, rule: str, is_right: Callable[[float], bool]
+    record: Record, name: str, what: str, above: float = -math.inf
 ) -> float:
     """Returns the number in a field.
 
@@ -186,14 +187,14 @@ def read_number(
         record: The record.
         name: The field.
         what: Names the number in errors.
-        rule: What it must be.
-        is_right: Whether a number is so.
+        above: It must be greater than this, and finite.
 
     Raises:
         DataError: It is no such number.
     """
     number = record.get(name)
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if not is_number or not is_right(number):
+    if not is_number or not above < number < math.inf:
+        rule = "a number" if math.isinf(above) else f"a number above {above:g}"
         raise DataError(f"the {what} {name!r} is {number!r:.80}. Write {rule}.")
     return float(number)

@@ -1,7 +1,6 @@
 """A preference: a chosen and a rejected answer to the same prompt."""
 
 import dataclasses
-import math
 import re
 from typing import Any
 
@@ -47,7 +46,7 @@ def convert(record: Record, reading: Reading) -> Example:
     """Makes an example of both; without a prompt, it is what both begin with."""
     margin, name = None, reading.data.margin
     if name is not None:
-        margin = read_number(record, name, "margin", "a number", math.isfinite)
+        margin = read_number(record, name, "margin")
     *prompts, chosen, rejected = [field(record, name) for name in reading.fields]
     if reading.has_messages:
         chosen, rejected = map(_as_list, (chosen, rejected))

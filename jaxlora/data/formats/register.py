@@ -14,7 +14,7 @@ from jaxlora.data.formats.format import (
     found,
     holds_messages,
 )
-from jaxlora.data.formats.table import FORMATS, kinds
+from jaxlora.data.formats.table import FORMATS
 from jaxlora.data.records.files import Record
 from jaxlora.errors import ConfigError, DataError
 
@@ -62,7 +62,7 @@ def register_format(
             f"format name {name!r} must be lower-case letters, digits and '_', and "
             "begin with a letter. Choose such a name."
         )
-    if name in (taken := ["auto", *kinds()]):
+    if name in (taken := dict.fromkeys(["auto", *(one.kind for one in FORMATS)])):
         raise ConfigError(
             f"format name {name!r} is taken: there are {', '.join(taken)}. Choose "
             "another name; a format is registered once in a process."
@@ -109,17 +109,36 @@ def _converted(
             "the record, or the function that was registered."
         ) from error
     if not isinstance(example, Example):
-        rule = f"a jaxlora.Example, not {example!r:.80}"
-    elif len(example.completions) != form.num_samples:
-        rule = f"{form.num_samples} completions, not {len(example.completions)}"
-    elif (form.gives == "unpaired") != isinstance(example.label, bool):
-        which = "no label" if example.label is not None else "a label"
-        rule = f"an example with {which}"
-    elif not 0 < example.weight < math.inf:
-        rule = f"a weight above 0, not {example.weight!r:.80}"
-    else:
+        wrong = f"{example!r:.80}, not a jaxlora.Example"
+    elif (wrong := _wrong(example, reading)) is None:
         return example
     raise DataError(
-        f"format {form.kind!r} must make {rule} of a record. Correct the function that "
-        "was registered."
+        f"format {form.kind!r} makes {wrong}. Correct the function that was registered."
     )
+
+
+def _wrong(example: Example, reading: Reading) -> str | None:
+    """Says what of an example does not fit its format; None: all does."""
+    num, gives = reading.format.num_samples, reading.format.gives
+    completions, margin, weight = example.completions, example.margin, example.weight
+    if not isinstance(completions, tuple) or len(completions) != num:
+        return f"the completions {completions!r:.80}, not a tuple of {num}"
+    if isinstance(example.label, bool) != (gives == "unpaired"):
+        return f"the label {example.label!r:.80}, and gives {gives}"
+    if margin is not None and not (gives == "preference" and _is_number(margin)):
+        return f"the margin {margin!r:.80}, which is a number, of preferences only"
+    if not _is_number(weight) or not 0 < weight < math.inf:
+        return f"the weight {weight!r:.80}, which must be above 0"
+    if weight != 1 and gives != "completion":
+        return f"the weight {weight:g}, which only completions have"
+    is_chat = reading.data.chat or all(map(holds_messages, completions))
+    if not isinstance(example.system, str) or (example.system and not is_chat):
+        return f"the system message {example.system!r:.80}, which is a text for chats"
+    if example.tokens is not None:
+        return "tokens, and must make completions"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)

@@ -25,6 +25,11 @@ from jaxlora.data.records.files import Record
 from jaxlora.data.records.preference import describe_preference
 from jaxlora.errors import DataError
 
+
+def _decide_unpaired(reading: Reading, first: Record) -> Reading:
+    return unpaired.decide(reading, first, choose_reading)
+
+
 FORMATS: list[Format] = [
     prompt_completion.FORMAT,
     messages.FORMAT,
@@ -33,7 +38,7 @@ FORMATS: list[Format] = [
     prompt_completion.FORMAT_OF_ORCA,
     alpaca.FORMAT,
     preference.FORMAT,
-    unpaired.make_format(lambda data, first: choose_reading(data, first)),
+    dataclasses.replace(unpaired.FORMAT, decide=_decide_unpaired),
     distill.FORMAT,
 ]
 
@@ -48,16 +53,12 @@ def formats_of(kind: str) -> list[Format]:
         return [f for f in FORMATS if f.gives == "completion" and f.is_built_in]
     if formats := [one for one in FORMATS if one.kind == kind]:
         return formats
+    kinds = ", ".join(dict.fromkeys(one.kind for one in FORMATS))
     raise DataError(
-        f"data.kind is {kind!r}, and there are auto, {', '.join(kinds())}. Set one of "
-        "them. A format of your own is registered with jaxlora.register_format, in "
-        "each process that trains."
+        f"data.kind is {kind!r}, and there are auto, {kinds}. Set one of them. A "
+        "format of your own is registered with jaxlora.register_format, in each "
+        "process that trains."
     )
-
-
-def kinds() -> list[str]:
-    """Returns the kinds of all formats."""
-    return list(dict.fromkeys(one.kind for one in FORMATS))
 
 
 def format_of(kind: str) -> Format:
@@ -92,8 +93,9 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
     fits = [one for one in candidates if one.fits(first, data)]
     renamed = [one for one in fits if any(map(data.changes, one.settings))]
     is_chosen = bool(renamed) or (data.kind != "auto" and bool(fits))
-    if candidates[0].gives == "completion" and not is_chosen:
-        _refuse_preference(first)
+    is_open = candidates[0].gives == "completion" and not is_chosen
+    if is_open and (preference := describe_preference(first)) is not None:
+        raise DataError(f"{preference} (Fields found: {found(first)}.)")
     if data.kind != "auto" and not fits:
         fits = candidates[:1]
     choice = [one.read(data, first) for one in renamed or fits]
@@ -110,11 +112,6 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
     # Anything else is the system message of all records.
     is_field = system in first or is_template(system) or may_be_field(system)
     return dataclasses.replace(reading, system=system if is_field else None)
-
-
-def _refuse_preference(first: Record) -> None:
-    if (preference := describe_preference(first)) is not None:
-        raise DataError(f"{preference} (Fields found: {found(first)}.)")
 
 
 def _check_settings(reading: Reading, first: Record) -> None:

@@ -89,17 +89,10 @@ def _without(record: Record, label: str) -> Record:
     return {name: value for name, value in record.items() if name != label}
 
 
-def make_format(choose: Callable[[DataConfig, Record], Reading]) -> Format:
-    """Makes the format.
-
-    Args:
-        choose: Chooses the reading of records without a label.
-    """
-    return Format(
-        kind="unpaired",
-        fits=fits,
-        convert=convert,
-        settings=("label",),
-        decide=lambda reading, first: decide(reading, first, choose),
-        gives="unpaired",
-    )
+FORMAT = Format(
+    kind="unpaired",
+    fits=fits,
+    convert=convert,
+    settings=("label",),
+    gives="unpaired",
+)

@@ -41,14 +41,12 @@ class Conversation:
     Attributes:
         messages: {role, content} messages. The content is null where a message only
             calls tools.
-        untrained: Indices of the messages that have the weight 0.
-        weights: Weights that are neither 0 nor 1, by the index of the message.
+        weights: For each message the weight of its loss; 0: it is not trained on.
         tools: The tools that the assistant may call, or None.
     """
 
     messages: Sequence[Message]
-    untrained: tuple[int, ...] = ()
-    weights: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    weights: Sequence[float]
     tools: list[Any] | None = None
 
 
@@ -85,31 +83,26 @@ def read_messages(
         _read_message(message, f"{field}[{i}]", roles)
         for i, message in enumerate(messages, start)
     ]
-    weights = [weight for _, weight in read]
-    return Conversation(
-        [message for message, _ in read],
-        untrained=tuple(i for i, weight in enumerate(weights) if not weight),
-        weights={i: w for i, w in enumerate(weights) if w not in (0, 1)},
-    )
+    return Conversation([one for one, _ in read], [weight for _, weight in read])
 
 
 def without_earlier_answers(conversation: Conversation) -> Conversation:
     """Returns a conversation of which only the assistant's last message is trained."""
-    answers = [
-        i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"
+    answers = list(map(_is_answer, conversation.messages))
+    last = max((i for i, is_answer in enumerate(answers) if is_answer), default=0)
+    weights = [
+        0.0 if is_answer and i != last else weight
+        for i, (is_answer, weight) in enumerate(
+            zip(answers, conversation.weights, strict=True)
+        )
     ]
-    untrained = sorted({*conversation.untrained, *answers[:-1]})
-    return dataclasses.replace(conversation, untrained=tuple(untrained))
+    return dataclasses.replace(conversation, weights=weights)
 
 
 def with_system(conversation: Conversation, text: str) -> Conversation:
     """Returns a conversation that begins with a system message."""
-    return dataclasses.replace(
-        conversation,
-        messages=[{"role": "system", "content": text}, *conversation.messages],
-        untrained=tuple(i + 1 for i in conversation.untrained),
-        weights={i + 1: weight for i, weight in conversation.weights.items()},
-    )
+    messages = [{"role": "system", "content": text}, *conversation.messages]
+    return Conversation(messages, [1.0, *conversation.weights])
 
 
 def join_prompt(
@@ -126,24 +119,22 @@ def join_prompt(
     Raises:
         DataError: There is no answer in the completion.
     """
-    if all(message["role"] != "assistant" for message in completion.messages):
+    if not any(map(_is_answer, completion.messages)):
         roles = ", ".join(message["role"] for message in completion.messages)
         raise DataError(
             "the completion has no message with the role 'assistant', so there is "
             f"nothing to learn (roles: {roles}). {RENAME_CURE}."
         )
-    untrained = prompt.untrained
+    weights = prompt.weights
     if not is_prompt_trained:
-        untrained = tuple(
-            i for i, m in enumerate(prompt.messages) if m["role"] == "assistant"
-        )
-    num = len(prompt.messages)
-    weights = {num + i: weight for i, weight in completion.weights.items()}
-    return Conversation(
-        [*prompt.messages, *completion.messages],
-        untrained=(*untrained, *(num + i for i in completion.untrained)),
-        weights={**prompt.weights, **weights},
-    )
+        pairs = zip(prompt.messages, weights, strict=True)
+        weights = [0.0 if _is_answer(one) else weight or 1.0 for one, weight in pairs]
+    messages = [*prompt.messages, *completion.messages]
+    return Conversation(messages, [*weights, *completion.weights])
+
+
+def _is_answer(message: Message) -> bool:
+    return message["role"] == "assistant"
 
 
 def _read_message(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,46 +30,26 @@ _Texts = tuple[Example, Sequence[Rendered | DataError]]
 _OWN_SYSTEM = "the record's own system message is used, not that of data.system"
 
 
-class Attempts[T]:
-    """What has become of each record of a chunk, in their order.
+def attempt[T, U](step: Callable[[T], U], record: T | DataError) -> U | DataError:
+    """Takes a step with a record, unless it has failed before.
 
-    Steps raise their errors. This is the only place that keeps the error of one record
-    among the others.
-
-    Attributes:
-        results: For each record a value, or the error of the step that it failed.
+    Steps raise their errors. Only here do they become results, beside those of others.
     """
+    if isinstance(record, DataError):
+        return record
+    try:
+        return step(record)
+    except DataError as error:
+        return error
 
-    def __init__(self, results: Iterable[T | DataError]):
-        self.results = list(results)
 
-    @property
-    def values(self) -> list[T]:
-        """The values of the records that have not failed."""
-        return [one for one in self.results if not isinstance(one, DataError)]
-
-    def each[U](self, step: Callable[[T], U]) -> "Attempts[U]":
-        """Takes a step with each record that has not failed."""
-        results: list[U | DataError] = []
-        for one in self.results:
-            try:
-                results.append(one if isinstance(one, DataError) else step(one))
-            except DataError as error:
-                results.append(error)
-        return Attempts(results)
-
-    def together[U](
-        self, step: Callable[[list[T]], Iterable[U | DataError]]
-    ) -> "Attempts[U]":
-        """Takes a step with all records that have not failed, at once.
-
-        Args:
-            step: Returns one value, or an error, for each of them.
-        """
-        made = iter(step(self.values))
-        return Attempts(
-            one if isinstance(one, DataError) else next(made) for one in self.results
-        )
+def attempt_all[T, U](
+    step: Callable[[list[T]], Iterable[U]], records: Iterable[T | DataError]
+) -> list[U | DataError]:
+    """Takes a step with all records that have not failed before, at once."""
+    records = list(records)
+    made = iter(step([one for one in records if not isinstance(one, DataError)]))
+    return [one if isinstance(one, DataError) else next(made) for one in records]
 
 
 class Renderer:
@@ -110,37 +89,37 @@ class Renderer:
         used.append("tools" if self._has_tools else None)
         self._unused = UnusedFields(notes, filter(None, used), self._chat, data.loss_on)
 
-    def __call__(self, chunk: Iterable[Any]) -> Attempts[tuple[Rendered, ...]]:
+    def __call__(
+        self, records: Sequence[Record | DataError]
+    ) -> list[tuple[Rendered, ...] | DataError]:
         """Renders records.
 
         Args:
-            chunk: The records, or the errors of those that cannot be read.
+            records: The records, or the errors of those that cannot be read.
 
         Returns:
             For each record the texts of its samples, the chosen one of a preference
             first. For one that cannot be used, the error is without its number, which
             the caller knows.
         """
-        records: Attempts[Record] = Attempts(chunk)
         if self._reading.format.gives != "distill":
-            self._unused.check_fields(records.values)
+            self._unused.check_fields(one for one in records if isinstance(one, dict))
         if self._templates.sources:
-            rendered = records.together(self._templates.render)
-            records = rendered.each(self._templates.filled)
+            rendered = attempt_all(self._templates.render, records)
+            records = [attempt(self._templates.filled, one) for one in rendered]
         if self._chat is None:
-            return records.each(lambda one: self._finished(self._texts(one)))
-        conversations = records.each(self._conversations)
-        return conversations.together(self._chats).each(self._finished)
+            finish = lambda one: self._finished(self._texts(one))
+            return [attempt(finish, one) for one in records]
+        conversations = [attempt(self._conversations, one) for one in records]
+        chats = attempt_all(self._chats, conversations)
+        return [attempt(self._finished, one) for one in chats]
 
     def _example(self, record: Record) -> Example:
         """Makes an example of a record, with what the settings say of it."""
         data, example = self._data, self._reading.convert(record)
         if data.weight is not None:
             field(record, data.weight)
-            is_right = lambda weight: 0 < weight < math.inf
-            weight = read_number(
-                record, data.weight, "weight", "a number above 0", is_right
-            )
+            weight = read_number(record, data.weight, "weight", above=0)
             example = dataclasses.replace(example, weight=weight)
         if data.system is None and self._reading.system is None:
             return example
@@ -250,11 +229,8 @@ def is_columnar(path: str) -> bool:
 
 def _check_settings(reading: Reading) -> None:
     """Checks that settings do not contradict how the records are read."""
-    data, is_chat, is_text = (
-        reading.data,
-        reading.has_messages,
-        reading.format.kind == "text",
-    )
+    data, is_chat = reading.data, reading.has_messages
+    is_text = reading.format.kind == "text"
     if data.weight is not None and reading.format.gives in ("preference", "unpaired"):
         raise DataError(
             f"weight={data.weight!r} weighs the losses of tokens, and the records are "
@@ -304,12 +280,8 @@ def _wrapped(text: Rendered) -> Conversation:
             "chat=true wraps prompt and completion, and the record has no prompt. "
             "Remove data.chat."
         )
-    return Conversation(
-        [
-            {"role": "user", "content": text.prompt},
-            {"role": "assistant", "content": text.text},
-        ]
-    )
+    asked = {"role": "user", "content": text.prompt}
+    return Conversation([asked, {"role": "assistant", "content": text.text}], [1, 1])
 
 
 def _checked(text: Rendered | DataError) -> Rendered:

@@ -182,16 +182,15 @@ class ModelChat:
         """
         self._choose_template("default")
 
-    def _chat(
-        self, answer: Answer, weight_of: Mapping[int, float]
-    ) -> Rendered | DataError:
+    def _chat(self, answer: Answer, weight_of: Sequence[float]) -> Rendered | DataError:
         if isinstance(answer, Failure):
             error = self._error(answer)
             if isinstance(error, DataError):
                 return error
             raise error
         spans = tuple((start, end) for start, end, _ in answer["spans"])
-        found = tuple(weight_of.get(index, 1.0) for _, _, index in answer["spans"])
+        indices = [index for _, _, index in answer["spans"]]
+        found = tuple(1.0 if i is None else weight_of[i] for i in indices)
         weights = found if set(found) - {1.0} else ()
         counts = {name: answer[name] for name in ("num_cut", "num_thoughtless")}
         return Rendered(answer["text"], spans, weights=weights, **counts)
@@ -266,6 +265,7 @@ def _payload(wanted: Literal["answers", "all"], conversation: Conversation) -> P
         "add_generation_prompt": False,
         "tools": conversation.tools,
     }
-    skip = conversation.untrained
-    weighted = sorted(conversation.weights.keys() - set(skip))
+    weights = list(enumerate(conversation.weights))
+    skip = [i for i, weight in weights if not weight]
+    weighted = [i for i, weight in weights if weight not in (0, 1)]
     return Payload(wanted, values, skip, weighted)

@@ -7,12 +7,13 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxlora.config import DataConfig
-from jaxlora.data.formats.example import MarkedTokens, Rendered, Span
+from jaxlora.data.formats.example import Rendered, Span
 from jaxlora.data.tokenizer import Encoded, Tokenizer
 from jaxlora.data.tokens.boundary import (
     BoundaryEncoder,
     BoundaryText,
 )
+from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import DataError
 
 _Ids = Int32[np.ndarray, "..."]
@@ -41,14 +42,14 @@ class Encoder:
         self._boundaries = BoundaryEncoder(tokenizer.encode_batch)
         self._marks_start = self._boundaries.marks_start
 
-    def __call__(self, texts: Sequence[Rendered]) -> list[MarkedTokens | DataError]:
+    def __call__(self, texts: Sequence[Rendered]) -> list[TokenizedSample | DataError]:
         """Encodes each text; the result for one without tokens is its error.
 
         Raises:
             DataError: `append_eos` is set, and the tokenizer has no end-of-sequence
                 token.
         """
-        results: list[MarkedTokens | DataError] = [DataError("")] * len(texts)
+        results: list[TokenizedSample | DataError] = [DataError("")] * len(texts)
         separate: dict[int, tuple[str, str]] = {}
         joined: dict[int, Rendered] = {}
         for i, text in enumerate(texts):
@@ -68,7 +69,7 @@ class Encoder:
             results[i] = encoded if is_bad else self._mark(text, encoded)
         return results
 
-    def _separate(self, pairs: Sequence[tuple[str, str]]) -> list[MarkedTokens]:
+    def _separate(self, pairs: Sequence[tuple[str, str]]) -> list[TokenizedSample]:
         """Encodes prompts and completions separately, which needs no spans."""
         texts = [text for pair in pairs for text in pair]
         parts = self._tokenizer.encode_ids(texts)
@@ -83,9 +84,9 @@ class Encoder:
             learns_all=self._data.loss_on == "all",
             has_end=[self._tokenizer.has_end("".join(pair)) for pair in pairs],
         )
-        return [MarkedTokens(*sample) for sample in joined]
+        return [TokenizedSample(*sample) for sample in joined]
 
-    def _mark(self, text: Rendered, encoded: Encoded) -> MarkedTokens:
+    def _mark(self, text: Rendered, encoded: Encoded) -> TokenizedSample:
         weights = None
         if text.prompt is not None:
             ids, is_target = self._pair(text.prompt, text.text, encoded)
@@ -99,7 +100,7 @@ class Encoder:
                 for span, weight in pairs:
                     weights[_within(encoded, [span])] = weight
         is_target[:1] = False
-        return MarkedTokens(ids, is_target, weights)
+        return TokenizedSample(ids, is_target, weights=weights)
 
     def _pair(
         self, prompt: str, completion: str, encoded: Encoded

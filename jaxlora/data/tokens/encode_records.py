@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import logging
 import threading
@@ -15,12 +16,12 @@ import numpy as np
 
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
-from jaxlora.data.formats.example import MarkedTokens, Rendered
+from jaxlora.data.formats.example import Rendered
 from jaxlora.data.formats.table import choose_reading, has_kind
 from jaxlora.data.records.files import BadLineError, Record
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Records
-from jaxlora.data.rendering.render import Attempts, Renderer
+from jaxlora.data.rendering.render import Renderer, attempt_all
 from jaxlora.data.templates.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode import Encoder
@@ -32,7 +33,7 @@ from jaxlora.errors import DataError
 logger = logging.getLogger(__name__)
 
 # For each record the texts of its samples, or why it cannot be used.
-_Rendered = Attempts[tuple[Rendered, ...]]
+_Rendered = list[tuple[Rendered, ...] | DataError]
 
 _SAMPLE = "; the first, with what is trained on in [[ ]]: "
 _NO_SAMPLE = "; none has a token to predict"
@@ -177,7 +178,7 @@ class _RecordEncoder:
             )
 
     def _add_chunk(self, rendered: _Rendered, writer: RecordWriter) -> None:
-        for record in rendered.together(self._tokens).results:
+        for record in attempt_all(self._tokens, rendered):
             if isinstance(record, DataError):
                 self._bad.add(len(writer) // self.size + 1, record)
                 for _ in range(self.size):
@@ -186,20 +187,22 @@ class _RecordEncoder:
             # The samples of a record have a prompt in common.
             self._num_cut += record[0][0].num_cut
             self._num_thoughtless += record[0][0].num_thoughtless
-            for text, (ids, is_target, weights, top) in record:
+            for text, sample in record:
                 if text.weight != 1:
-                    weights = np.ones(len(ids)) if weights is None else weights
+                    weights = sample.weights
+                    if weights is None:
+                        weights = np.ones(len(sample.token_ids))
                     weights = (weights * text.weight).astype(np.float32)
-                sample = TokenizedSample(
-                    ids, is_target, text.value, weights=weights, top=top
-                )
+                    sample = dataclasses.replace(sample, weights=weights)
+                if text.value:
+                    sample = dataclasses.replace(sample, value=text.value)
                 if self._first is None and sample.is_target.any():
                     self._first = sample
                 writer.add(sample)
 
     def _tokens(
         self, records: Sequence[tuple[Rendered, ...]]
-    ) -> Iterator[list[tuple[Rendered, MarkedTokens]] | DataError]:
+    ) -> Iterator[list[tuple[Rendered, TokenizedSample]] | DataError]:
         """Encodes the texts of records; the result of one is a text's first error."""
         texts = [text for record in records for text in record]
         samples = zip(texts, self._encode(texts), strict=True)

@@ -9,11 +9,11 @@ from typing import IO
 import numpy as np
 from jaxtyping import Float32
 
-from jaxlora.data.formats.example import TopLogprobs
 from jaxlora.data.records.notes import Note
 from jaxlora.data.tokens.samples import (
     EncodedRecords,
     TokenizedSample,
+    TopLogprobs,
     complemented,
 )
 from jaxlora.errors import DataError

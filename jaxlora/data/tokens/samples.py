@@ -4,15 +4,26 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 
-from jaxlora.data.formats.example import TopLogprobs
 from jaxlora.data.records.notes import Note
 
 _READ_SAMPLES = 64
+
+
+class TopLogprobs(NamedTuple):
+    """The most likely tokens in the place of some tokens, by a teacher.
+
+    Attributes:
+        ids: These tokens, n k.
+        logprobs: Their log-probabilities in nats, n k; -inf: there is none here.
+    """
+
+    ids: Int32[np.ndarray, "N K"]
+    logprobs: Float32[np.ndarray, "N K"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -25,6 +25,10 @@ def own_formats():
     FORMATS[:] = before
 
 
+NAN = float("nan")
+PAIRS, LABELS = {"gives": "preference"}, {"gives": "unpaired"}
+
+
 def pair(record):
     return Example(record["a"], (record["b"], record["c"]), margin=record["m"])
 
@@ -93,20 +97,16 @@ def test_the_first_record_that_fits_decides(run):
     ("convert", "options", "message"),
     [
         (lambda r: r["b"], {}, "'mine' does not convert the record: KeyError: 'b'"),
-        (lambda r: "text", {}, "must make a jaxlora.Example, not 'text' of a record"),
-        (lambda r: Example(r["a"]), {}, "must make 1 completions, not 0 of a record"),
-        (
-            lambda r: Example(r["a"], ("x",)),
-            {"gives": "preference"},
-            "must make 2 completions, not 1",
-        ),
-        (lambda r: Example("x", ("y",), label=True), {}, "an example with no label"),
-        (
-            lambda r: Example("x", ("y",)),
-            {"gives": "unpaired"},
-            "an example with a label of a record",
-        ),
-        (lambda r: Example("x", ("y",), weight=0), {}, "a weight above 0, not 0"),
+        (lambda r: "text", {}, "'mine' makes 'text', not a jaxlora.Example"),
+        (lambda r: Example(r["a"]), {}, r"the completions \(\), not a tuple of 1"),
+        (lambda r: Example("x", ("y",)), PAIRS, "not a tuple of 2"),
+        (lambda r: Example("x", ("y",), label=True), {}, "label True, and gives compl"),
+        (lambda r: Example("x", ("y",)), LABELS, "label None, and gives unpaired"),
+        (lambda r: Example("x", ("y",), margin=1), {}, "the margin 1, which is a numb"),
+        (lambda r: Example("x", ("y", "z"), margin=NAN), PAIRS, "the margin nan, whi"),
+        (lambda r: Example("x", ("y",), weight=0), {}, "the weight 0, which must be"),
+        (lambda r: Example("x", ("y", "z"), weight=2), PAIRS, "the weight 2, which on"),
+        (lambda r: Example("x", ("y",), system="z"), {}, "message 'z', which is a tex"),
         (lambda r: Example(None, ("x",)), {}, "record 1: field 'prompt' is None"),
         (lambda r: Example("x", ("",)), {}, "completion 'answer' is empty"),
         (lambda r: Example("x", ([ASK],)), {}, "'prompt' is 'x', not a list of messag"),

@@ -6,14 +6,11 @@ Alpaca-LoRA, ShareGPT, OpenAI and TRL that define the formats.
 
 import logging
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
-from jaxlora.config import DataConfig, LoraJob
+from jaxlora.config import DataConfig
 from jaxlora.data.formats.table import choose_reading
 from jaxlora.data.tokens.marked_text import mark, marked_parts
-from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
 
@@ -72,15 +69,16 @@ def test_alpaca_in_a_chat_template(run, make_tokenizer):
 # --- ShareGPT ------------------------------------------------------------------------
 
 
-def test_sharegpt_with_calls(run, make_tokenizer):
-    record = {
-        "conversations": [
-            {"from": "human", "value": "Time?"},
-            {"from": "function_call", "value": '{"name": "now", "arguments": {}}'},
-            {"from": "observation", "value": "12"},
-            {"from": "gpt", "value": "Noon."},
-        ]
+@pytest.mark.parametrize("keys", [("from", "value"), ("role", "content")])
+def test_sharegpt_with_calls(run, make_tokenizer, keys):
+    said = {
+        "human": "Time?",
+        "function_call": '{"name": "now", "arguments": {}}',
+        "observation": "12",
+        "gpt": "Noon.",
     }
+    talk = [dict(zip(keys, one, strict=True)) for one in said.items()]
+    record = {"conversations": talk}
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
         "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}</>"
@@ -178,12 +176,10 @@ def test_conversational_prompt_and_completion(run, make_tokenizer):
     assert sample.is_target[1:].all()
 
 
-def test_conversational_prompts_of_columnar_files(tmp_path, make_tokenizer):
+def test_conversational_prompts_of_columnar_files(run, make_tokenizer):
     record = {"prompt": [ASK | {"name": None}], "completion": [ANSWER | {"name": "x"}]}
-    pyarrow.parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
-    data = DataConfig(path=str(tmp_path / "a.parquet"))
     tokenizer = make_tokenizer(chat_templates.CHATML)
-    (sample,) = DataReader(tokenizer).read(LoraJob(name="job", data=data)).samples
+    (sample,) = run([record], tokenizer, suffix=".parquet").samples
     assert tokenizer.decode(sample.token_ids).endswith("It is blue.<|im_end|>\n")
 
 

@@ -1,7 +1,5 @@
 import json
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from jaxlora.config import DataConfig, LoraJob
@@ -274,6 +272,7 @@ def test_tools_of_a_wrapped_pair(run, make_tokenizer):
         ("[", r"field 'tools' is '\[', which is not valid JSON"),
         ('{"name": "f"}', r"field 'tools' is .*, not a list of tools"),
         (7, "field 'tools' is 7, not a list of tools"),
+        ([{"function": {"parameters": "x"}}], r"parameters of tools\[0\] are 'x'"),
     ],
 )
 def test_bad_tools(run, make_tokenizer, tools, match):
@@ -281,9 +280,7 @@ def test_bad_tools(run, make_tokenizer, tools, match):
         run([talk(*TALK) | {"tools": tools}], make_tokenizer(chat_templates.QWEN3))
 
 
-def test_nulls_of_columnar_files_are_absent_in_tools_and_calls(
-    tmp_path, make_tokenizer
-):
+def test_nulls_of_columnar_files_are_absent_in_tools_and_calls(run, make_tokenizer):
     def called(**arguments):
         call = {"function": {"name": "f", "arguments": arguments}}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -293,12 +290,9 @@ def test_nulls_of_columnar_files_are_absent_in_tools_and_calls(
         {"name": "g", "parameters": {"y": {"type": "str"}}},
     ]
     messages = [TALK[0], called(x=1), called(y=2)]
-    path = tmp_path / "a.parquet"
-    table = pa.Table.from_pylist([{"messages": messages, "tools": tools}])
-    pyarrow.parquet.write_table(table, path)
+    record = {"messages": messages, "tools": tools}
     tokenizer = make_tokenizer(chat_templates.QWEN3)
-    job = LoraJob(name="job", data=DataConfig(path=str(path)))
-    (sample,) = DataReader(tokenizer).read(job).samples
+    (sample,) = run([record], tokenizer, suffix=".parquet").samples
     text = tokenizer.decode(sample.token_ids)
     assert text == tokenizer.chat.render(messages, tools=tools)
     assert "null" not in text
@@ -352,33 +346,6 @@ def test_a_record_of_weight_0_is_not_trained_on(run):
     records = [talk(TALK[0], dict(TALK[1], weight=0)), talk(*TALK)]
     result = run(records)
     assert (len(result.samples), result.num_without_target) == (1, 1)
-
-
-def test_calls_that_the_template_does_not_print(run, make_tokenizer):
-    call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
-    match = r"does not print the name of the call of 'f' in message 1 \(assistant\)"
-    for content in (None, "Let me see."):
-        with pytest.raises(DataError, match=match):
-            answer = call | {"content": content}
-            run([talk(TALK[0], answer)], make_tokenizer(chat_templates.CHATML))
-
-
-def test_calls_may_have_the_role_of_share_gpt(run, make_tokenizer):
-    call = {"role": "function_call", "content": '{"name": "f", "arguments": {"a": 1}}'}
-    told = {"role": "observation", "content": "done"}
-    texts = [
-        text_of(run, make_tokenizer(chat_templates.QWEN3), record)
-        for record in (
-            talk(TALK[0], call, told, TALK[1]),
-            talk(
-                TALK[0],
-                {"role": "assistant", "tool_calls": [json.loads(call["content"])]},
-                {"role": "tool", "content": "done"},
-                TALK[1],
-            ),
-        )
-    ]
-    assert texts[0] == texts[1]
 
 
 def test_a_template_may_have_roles_of_share_gpt(run, make_tokenizer):

@@ -266,14 +266,6 @@ def test_thoughts_beside_a_call_that_is_not_trained_on_may_be_left_out():
     assert len(render(chat_templates.QWEN3, USER, called | {"weight": 0}, *talk)) == 2
 
 
-def test_an_old_function_call_is_an_error_also_with_text():
-    message = ANSWER | {"function_call": {"name": "f", "arguments": "{}"}}
-    with pytest.raises(
-        DataError, match=r"has function_call, which OpenAI has replaced"
-    ):
-        render(chat_templates.QWEN3, USER, message)
-
-
 # --- Policies, and prompts -----------------------------------------------------------
 
 

@@ -92,9 +92,9 @@ PLAIN = [("byte-level", "plain"), ("bpe", "never"), ("unigram", "never")]
 
 def encode(tokenizer, record, **options):
     encoder = Encoder(DataConfig(path="x", **options), tokenizer)
-    ((*tokens, weights, top),) = encoder([record])
-    assert weights is None and top is None
-    return tokens
+    (sample,) = encoder([record])
+    assert sample.weights is None and sample.top is None
+    return sample.token_ids, sample.is_target
 
 
 def learned(tokenizer, record, **options) -> tuple[str, str]:
