@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.data.objectives import NEXT_TOKEN
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_whole_layers
@@ -29,6 +28,7 @@ from jaxlora.modules.routing import Place, Routing
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.whole_head import WholeHeads
+from jaxlora.objectives.table import NEXT_TOKEN
 from jaxlora.sharding import layerwise
 from jaxlora.sharding.tensor import own_indices, own_part, scatter_rows
 

@@ -3,10 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Int32
 
 from jaxlora.config import DataConfig
 from jaxlora.data.records.read import Record
@@ -14,27 +14,15 @@ from jaxlora.data.rendering.fields import missing_field
 from jaxlora.data.rendering.kinds import IDS, TOP_IDS, TOP_LOGPROBS
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
+from jaxlora.objectives.distill import MOST_TOP
+from jaxlora.objectives.sample import TopLogprobs
 
 LABELS = "labels"  # which may be missing
 _IGNORED = -100  # label of a token that is no target
-# Log-probabilities of a token that a record may have.
-MOST_TOP = 64
 # Settings that say how text becomes tokens.
 _OF_TEXT = (
     *("chat", "chat_template", "chat_template_kwargs", "system", "roles", "loss_on"),
 )
-
-
-class TopLogprobs(NamedTuple):
-    """The most likely tokens in the place of some tokens, by a teacher.
-
-    Attributes:
-        ids: These tokens, n k.
-        logprobs: Their log-probabilities in nats, n k; -inf: there is none here.
-    """
-
-    ids: Int32[np.ndarray, "N K"]
-    logprobs: Float32[np.ndarray, "N K"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -7,10 +7,10 @@ from jaxtyping import Bool
 
 from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob
-from jaxlora.data.objectives import find_objective, smallest_batch
 from jaxlora.data.tokens.samples import EncodedRecords, Samples
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import DataError
+from jaxlora.objectives.table import find_objective, smallest_batch
 
 # TRL takes so many pairs apart at a time.
 _PAIRS_AT_ONCE = 1000

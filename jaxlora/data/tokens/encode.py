@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from jaxlora.config import DataConfig
-from jaxlora.data.rendering.distillation import GivenTokens, TopLogprobs
+from jaxlora.data.rendering.distillation import GivenTokens
 from jaxlora.data.rendering.prompts import PromptCompletion
 from jaxlora.data.rendering.render import PlainText, Rendered
 from jaxlora.data.templates.chat import Span
@@ -18,6 +18,7 @@ from jaxlora.data.tokens.boundary import (
     BoundaryText,
 )
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TopLogprobs
 
 _Ids = Int32[np.ndarray, "..."]
 _Flags = Bool[np.ndarray, "..."]

@@ -32,8 +32,9 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.encode import Encoder
 from jaxlora.data.tokens.marked_text import describe_sample
 from jaxlora.data.tokens.record_writer import RecordWriter
-from jaxlora.data.tokens.samples import EncodedRecords, TokenizedSample
+from jaxlora.data.tokens.samples import EncodedRecords
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample
 
 logger = logging.getLogger(__name__)
 

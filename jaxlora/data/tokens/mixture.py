@@ -13,9 +13,9 @@ from jaxtyping import Int
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
 from jaxlora.data.order import MOST_INTERLEAVED, expected_draws, interleave
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample
 
 
 class MixedSamples(Sequence[TokenizedSample]):

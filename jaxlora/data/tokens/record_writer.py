@@ -10,13 +10,12 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxlora.data.records.notes import Note
-from jaxlora.data.rendering.distillation import TopLogprobs
 from jaxlora.data.tokens.samples import (
     EncodedRecords,
-    TokenizedSample,
     complemented,
 )
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample, TopLogprobs
 
 # Data sets with more tokens than this keep them in a file instead of memory.
 TOKENS_IN_MEMORY = 2**22

@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Bool
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.objectives import find_objective
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
 from jaxlora.data.records.read import Record, open_records
@@ -26,6 +25,7 @@ from jaxlora.data.tokens.samples import EncodedRecords
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import DataError
+from jaxlora.objectives.table import find_objective
 
 _Flags = Bool[np.ndarray, "..."]
 
@@ -160,7 +160,7 @@ def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
             record cannot be read.
     """
     objective = find_objective(job.objective)
-    kinds, has_margin = objective.kinds, objective.has_score
+    kinds, has_margin = objective.kinds, objective.reads_margin
     leaves_open = kinds if data.kind == "auto" else ()
     first: Record = {}
     if len(leaves_open) > 1 or (has_margin and data.margin is None):

@@ -11,7 +11,8 @@ import xxhash
 from jaxtyping import Int, UInt64
 
 from jaxlora.common.counted import counted
-from jaxlora.data.tokens.samples import Samples, TokenizedSample
+from jaxlora.data.tokens.samples import Samples
+from jaxlora.objectives.sample import TokenizedSample
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

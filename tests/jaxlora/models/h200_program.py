@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlora.data.pack import PackedBatch
 from jaxlora.families.model_config import ModelConfig, Rope
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape

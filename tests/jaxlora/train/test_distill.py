@@ -12,13 +12,13 @@ import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer, load_model
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.data.distill_objective import DISTILL
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens import record_writer
 from jaxlora.data.tokens.token_cache import TokenCache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError, DataError
 from jaxlora.hf.names import linear_shapes
+from jaxlora.objectives.distill import DISTILL
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from tests import tiny
@@ -244,7 +244,7 @@ def test_settings_that_are_refused(tmp_path, model):
     for args, message in (
         ({"kd_ce_alpha": 1.0, "temperature": 2.0}, "needs a temperature of 1"),
         ({"kd_alpha": 0.0}, "so nothing is learned"),
-        ({"temperature": 0.0}, "temperature=0.0 must be a number above 0"),
+        ({"temperature": 0.0}, "temperature: must be greater than 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             DISTILL.settings_of(args)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxlora.data.objective import Terms
-from jaxlora.data.objectives import NEXT_TOKEN
 from jaxlora.data.tokens.token_cache import TokenCache
 from jaxlora.errors import DataError
+from jaxlora.objectives.base import Terms
+from jaxlora.objectives.table import NEXT_TOKEN
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.chat_templates import TALK
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from jaxlora.data.tokens import record_writer as module
 from jaxlora.data.tokens.record_writer import RecordWriter
-from jaxlora.data.tokens.samples import Samples, TokenizedSample
+from jaxlora.data.tokens.samples import Samples
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample
 
 
 def sample(ids, targets, weights=None):

@@ -14,9 +14,9 @@ from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens import token_cache, tokenize
 from jaxlora.data.tokens.record_writer import RecordWriter
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key, user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.objectives.sample import TokenizedSample
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.conftest import NOW
 
