@@ -29,10 +29,9 @@ from jaxlora.data.rendering.render import Rendered
 from jaxlora.data.templates.chat import Chat
 from jaxlora.data.templates.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.dataset import EncodedRecords, RecordWriter
 from jaxlora.data.tokens.encode import Encoder
 from jaxlora.data.tokens.marked_text import describe_sample
-from jaxlora.data.tokens.record_writer import RecordWriter
-from jaxlora.data.tokens.samples import EncodedRecords
 from jaxlora.errors import DataError
 from jaxlora.objectives.sample import TokenizedSample
 

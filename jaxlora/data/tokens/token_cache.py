@@ -30,29 +30,13 @@ from jaxlora.common import atomic
 from jaxlora.common.cache_home import cache_home, check_private, make_private
 from jaxlora.config import DataConfig
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.record_writer import TOKENS_IN_MEMORY
-from jaxlora.data.tokens.samples import EncodedRecords
+from jaxlora.data.tokens.dataset import COLUMNS, TOKENS_IN_MEMORY, EncodedRecords
 from jaxlora.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
 _MAX_BYTES = 10 * 2**30
-# The arrays of an entry, of which those with larger elements come first.
-_ARRAYS: dict[str, type] = {
-    "offsets": np.int64,
-    "lengths": np.int64,
-    "num_targets": np.int64,
-    "values": np.float64,
-    "run_offsets": np.int64,
-    "run_ends": np.int64,
-    "top_counts": np.int64,
-    "tokens": np.int32,
-    "run_weights": np.float32,
-    "top_ids": np.int32,
-    "top_logprobs": np.float32,
-    "is_bad": np.bool_,
-}
 _NAMES = {"l": "I64", "d": "F64", "i": "I32", "f": "F32", "?": "BOOL"}
 # Where the data and the chat template lie does not affect the tokens.
 _PLACES = {"path", "split", "subset", "revision", "chat_template"}
@@ -213,7 +197,7 @@ def _format(records: EncodedRecords) -> Iterator[bytes | memoryview]:
     """Yields the bytes of an entry, which may be more than the memory holds."""
     arrays = {
         name: np.ascontiguousarray(getattr(records, name), dtype)
-        for name, dtype in _ARRAYS.items()
+        for name, dtype in COLUMNS.items()
     }
     parts = [memoryview(x).cast("B") if x.size else b"" for x in arrays.values()]
     ends = itertools.accumulate(map(len, parts), initial=0)
@@ -265,17 +249,17 @@ def _read(entry: Path) -> EncodedRecords:
             content = np.frombuffer(file.read(), np.uint8)
         else:
             content = np.memmap(file, np.uint8, "r")[start:]
-    if header.keys() - {"__metadata__"} != _ARRAYS.keys():
+    if header.keys() - {"__metadata__"} != COLUMNS.keys():
         raise ValueError("it has other arrays")
     parts = {
         name: np.asarray(content[slice(*header[name]["data_offsets"])])
-        for name in _ARRAYS
+        for name in COLUMNS
     }
     lines = metadata.get("lines", "")
     if _checksum(lines, parts.values()) != metadata.get("checksum"):
         raise ValueError("its checksum is wrong")
     first_bad, notes = json.loads(lines)
-    arrays: dict[str, Any] = {n: x.view(_ARRAYS[n]) for n, x in parts.items()}
+    arrays: dict[str, Any] = {n: x.view(COLUMNS[n]) for n, x in parts.items()}
     return EncodedRecords(first_bad=first_bad, notes=tuple(map(tuple, notes)), **arrays)
 
 

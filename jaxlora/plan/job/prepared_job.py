@@ -20,9 +20,8 @@ from jaxlora.config.starts import LOFTQ
 from jaxlora.config.strict import MOST_STEPS
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.choose import check_enough
 from jaxlora.data.tokens.token_cache import user_token_cache
-from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.data.tokens.tokenize import DataReader, check_enough
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig

@@ -13,7 +13,7 @@ from jaxlora import LoraJob
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
-from jaxlora.data.tokens.choose import check_enough
+from jaxlora.data.tokens.tokenize import check_enough
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError, DataError
 from jaxlora.objectives.base import Objective

@@ -13,7 +13,7 @@ import safetensors.numpy
 from jaxlora import LoraJob, RunConfig, Trainer, load_model
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.data.tokens import record_writer
+from jaxlora.data.tokens import dataset
 from jaxlora.data.tokens.token_cache import TokenCache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError, DataError
@@ -174,7 +174,7 @@ def test_layouts_and_resuming(jobs, model, tmp_path):
 
 def test_what_is_stored_is_what_the_records_say(tmp_path, model, monkeypatch):
     """Long records are cut; so they are from the cache, and in a file on disk."""
-    monkeypatch.setattr(record_writer, "TOKENS_IN_MEMORY", 4)
+    monkeypatch.setattr(dataset, "TOKENS_IN_MEMORY", 4)
     records = random_records(8, seed=5)
     path = write(tmp_path / "data.jsonl", records)
     job = LoraJob(name="a", data={"path": path}, **JOB | {"max_length": 30})

@@ -13,7 +13,7 @@ import safetensors.numpy
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens import token_cache, tokenize
-from jaxlora.data.tokens.record_writer import RecordWriter
+from jaxlora.data.tokens.dataset import RecordWriter
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key, user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.objectives.sample import TokenizedSample
@@ -82,7 +82,7 @@ def test_jobs_share_the_tokens_of_a_data_set(path, make_tokenizer, encodings):
     assert reader.read(make_job("other.jsonl", eval_data=same_file), "eval")
     dropped = reader.read(make_job(path, too_long="drop"))
     assert len(encodings) == 1
-    assert dropped.samples.records is first.samples.records
+    assert dropped.samples.sets == first.samples.sets
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_a_folder_that_others_may_write_to_is_not_used(
 def test_an_entry_without_an_array_is_made_again(tmp_path, caplog, monkeypatch):
     cache = TokenCache(tmp_path)
     with monkeypatch.context() as patch:
-        fewer = {n: t for n, t in token_cache._ARRAYS.items() if n != "values"}
-        patch.setattr(token_cache, "_ARRAYS", fewer)
+        fewer = {n: t for n, t in token_cache.COLUMNS.items() if n != "values"}
+        patch.setattr(token_cache, "COLUMNS", fewer)
         cache.store("a", encoded(30))
     assert cache.load("a", "x") is None
     assert "these kept tokens are damaged (it has other arrays)" in caplog.text
@@ -257,7 +257,7 @@ def test_an_entry_is_a_safetensors_file(tmp_path):
     wanted = encoded(30)
     TokenCache(tmp_path).store("a", wanted)
     found = safetensors.numpy.load_file(tmp_path / "a.safetensors")
-    assert found.keys() == token_cache._ARRAYS.keys()
+    assert found.keys() == token_cache.COLUMNS.keys()
     for name, array in found.items():
         np.testing.assert_array_equal(array, getattr(wanted, name))
 
@@ -309,7 +309,7 @@ def test_large_entries_are_mapped(tmp_path, monkeypatch):
     cache.store("a", wanted)
     found = cache.load("a", "x")
     assert found.notes == wanted.notes
-    for name in token_cache._ARRAYS:
+    for name in token_cache.COLUMNS:
         array = getattr(found, name)
         assert array.dtype == getattr(wanted, name).dtype
         np.testing.assert_array_equal(array, getattr(wanted, name))
