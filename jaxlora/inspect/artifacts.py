@@ -18,8 +18,8 @@ from jaxlora.config.run_file import RunFile
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder, read_json
-from jaxlora.hf.names import linear_names
 from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.models.structure import linear_names
 
 
 def inspect_path(
@@ -95,7 +95,7 @@ def _model(source: str, console: Console, revision: str | None) -> None:
     settings: dict[str, object] = {
         key: value
         for key, value in dataclasses.asdict(config).items()
-        if key != "layer_windows"
+        if key not in ("family", "layer_windows")
     }
     windows = collections.Counter(config.layer_windows)
     extra = {

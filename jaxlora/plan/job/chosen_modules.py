@@ -18,8 +18,8 @@ from jaxlora.adapters.targets import (
 from jaxlora.config import LoraJob
 from jaxlora.config.rules import NOT_OF_VERA
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.objectives.base import reference_of
 from jaxlora.objectives.table import find_objective, smallest_batch

@@ -24,7 +24,7 @@ from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader, check_enough
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.objectives.base import Objective, reference_of
 from jaxlora.objectives.kto import recombined
 from jaxlora.objectives.sample import TokenizedSample

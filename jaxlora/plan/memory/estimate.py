@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jax_core
 
-from jaxlora.families.model_config import LayerLinear
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.build import LayerLinear
 from jaxlora.models.forward import job_losses, training_options
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.models.residuals import reshapes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
+from jaxlora.models.structure import linears
 from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
@@ -207,11 +208,7 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
 
 
 def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
-    config = dataclasses.replace(
-        spec.config,
-        num_layers=num_layers,
-        layer_windows=spec.config.layer_windows[:num_layers],
-    )
+    config = spec.config.of_layers(range(num_layers))
     options = dataclasses.replace(spec.options, remat=remat)
     adapted = spec.stage(0, num_layers).adapted
     return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
@@ -427,6 +424,6 @@ def _quantized(
 ) -> Iterable[LayerLinear]:
     return (
         linear
-        for name, linear in spec.config.linears().items()
+        for name, linear in linears(spec.config, number).items()
         if base.quantizes(f"layers.{number}.{name}")
     )

@@ -26,7 +26,7 @@ from jaxlora.bench.report import needs_gpu, triton_code
 from jaxlora.bench.step import peers
 from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.pallas_kernels import compile_program

@@ -10,7 +10,7 @@ import pytest
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.base_format import find_base_format
 from jaxlora.hf.checkpoint import open_checkpoint, planned_checkpoint
-from jaxlora.hf.names import linear_path, tensor_specs
+from jaxlora.models.structure import linear_path, tensor_specs
 from tests import tiny
 from tests.jaxlora.hf import quantized_checkpoints as stored
 from tests.jaxlora.hf.loading import load_model
@@ -189,6 +189,7 @@ def test_the_planned_format_needs_no_weights(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "change", "match"),
     [
+        ("fp8-channel", {"quant_method": None}, "quant_method=None, which is not"),
         ("fp8-channel", {"quant_method": "gptq"}, "quant_method='gptq', which is not"),
         ("fp8-channel", {"quant_method": "mxfp4"}, "Supported: compressed-tensors"),
         ("fp8-channel", {"format": "pack-quantized"}, "format='pack-quantized'"),

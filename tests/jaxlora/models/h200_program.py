@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlora.families.model_config import ModelConfig, Rope
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.llama import Llama
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
+from jaxlora.models.structure import linears
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
@@ -36,7 +38,7 @@ ROWS = PartitionSpec("fsdp")
 
 def decoder_spec(num_layers: int, fsdp: int = NUM_DEVICES) -> DecoderSpec:
     config = ModelConfig(
-        model_type="llama",
+        family=Llama.FAMILY,
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
@@ -49,7 +51,7 @@ def decoder_spec(num_layers: int, fsdp: int = NUM_DEVICES) -> DecoderSpec:
         rope=Rope(theta=5e5),
         layer_windows=(None,) * num_layers,
     )
-    names = (f"layers.{i}.{n}" for i in range(num_layers) for n in config.linears())
+    names = (f"layers.{i}.{n}" for i in range(num_layers) for n in linears(config))
     return DecoderSpec(
         config=config,
         options=DecoderOptions(

@@ -17,7 +17,7 @@ from jaxlora.data.tokens import dataset
 from jaxlora.data.tokens.token_cache import TokenCache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError, DataError
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.objectives.distill import DISTILL
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState

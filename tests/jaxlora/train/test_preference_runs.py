@@ -14,7 +14,7 @@ import pytest
 from jaxlora import LoraJob, load_model
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.data.tokens.tokenize import TokenizedData
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState

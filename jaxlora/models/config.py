@@ -1,11 +1,8 @@
-"""The configuration of a decoder, as a frozen value."""
+"""The configuration of a decoder, as a frozen value, and what its family is made of."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping
-from typing import Literal
-
-from jaxlora.families.table import FAMILIES, Family
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,33 +36,40 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerLinear:
-    """One linear of each layer of a model.
+class Family:
+    """Properties that all models of one `model_type` share.
 
     Attributes:
-        name: Path inside a layer.
-        in_features: K.
-        out_features: N.
-        use_bias: Whether it adds a bias.
-        projection: Its number, which keys its dropout masks.
-        divides: The features that tensor parallelism divides: inputs K of a linear that
-            writes the hidden states, outputs N of one that reads them.
+        model_type: Hugging Face's name of the family.
+        models: Names of the models, for error messages.
+        layer: Makes a layer, a `DecoderLayer`, of a `ModelConfig` with a
+            `LayerBuilder`.
+        norm_offset: Whether norms multiply by 1 + weight, in float32, instead of by the
+            weight.
+        scales_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        undivided: Why a layer cannot be divided along the axis `tensor` of a mesh;
+            None: it can.
     """
 
-    name: str
-    in_features: int
-    out_features: int
-    use_bias: bool
-    projection: int
-    divides: Literal["K", "N"]
+    model_type: str
+    models: str
+    layer: Callable[[Any, Any], Any]
+    norm_offset: bool = False
+    scales_embedding: bool = False
+    undivided: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The mathematics of one decoder.
 
+    A family whose layers need more values has a subclass. One with a value for each
+    layer names it in `LAYERWISE`.
+
     Attributes:
-        model_type: Hugging Face's name of the family, a key of `FAMILIES`.
+        family: What the model shares with its family. It is not in the `repr`, which
+            names the model in checkpoints.
+        model_type: Hugging Face's name of the family.
         vocab_size: V, rows of the embedding.
         hidden_size: D, model width.
         intermediate_size: F, MLP width.
@@ -88,10 +92,13 @@ class ModelConfig:
             included; None sees all of its segment.
 
     Raises:
-        ValueError: The family is unknown, or the sizes contradict each other.
+        ValueError: The sizes contradict each other.
     """
 
-    model_type: str
+    LAYERWISE: ClassVar[tuple[str, ...]] = ("layer_windows",)
+
+    family: Family = dataclasses.field(repr=False)
+    model_type: str = dataclasses.field(init=False)
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -113,11 +120,7 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
 
     def __post_init__(self):
-        if self.model_type not in FAMILIES:
-            raise ValueError(
-                f"model_type={self.model_type!r} is unknown; wanted one of: "
-                f"{', '.join(FAMILIES)}."
-            )
+        object.__setattr__(self, "model_type", self.family.model_type)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of "
@@ -130,11 +133,6 @@ class ModelConfig:
             )
 
     @property
-    def family(self) -> Family:
-        """Properties that the model shares with its family."""
-        return FAMILIES[self.model_type]
-
-    @property
     def query_features(self) -> int:
         """Out features of the q projection."""
         return self.num_heads * self.head_dim
@@ -144,24 +142,25 @@ class ModelConfig:
         """Out features of the k projection, and of the v projection."""
         return self.num_kv_heads * self.head_dim
 
-    def linears(self) -> Mapping[str, LayerLinear]:
-        """Returns the linears of each layer, by their path inside it."""
-        return self._linears
+    @property
+    def embedding_multiplier(self) -> float:
+        """Factor of the embeddings."""
+        return self.hidden_size**0.5 if self.family.scales_embedding else 1.0
 
-    @functools.cached_property
-    def _linears(self) -> dict[str, LayerLinear]:
-        return {
-            row.name: LayerLinear(
-                name=row.name,
-                in_features=getattr(self, row.in_features),
-                out_features=getattr(self, row.out_features),
-                use_bias=getattr(self, row.bias),
-                projection=projection,
-                divides="K" if row.out_features == "hidden_size" else "N",
-            )
-            for projection, row in enumerate(self.family.linears)
+    @property
+    def logit_multiplier(self) -> float:
+        """Factor of the logits."""
+        return 1.0
+
+    def layer_kind(self, layer: int) -> Hashable:
+        """Returns a value that layers with weights of the same shapes share."""
+        del layer
+        return None
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """Returns the model that consists of some layers, by their numbers."""
+        values = {
+            name: tuple(getattr(self, name)[i] for i in layers)
+            for name in self.LAYERWISE
         }
-
-    def norms(self) -> dict[str, int]:
-        """Returns the size of each norm of a layer, by its path inside the layer."""
-        return {row.name: getattr(self, row.features) for row in self.family.norms}
+        return dataclasses.replace(self, num_layers=len(layers), **values)
