@@ -691,8 +691,8 @@ _PLANS = (
     ),
     _mutant(
         "a program that others may write is loaded",
-        "                check_private(os.fstat(file.fileno()), path)\n",
-        "",
+        "        check_private(os.fstat(file.fileno()), path)\n",
+        "        pass\n",
         "tests/jaxlora/programs/test_kept.py",
     ),
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxlora.common import cache_home
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens import token_cache, tokenize
@@ -170,7 +171,7 @@ def test_a_damaged_entry_is_made_again(
         assert same(wanted, DataReader(make_tokenizer(), cache).read(make_job(path)))
     assert len(encodings) == 2
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(said) == 1 and f"{entry}: these kept tokens are damaged" in said[0]
+    assert len(said) == 1 and f"{entry}: these kept tokens cannot be used" in said[0]
 
 
 def replace_by(make):
@@ -201,25 +202,25 @@ def test_an_entry_that_is_not_trusted_is_made_again(
         assert same(wanted, DataReader(make_tokenizer(), cache).read(make_job(path)))
     assert len(encodings) == 2
     (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert f"{entry}: these kept tokens are not trusted" in said and why in said
+    assert f"{entry}: these kept tokens cannot be used" in said and why in said
     assert entry.stat().st_mode & 0o777 == 0o600
 
 
 def test_an_entry_of_another_user_is_not_used(tmp_path, monkeypatch, caplog):
     cache = TokenCache(tmp_path)
     cache.store("a", encoded(10))
-    check = token_cache.check_private
+    check = cache_home.check_private
 
     def check_as_another_user(found, path):
         if not path.is_dir():
             monkeypatch.setattr(os, "geteuid", lambda: found.st_uid + 1)
         check(found, path)
 
-    monkeypatch.setattr(token_cache, "check_private", check_as_another_user)
+    monkeypatch.setattr(cache_home, "check_private", check_as_another_user)
     assert cache.load("a", "x") is None
     user = tmp_path.stat().st_uid
     assert (
-        f"these kept tokens are not trusted (it belongs to user {user})" in caplog.text
+        f"these kept tokens cannot be used (it belongs to user {user})" in caplog.text
     )
 
 
@@ -250,7 +251,7 @@ def test_an_entry_without_an_array_is_made_again(tmp_path, caplog, monkeypatch):
         patch.setattr(token_cache, "COLUMNS", fewer)
         cache.store("a", encoded(30))
     assert cache.load("a", "x") is None
-    assert "these kept tokens are damaged (it has other arrays)" in caplog.text
+    assert "these kept tokens cannot be used (it has other arrays)" in caplog.text
 
 
 def test_an_entry_is_a_safetensors_file(tmp_path):
