@@ -25,6 +25,8 @@ from .modules.base_param import BaseParam
 from .modules.multi_lora_linear import MultiLoraLinear, SlotVariable
 from .modules.routing import Routing
 from .modules.slot_shape import SlotShape
+from .objectives.base import Objective, ObjectiveSettings
+from .objectives.register import register_objective
 from .run.callback import Callback
 from .sweeps.control import Trainer
 from .sweeps.files import print_summary
@@ -49,6 +51,8 @@ __all__ = [
     "LoraWeights",
     "ModelConfig",
     "MultiLoraLinear",
+    "Objective",
+    "ObjectiveSettings",
     "Prompt",
     "Routing",
     "RunConfig",
@@ -68,5 +72,6 @@ __all__ = [
     "merge_adapter",
     "print_summary",
     "register_format",
+    "register_objective",
     "register_optimizer",
 ]

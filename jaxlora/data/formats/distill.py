@@ -12,15 +12,14 @@ from jaxlora.config import DataConfig
 from jaxlora.data.formats.example import Example
 from jaxlora.data.formats.format import Format, Reading, field
 from jaxlora.data.records.files import Record
-from jaxlora.data.tokens.samples import TokenizedSample, TopLogprobs
 from jaxlora.errors import DataError
+from jaxlora.objectives.distill import MOST_TOP
+from jaxlora.objectives.sample import TokenizedSample, TopLogprobs
 
 # The fields of records for distillation, as Axolotl names them in what it prepares.
 IDS, TOP_IDS, TOP_LOGPROBS = "input_ids", "target_token_ids", "target_logprobs"
 LABELS = "labels"  # which may be missing
 _IGNORED = -100  # label of a token that is no target
-# Log-probabilities of a token that a record may have.
-MOST_TOP = 64
 # Settings that say how text becomes tokens.
 _OF_TEXT = (
     *("chat", "chat_template", "chat_template_kwargs", "system", "roles", "loss_on"),

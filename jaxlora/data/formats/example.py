@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.objectives.sample import TokenizedSample
 
 Span = tuple[int, int]
 NO_PROMPT = object()

@@ -13,8 +13,8 @@ from jaxlora.data.tokens.boundary import (
     BoundaryEncoder,
     BoundaryText,
 )
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample
 
 _Ids = Int32[np.ndarray, "..."]
 _Flags = Bool[np.ndarray, "..."]

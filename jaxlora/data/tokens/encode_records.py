@@ -24,11 +24,11 @@ from jaxlora.data.records.read import Records
 from jaxlora.data.rendering.render import Renderer, attempt_all
 from jaxlora.data.templates.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.dataset import EncodedRecords, RecordWriter
 from jaxlora.data.tokens.encode import Encoder
 from jaxlora.data.tokens.marked_text import describe_sample
-from jaxlora.data.tokens.record_writer import RecordWriter
-from jaxlora.data.tokens.samples import EncodedRecords, TokenizedSample
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample
 
 logger = logging.getLogger(__name__)
 

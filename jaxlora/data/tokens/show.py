@@ -20,9 +20,9 @@ from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import open_records
 from jaxlora.data.templates.known import CHATML
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.dataset import EncodedRecords, Samples
 from jaxlora.data.tokens.encode_records import encode_records, without_sample
 from jaxlora.data.tokens.marked_text import mark, marked_parts
-from jaxlora.data.tokens.samples import EncodedRecords, Samples
 from jaxlora.printable import printable
 
 # Tokens that are trained on, in turn, so that two neighbours differ; and the others.
@@ -88,7 +88,7 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
         if tokenizer:
             title += f": {_counts(records, number, max_length)}"
         consoles.show(console, title, style="bold", soft_wrap=True)
-        _print_sample(Samples(records, np.array([number])), used, console)
+        _print_sample(Samples([records], np.array([number])), used, console)
     if shown.reads_all:
         totals = _totals(records, max_length, size, has_tokens=tokenizer is not None)
         if records.is_bad.any() and shown.data.bad_records == "error":
@@ -116,7 +116,9 @@ def _counts(records: EncodedRecords, number: int, max_length: int) -> str:
     text = f"{counted(int(length), 'token')}, {num_targets:,} of them trained on"
     if length > max_length:
         text += f"; longer than max_length={max_length}, and cut here"
-    if (weights := Samples(records, np.array([number]))[0].target_weights) is not None:
+    if (
+        weights := Samples([records], np.array([number]))[0].target_weights
+    ) is not None:
         text += f", with weights from {weights.min():g} to {weights.max():g}"
     return text + ("" if num_targets else "; such a sample is dropped")
 

@@ -13,9 +13,9 @@ import pytest
 
 from jaxlora import LoraJob, load_model
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenize import TokenizedData
 from jaxlora.models.structure import linear_shapes
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from tests.jaxlora.train.golden_runs import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxlora.data.pack import JobBatch
-from jaxlora.data.reward_objective import REWARD
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.objectives.reward import REWARD
+from jaxlora.objectives.sample import TokenizedSample
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "preferences.json"
 CASES = json.loads(GOLDEN.read_text())["cases"]["reward"]

@@ -11,14 +11,14 @@ import pytest
 
 from jaxlora import LoraJob
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.data.kto_objective import KTO, recombined
-from jaxlora.data.objective import Objective
 from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
-from jaxlora.data.tokens.choose import check_enough
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.tokenize import check_enough
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError, DataError
+from jaxlora.objectives.base import Objective
+from jaxlora.objectives.kto import KTO, recombined
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.chosen_modules import check_objective
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
