@@ -46,20 +46,6 @@ def capped() -> Objective:
     return find_objective("capped")
 
 
-def test_settings_are_those_of_the_class(capped):
-    assert capped.settings_of({"cap": 1}).cap == 1.0
-    assert capped.settings_of({}).cap == 4.0
-    match = r"objective_args\.cap: must be greater than 0 \(given: -1\)"
-    with pytest.raises(ConfigError, match=match):
-        capped.settings_of({"cap": -1})
-    with pytest.raises(ConfigError, match=r"cap: expected a number, without quotes"):
-        capped.settings_of({"cap": "3"})
-    with pytest.raises(ConfigError, match=r"'cup'\. Did you mean 'cap'"):
-        capped.settings_of({"cup": 1})
-    with pytest.raises(ConfigError, match=r"with jaxlora\.register_objective"):
-        find_objective("mine")
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     config = tiny.CONFIG | {"num_hidden_layers": 1}
@@ -96,6 +82,26 @@ def jobs(tmp_path) -> list[LoraJob]:
         job.replace(name="b", objective_args={"cap": 99.0}, seed=1, **own),
         job.replace(name="c", seed=2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"cap": -1}, r"objective_args\.cap: must be greater than 0 \(given: -1"),
+        ({"cap": "3"}, r"objective_args\.cap: expected a number, without quotes"),
+        ({"cup": 1}, r"objective_args\.cup: unknown key 'cup'\. Did you mean 'cap'"),
+    ],
+)
+def test_settings_are_those_of_the_class(capped, model, run, jobs, args, message):
+    assert capped.settings_of({"cap": 1}).cap == 1.0
+    assert capped.settings_of({}).cap == 4.0
+    with pytest.raises(ConfigError, match=message):
+        Trainer(run([jobs[0].replace(objective_args=args)]), model).train()
+
+
+def test_an_objective_that_is_not_registered(model, run, jobs):
+    with pytest.raises(ConfigError, match=r"with jaxlora\.register_objective"):
+        Trainer(run(jobs[:1]), model).train()
 
 
 @pytest.mark.usefixtures("capped")

@@ -31,7 +31,7 @@ from tests.oracle import relative_error
 FILE = json.loads((GOLDEN / "preference_runs" / "runs.json").read_text())
 ABOUT, RUNS = FILE["about"], FILE["runs"]
 # A run of each objective with its own settings, and one of each further kind of loss.
-# `test_preference_objectives.py` compares the values of all losses with TRL's.
+# `test_losses.py` compares the values of all losses with TRL's.
 ALWAYS = (
     *(name for name in RUNS if "random" not in name),
     *("dpo-random3", "dpo-random5", "dpo-random6", "kto-random0"),

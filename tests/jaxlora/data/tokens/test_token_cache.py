@@ -151,29 +151,6 @@ def damage_byte(entry, place):
     entry.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda entry: entry.write_bytes(b""),
-        lambda entry: entry.write_bytes(entry.read_bytes()[:-70]),
-        lambda entry: damage_byte(entry, 3),
-        lambda entry: damage_byte(entry, 300),
-        lambda entry: damage_byte(entry, -1),
-    ],
-)
-def test_a_damaged_entry_is_made_again(
-    path, tmp_path, make_tokenizer, encodings, cache, caplog, damage
-):
-    wanted = DataReader(make_tokenizer(), cache).read(make_job(path))
-    (entry,) = entries(tmp_path)
-    damage(entry)
-    for _ in range(2):
-        assert same(wanted, DataReader(make_tokenizer(), cache).read(make_job(path)))
-    assert len(encodings) == 2
-    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(said) == 1 and f"{entry}: these kept tokens cannot be used" in said[0]
-
-
 def replace_by(make):
     def replace(entry):
         entry.unlink()
@@ -185,6 +162,11 @@ def replace_by(make):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
+        (lambda entry: entry.write_bytes(b""), "header"),
+        (lambda entry: entry.write_bytes(entry.read_bytes()[:-70]), "header"),
+        (lambda entry: damage_byte(entry, 3), "header"),
+        (lambda entry: damage_byte(entry, 300), "it has other arrays"),
+        (lambda entry: damage_byte(entry, -1), "its checksum is wrong"),
         (replace_by(os.mkfifo), "it is not a regular file"),
         (replace_by(lambda entry: entry.symlink_to("/dev/zero")), "is not a regular"),
         (replace_by(lambda entry: entry.symlink_to("nothing")), "is not a regular"),
@@ -192,7 +174,7 @@ def replace_by(make):
         (lambda entry: entry.chmod(0o602), r"chmod go-w"),
     ],
 )
-def test_an_entry_that_is_not_trusted_is_made_again(
+def test_an_entry_that_is_damaged_or_not_trusted_is_made_again(
     path, tmp_path, make_tokenizer, encodings, cache, caplog, change, why
 ):
     wanted = DataReader(make_tokenizer(), cache).read(make_job(path))
