@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlora.data.objectives import find_objective
 from jaxlora.errors import ConfigError
 from jaxlora.migrate.migration import Migration
+from jaxlora.objectives.table import find_objective
 
 # The name under which TRL's script loads the adapter that is the reference.
 _REFERENCE = "ref_adapter_name"
@@ -102,7 +102,7 @@ def set_trl(migration: Migration, name: str) -> None:
     if loss is not None and name != "reward":
         _check_loss(loss, _LOSSES[name])
         args["loss_type"] = loss
-    for key in find_objective(name).settings:
+    for key in find_objective(name).settings.model_fields:
         value = migration.take(key)
         if value is not None:
             args[key] = value

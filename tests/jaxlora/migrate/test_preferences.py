@@ -132,7 +132,7 @@ def test_what_another_tool_computes_otherwise_is_said(migrated, name, line):
         (TRL + "loss_type: exo_pair\nbeta: 0.1\n", "'exo_pair' has no counterpart"),
         (TRL + "beta: 0.1\nrpo_alpha: 1.0\n", "rpo_alpha is 1.0, which changes the"),
         (TRL + "beta: 0.1\nf_divergence_type: js_divergence\n", "f_divergence_type is"),
-        (TRL + "beta: -1\n", "beta=-1 must be a number above 0"),
+        (TRL + "beta: -1\n", "beta: must be greater than 0 .given: -1"),
         (TRL + "num_generations: 4\n", "training on generated answers"),
         (AXOLOTL + PAIRS + "rl: grpo\n", "rl is 'grpo', which jaxlora does not train"),
         (AXOLOTL + PAIRS + "rl: dpo\ndpo_use_weighting: true\n", "dpo_use_weighting"),

@@ -1,8 +1,6 @@
-"""Losses of labelled completions are TRL's, which golden files hold."""
+"""Recombined samples, and the baselines of labelled completions."""
 
 import dataclasses
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +9,15 @@ import pytest
 
 from jaxlora import LoraJob
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.data.kto_objective import KTO, recombined
-from jaxlora.data.objective import Objective
-from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
-from jaxlora.data.tokens.choose import check_enough
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.tokenize import check_enough
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError, DataError
+from jaxlora.objectives.kto import recombined
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.chosen_modules import check_objective
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
-
-ROWS = 64  # of all cases, so that they share a program
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "preferences.json"
-CASES = [
-    pytest.param(case, id=f"{name}-{number}")
-    for name, cases in json.loads(GOLDEN.read_text())["cases"].items()
-    for number, case in enumerate(cases)
-    if name.startswith("kto")
-]
 
 
 def sample(
@@ -39,78 +26,6 @@ def sample(
     is_target = np.arange(prompt + length) >= prompt
     ids = np.arange(prompt + length, dtype=np.int32)
     return TokenizedSample(ids, is_target, float(label), reference)
-
-
-def rows(case: dict, which: str, dtype, *, in_step: bool = False) -> tuple:
-    """The rows of the samples of a golden case, or of its recombined samples."""
-    lengths, prompt, objective = case["lengths"], case["prompt"], KTO
-    if which:
-        lengths, objective = lengths[-1:] + lengths[:-1], KTO.baseline
-        assert isinstance(objective, Objective)
-    logps, references = case[f"{which}policy"], case[f"{which}reference"]
-    given = zip(lengths, case["labels"], references, strict=True)
-    samples = [
-        sample(prompt, n, label, None if in_step else sum(ref))
-        for n, label, ref in given
-    ]
-    batch = JobBatch(
-        slot=0,
-        step=0,
-        samples=samples,
-        weight=1 / len(samples),
-        objective=objective,
-        settings=KTO.settings_of(case["args"]),
-    )
-    parts = [objective.row_inputs([s], batch.terms) for s in samples]
-    assert set(parts[0]) == set(KTO.input_names)
-
-    def padded(values, fill: float = 0.0) -> np.ndarray:
-        out = np.full(ROWS, fill)
-        out[: len(values)] = values
-        return out
-
-    inputs = {k: padded(np.concatenate([p[k] for p in parts])) for k in parts[0]}
-    # The last row of a sample predicts nothing.
-    nll = padded(np.concatenate([np.append(-np.array(one), 0.0) for one in logps]))
-    by_base = np.concatenate([np.append(-np.array(one), 0.0) for one in references])
-    inputs["reference_nll"] = padded(by_base * in_step)
-    sizes = [len(one) + 1 for one in logps]
-    groups = padded(np.repeat(np.arange(len(samples)), sizes), fill=-1)
-    arrays = {k: jnp.asarray(x, dtype) for k, x in inputs.items()}
-    return jnp.asarray(nll, dtype), arrays, jnp.asarray(groups, jnp.int32), batch
-
-
-@jax.jit
-def compute(nll, inputs, groups):
-    loss = lambda nll: KTO.losses(nll, inputs, groups).sum()
-    metrics = {k: x.sum() for k, x in KTO.metrics(nll, inputs, groups).items()}
-    return *jax.value_and_grad(loss)(nll), metrics
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_trl(case, dtype, in_step):
-    tolerance = 1e-10 if dtype == "float64" else 2e-6
-    with jax.enable_x64(dtype == "float64"):
-        nll, inputs, groups, _ = rows(case, "recombined_", dtype, in_step=in_step)
-        inputs |= {"baseline": jnp.zeros(ROWS, dtype)}
-        baseline, *_ = compute(nll, inputs, groups)
-        nll, inputs, groups, batch = rows(case, "", dtype, in_step=in_step)
-        inputs |= {"baseline": jnp.full(ROWS, baseline)}
-        found, gradient, metrics = compute(nll, inputs, groups)
-        sums = {name: float(x) for name, x in metrics.items()}
-    assert float(found) == pytest.approx(case["loss"], rel=tolerance)
-    metrics = {name: sums[name] for name in batch.metric_names}
-    assert metrics == pytest.approx(case["metrics"], rel=10 * tolerance, abs=tolerance)
-    prompt = case["prompt"]
-    expected = [
-        [0.0] * (prompt - 1) + one[prompt - 1 :] + [0.0] for one in case["gradient"]
-    ]
-    expected = np.concatenate(expected)
-    np.testing.assert_allclose(
-        -gradient[: len(expected)], expected, rtol=tolerance * 10, atol=1e-9
-    )
 
 
 def test_a_recombined_sample_has_another_completion():
@@ -249,12 +164,3 @@ def test_a_data_set_of_one_answer_is_refused():
         check_enough(data, state.settings)
     args = {"loss_type": "apo_zero_unpaired"}
     check_enough(data, state.settings.replace(objective_args=args))
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_neighbors_are_of_the_same_batch(shuffle):
-    order = JobOrder(num_samples=11, batch_size=4, seed=5, shuffle=shuffle, epochs=1.0)
-    neighbors = order.neighbors()
-    for step in range(order.num_steps):
-        batch = order.batch(step)
-        assert neighbors[batch].tolist() == np.roll(batch, 1).tolist()

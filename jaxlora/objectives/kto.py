@@ -13,25 +13,26 @@ two samples or more, as the baseline of a single one would be its own ratio. The
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.data.objective import (
-    REFERENCE_SETTINGS,
+from jaxlora.config.strict import NonNegativeFloat, PositiveFloat, Wrong
+from jaxlora.objectives.base import (
+    Groups,
     Objective,
-    ObjectiveSetting,
+    ReferenceSettings,
     RowInputs,
+    Rows,
+    Samples,
     Terms,
+    group_sums,
     next_token_targets,
+    weighted,
 )
-from jaxlora.data.preference_objectives import group_sums
-from jaxlora.data.tokens.samples import TokenizedSample
-from jaxlora.errors import ConfigError
+from jaxlora.objectives.sample import TokenizedSample
 
 # Input of the rows that predict a completion: 1. The others are in the first row of a
 # sample, and 0 in other rows; `sample` is 1 there, `share` the weight of a recombined
@@ -43,6 +44,30 @@ _INPUTS = (
 _DESIRABLE = ("rewards/chosen", "logps/chosen")
 _UNDESIRABLE = ("rewards/rejected", "logps/rejected")
 _METRICS = (*_DESIRABLE, *_UNDESIRABLE, "rewards/margins", "kl")
+
+
+def _check_weights(settings: "KtoSettings", wrong: Wrong) -> None:
+    if not settings.desirable_weight and not settings.undesirable_weight:
+        wrong["desirable_weight"] = (
+            "desirable_weight and undesirable_weight are 0, so nothing is learned. "
+            "Leave one of them out."
+        )
+
+
+class KtoSettings(ReferenceSettings):
+    """Settings of KTO, as TRL names them."""
+
+    rules = (_check_weights,)
+
+    beta: PositiveFloat = 0.1
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    desirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: NonNegativeFloat = 1.0
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the loss subtracts the baseline."""
+        return self.loss_type == "kto"
 
 
 def recombined(
@@ -63,12 +88,12 @@ def recombined(
     )
 
 
-def _num_of_label(samples: Sequence[TokenizedSample]) -> tuple[int, int]:
+def _num_of_label(samples: Samples) -> tuple[int, int]:
     num_desirable = sum(sample.value > 0 for sample in samples)
     return num_desirable, len(samples) - num_desirable
 
 
-def _zeros(group: Sequence[TokenizedSample]) -> dict[str, np.ndarray]:
+def _zeros(group: Samples) -> dict[str, np.ndarray]:
     """Returns the inputs of the rows of a sample without a loss."""
     (sample,) = group
     out = {name: np.zeros(len(sample.token_ids)) for name in _INPUTS}
@@ -80,82 +105,62 @@ def _zeros(group: Sequence[TokenizedSample]) -> dict[str, np.ndarray]:
     return out
 
 
-def _labelled_inputs(
-    group: Sequence[TokenizedSample], terms: Terms
-) -> dict[str, np.ndarray]:
+def _labelled_inputs(group: Samples, terms: Terms) -> dict[str, np.ndarray]:
     out, settings = _zeros(group), terms.settings
     is_desirable = group[0].value > 0
-    label = "desirable" if is_desirable else "undesirable"
+    factors = settings.undesirable_weight, settings.desirable_weight
     values = {
         "weight": terms.weight,
         "mean": terms.part_weights[0 if is_desirable else 1],
         "sign": 1.0 if is_desirable else -1.0,
-        "factor": settings[f"{label}_weight"],
-        "beta": settings["beta"],
-        "baseline_factor": float(_has_baseline(settings)),
+        "factor": factors[is_desirable],
+        "beta": settings.beta,
+        "baseline_factor": float(settings.has_baseline),
     }
     for name, value in values.items():
         out[name][0] = value
     return out
 
 
-def _recombined_inputs(
-    group: Sequence[TokenizedSample], terms: Terms
-) -> dict[str, np.ndarray]:
+def _recombined_inputs(group: Samples, terms: Terms) -> dict[str, np.ndarray]:
     out = _zeros(group)
-    out["share"][0] = terms.weight * _has_baseline(terms.settings)
+    out["share"][0] = terms.weight * terms.settings.has_baseline
     return out
 
 
-def _has_baseline(settings: Mapping[str, Any]) -> bool:
-    return settings["loss_type"] == "kto"
-
-
-def _is_target(inputs: RowInputs) -> Bool[Array, " T"]:
-    return inputs["target"] > 0
-
-
-def _log_probabilities(
-    nll: Float[Array, " T"], inputs: RowInputs, groups: Int[Array, " T"] | None
-) -> Float[Array, " T"]:
+def _log_probabilities(nll: Rows, inputs: RowInputs, groups: Groups) -> Rows:
     """Sums of the log-probabilities of completions, in the first row of a sample."""
-    assert groups is not None, "the objective reads groups"
-    logps = group_sums(jnp.where(_is_target(inputs), -nll, 0.0), groups)
+    is_target = inputs["target"] > 0
+    logps = group_sums(jnp.where(is_target, -nll, 0.0), groups)
     return jnp.where(inputs["sample"] > 0, logps, 0.0)
 
 
-def _losses(
-    nll: Float[Array, " T"], inputs: RowInputs, groups: Int[Array, " T"] | None
-) -> Float[Array, " T"]:
+def _losses(nll: Rows, inputs: RowInputs, groups: Groups) -> Rows:
     ratio = _log_probabilities(nll, inputs, groups) - _reference(inputs, groups)
     x = inputs["sign"] * inputs["beta"] * (ratio - _baseline(inputs))
     loss = inputs["factor"] * jax.nn.sigmoid(-x)
-    labelled = jnp.where(inputs["weight"] > 0, inputs["weight"] * loss, 0.0)
-    return labelled + jnp.where(inputs["share"] > 0, inputs["share"] * ratio, 0.0)
+    shared = jnp.where(inputs["share"] > 0, inputs["share"] * ratio, 0.0)
+    return weighted(loss, inputs) + shared
 
 
-def _reference(
-    inputs: RowInputs, groups: Int[Array, " T"] | None
-) -> Float[Array, " T"]:
+def _reference(inputs: RowInputs, groups: Groups) -> Rows:
     """Log-probabilities of completions by the reference."""
     found = _log_probabilities(inputs["reference_nll"], inputs, groups)
     return jnp.where(inputs["runs_reference"] > 0, found, inputs["reference"])
 
 
-def _baseline(inputs: RowInputs) -> Float[Array, " T"]:
+def _baseline(inputs: RowInputs) -> Rows:
     baseline = jax.nn.relu(inputs["baseline"])
     return jnp.where(inputs["baseline_factor"] > 0, baseline, 0.0)
 
 
-def _metrics(
-    nll: Float[Array, " T"], inputs: RowInputs, groups: Int[Array, " T"] | None
-) -> dict[str, Float[Array, " T"]]:
+def _metrics(nll: Rows, inputs: RowInputs, groups: Groups) -> dict[str, Rows]:
     """TRL's metrics; rewards and log-probabilities are means over a label's samples."""
     logps = _log_probabilities(nll, inputs, groups)
     reward = inputs["beta"] * (logps - _reference(inputs, groups))
-    mean, sign, weight = inputs["mean"], inputs["sign"], inputs["weight"]
+    mean, sign = inputs["mean"], inputs["sign"]
 
-    def of_label(label: float, values: Float[Array, " T"]) -> Float[Array, " T"]:
+    def of_label(label: float, values: Rows) -> Rows:
         return jnp.where((mean > 0) & (sign == label), mean * values, 0.0)
 
     chosen, rejected = of_label(1.0, reward), of_label(-1.0, reward)
@@ -165,41 +170,19 @@ def _metrics(
         "rewards/margins": chosen - rejected,
         "logps/chosen": of_label(1.0, logps),
         "logps/rejected": of_label(-1.0, logps),
-        "kl": jnp.where(weight > 0, weight * _baseline(inputs), 0.0),
+        "kl": weighted(_baseline(inputs), inputs),
     }
-
-
-def _weight() -> ObjectiveSetting:
-    return ObjectiveSetting(default=1.0)
-
-
-def _check(settings: Mapping[str, Any]) -> None:
-    if not settings["desirable_weight"] and not settings["undesirable_weight"]:
-        raise ConfigError(
-            "objective_args: desirable_weight and undesirable_weight are 0, so nothing "
-            "is learned. Leave one of them out."
-        )
 
 
 _LABELLED = Objective(
     name="kto",
     kinds=("unpaired", "preference"),
-    needs_reference=True,
-    settings={
-        "beta": ObjectiveSetting(default=0.1, above=0.0),
-        "loss_type": ObjectiveSetting(
-            default="kto", choices=("kto", "apo_zero_unpaired")
-        ),
-        "desirable_weight": _weight(),
-        "undesirable_weight": _weight(),
-        **REFERENCE_SETTINGS,
-    },
-    check=_check,
+    settings=KtoSettings,
     input_names=_INPUTS,
     num_terms=len,
     part_sizes=_num_of_label,
     row_inputs=_labelled_inputs,
-    is_target=_is_target,
+    is_target=lambda inputs: inputs["target"] > 0,
     losses=_losses,
     metric_names=_METRICS,
     metrics=_metrics,
@@ -213,5 +196,5 @@ _LABELLED = Objective(
 KTO = dataclasses.replace(
     _LABELLED,
     baseline=dataclasses.replace(_LABELLED, row_inputs=_recombined_inputs),
-    needs_baseline=_has_baseline,
+    needs_baseline=lambda settings: settings.has_baseline,
 )

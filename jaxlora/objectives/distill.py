@@ -15,100 +15,88 @@ References:
     Hinton et al., arXiv 1503.02531.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.data.objective import (
+from jaxlora.config.strict import NonNegativeFloat, PositiveFloat, Wrong
+from jaxlora.objectives.base import (
     Objective,
-    ObjectiveSetting,
-    RowInputs,
+    ObjectiveSettings,
+    Samples,
     Terms,
+    has_weight,
     next_token_targets,
     target_weight,
     token_weights,
+    weighted,
 )
-from jaxlora.data.rendering.distillation import MOST_TOP
-from jaxlora.data.tokens.samples import TokenizedSample
-from jaxlora.errors import ConfigError
 
+MOST_TOP = 64  # log-probabilities of a token that a record may have
 _WIDTH = MOST_TOP + 1  # the teacher's, and the token itself
 
 
-def _check(settings: Mapping[str, Any]) -> None:
-    if settings["kd_ce_alpha"] and settings["temperature"] != 1:
-        raise ConfigError(
-            f"objective_args: kd_ce_alpha={settings['kd_ce_alpha']:g} needs a "
-            "temperature of 1, as both losses come from one softmax. Leave one out."
+def _check_alphas(settings: "DistillSettings", wrong: Wrong) -> None:
+    if settings.kd_ce_alpha and settings.temperature != 1:
+        wrong["kd_ce_alpha"] = (
+            "needs a temperature of 1, as both losses come from one softmax. Leave one "
+            "out."
         )
-    if not settings["kd_alpha"] and not settings["kd_ce_alpha"]:
-        raise ConfigError(
-            "objective_args: kd_alpha and kd_ce_alpha are 0, so nothing is learned. "
-            "Leave one of them out."
+    if not settings.kd_alpha and not settings.kd_ce_alpha:
+        wrong["kd_alpha"] = (
+            "kd_alpha and kd_ce_alpha are 0, so nothing is learned. Leave one of them "
+            "out."
         )
 
 
-def _row_inputs(
-    group: Sequence[TokenizedSample], terms: Terms
-) -> dict[str, np.ndarray]:
+class DistillSettings(ObjectiveSettings):
+    """Settings of distillation, as Axolotl defines them."""
+
+    rules = (_check_alphas,)
+
+    temperature: PositiveFloat = 1.0
+    kd_alpha: NonNegativeFloat = 1.0
+    kd_ce_alpha: NonNegativeFloat = 0.0
+
+
+def _row_inputs(group: Samples, terms: Terms) -> dict[str, np.ndarray]:
     (sample,) = group
     num_rows, settings = len(sample.token_ids), terms.settings
     out = {
         "weight": token_weights(sample, terms.weight),
         "offset": np.zeros(num_rows),
-        "scale": np.full(num_rows, 1 / settings["temperature"]),
+        "scale": np.full(num_rows, 1 / settings.temperature),
         "ids": np.zeros((num_rows, _WIDTH)),
         "shares": np.zeros((num_rows, _WIDTH)),
     }
     assert sample.top is not None, "records of this kind have them"
     rows = np.flatnonzero(next_token_targets(sample))
     ids = sample.top.ids
-    logits = sample.top.logprobs.astype(np.float64) / settings["temperature"]
+    logits = sample.top.logprobs.astype(np.float64) / settings.temperature
     logits -= logits.max(axis=1, keepdims=True)
     p = np.exp(logits)
     p /= p.sum(axis=1, keepdims=True)
     log_p = np.log(np.where(p > 0, p, 1))
-    out["offset"][rows] = settings["kd_alpha"] * (p * log_p).sum(axis=1)
-    shares = settings["kd_alpha"] * p
+    out["offset"][rows] = settings.kd_alpha * (p * log_p).sum(axis=1)
+    shares = settings.kd_alpha * p
     # The token itself is one of the teacher's, or comes after them.
     label = sample.token_ids[rows + 1]
     is_label = (ids == label[:, None]) & (p > 0)
-    shares += settings["kd_ce_alpha"] * is_label
+    shares += settings.kd_ce_alpha * is_label
     k = ids.shape[1]
     out["ids"][rows, :k], out["shares"][rows, :k] = ids, shares
     out["ids"][rows, k] = label
-    out["shares"][rows, k] = settings["kd_ce_alpha"] * ~is_label.any(axis=1)
+    out["shares"][rows, k] = settings.kd_ce_alpha * ~is_label.any(axis=1)
     return out
-
-
-def _has_weight(inputs: RowInputs) -> Bool[Array, " T"]:
-    return inputs["weight"] > 0
-
-
-def _losses(
-    nll: Float[Array, " T"], inputs: RowInputs, groups: Int[Array, " T"] | None
-) -> Float[Array, " T"]:
-    loss = inputs["weight"] * (nll + inputs["offset"])
-    return jnp.where(_has_weight(inputs), loss, 0.0)
 
 
 DISTILL = Objective(
     name="distill",
     kinds=("distill",),
-    settings={
-        "temperature": ObjectiveSetting(default=1.0, above=0.0),
-        "kd_alpha": ObjectiveSetting(default=1.0),
-        "kd_ce_alpha": ObjectiveSetting(default=0.0),
-    },
-    check=_check,
+    settings=DistillSettings,
     input_names=("weight", "offset", "scale", "ids", "shares"),
     widths={"ids": _WIDTH, "shares": _WIDTH},
     num_terms=target_weight,
     row_inputs=_row_inputs,
-    is_target=_has_weight,
+    is_target=has_weight,
     soft_labels=("ids", "shares", "scale"),
-    losses=_losses,
+    losses=lambda nll, inputs, groups: weighted(nll + inputs["offset"], inputs),
 )

@@ -1,4 +1,4 @@
-"""Objectives: what the loss of a job is.
+"""The table of objectives.
 
 An entry of `OBJECTIVES` is all that packing, training and evaluation know of one. The
 model gives the negative log likelihood of the next token of every row that an objective
@@ -8,48 +8,14 @@ microbatches: each row belongs to one job, and so to one objective.
 
 from collections.abc import Mapping, Sequence
 
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
-
-from jaxlora.data.distill_objective import DISTILL
-from jaxlora.data.kto_objective import KTO
-from jaxlora.data.objective import (
-    Objective,
-    RowInputs,
-    Terms,
-    target_weight,
-    token_weights,
-)
-from jaxlora.data.preference_objectives import CPO, DPO, ORPO, SIMPO
-from jaxlora.data.reward_objective import REWARD
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
+from jaxlora.objectives.base import Objective
+from jaxlora.objectives.distill import DISTILL
+from jaxlora.objectives.kto import KTO
+from jaxlora.objectives.next_token import NEXT_TOKEN
+from jaxlora.objectives.preference import CPO, DPO, ORPO, SIMPO
+from jaxlora.objectives.reward import REWARD
 
-
-def _weights(group: Sequence[TokenizedSample], terms: Terms) -> dict[str, np.ndarray]:
-    (sample,) = group
-    return {"weight": token_weights(sample, terms.weight)}
-
-
-def _has_weight(inputs: RowInputs) -> Bool[Array, " T"]:
-    return inputs["weight"] > 0
-
-
-def _weighted_nll(
-    nll: Float[Array, " T"], inputs: RowInputs, groups: Int[Array, " T"] | None
-) -> Float[Array, " T"]:
-    return jnp.where(_has_weight(inputs), nll * inputs["weight"], 0.0)
-
-
-NEXT_TOKEN = Objective(
-    name="next_token",
-    input_names=("weight",),
-    num_terms=target_weight,
-    row_inputs=_weights,
-    is_target=_has_weight,
-    losses=_weighted_nll,
-)
 _ALL = (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO, KTO, REWARD, DISTILL)
 OBJECTIVES: dict[str, Objective] = {one.name: one for one in _ALL}
 
@@ -64,6 +30,12 @@ def has_reference(objectives: Sequence[str]) -> bool:
     return any(OBJECTIVES[name].needs_reference for name in objectives)
 
 
+def has_groups(objectives: Sequence[str]) -> bool:
+    """Whether an objective of a run reads the groups of rows."""
+    read = (OBJECTIVES[name] for name in objectives)
+    return any(one.group_size > 1 or one.sums_groups for one in read)
+
+
 def find_objective(name: str) -> Objective:
     """Returns an objective by its name.
 
@@ -71,7 +43,11 @@ def find_objective(name: str) -> Objective:
         ConfigError: There is none of this name.
     """
     if name not in OBJECTIVES:
-        raise ConfigError(f"objective={name!r} must be one of {', '.join(OBJECTIVES)}.")
+        raise ConfigError(
+            f"objective={name!r} must be one of {', '.join(OBJECTIVES)}. One of your "
+            "own is registered with jaxlora.register_objective, in each process that "
+            "trains."
+        )
     return OBJECTIVES[name]
 
 
