@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-from typing import Any
 
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.migrate.migration import Migration
@@ -99,11 +98,3 @@ def find_doubt(model: str) -> str | None:
 def _has_word(name: str, words: str) -> bool:
     """Whether a name has one of some words between its separators."""
     return bool(re.search(rf"(?<![a-z])({words})(?![a-z])", name))
-
-
-def describe_quantization(method: Any) -> str:
-    """Says what to use instead of a quantization method that is not supported."""
-    return (
-        f"{method}: it is not supported. quantize_base has nf4 (as bitsandbytes), int8 "
-        "and fp8, which quantize the original model when it is loaded."
-    )
