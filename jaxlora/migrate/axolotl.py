@@ -9,7 +9,6 @@ from jaxlora.migrate import data, preferences, reasons, trainer
 from jaxlora.migrate.migration import Migration, Refused, Table, To
 from jaxlora.migrate.reasons import by_key
 
-_TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 _TYPES: Mapping[str, dict[str, Any]] = {
     "alpaca": {"kind": "alpaca"},
     "completion": {"kind": "text"},
@@ -90,16 +89,14 @@ def _set_data(migration: Migration, _: str, datasets: Any) -> None:
     held_out = take("test_datasets")
     name, text = take("chat_template"), take("chat_template_jinja")
     template = _take_template(migration, "chat_template", name, text)
-    on_all = take("train_on_inputs") is True and "objective" not in job
+    job["data"] = {"path": "records.jsonl"}
     if datasets:
-        job["data"] = _take_data(migration, "datasets", datasets, on_all, template)
+        job["data"] = _take_data(migration, "datasets", datasets, template)
     else:
-        job["data"] = {"path": "records.jsonl"}
         migration.to_do.append("data.path: there were no datasets. Give a file.")
     if held_out:
-        job["eval_data"] = _take_data(
-            migration, "test_datasets", held_out, on_all, template
-        )
+        job["eval_data"] = _take_data(migration, "test_datasets", held_out, template)
+    take("train_on_inputs")
     sets = data.all_sets(migration)
     if template is not None and not any("chat_template" in one for one in sets):
         migration.left_out["chat_template"] = "No data set has messages."
@@ -122,31 +119,17 @@ def _pretraining(migration: Migration) -> Any:
 
 
 def _take_data(
-    migration: Migration, key: str, given: Any, on_all: bool, template: str | None
+    migration: Migration, key: str, given: Any, template: str | None
 ) -> dict[str, Any]:
-    """Converts a list of data sets into `data`.
-
-    Args:
-        migration: The settings; it is told what is left out and to do.
-        key: The setting that lists the data sets.
-        given: Its value.
-        on_all: Whether prompts are trained on, too.
-        template: The setting `chat_template` for data sets of chats; None: the
-            tokenizer's own.
-
-    Raises:
-        ConfigError: It is not a list of data sets.
-    """
+    """Converts the data sets that a setting lists, with a template of their chats."""
     sets = []
     for number, dataset in enumerate(data.list_datasets(given, key)):
         where, kind = f"{key}.{number}", dataset.pop("type", None)
         split = "test" if key == "test_datasets" else "train"
         found = data.take_sources(migration, where, dataset, split)
         dataset.pop("ds_type", None)  # The suffix of the file says it.
-        if "objective" in migration.job:
-            settings = _preferences(migration, where, dataset, kind, template)
-        else:
-            settings = _supervised(migration, where, dataset, kind, on_all, template)
+        take = _preferences if "objective" in migration.job else _supervised
+        settings = take(migration, where, dataset, kind, template)
         for setting, value in dataset.items():
             neutral = value in (None, "", [], {}, False)
             if not neutral and value not in _NEUTRAL.get(setting, ()):
@@ -163,7 +146,6 @@ def _supervised(
     where: str,
     dataset: dict[str, Any],
     kind: Any,
-    on_all: bool,
     template: str | None,
 ) -> dict[str, Any]:
     """Takes the fields of records, each of a type, and the template of chats."""
@@ -174,7 +156,7 @@ def _supervised(
     for field, ours in (("field_messages", "messages"), ("field", "text")):
         if value := dataset.pop(field, None):
             settings[ours] = value
-    if on_all:
+    if migration.given.get("train_on_inputs") is True:
         settings["loss_on"] = "all"
     is_chat = settings.get("kind") == "messages"
     if (roles := _roles(migration, dataset)) and is_chat:
@@ -192,17 +174,12 @@ def _take_template(
 ) -> str | None:
     """Returns our setting `chat_template`; None: the tokenizer's own.
 
-    Args:
-        migration: The settings; it is told what is left out.
-        key: The setting that names the template.
-        name: Its value.
-        text: The template, or a file of it, if the name is `jinja` or none.
-        otherwise: The template if nothing is given.
+    The text, or a file of it, counts if the name is `jinja`, or none.
     """
-    if name in (None, ""):
-        return str(text) if text else otherwise
-    if name == "jinja" and text:
+    if name in (None, "", "jinja") and text:
         return str(text)
+    if name in (None, ""):
+        return otherwise
     if str(name) in KNOWN:
         return str(name)
     if name != "tokenizer_default":
@@ -326,11 +303,6 @@ def _roles(migration: Migration, dataset: dict[str, Any]) -> dict[str, str]:
     return data.roles_of(migration, speakers)
 
 
-def _set_shuffle(migration: Migration, _: str, is_ordered: Any) -> None:
-    if is_ordered:
-        migration.job["shuffle"] = False
-
-
 def _set_targets(migration: Migration, key: str, targets: Any) -> None:
     if migration.take("lora_target_linear"):
         if targets:
@@ -342,9 +314,9 @@ def _set_targets(migration: Migration, key: str, targets: Any) -> None:
     migration.job["target_modules"] = targets
 
 
-def _set_too_long(migration: Migration, _: str, strategy: Any) -> None:
-    strategy = str(strategy).lower()
-    migration.job["too_long"] = _TOO_LONG.get(strategy, strategy)
+def _too_long(strategy: Any) -> str:
+    name = str(strategy).lower()
+    return "error" if name == "raise" else name
 
 
 def _set_schedule(migration: Migration, key: str, schedule: Any) -> None:
@@ -364,8 +336,7 @@ def _set_batch(migration: Migration, key: str, samples: Any) -> None:
     if "batch_size" in given and not given.get("gradient_accumulation_steps"):
         # An older setting: the samples of an optimizer step on one device.
         key, samples = "batch_size", migration.take("batch_size", 1)
-    is_packed = bool(migration.take("sample_packing"))
-    trainer.set_batch(migration, key, samples, is_packed=is_packed)
+    trainer.set_batch(migration, key, samples)
 
 
 def _set_optimizer(migration: Migration, key: str, name: Any) -> None:
@@ -395,7 +366,7 @@ _TABLE: Table = {
     "datasets": _set_data,
     "chat_template_kwargs": data.set_template_kwargs,
     "val_set_size": trainer.set_held_out_share,
-    "curriculum_sampling": _set_shuffle,
+    "curriculum_sampling": To("shuffle", values=lambda is_on: False if is_on else None),
     "lora_r": To("rank", 8),
     "lora_alpha": To("lora_alpha", 16),
     "lora_dropout": To("dropout", 0.0),
@@ -404,7 +375,7 @@ _TABLE: Table = {
     "lora_alpha_pattern": To("alpha_pattern"),
     "lora_model_dir": trainer.set_start,
     "sequence_len": To("max_length", 512),
-    "excess_length_strategy": To(_set_too_long, "drop"),
+    "excess_length_strategy": To("too_long", "drop", _too_long),
     "lr_scheduler": To(_set_schedule, "cosine"),
     "micro_batch_size": To(_set_batch, 1),
     "optimizer": _set_optimizer,

@@ -118,12 +118,7 @@ def _mix(migration: Migration) -> dict[str, Any]:
 def _take_sets(
     migration: Migration, key: str, name: str, folder: str
 ) -> list[dict[str, Any]]:
-    """Converts the name of a data set, which is one for each of its files.
-
-    Raises:
-        ConfigError: dataset_info.json is damaged, or records are preferences and the
-            job does not learn from these.
-    """
+    """Converts the name of a data set, which is one for each of its files."""
     entry = {"hf_hub_url": name} if folder == "ONLINE" else _look_up(folder, name)
     if entry is not None:
         where = f"{key}: {name}"
@@ -312,12 +307,6 @@ def _set_targets(migration: Migration, _: str, targets: Any) -> None:
     migration.job["target_modules"] = "all-linear" if is_all else targets
 
 
-def _set_batch(migration: Migration, key: str, samples: Any) -> None:
-    packing = migration.take("packing") or migration.take("neat_packing")
-    is_packed = bool(packing) or migration.is_text
-    trainer.set_batch(migration, key, samples, is_packed=is_packed)
-
-
 _TABLE: Table = {
     "stage": To(_set_stage, "sft"),
     **by_key(
@@ -344,7 +333,7 @@ _TABLE: Table = {
     "learning_rate": To("learning_rate", 5e-5),
     "lr_scheduler_type": To(trainer.set_schedule, "linear"),
     "num_train_epochs": To("epochs", 3.0),
-    "per_device_train_batch_size": To(_set_batch, 8),
+    "per_device_train_batch_size": To(trainer.set_batch, 8),
     "optim": trainer.set_optimizer,
     "report_to": trainer.set_trackers,
     **by_key(

@@ -34,10 +34,12 @@ class To:
     Attributes:
         target: One of our settings, of the job or else of the run; or a function.
         default: The other tool's default, if ours differs.
+        values: Returns our value of a given one; None: they are the same.
     """
 
     target: str | Convert
     default: Any = None
+    values: Callable[[Any], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Refused:
     neutral: Any = None
 
 
-# How the settings of another tool convert, by their keys; a text is the reason why one
-# is left out.
+# How the settings of another tool convert, by their keys, with older names behind them;
+# a text is the reason why one is left out.
 Table = Mapping[str, To | Convert | Refused | str]
 
 
@@ -102,10 +104,15 @@ class Migration:
                     )
                 continue
             to = entry if isinstance(entry, To) else To(entry)
-            value = self.take(key, to.default)
+            value = to.default
+            for name in reversed(key.split()):
+                value = self.take(name, value)
             if not isinstance(to.target, str):
-                to.target(self, key, value)
-            elif value is not None:
+                to.target(self, key.split()[0], value)
+                continue
+            if value is not None and to.values is not None:
+                value = to.values(value)
+            if value is not None:
                 self._place(to.target)[to.target] = value
 
     def take_rest(self, table: Table) -> None:

@@ -126,8 +126,11 @@ def set_trl(migration: Migration) -> None:
         )
     keeps_dropout = migration.take("disable_dropout") is False
     _finish(migration, name, args, has_dropout=keeps_dropout)
+    # TRL's own rates, and what it does with long samples.
+    rate = 1e-4 if name == "reward" else 1e-6
+    migration.given["learning_rate"] = migration.take("learning_rate", rate)
     if name == "reward":
-        migration.job["too_long"] = "drop"  # as TRL does
+        migration.job["too_long"] = "drop"
 
 
 def _trl_trainer(given: Mapping[str, Any]) -> str | None:
@@ -242,14 +245,7 @@ def _known_loss(loss: Any, known: tuple[str, ...]) -> str:
 def _finish(
     migration: Migration, name: str, args: Mapping[str, Any], *, has_dropout: bool
 ) -> None:
-    """Sets an objective, and refuses settings that change its loss.
-
-    Args:
-        migration: The settings.
-        name: The objective.
-        args: Its settings; None: not given.
-        has_dropout: Whether the tool keeps dropout on.
-    """
+    """Sets an objective, and refuses settings that change its loss."""
     given = {key: value for key, value in args.items() if value is not None}
     is_sigmoid = name == "dpo" and given.get("loss_type", "sigmoid") == "sigmoid"
     is_trls = migration.tool != "LLaMA-Factory"

@@ -77,14 +77,10 @@ def _set_schedule_args(migration: Migration, schedule: str) -> None:
     )
 
 
-def set_batch(migration: Migration, key: str, samples: Any, *, is_packed: bool) -> None:
+def set_batch(migration: Migration, key: str, samples: Any) -> None:
     """Sets the samples of an optimizer step from those of a device's pass.
 
-    Args:
-        migration: The settings, with the longest sample of the job.
-        key: The other tool's name of the samples per device.
-        samples: Their number.
-        is_packed: Whether the tool counts packed sequences instead of samples.
+    If the tool packs samples, it counts packed sequences, which is said.
     """
     product = key
     if "gradient_accumulation_steps" in migration.given:
@@ -103,7 +99,8 @@ def set_batch(migration: Migration, key: str, samples: Any, *, is_packed: bool) 
             f"batch_size: {key} is {samples!r} and gradient_accumulation_steps is "
             f"{accumulation!r}. Set batch_size to their product."
         )
-    if is_packed:
+    packing = [migration.take(f"{name}packing") for name in ("", "neat_", "sample_")]
+    if any(packing) or migration.is_text:
         tokens = migration.job["max_length"]
         migration.to_do.append(
             f"batch_size: {migration.tool} packed samples, so its batch was {batch} "

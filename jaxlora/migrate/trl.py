@@ -9,9 +9,6 @@ from jaxlora.migrate.migration import Migration, Refused, Table, To
 from jaxlora.migrate.reasons import by_key
 
 _ADAPTER = {"use_peft", "lora_r", "r", "lora_alpha", "lora_target_modules"}
-# TRL's rate for supervised training, for rewards, and for other preferences.
-_RATES = {None: 2e-5, "reward": 1e-4}
-_RATE = 1e-6
 
 
 def migrate(given: dict[str, Any]) -> Migration:
@@ -86,13 +83,7 @@ def _set_fields(migration: Migration) -> None:
         )
 
 
-def _set_rank(migration: Migration, _: str, rank: Any) -> None:
-    migration.job["rank"] = migration.take("r", 16) if rank is None else rank
-
-
 def _set_targets(migration: Migration, _: str, targets: Any) -> None:
-    other = migration.take("target_modules")
-    targets = other if targets is None else targets
     if not targets:
         targets = ["q_proj", "v_proj"]
         migration.to_do.append(
@@ -117,16 +108,6 @@ def _note_truncation(migration: Migration, key: str, mode: Any) -> None:
         migration.left_out[key] = f"{mode}: a sample is cut at its end."
 
 
-def _set_rate(migration: Migration, _: str, rate: Any) -> None:
-    default = _RATES.get(migration.job.get("objective"), _RATE)
-    migration.job["learning_rate"] = default if rate is None else rate
-
-
-def _set_batch(migration: Migration, key: str, samples: Any) -> None:
-    is_packed = bool(migration.take("packing"))
-    trainer.set_batch(migration, key, samples, is_packed=is_packed)
-
-
 _TABLE: Table = {
     **dict.fromkeys(
         ("num_generations", "reward_funcs", "reward_model_name_or_path"),
@@ -141,16 +122,16 @@ _TABLE: Table = {
     "load_in_4bit": trainer.set_quantized,
     "dataset_name": _set_data,
     "chat_template_kwargs": data.set_template_kwargs,
-    "lora_r": _set_rank,
+    "lora_r r": To("rank", 16),
     "lora_alpha": To("lora_alpha", 32),
     "lora_dropout": To("dropout", 0.05),
-    "lora_target_modules": _set_targets,
+    "lora_target_modules target_modules": _set_targets,
     "max_seq_length": To(_set_length, 1024),
     "truncation_mode": _note_truncation,
-    "learning_rate": _set_rate,
+    "learning_rate": To("learning_rate", 2e-5),
     "num_train_epochs": To("epochs", 3.0),
     "lr_scheduler_type": To(trainer.set_schedule, "linear"),
-    "per_device_train_batch_size": To(_set_batch, 8),
+    "per_device_train_batch_size": To(trainer.set_batch, 8),
     "optim": trainer.set_optimizer,
     "report_to": trainer.set_trackers,
     **by_key(
