@@ -16,9 +16,9 @@ from jaxlora.problems import RULE, UNKNOWN, Problem
 # Settings that have the same name and the same meaning in all tools.
 _SAME_NAME = {
     *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "warmup_ratio"),
-    *("init_lora_weights", "loftq_config", "use_dora", "use_rslora", "rank_pattern"),
-    *("alpha_pattern", "layers_pattern", "layers_to_transform", "projection_prng_key"),
-    *("d_initial", "trainable_token_indices", "modules_to_save", "seed"),
+    *("init_lora_weights", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("layers_pattern", "layers_to_transform", "projection_prng_key", "d_initial"),
+    *("trainable_token_indices", "modules_to_save", "seed"),
 }
 _WHOLE = "modules_to_save"
 

@@ -58,11 +58,9 @@ def _set_kind(migration: Migration, _: str, kind: Any) -> None:
     if kind == "VERA":
         migration.job["use_vera"] = True
         migration.convert({"r": To("rank", 256), "vera_dropout": To("dropout", 0.0)})
-        return
-    migration.convert({"r": To("rank", 8), "lora_alpha": To("lora_alpha", 8)})
-    migration.convert({"lora_dropout": To("dropout", 0.0)})
-    if migration.given.get("bias") == "lora_only":
-        migration.job["train_bias"] = bool(migration.take("bias"))
+    else:
+        migration.convert({"r": To("rank", 8), "lora_alpha": To("lora_alpha", 8)})
+        migration.convert({"lora_dropout": To("dropout", 0.0)})
 
 
 _TABLE: Table = {
@@ -77,7 +75,7 @@ _TABLE: Table = {
             "It does not matter for training.": "inference_mode peft_version",
             "The matrices are always saved beside the vectors.": "save_projection",
             TRANSPOSED: "fan_in_fan_out",
-            "Other biases than those of adapted linears stay frozen.": "bias",
+            "Biases stay frozen.": "bias",
             "There are no such adapters here; this one is trained without it.": (
                 "use_qalora layer_replication alora_invocation_tokens arrow_config "
                 "target_parameters"

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerLinear
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.score import SCORE_PATH
@@ -178,6 +178,10 @@ class DecoderSpec:
         decoder.options = self.options  # what is recomputed changes no module
         return decoder
 
+    def abstract(self) -> Decoder:
+        """The decoder without arrays: its variables have shapes and dtypes alone."""
+        return nnx.merge(*self._split)
+
     # ---- shapes ----------------------------------------------------------------------
 
     def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -341,9 +345,10 @@ class DecoderSpec:
 
     def vera_shapes(self) -> VeraTables | None:
         """Shapes of the matrices of VeRA; None: no slot has VeRA, or nothing adapts."""
-        if self.slots is None or not self.slots.has_vera or not self.adapted:
+        slots = self.slots
+        if slots is None or "use_vera" not in slots.settings or not self.adapted:
             return None
-        g, rank = self.slots.num_slots, self.slots.rank
+        g, rank = slots.num_slots, slots.rank
         linears = [self.linear(path) for path in self.adapted]
         k = max(linear.in_features for linear in linears)
         n = max(linear.out_features for linear in linears)
