@@ -84,11 +84,10 @@ def _check_adapter(migration: Migration, _: str, adapter: Any) -> None:
 
 
 def _set_data(migration: Migration, _: str, datasets: Any) -> None:
-    job, take = migration.job, migration.take
+    job, held_out = migration.job, migration.take("test_datasets")
     datasets = datasets or _pretraining(migration)
-    held_out = take("test_datasets")
-    name, text = take("chat_template"), take("chat_template_jinja")
-    template = _take_template(migration, "chat_template", name, text)
+    template = _take_template(migration, None)
+    migration.trains_on_prompts = migration.take("train_on_inputs") is True
     job["data"] = {"path": "records.jsonl"}
     if datasets:
         job["data"] = _take_data(migration, "datasets", datasets, template)
@@ -96,7 +95,6 @@ def _set_data(migration: Migration, _: str, datasets: Any) -> None:
         migration.to_do.append("data.path: there were no datasets. Give a file.")
     if held_out:
         job["eval_data"] = _take_data(migration, "test_datasets", held_out, template)
-    take("train_on_inputs")
     sets = data.all_sets(migration)
     if template is not None and not any("chat_template" in one for one in sets):
         migration.left_out["chat_template"] = "No data set has messages."
@@ -122,101 +120,79 @@ def _take_data(
     migration: Migration, key: str, given: Any, template: str | None
 ) -> dict[str, Any]:
     """Converts the data sets that a setting lists, with a template of their chats."""
-    sets = []
+    sets, split = [], "test" if key == "test_datasets" else "train"
+    take_fields = _take_preferences if migration.objective else _take_answers
     for number, dataset in enumerate(data.list_datasets(given, key)):
-        where, kind = f"{key}.{number}", dataset.pop("type", None)
-        split = "test" if key == "test_datasets" else "train"
-        found = data.take_sources(migration, where, dataset, split)
-        dataset.pop("ds_type", None)  # The suffix of the file says it.
-        take = _preferences if "objective" in migration.job else _supervised
-        settings = take(migration, where, dataset, kind, template)
-        for setting, value in dataset.items():
-            neutral = value in (None, "", [], {}, False)
-            if not neutral and value not in _NEUTRAL.get(setting, ()):
-                migration.left_out[f"{where}.{setting}"] = _DATASET_REASONS.get(
-                    setting,
-                    "Change the records. `jaxlora data show` prints how they are read.",
-                )
-        sets += [source | settings for source in found]
+        one = migration.part(f"{key}.{number}", dataset)
+        kind, found = one.take("type"), data.take_sources(one, split)
+        one.take("ds_type")  # The suffix of the file says it.
+        take_fields(one, kind, template)
+        for setting, values in _NEUTRAL.items():
+            if one.given.get(setting) in values:
+                del one.given[setting]
+        one.leave_rest(
+            "Change the records. `jaxlora data show` prints how they are read.",
+            _DATASET_REASONS,
+        )
+        sets += [source | one.job for source in found]
     return data.join(sets)
 
 
-def _supervised(
-    migration: Migration,
-    where: str,
-    dataset: dict[str, Any],
-    kind: Any,
-    template: str | None,
-) -> dict[str, Any]:
+def _take_answers(one: Migration, kind: Any, template: str | None) -> None:
     """Takes the fields of records, each of a type, and the template of chats."""
     if isinstance(kind, dict):
-        settings = _own_type(migration, where, kind)
+        one.job |= _own_type(one.part("type", kind))
     else:
-        settings = _named_type(migration, str(kind or "completion"))
-    for field, ours in (("field_messages", "messages"), ("field", "text")):
-        if value := dataset.pop(field, None):
-            settings[ours] = value
-    if migration.given.get("train_on_inputs") is True:
-        settings["loss_on"] = "all"
-    is_chat = settings.get("kind") == "messages"
-    if (roles := _roles(migration, dataset)) and is_chat:
-        settings["roles"] = roles
-    name, text = (dataset.pop(f"chat_template{end}", None) for end in ("", "_jinja"))
-    key = f"{where}.chat_template"
-    template = _take_template(migration, key, name, text, template)
+        one.job |= _named_type(one, str(kind or "completion"))
+    one.convert({"field_messages": To("messages"), "field": To("text")})
+    if one.trains_on_prompts:
+        one.job["loss_on"] = "all"
+    is_chat = one.job.get("kind") == "messages"
+    if (roles := _take_roles(one)) and is_chat:
+        one.job["roles"] = roles
+    template = _take_template(one, template)
     if template is not None and is_chat:
-        settings["chat_template"] = template
-    return settings
+        one.job["chat_template"] = template
 
 
-def _take_template(
-    migration: Migration, key: str, name: Any, text: Any, otherwise: str | None = None
-) -> str | None:
+def _take_template(migration: Migration, otherwise: str | None) -> str | None:
     """Returns our setting `chat_template`; None: the tokenizer's own.
 
     The text, or a file of it, counts if the name is `jinja`, or none.
     """
-    if name in (None, "", "jinja") and text:
+    name, text = map(migration.take, ("chat_template", "chat_template_jinja"))
+    if name in (None, "jinja") and text:
         return str(text)
-    if name in (None, ""):
+    if name is None:
         return otherwise
     if str(name) in KNOWN:
         return str(name)
     if name != "tokenizer_default":
-        migration.left_out[key] = f"{name!r} is not used. {reasons.OWN_TEMPLATE}"
+        reason = f"{name!r} is not used. {reasons.OWN_TEMPLATE}"
+        migration.leave_out("chat_template", reason)
     return None
 
 
-def _preferences(
-    migration: Migration,
-    where: str,
-    dataset: dict[str, Any],
-    kind: Any,
-    template: str | None,
-) -> dict[str, Any]:
+def _take_preferences(one: Migration, kind: Any, template: str | None) -> None:
     """Takes the fields of pairs, or of answers with labels."""
-    own = dict(kind) if isinstance(kind, dict) else {}
-    settings = {} if template is None else {"chat_template": template}
+    own = one.part("type", kind if isinstance(kind, dict) else {})
+    if template is not None:
+        one.job["chat_template"] = template
     for ours in ("prompt", "chosen", "rejected", "completion", "label"):
         key = f"field_{ours}"
-        field = own.pop(key, None)
+        field = own.take(key)
         if ours in ("prompt", "chosen", "rejected"):
-            key = "field_messages" if ours == "prompt" else key
-            field = field or dataset.pop(key, None)
+            field = field or one.take("field_messages" if ours == "prompt" else key)
         if field:
-            settings[ours] = str(field)
+            one.job[ours] = str(field)
     if isinstance(kind, str) and kind.partition(".")[0] in ("chatml", "llama3"):
-        settings |= {"chat": True, "system": _SYSTEM}
-    migration.to_do.append(
+        one.job |= {"chat": True, "system": _SYSTEM}
+    one.to_do.append(
         f"data: type {kind!r} is read by its fields, with the tokenizer's own chat "
         "template. Check it with `jaxlora data show`, and name the fields in prompt, "
         "chosen and rejected, or prompt, completion and label, where they differ."
     )
-    for name in own:
-        migration.left_out[f"{where}.type.{name}"] = (
-            "Write it into prompt, chosen or rejected, which may be templates."
-        )
-    return settings
+    own.leave_rest("Write it into prompt, chosen or rejected, which may be templates.")
 
 
 def _named_type(migration: Migration, kind: str) -> dict[str, Any]:
@@ -242,25 +218,19 @@ def _named_type(migration: Migration, kind: str) -> dict[str, Any]:
     return dict(_TYPES[name])
 
 
-def _own_type(migration: Migration, where: str, kind: dict[str, Any]) -> dict[str, Any]:
+def _own_type(own: Migration) -> dict[str, Any]:
     """Converts a type that the user described by fields and formats."""
-    kind = {key: value for key, value in kind.items() if value not in (None, "")}
-    names = {
-        name: str(kind.pop(f"field_{name}", name)) for name in ("instruction", "input")
-    }
-    output = str(kind.pop("field_output", "output"))
-    given = str(kind.pop("format", "{instruction} {input} "))
-    plain = str(kind.pop("no_input_format", "{instruction} "))
+    names = {n: str(own.take(f"field_{n}", n)) for n in ("instruction", "input")}
+    settings = {"kind": "prompt_completion"}
+    settings["completion"] = str(own.take("field_output", "output"))
+    given = str(own.take("format", "{instruction} {input} "))
+    plain = str(own.take("no_input_format", "{instruction} "))
     prompt = data.template_of(given, names)
     without = data.template_of(plain, names | {"input": ""})
-    system = _system_of_own_type(migration, where, kind)
-    for setting in kind:
-        migration.left_out[f"{where}.type.{setting}"] = (
-            "Write it into prompt, which is a template over the fields."
-        )
-    settings = {"kind": "prompt_completion", "completion": output}
+    system = _system_of_own_type(own)
+    own.leave_rest("Write it into prompt, which is a template over the fields.")
     if prompt is None or without is None or system is None:
-        migration.to_do.append(
+        own.to_do.append(
             f"data.prompt: the formats {given!r} and {plain!r} cannot be converted. "
             "Give a template, such as '{{ instruction }}'."
         )
@@ -270,37 +240,33 @@ def _own_type(migration: Migration, where: str, kind: dict[str, Any]) -> dict[st
     return settings | {"prompt": system + prompt}
 
 
-def _system_of_own_type(
-    migration: Migration, where: str, kind: dict[str, Any]
-) -> str | None:
+def _system_of_own_type(own: Migration) -> str | None:
     """Takes the text before all prompts; None if it cannot be part of a template."""
-    given = str(kind.pop("system_format", "{system}"))
-    text, field = kind.pop("system_prompt", ""), str(kind.pop("field_system", ""))
+    given = str(own.take("system_format", "{system}"))
+    text, field = own.take("system_prompt", ""), str(own.take("field_system", ""))
     if not field:
         text = given.replace("{system}", str(text)) if text else ""
         return None if data.is_template(text) else text
     if text:
-        migration.left_out[f"{where}.type.system_prompt"] = (
-            "The system prompt of each record is used."
-        )
+        own.leave_out("system_prompt", "The system prompt of each record is used.")
     whole = data.template_of(given, {"system": field})
     return None if whole is None else data.with_input(whole, "", field)
 
 
-def _roles(migration: Migration, dataset: dict[str, Any]) -> dict[str, str]:
+def _take_roles(one: Migration) -> dict[str, str]:
     """Returns the roles of speakers; says which names of fields are not known here."""
-    given = dataset.pop("message_property_mappings", None)
+    given = one.take("message_property_mappings")
     fields = dict(given) if isinstance(given, dict) else {}
     for ours in ("role", "content"):
-        old = dataset.pop(f"message_field_{ours}", None)
-        fields[ours] = fields.get(ours) or old or ours
-    data.note_fields(migration, fields)
-    roles = dataset.pop("roles", None)
+        older = one.take(f"message_field_{ours}", ours)
+        fields[ours] = fields.get(ours) or older
+    data.note_fields(one, fields)
+    roles = one.take("roles")
     speakers = {
         str(role): names if isinstance(names, list) else [names]
         for role, names in (roles if isinstance(roles, dict) else {}).items()
     }
-    return data.roles_of(migration, speakers)
+    return data.roles_of(one, speakers)
 
 
 def _set_targets(migration: Migration, key: str, targets: Any) -> None:

@@ -67,29 +67,23 @@ def set_template_kwargs(migration: Migration, key: str, kwargs: Any) -> None:
         migration.left_out[key] = "No data set has messages."
 
 
-def take_sources(
-    migration: Migration, key: str, dataset: dict[str, Any], default_split: str
-) -> list[dict[str, Any]]:
-    """Pops the location of a data set from its description.
+def take_sources(one: Migration, default_split: str) -> list[dict[str, Any]]:
+    """Takes the location of a data set from its description.
 
     Args:
-        migration: The settings; it is told what is left out.
-        key: Names the description, such as `datasets.0`.
-        dataset: The description, with the arguments of `datasets.load_dataset`: path,
-            name, data_files, split and revision.
+        one: The description, with the arguments of `datasets.load_dataset`: path, name,
+            data_files, split and revision.
         default_split: The split of a data set on the hub, if none is given.
 
     Returns:
         path, subset, split, revision and limit of `data`, where they are needed, for
         each of its files.
     """
-    split, name, revision = (
-        dataset.pop(setting, None) for setting in ("split", "name", "revision")
-    )
+    split, name, revision = map(one.take, ("split", "name", "revision"))
     wanted = str(split or default_split)
-    paths = _take_paths(migration, key, dataset, wanted)
+    paths = _take_paths(one, wanted)
     if is_on_hub(paths[0]):
-        migration.to_do.append(
+        one.to_do.append(
             f"data.path: {paths[0]} is a data set on the hub. It needs `pip install "
             "'jaxlora[datasets]'`; or download it, and give the file."
         )
@@ -98,21 +92,20 @@ def take_sources(
         return [{setting: value for setting, value in source.items() if value}]
     for setting, value in (("name", name), ("revision", revision)):
         if value:
-            migration.left_out[f"{key}.{setting}"] = (
-                f"{value!r}: it is for data sets on the hub."
-            )
+            one.leave_out(setting, f"{value!r}: it is for data sets on the hub.")
     limit: dict[str, Any] = {}
     if first := _FIRST_RECORDS.fullmatch(str(split or "")):
         limit["limit"] = int(first[1])
         if len(paths) > 1:
-            migration.to_do.append(
-                f"data.limit: {key} had the first {first[1]} records of {len(paths)} "
-                "files together; here it is of each."
+            one.to_do.append(
+                f"data.limit: {one.where} had the first {first[1]} records of "
+                f"{len(paths)} files together; here it is of each."
             )
     elif split and split != "train":
-        migration.left_out[f"{key}.split"] = (
+        one.leave_out(
+            "split",
             f"{str(split)!r}: all records of a local file are read. Set limit to read "
-            "the first ones only, or give a file with those that are meant."
+            "the first ones only, or give a file with those that are meant.",
         )
     return [{"path": path, **limit} for path in paths]
 
@@ -124,33 +117,28 @@ def is_on_hub(path: str) -> bool:
     return not is_place and not is_file and path.count("/") <= 1
 
 
-def _take_paths(
-    migration: Migration, key: str, dataset: dict[str, Any], split: str
-) -> list[str]:
-    path = str(dataset.pop("path", None) or "")
-    files = dataset.pop("data_files", None)
+def _take_paths(one: Migration, split: str) -> list[str]:
+    path, files = str(one.take("path", "")), one.take("data_files")
     if isinstance(files, dict):  # a file, or a list of files, by split
         others = [name for name in files if name != split]
         if split in files:
             for name in others:
-                migration.left_out[f"{key}.data_files.{name}"] = (
-                    f"The split {split} is read."
-                )
+                one.leave_out(f"data_files.{name}", f"The split {split} is read.")
             others = [split]
         files = [f for name in others for f in _as_list(files[name])]
     paths = list(map(str, _as_list(files))) or [path]
-    say = migration.to_do.append
+    say = one.to_do.append
     if files and path and path not in _READERS:
         verb = "download" if is_on_hub(path) else "find"
         for file in paths:
             say(f"data.path: {verb} {file} of {path}, and give its path here.")
-    for one in paths:  # Some cannot be read where or as they are.
-        if one.endswith(_OTHER_FILES):
-            say(f"data.path: convert {one} to one of {', '.join(_FILES)}, and give it.")
-        elif "://" in one:
-            say(f"data.path: download {one}, and give the file.")
-        elif "*" in one:
-            say(f"data.path: list the files {one} in datasets.")
+    for at in paths:  # Some cannot be read where or as they are.
+        if at.endswith(_OTHER_FILES):
+            say(f"data.path: convert {at} to one of {', '.join(_FILES)}, and give it.")
+        elif "://" in at:
+            say(f"data.path: download {at}, and give the file.")
+        elif "*" in at:
+            say(f"data.path: list the files {at} in datasets.")
     return paths
 
 

@@ -1,5 +1,6 @@
 """LLaMA-Factory's YAML, and the data sets that its dataset_info.json describes."""
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxlora.migrate.migration import Migration, Refused, Table, To
 from jaxlora.migrate.reasons import by_key
 
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+_LABEL = {"kto_tag": "label"}
 _MEDIA = ("images", "videos", "audios")
 _ROLE_OF_TAG = {
     "user_tag": "user",
@@ -82,7 +84,7 @@ def _set_data(migration: Migration, _: str, folder: Any) -> None:
         ]
         job[ours] = data.join(sets, **(mix if ours == "data" else {}))
         for one in sets:
-            if (on_all or on_last) and not (migration.is_text or "objective" in job):
+            if (on_all or on_last) and not (migration.is_text or migration.objective):
                 one["loss_on"] = "all" if on_all else "last"
             if limit:
                 one["limit"] = limit
@@ -121,14 +123,13 @@ def _take_sets(
     """Converts the name of a data set, which is one for each of its files."""
     entry = {"hf_hub_url": name} if folder == "ONLINE" else _look_up(folder, name)
     if entry is not None:
-        where = f"{key}: {name}"
-        found = _sources(migration, where, entry, folder)
         columns = entry.get("columns")
-        given = dict(columns) if isinstance(columns, dict) else {}
-        convert = _preferences if "objective" in migration.job else _fields
-        fields = convert(migration, where, entry, given)
-        _take_columns(migration, where, given, fields)
-        return [source | fields for source in found]
+        columns = columns if isinstance(columns, dict) else {}
+        one = migration.part(f"{key}: {name}", columns)
+        found = _take_sources(one, entry, folder)
+        (_take_preferences if migration.objective else _take_answers)(one, entry)
+        _take_columns(one)
+        return [source | one.job for source in found]
     setting = "data" if key == "dataset" else "eval_data"
     migration.to_do.append(
         f"{setting}.path: look up {name!r} in {folder}/dataset_info.json, and give "
@@ -153,8 +154,8 @@ def _look_up(folder: str, name: str) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def _sources(
-    migration: Migration, where: str, entry: dict[str, Any], folder: str
+def _take_sources(
+    one: Migration, entry: dict[str, Any], folder: str
 ) -> list[dict[str, Any]]:
     dataset = {"split": entry.get("split"), "path": "records.jsonl"}
     if hub_id := entry.get("hf_hub_url"):
@@ -162,78 +163,71 @@ def _sources(
     elif file := entry.get("file_name"):
         dataset["path"] = str(pathlib.PurePath(folder, str(file)))
     else:
-        migration.to_do.append(
-            f"data.path: {where} is in none of a file and the Hugging Face hub. "
+        one.to_do.append(
+            f"data.path: {one.where} is in none of a file and the Hugging Face hub. "
             "Download it, and give the file."
         )
-    found = data.take_sources(migration, where, dataset, "train")
+    found = data.take_sources(dataclasses.replace(one, given=dataset), "train")
     limit = entry.get("num_samples")
     return [source | {"limit": limit} if limit else source for source in found]
 
 
-def _fields(
-    migration: Migration, where: str, entry: dict[str, Any], given: dict[str, Any]
-) -> dict[str, Any]:
-    """Pops the columns of answers without preferences; returns settings of data."""
-    if entry.get("ranking") or "kto_tag" in given:
+def _take_answers(one: Migration, entry: dict[str, Any]) -> None:
+    """Takes the columns of answers without preferences."""
+    if entry.get("ranking") or "kto_tag" in one.given:
         raise ConfigError(
-            f"{where} has records with preferences, which supervised training does "
+            f"{one.where} has records with preferences, which supervised training does "
             "not learn from. Set stage: dpo, kto or rm, or give other records."
         )
     if entry.get("formatting", "alpaca") != "alpaca":
-        return _conversations(migration, entry, given)
-    is_default = not isinstance(entry.get("columns"), dict)
-    used = _ALPACA if is_default else {k: given.pop(k, None) for k in _ALPACA}
-    return _instructions(migration, used)
+        one.job |= _conversations(one, entry)
+    else:
+        is_default = not isinstance(entry.get("columns"), dict)
+        used = _ALPACA if is_default else {k: one.take(k) for k in _ALPACA}
+        one.job |= _instructions(one, used)
 
 
-def _take_columns(
-    migration: Migration, where: str, given: dict[str, Any], settings: dict[str, Any]
-) -> None:
-    """Takes the columns that are neither prompts nor answers."""
-    field = given.pop("system", None)
-    if field and settings.get("kind") == "text":
-        migration.left_out[f"{where}.system"] = f"{field}: texts have no such message."
-    elif field:
-        settings["system"] = str(field)
-    for column, field in given.items():
-        if (field and field != column) or column in ("history", *_MEDIA):
-            migration.left_out[f"{where}.{column}"] = (
-                reasons.TEXT_ONLY
-                if column in _MEDIA
-                else f"{field}: put it into the messages or the prompts of the records."
-            )
-
-
-def _preferences(
-    migration: Migration, where: str, entry: dict[str, Any], given: dict[str, Any]
-) -> dict[str, Any]:
-    """Pops the columns of pairs, or of answers with labels; returns settings."""
-    is_pairs = migration.job["objective"] != "kto"
+def _take_preferences(one: Migration, entry: dict[str, Any]) -> None:
+    """Takes the columns of pairs, or of answers with labels."""
+    is_pairs = one.objective != "kto"
     has_pairs = bool(entry.get("ranking"))
     if has_pairs != is_pairs:
         raise ConfigError(
-            f"{where} has ranking: {str(has_pairs).lower()}, and the stage of the file "
-            f"learns from {'pairs' if is_pairs else 'labels'}. Give other records."
+            f"{one.where} has ranking: {str(has_pairs).lower()}, and the stage of the "
+            f"file learns from {'pairs' if is_pairs else 'labels'}. Give other records."
         )
-    wanted = ("chosen", "rejected") if is_pairs else ("kto_tag",)
-    found = {name: given.pop(name, None) for name in wanted}
-    settings: dict[str, Any] = {
-        "label" if name == "kto_tag" else name: str(field)
-        for name, field in found.items()
-        if field
-    }
+    names = {"chosen": "chosen", "rejected": "rejected"} if is_pairs else _LABEL
+    for name, ours in names.items():
+        if field := one.take(name):
+            one.job[ours] = str(field)
     if entry.get("formatting", "alpaca") != "alpaca":
-        talk = _conversations(migration, entry, given)
-        settings["prompt" if is_pairs else "messages"] = talk["messages"]
-        return settings | {key: talk[key] for key in ("roles",) if key in talk}
-    used = {k: given.pop(k, None) for k in _ALPACA} if given else dict(_ALPACA)
+        talk = _conversations(one, entry)
+        one.job["prompt" if is_pairs else "messages"] = talk["messages"]
+        one.job |= {key: talk[key] for key in ("roles",) if key in talk}
+        return
+    used = {k: one.take(k) for k in _ALPACA} if one.given else dict(_ALPACA)
     used["response"] = used["response"] or "output"
-    asked = _instructions(migration, used)
+    asked = _instructions(one, used)
     if asked["kind"] == "alpaca":
         asked = {"prompt": "{{ instruction }}\n{{ input }}", "completion": "output"}
-    settings |= {"prompt": asked["prompt"], "chat": True}
-    return settings if is_pairs else settings | {"completion": asked["completion"]}
+    one.job |= {"prompt": asked["prompt"], "chat": True}
+    if not is_pairs:
+        one.job["completion"] = asked["completion"]
+
+
+def _take_columns(one: Migration) -> None:
+    """Takes the columns that are neither prompts nor answers."""
+    field = one.take("system")
+    if field and one.job.get("kind") == "text":
+        one.leave_out("system", f"{field}: texts have no such message.")
+    elif field:
+        one.job["system"] = str(field)
+    for column, field in one.given.items():
+        if column in _MEDIA:
+            one.leave_out(column, reasons.TEXT_ONLY)
+        elif (field and field != column) or column == "history":
+            text = f"{field}: put it into the messages or the prompts of the records."
+            one.leave_out(column, text)
 
 
 def _instructions(migration: Migration, used: dict[str, Any]) -> dict[str, Any]:
@@ -265,18 +259,16 @@ def _instructions(migration: Migration, used: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _conversations(
-    migration: Migration, entry: dict[str, Any], given: dict[str, Any]
-) -> dict[str, Any]:
+def _conversations(one: Migration, entry: dict[str, Any]) -> dict[str, Any]:
     tags = entry.get("tags")
     tags = tags if isinstance(tags, dict) else {}
     fields = {"role": tags.get("role_tag"), "content": tags.get("content_tag")}
     if any(fields.values()):
-        data.note_fields(migration, {k: str(v) for k, v in fields.items()})
+        data.note_fields(one, {k: str(v) for k, v in fields.items()})
     speakers = {role: [tags[t]] for t, role in _ROLE_OF_TAG.items() if tags.get(t)}
-    field = given.pop("messages", None) or "conversations"
-    settings: dict[str, Any] = {"kind": "messages", "messages": str(field)}
-    if roles := data.roles_of(migration, speakers):
+    field = str(one.take("messages", "conversations"))
+    settings: dict[str, Any] = {"kind": "messages", "messages": field}
+    if roles := data.roles_of(one, speakers):
         settings["roles"] = roles
     return settings
 

@@ -67,16 +67,22 @@ class Migration:
     Attributes:
         tool: Name of the other tool.
         given: Settings of the other tool that have not been handled.
+        where: Names the part of the settings that this is; empty: it is all of them.
         is_text: Whether records without a description are plain texts.
+        trains_on_prompts: Whether prompts are trained on, too.
+        objective: The objective, if the job learns from preferences.
         run: Settings of the run, without its job.
-        job: Settings of its one job.
+        job: Settings of its one job, or what a part becomes.
         left_out: Why a setting of the other tool was left out, by its key.
         to_do: What to check or fill in, as sentences.
     """
 
     tool: str
     given: dict[str, Any]
+    where: str = ""
     is_text: bool = False
+    trains_on_prompts: bool = False
+    objective: str | None = None
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
     job: dict[str, Any] = dataclasses.field(default_factory=dict)
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -86,6 +92,27 @@ class Migration:
         """Takes a setting of the other tool; an empty one counts as not given."""
         value = self.given.pop(key, None)
         return default if value is None or value in ("", [], {}) else value
+
+    def leave_out(self, key: str, reason: str) -> None:
+        """Says why a setting is left out."""
+        self.left_out[f"{self.where}.{key}" if self.where else key] = reason
+
+    def part(self, where: str, given: Mapping[str, Any]) -> "Migration":
+        """Returns a mapping inside the settings, such as a data set, as their part."""
+        where = f"{self.where}.{where}" if self.where else where
+        return dataclasses.replace(self, given=dict(given), where=where, run={}, job={})
+
+    def leave_rest(self, reason: str, reasons: Mapping[str, str] | None = None) -> None:
+        """Leaves out all settings of a part that are left, for a reason or their own.
+
+        Args:
+            reason: The reason of those that have no own one.
+            reasons: The own ones, by their keys.
+        """
+        for key in list(self.given):
+            value = self.take(key)
+            if value is not None and value is not False:  # It turns something on.
+                self.leave_out(key, (reasons or {}).get(key, reason))
 
     def convert(self, table: Table) -> None:
         """Converts settings in the order of a table; texts are for `take_rest`.
@@ -143,7 +170,8 @@ class Migration:
             self._place(ours)[ours] = value
 
     def _place(self, ours: str) -> dict[str, Any]:
-        return self.job if ours in LoraJob.model_fields else self.run
+        is_of_job = self.where or ours in LoraJob.model_fields
+        return self.job if is_of_job else self.run
 
     def _take_whole_modules(self, key: str) -> None:
         """Takes the modules that are trained as whole copies; others are left out."""

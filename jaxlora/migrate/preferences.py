@@ -256,7 +256,7 @@ def _finish(
         if isinstance(reason, str) and migration.take(key) not in (None, False):
             migration.left_out[key] = reason
     find_objective(name).settings_of(given)
-    migration.job["objective"] = name
+    migration.objective = migration.job["objective"] = name
     if given:
         migration.job["objective_args"] = given
     if not has_dropout:

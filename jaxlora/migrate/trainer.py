@@ -99,8 +99,9 @@ def set_batch(migration: Migration, key: str, samples: Any) -> None:
             f"batch_size: {key} is {samples!r} and gradient_accumulation_steps is "
             f"{accumulation!r}. Set batch_size to their product."
         )
-    packing = [migration.take(f"{name}packing") for name in ("", "neat_", "sample_")]
-    if any(packing) or migration.is_text:
+    is_axolotl = migration.tool == "Axolotl"
+    keys = ("sample_packing",) if is_axolotl else ("packing", "neat_packing")
+    if any([migration.take(name) for name in keys]) or migration.is_text:
         tokens = migration.job["max_length"]
         migration.to_do.append(
             f"batch_size: {migration.tool} packed samples, so its batch was {batch} "

@@ -45,11 +45,9 @@ def _set_data(migration: Migration, _: str, name: Any) -> None:
         datasets = [{"path": name, "name": subset, "split": train}]
     share, found = migration.take("test_split_size"), []
     for number, dataset in enumerate(datasets or ()):
-        where = f"datasets.{number}"
-        found += data.take_sources(migration, where, dataset, train)
-        for key, value in dataset.items():
-            if value:
-                migration.left_out[f"{where}.{key}"] = "Give a file of the records."
+        one = migration.part(f"datasets.{number}", dataset)
+        found += data.take_sources(one, train)
+        one.leave_rest("Give a file of the records.")
     if not found:
         found = [{"path": "records.jsonl"}]
         migration.to_do.append("data.path: there was no dataset_name. Give a file.")
@@ -60,7 +58,7 @@ def _set_data(migration: Migration, _: str, name: Any) -> None:
         job["eval_data"] = job["data"] | {"split": test}
     elif has_test:
         migration.to_do.append("eval_data: give the file of held-out records.")
-    if "objective" not in job:
+    if migration.objective is None:
         _set_fields(migration)
 
 
