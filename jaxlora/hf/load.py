@@ -24,7 +24,6 @@ from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder
 from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.quantized.place import Place, put_linear
-from jaxlora.hf.read_tensor import read_tensor
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.pallas_kernels import device
 from jaxlora.sharding.global_arrays import put_converted
@@ -296,15 +295,13 @@ def _load_weight(
         return _Loaded(params=params, hashes=hashes, squares=squares)
     file, name, squares = checkpoint.files[spec.hf_name], spec.hf_name, np.zeros(2)
     if base is not None and _is_quantized(checkpoint, base, spec):
-        weight, digest = read_tensor(
-            file, name, dtype=np.dtype(np.float32), check=check
-        )
+        weight, digest = file.read(name, dtype=np.dtype(np.float32), check=check)
         if weight.dtype == np.float64:  # which JAX has not
             weight = weight.astype(np.float32)
         params, _ = put_linear(spec.path, weight, base, place)
     else:
         where = None if place is None else place(spec.path, spec.shape)
-        weight, digest = read_tensor(file, name, dtype=dtype, check=check)
+        weight, digest = file.read(name, dtype=dtype, check=check)
         if weight.dtype == np.float64:
             weight = weight.astype(dtype)
         array = put_converted(weight, where, dtype, transpose=spec.transpose)
@@ -331,7 +328,7 @@ def unquantized_reader(model: FrozenModel) -> Callable[[str], np.ndarray]:
 
     def read(name: str) -> np.ndarray:
         weight = f"{name}.weight"
-        array, _ = read_tensor(checkpoint.files[weight], weight)
+        array, _ = checkpoint.files[weight].read(weight)
         return array.astype(np.float32)
 
     return read

@@ -21,8 +21,7 @@ from jaxlora.adapters.targets import pattern_value
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
-from jaxlora.hf.magnitude import check_finite
-from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.hf.tensor_file import TensorFile, check_finite
 from jaxlora.models.score import SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     TrainedTensor,

@@ -23,7 +23,6 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError
 from jaxlora.hf.checkpoint import open_checkpoint
-from jaxlora.hf.read_tensor import read_tensor
 
 # Hugging Face's paths of the two modules.
 _PATHS = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
@@ -65,7 +64,7 @@ class BaseTables:
         files = open_checkpoint(self.folder).files
         names = {module: f"{path}.weight" for module, path in _PATHS.items()}
         return {
-            module: read_tensor(files[name], name)[0].astype(np.float32)
+            module: files[name].read(name)[0].astype(np.float32)
             for module, name in names.items()
             if name in files
         }

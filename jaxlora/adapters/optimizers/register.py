@@ -135,8 +135,9 @@ def _try(optimizer: Optimizer, tensor: TrainedTensor, rank: int) -> tuple[Any, s
     _check_start(state, transformation(optimizer, 0.5, 0.5, others).init(weight))
 
     def step(weight: Any, state: Any, rank: Any, rates: Any, settings: Any) -> Any:
+        learning_rate, weight_decay = rates
         start = transformation(optimizer).init(weight)
-        made = transformation(optimizer, *rates, settings)
+        made = transformation(optimizer, learning_rate, weight_decay, settings)
         return start, *made.update(weight, state, weight, rank=rank)
 
     settings = {name: jnp.float32(default) for name, default in defaults.items()}

@@ -12,7 +12,6 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError, ModelError
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.convert import convert
-from jaxlora.hf.tensor_file import TensorFile
 from tests.jaxlora.hf.loading import load_model
 
 
@@ -88,19 +87,6 @@ def test_a_file_that_shrinks_while_it_is_read(folder):
     with pytest.raises(ModelError, match="became shorter while it was read"):
         for name, file in checkpoint.files.items():
             file.array(name)
-    with pytest.raises(ModelError, match="became shorter while it was read"):
-        for name, file in checkpoint.files.items():
-            list(file.blocks(name, 3))
-
-
-@pytest.mark.parametrize("num_rows", [1, 5, 1000])
-def test_blocks_are_the_tensor(folder, num_rows):
-    file = TensorFile(folder / "model.safetensors")
-    for name in file.names():
-        blocks = [block.copy() for block in file.blocks(name, num_rows)]
-        assert sum(len(block) for block in blocks) == file.shape(name)[0]
-        whole = file.array(name)
-        assert b"".join(block.tobytes() for block in blocks) == whole.tobytes()
 
 
 @pytest.mark.parametrize(
