@@ -1,62 +1,153 @@
-"""Reads and checks the settings of a PEFT folder, adapter_config.json."""
+"""The settings of a PEFT folder, adapter_config.json, as they are read and written."""
 
 import pathlib
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, LiteralString
+
+import pydantic
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
 from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
-from jaxlora.models.score import SCORE
-from jaxlora.models.whole_tables import WHOLE_MODULES
-from jaxlora.modules.trained_tensors import tensor_settings
 
-# Settings that are read below, or checked against the weights.
-_READ = {
-    "alpha_pattern",
-    "d_initial",
-    "init_lora_weights",
-    "loftq_config",
-    "lora_alpha",
-    "lora_dropout",
-    "peft_type",
-    "projection_prng_key",
-    "r",
-    "rank_pattern",
-    "save_projection",
-    "use_rslora",
-}
-# Settings without effect here: the weights determine which modules are adapted.
-_HARMLESS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "bias",  # see below
+# Settings of other versions of peft without effect here, or read by other functions.
+_OTHERS = {
     "ensure_weight_tying",  # the weights of both modules are saved
     "eva_config",
     "exclude_modules",
-    "inference_mode",
-    "init_weights",  # of VeRA, the first values of the vectors that are read
-    "layers_pattern",
-    "layers_to_transform",
+    "loftq_config",
     "megatron_core",
     "peft_version",
     "qalora_group_size",
-    "revision",
-    "target_modules",
-    "task_type",
+    "trainable_token_indices",
 }
-# Ways to draw the first A and B that leave the base's own weights alone.
-_INITIAL = ("gaussian", "eva", "orthogonal")
+_UNSUPPORTED = (
+    ", which is not supported and may change what the adapter computes. Merge it into "
+    "its base with peft."
+)
+# A sequence classifier has one of these, by both of which PEFT names it.
+_SCORES = {"score", "classifier"}
+_WHOLE_MODULES = {"embed_tokens", "lm_head"}
 
 
-def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
+def _or(text: LiteralString) -> pydantic.WrapValidator:
+    """Makes the errors of a setting this text, which follows the name and the value."""
+
+    def check(value: Any, validate: Any) -> Any:
+        try:
+            return validate(value)
+        except pydantic.ValidationError as error:
+            if error.errors()[0]["type"] == "wanted":  # of a value in a mapping
+                raise
+            raise PydanticCustomError("wanted", text) from None
+
+    return pydantic.WrapValidator(check)
+
+
+def _check_modules(names: list[str] | None) -> list[str] | None:
+    if not {n.removeprefix("model.") for n in names or ()} <= _WHOLE_MODULES | _SCORES:
+        raise ValueError
+    return names
+
+
+_Flag = Annotated[bool | None, _or("; wanted true or false.")]
+_Rank = Annotated[int, Field(gt=0, lt=2**63), _or("; wanted a whole number above 0.")]
+# Whole numbers in JSON may be too large for a float.
+_Alpha = Annotated[
+    int | float,
+    Field(gt=0, le=sys.float_info.max),
+    _or("; wanted a number above 0."),
+]
+_Dropout = Annotated[
+    float | None, Field(ge=0, lt=1), _or("; wanted a number from 0 to below 1.")
+]
+_WANTED_OBJECT = _or("; wanted an object.")
+_MISSING: Any = None  # which is refused
+
+
+class PeftConfig(pydantic.BaseModel):
+    """Settings of all kinds of adapters, with the values that are written.
+
+    The weights show which modules are adapted, so `target_modules` and other settings
+    of type `Any` are not looked at.
+    """
+
+    model_config = pydantic.ConfigDict(
+        extra="allow", strict=True, validate_default=True
+    )
+
+    auto_mapping: Any = None
+    base_model_name_or_path: Any = None
+    bias: Annotated[
+        Literal["none", "lora_only"] | None,
+        _or("; only 'none' and 'lora_only' are supported: other biases stay frozen."),
+    ] = "none"
+    fan_in_fan_out: Annotated[Literal[False] | None, _or(_UNSUPPORTED)] = False
+    inference_mode: Any = True
+    layers_pattern: Any = None
+    layers_to_transform: Any = None
+    modules_to_save: Annotated[
+        list[str] | None,
+        AfterValidator(_check_modules),
+        _or(
+            "; only whole copies of embed_tokens and lm_head are read. Merge the "
+            "adapter into its base with peft."
+        ),
+    ] = None
+    r: _Rank = _MISSING
+    revision: Any = None
+    target_modules: Any = None
+    task_type: Any = "CAUSAL_LM"
+
+
+class LoraConfig(PeftConfig):
+    """Settings of LoRA and DoRA."""
+
+    alpha_pattern: Annotated[dict[str, _Alpha] | None, _WANTED_OBJECT] = {}
+    init_lora_weights: Annotated[
+        bool | Literal["gaussian", "eva", "orthogonal"] | None,
+        _or(
+            ", which also changes the base's weights. Save it with peft's "
+            "path_initial_model_for_weight_conversion."
+        ),
+    ] = True
+    lora_alpha: _Alpha = _MISSING
+    lora_dropout: _Dropout = 0.0
+    peft_type: Literal["LORA"] = "LORA"
+    rank_pattern: Annotated[dict[str, _Rank] | None, _WANTED_OBJECT] = {}
+    use_dora: _Flag = False
+    use_rslora: _Flag = False
+
+
+class VeraConfig(PeftConfig):
+    """Settings of VeRA."""
+
+    d_initial: Any = 0.1  # first values of the vectors that are read
+    init_weights: Any = True
+    peft_type: Literal["VERA"] = "VERA"
+    projection_prng_key: Annotated[
+        int, Field(ge=0, lt=2**32), _or("; wanted a whole number from 0 to below 2^32.")
+    ] = _MISSING
+    save_projection: Annotated[bool, _or("; wanted true or false.")] = True
+    vera_dropout: _Dropout = 0.0
+
+
+KINDS: dict[str, type[PeftConfig]] = {"LORA": LoraConfig, "VERA": VeraConfig}
+
+
+def read_config(
+    path: pathlib.Path, patterns: Patterns, tensor_settings: Collection[str]
+) -> dict[str, Any]:
     """Reads and checks adapter_config.json.
 
     Args:
         path: The file.
         patterns: Checks the patterns in it.
+        tensor_settings: Settings, true or false, that add kinds of trained tensors.
 
     Returns:
         Its settings. Those of VeRA have the names that LoRA has for them, and the
@@ -77,111 +168,35 @@ def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
             f"{path} cannot be read as JSON: {error}. Mend it, or copy it again."
         ) from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or kind not in ("LORA", "VERA"):
+    if not isinstance(kind, str) or kind not in KINDS:
         raise AdapterError(
             f"{path} has peft_type={shown(kind)}; only 'LORA' and 'VERA' are read."
         )
-    if kind == "VERA":
-        config = _as_lora_config(path, config)
-    _check_numbers(path, config, "r", "rank_pattern", patterns)
-    _check_numbers(path, config, "lora_alpha", "alpha_pattern", patterns)
-    _check_values(path, config)
-    config["train_bias"] = config.get("bias") == "lora_only"
-    known = {*_READ, *_HARMLESS, *tensor_settings(), "trainable_token_indices"}
-    config["modules_to_save"] = _whole_modules(path, config.get("modules_to_save"))
-    known.add("modules_to_save")
-    for key, value in config.items():
-        if key not in known and value not in (None, False, [], {}):
-            raise AdapterError(
-                f"{path} sets {key}={shown(value)}, which is not supported and may "
-                "change what the adapter computes. Merge it into its base with peft."
-            )
-    return config
-
-
-def _whole_modules(path: pathlib.Path, given: Any) -> list[str]:
-    """Returns the modules of which the folder has whole copies, but no score head."""
-    names = given or []
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        # PEFT adds both to a sequence classifier.
-        modules = {n.removeprefix("model.") for n in names} - {SCORE, "classifier"}
-        if modules <= WHOLE_MODULES.keys():
-            return sorted(modules)
-    raise AdapterError(
-        f"{path} sets modules_to_save={shown(given)}; only whole copies of "
-        f"{' and '.join(WHOLE_MODULES)} are read. Merge the adapter into its base with "
-        "peft."
-    )
-
-
-def _check_values(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Checks the settings that are no ranks."""
-    dropout = config.get("lora_dropout")
-    if dropout is not None and not (_is_number(dropout) and 0 <= dropout < 1):
+    try:
+        found = KINDS[kind].model_validate(config)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
         raise AdapterError(
-            f"{path} has lora_dropout={shown(dropout)}; wanted a number from 0 to "
-            "below 1."
-        )
-    initial = config.get("init_lora_weights")
-    if not (isinstance(initial, bool | None) or initial in _INITIAL):
-        raise AdapterError(
-            f"{path} has init_lora_weights={shown(initial)}, which also changes the "
-            "base's weights. Save it with peft's "
-            "path_initial_model_for_weight_conversion."
-        )
-    for key in ("use_rslora", *tensor_settings()):
-        if not isinstance(config.get(key), bool | None):
-            raise AdapterError(
-                f"{path} has {key}={shown(config[key])}; wanted true or false."
-            )
-    if config.get("bias") not in (None, "none", "lora_only"):
-        raise AdapterError(
-            f"{path} sets bias={shown(config['bias'])}; only 'none' and 'lora_only' "
-            "are supported: other biases stay frozen."
-        )
-
-
-def _as_lora_config(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of VeRA under the names that LoRA has for them."""
-    given = dict(config)
-    dropout = given.pop("vera_dropout", 0.0)
-    key, is_saved = given.get("projection_prng_key"), given.get("save_projection", True)
-    if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < 2**32:
-        raise AdapterError(
-            f"{path} has projection_prng_key={shown(key)}; wanted a whole number from "
-            "0 to below 2^32."
-        )
-    if not isinstance(is_saved, bool):
-        raise AdapterError(
-            f"{path} has save_projection={shown(is_saved)}; wanted true or false."
-        )
-    own = {"use_vera": True, "lora_alpha": given.get("r"), "lora_dropout": dropout}
-    return given | own | {"save_projection": is_saved}
-
-
-def _check_numbers(
-    path: pathlib.Path, config: dict, key: str, pattern: str, patterns: Patterns
-) -> None:
-    """Checks that the common value and those of the pattern are above 0."""
-    special = config.get(pattern) or {}
-    if not isinstance(special, dict):
-        raise AdapterError(f"{path} has {pattern}={shown(special)}; wanted an object.")
-    for expression in special:
-        patterns.check(f"{pattern} key", expression, is_end=True)
-    is_rank = key == "r"
-    for name, value in {key: config.get(key), **special}.items():
-        is_number = isinstance(value, int if is_rank else int | float)
-        # Whole numbers in JSON may be too large for a float.
-        wanted = is_number and 0 < value <= sys.float_info.max
-        if not wanted or isinstance(value, bool):
-            whole = " whole" if is_rank else ""
-            raise AdapterError(
-                f"{path} has {name}={shown(value)}; wanted a{whole} number above 0."
-            )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+            f"{path} has {first['loc'][-1]}={shown(first['input'])}{first['msg']}"
+        ) from None
+    for key, value in (found.model_extra or {}).items():
+        place = f"{path} has {key}={shown(value)}"
+        if key in tensor_settings and not isinstance(value, bool | None):
+            raise AdapterError(f"{place}; wanted true or false.")
+        is_known = key in tensor_settings or key in _OTHERS
+        if not is_known and value not in (None, False, [], {}):
+            raise AdapterError(f"{place}{_UNSUPPORTED}")
+    values = found.model_dump()
+    for key in ("rank_pattern", "alpha_pattern"):
+        for expression in values.get(key) or ():
+            patterns.check(f"{key} key", expression, is_end=True)
+    if isinstance(found, VeraConfig):
+        names = {"lora_alpha": found.r, "lora_dropout": found.vera_dropout}
+        values |= {"use_vera": True, **names}
+    values["train_bias"] = found.bias == "lora_only"
+    copies = {n.removeprefix("model.") for n in found.modules_to_save or ()}
+    values["modules_to_save"] = sorted(copies - _SCORES)
+    return values
 
 
 def loftq_bits(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:

@@ -21,6 +21,7 @@ from jaxlora.adapters.files.export_record import (
     write_record,
 )
 from jaxlora.adapters.files.model_card import write_card
+from jaxlora.adapters.files.peft_config import LoraConfig, PeftConfig, VeraConfig
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.score import SCORE, SCORE_PATH
@@ -105,14 +106,13 @@ def export_peft(
             min(scalings),
             max(scalings),
         )
-    write_config = _config if adapter.vera is None else _vera_config
-    config = write_config(adapter, base_name(base_model, revision), linear_names)
+    config = _config(adapter, base_name(base_model, revision), linear_names)
     folder = pathlib.Path(folder)
     with replace_folder(folder) as temporary:
         safetensors.numpy.save_file(
             tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"}
         )
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        text = json.dumps(config.model_dump(), indent=2, sort_keys=True) + "\n"
         (temporary / CONFIG_FILE).write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.write(temporary)
@@ -124,7 +124,25 @@ def export_peft(
     return folder
 
 
-def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> dict:
+def _config(
+    adapter: Adapter, base: BaseName, linear_names: Sequence[str]
+) -> PeftConfig:
+    score = [] if adapter.score is None else [SCORE]
+    common: dict[str, Any] = {
+        "base_model_name_or_path": base.path,
+        "modules_to_save": [*adapter.modules_to_save, *score] or None,
+        "revision": base.revision,
+        "target_modules": _target_modules(list(adapter.modules), linear_names),
+        "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",
+    }
+    if adapter.vera is not None:
+        return VeraConfig(
+            projection_prng_key=adapter.vera.key,
+            r=adapter.vera.rank,
+            save_projection=adapter.vera.is_saved,
+            vera_dropout=adapter.dropout,
+            **common,
+        )
     ranks = {name: w.rank for name, w in adapter.modules.items()}
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
@@ -137,58 +155,19 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
     if (bits := adapter.loftq_bits) is not None:
         # PEFT ignores it beside another start, and so does not quantize again.
         given["loftq_config"] = {"loftq_bits": bits, "loftq_iter": 1}
-    return {
-        **_common_config(adapter, base, linear_names),
-        "alpha_pattern": _pattern(alphas, lora_alpha),
-        "init_lora_weights": True,
-        "lora_alpha": _whole(lora_alpha),
-        "lora_dropout": adapter.dropout,
-        "peft_type": "LORA",
-        "r": rank,
-        "rank_pattern": _pattern(ranks, rank),
-        "use_dora": False,
-        "use_rslora": adapter.use_rslora,
+    return LoraConfig(
+        alpha_pattern=_pattern(alphas, lora_alpha),
+        lora_alpha=_whole(lora_alpha),
+        lora_dropout=adapter.dropout,
+        r=rank,
+        rank_pattern=_pattern(ranks, rank),
+        use_rslora=adapter.use_rslora,
+        **common,
         **given,
-    }
+    )
 
 
-def _vera_config(
-    adapter: Adapter, base: BaseName, linear_names: Sequence[str]
-) -> dict[str, Any]:
-    vera = adapter.vera
-    assert vera is not None
-    return {
-        **_common_config(adapter, base, linear_names),
-        "d_initial": 0.1,  # of a new adapter, PEFT's own
-        "init_weights": True,
-        "peft_type": "VERA",
-        "projection_prng_key": vera.key,
-        "r": vera.rank,
-        "save_projection": vera.is_saved,
-        "vera_dropout": adapter.dropout,
-    }
-
-
-def _common_config(
-    adapter: Adapter, base: BaseName, linear_names: Sequence[str]
-) -> dict[str, Any]:
-    score = [] if adapter.score is None else [SCORE]
-    return {
-        "auto_mapping": None,
-        "base_model_name_or_path": base.path,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "modules_to_save": [*adapter.modules_to_save, *score] or None,
-        "revision": base.revision,
-        "target_modules": _target_modules(list(adapter.modules), linear_names),
-        "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",
-    }
-
-
-def _most_common(values: Mapping[str, float]):
+def _most_common[T: float](values: Mapping[str, T]) -> T:
     return collections.Counter(values.values()).most_common(1)[0][0]
 
 

@@ -25,6 +25,7 @@ from jaxlora.hf.tensor_file import TensorFile, check_finite
 from jaxlora.models.score import SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     TrainedTensor,
+    tensor_settings,
     tensors_with,
     trained_tensors,
 )
@@ -71,7 +72,7 @@ def _import(
 ) -> Adapter:
     path = folder / CONFIG_FILE
     patterns = Patterns(str(path))
-    config = read_config(path, patterns)
+    config = read_config(path, patterns, tensor_settings())
     found, score, matrices, tables = _read_tensors(folder, config["modules_to_save"])
     wanted = tensors_with(config.get)
     if score is not None:
