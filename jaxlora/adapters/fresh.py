@@ -20,8 +20,8 @@ from jaxlora.adapters.targets import ModuleLora
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config import LoraJob
 from jaxlora.config.starts import LOFTQ
+from jaxlora.models.decoder import EMBEDDING, HEAD
 from jaxlora.models.score import SCORE
-from jaxlora.models.sharded import EMBEDDING, HEAD
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,

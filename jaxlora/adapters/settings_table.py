@@ -7,9 +7,9 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
-from jaxlora.hf.names import linear_path
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_path
 from jaxlora.modules.trained_tensors import TRAINED_BIAS, unpadded
 from jaxlora.sharding.global_arrays import put
 

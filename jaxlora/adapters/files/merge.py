@@ -18,8 +18,8 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.convert import log_dequantized, save_checkpoint
 from jaxlora.hf.files import model_folder
-from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.tensor_file import check_finite
+from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.trained_tensors import TRAINED_BIAS
 from jaxlora.pallas_kernels import FORMATS
 

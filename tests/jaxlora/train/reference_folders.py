@@ -9,7 +9,7 @@ from jaxlora import LoraJob
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.fresh import fresh_adapter, fresh_rows
 from jaxlora.hf.load import FrozenModel
-from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.plan.job.chosen_modules import choose_modules
 
 # Ranks and linears differ from those of the jobs that compare with them.
