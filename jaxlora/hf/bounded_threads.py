@@ -1,7 +1,5 @@
-"""Runs tasks in threads, while the memory that all of them need is bounded."""
+"""Runs a function in threads, while the memory that all calls need is bounded."""
 
-import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -9,74 +7,66 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import jax
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Task[T]:
-    """One piece of work.
-
-    Attributes:
-        num_bytes: Bytes that it needs while it runs.
-        run: Does the work. Its argument is a function that it calls now and then, and
-            that raises an error if the work is no longer wanted.
-    """
-
-    num_bytes: int
-    run: Callable[[Callable[[], None]], T]
-
-
-def run_tasks[T](
-    tasks: Sequence[Task[T]], *, max_bytes: int, num_threads: int
+def map_in_threads[S, T](
+    run: Callable[[S, Callable[[], None]], T],
+    items: Sequence[S],
+    *,
+    num_bytes: Callable[[S], int],
+    max_bytes: int,
+    num_threads: int,
 ) -> list[T]:
-    """Runs tasks in threads and returns their results, in the order of the tasks.
+    """Calls a function with each item in threads; returns the results in their order.
 
-    Tasks begin in their order. If one fails, those before it are finished, because one
-    of them may fail as well; those after it are abandoned.
+    Calls begin in the order of the items. If one fails, those before it are finished,
+    because one of them may fail as well; those after it are abandoned.
 
     Args:
-        tasks: The tasks. They see JAX's default device of the calling thread.
-        max_bytes: Bytes that tasks may need at a time. A task that needs more runs
-            alone.
+        run: The function, which sees JAX's default device of the calling thread. Its
+            second argument is a function that it calls now and then, and that raises an
+            error if the work is no longer wanted.
+        items: Its first arguments.
+        num_bytes: Bytes that a call with an item needs while it runs.
+        max_bytes: Bytes that calls may need at a time. One that needs more runs alone.
         num_threads: Number of threads.
 
     Raises:
-        Exception: Error of the first of the tasks that fail.
+        Exception: Error of the first of the calls that fail.
     """
     device = jax.config.jax_default_device  # each thread has its own
     changed = threading.Condition()
-    num_bytes, last = 0, len(tasks)  # of running tasks; tasks after `last` are unwanted
+    total, last = 0, len(items)  # of running calls; those after `last` are unwanted
 
     def check(number: int) -> None:
         if number > last:
             raise _AbandonedError
 
-    def may_begin(task: Task[T]) -> bool:
-        fits = not num_bytes or num_bytes + task.num_bytes <= max_bytes
-        return fits or last < len(tasks)
-
-    def run(number: int, task: Task[T]) -> T:
-        nonlocal num_bytes, last
+    def call(number: int, item: S, size: int) -> T:
+        nonlocal total, last
         try:
             check(number)
             with jax.default_device(device):
-                return task.run(lambda: check(number))
+                return run(item, lambda: check(number))
         except BaseException:
             with changed:
                 last = min(last, number)
             raise
         finally:
             with changed:
-                num_bytes -= task.num_bytes
+                total -= size
                 changed.notify()
 
     futures: list[Future[T]] = []
     with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
         try:
-            for number, task in enumerate(tasks):
+            for number, item in enumerate(items):
+                size = num_bytes(item)
                 with changed:
-                    changed.wait_for(functools.partial(may_begin, task))
-                    num_bytes += task.num_bytes
-                if last < len(tasks):
+                    while total and total + size > max_bytes and last == len(items):
+                        changed.wait()
+                    total += size
+                if last < len(items):
                     break
-                futures.append(pool.submit(run, number, task))
+                futures.append(pool.submit(call, number, item, size))
             wait(futures)
         except BaseException:  # in particular KeyboardInterrupt
             with changed:
@@ -86,4 +76,4 @@ def run_tasks[T](
 
 
 class _AbandonedError(Exception):
-    """A task is no longer wanted."""
+    """A call is no longer wanted."""

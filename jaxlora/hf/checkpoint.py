@@ -206,7 +206,7 @@ def _without_files(folder: pathlib.Path) -> Checkpoint:
 def _with_files(planned: Checkpoint) -> Checkpoint:
     files = safetensor_files(planned.folder)
     _check_num_layers(planned, files)
-    if not has_own_head(planned.config, files):
+    if not _has_own_head(planned.config, files):
         return dataclasses.replace(planned, files=files)
     logger.warning(
         "%s: config.json says tie_word_embeddings, and the weights hold a %s that "
@@ -235,7 +235,7 @@ def _check_num_layers(planned: Checkpoint, files: dict[str, TensorFile]) -> None
         )
 
 
-def has_own_head(config: ModelConfig, files: dict[str, TensorFile]) -> bool:
+def _has_own_head(config: ModelConfig, files: dict[str, TensorFile]) -> bool:
     """Tells whether the weights hold a head that differs from the embedding."""
     if not config.tie_embeddings or not {_HEAD, _EMBEDDING} <= files.keys():
         return False

@@ -1,5 +1,6 @@
 """Finds the files of a checkpoint on the local disk or on the Hugging Face hub."""
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -204,18 +205,17 @@ def tokenizer_folder(source: str, revision: str | None = None) -> pathlib.Path:
     Raises:
         ModelError: There is no such model, or it cannot be fetched.
     """
-    if os.path.exists(source) or source.count("/") > 1:
-        return pathlib.Path(model_folder(source, revision))
-    try:
-        folder = huggingface_hub.snapshot_download(
-            source,
-            revision=revision,
-            allow_patterns=["config.json", *TOKENIZER_FILES],
-        )
-    except Exception:
-        # `model_folder` finds files that were fetched before, and explains errors.
-        return pathlib.Path(model_folder(source, revision))
-    return pathlib.Path(folder)
+    if find_local(source) is None:
+        # If this fails, `model_folder` finds files that were fetched before, and
+        # explains errors.
+        with contextlib.suppress(Exception):
+            wanted = ["config.json", *TOKENIZER_FILES]
+            return pathlib.Path(
+                huggingface_hub.snapshot_download(
+                    source, revision=revision, allow_patterns=wanted
+                )
+            )
+    return model_folder(source, revision)
 
 
 def safetensor_files(folder: pathlib.Path) -> dict[str, TensorFile]:
