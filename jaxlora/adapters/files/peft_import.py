@@ -14,7 +14,7 @@ from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.adapters.files.peft_tables import (
     BaseTables,
     SavedTable,
-    table_values,
+    TableReader,
     take_tables,
 )
 from jaxlora.adapters.targets import pattern_value
@@ -108,7 +108,7 @@ def _import(
         dropout=dropout,
         score=score,
         vera=vera,
-        token_rows=table_values(folder, config, tables, size, base, patterns),
+        token_rows=TableReader(folder, config, tables, size, base, patterns).values(),
         loftq_bits=loftq_bits(path, config),
         chat_template_kwargs={} if record is None else record.chat_template_kwargs,
     )
