@@ -7,12 +7,10 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.errors import AdapterError
-from jaxlora.modules.trained_tensors import tensors_with
 
 PREFIX = "base_model.model."
 
@@ -209,26 +207,10 @@ def test_a_failure_keeps_the_older_folder(make_adapter, export, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_what_vllm_does_not_read_is_told(tmp_path, caplog):
+def test_what_vllm_does_not_read_is_told(make_adapter, export, caplog):
     """peft scales each module by its own rank and alpha; vLLM all alike."""
-    ranks = {"model.layers.0.self_attn.q_proj": 2, "model.layers.0.mlp.up_proj": 4}
-    for alphas, told in (({2: 2.0, 4: 4.0}, False), ({2: 4.0, 4: 4.0}, True)):
-        modules = {
-            name: LoraWeights(
-                tensors={
-                    tensor.name: np.ones(tensor.shape(8, 8, rank), np.float32)
-                    for tensor in tensors_with(lambda setting: False)
-                },
-                rank=rank,
-                lora_alpha=alphas[rank],
-            )
-            for name, rank in ranks.items()
-        }
+    rank = lambda name: 2 if name.endswith("q_proj") else 4
+    for lora_alpha, told in ((rank, False), (8.0, True)):
         caplog.clear()
-        export_peft(
-            Adapter(modules=modules),
-            tmp_path / str(told),
-            base_model="b",
-            linear_names=list(ranks),
-        )
+        export(make_adapter(rank=rank, lora_alpha=lora_alpha), str(told))
         assert ("merge it for vLLM" in caplog.text) == told
