@@ -18,12 +18,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import (
-    TRAINED_BIAS,
-    tensor_of,
-    tensor_settings,
-    unpadded,
-)
+from jaxlora.modules.trained_tensors import tensor_of, tensor_settings, unpadded
 
 NO_ADAPTER = 0  # the slot of the base model, which stays empty
 
@@ -45,12 +40,10 @@ def load_decoder(
     """
     shapes = linear_shapes(model.config)
     adapters = tuple(adapter.as_lora(shapes) for adapter in adapters)
-    base_format = model.base_format
     for adapter in adapters:
         adapter.check_base(model.config)
-        adapter.check_format(None if base_format is None else base_format.name)
     options = DecoderOptions(
-        dtype=model.dtype, base_format=base_format, max_segment_tokens=1
+        dtype=model.dtype, base_format=model.base_format, max_segment_tokens=1
     )
     spec = DecoderSpec(
         config=model.config,
@@ -111,13 +104,11 @@ def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
     places = {path: i for i, path in enumerate(spec.adapted)}
     shape = len(places), len(adapters) + 1
     scaling, dropout = np.zeros((2, *shape), np.float32)
-    rank, trains_bias = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    rank = np.zeros(shape, np.int32)
     for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
         for name, weights in adapter.modules.items():
             place = places[linear_path(name)], slot
             scaling[place], rank[place] = adapter.scaling(weights), weights.rank
-            trains_bias[place] = TRAINED_BIAS.name in weights.tensors
-    assert spec.slots is not None
     token_ids = {
         module: np.full(id_shape.shape, -1, np.int32)
         for module, id_shape in spec.token_id_shapes().items()
@@ -136,7 +127,6 @@ def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
         scaling=jnp.asarray(scaling),
         dropout=jnp.asarray(dropout),
         rank=jnp.asarray(rank),
-        trains_bias=jnp.asarray(trains_bias) if spec.slots.trains_bias else None,
         token_ids=jax.tree.map(jnp.asarray, token_ids),
         trains_whole=jax.tree.map(jnp.asarray, trains_whole),
     )

@@ -181,7 +181,7 @@ class Programs:
         # The linears would cast them anyway, and again for each token.
         cast = rounded(tables, self._spec.options.dtype)
         decoder = self._spec.bind(weights.base, cast, settings=weights.settings)
-        decoder.keep_norms()
+        decoder.keep_constants()
         return decoder
 
     def _prefill(

@@ -15,7 +15,6 @@ import xxhash
 from pydantic import Field
 
 from jaxlora.adapters.files.model_card import CARD_FILE, is_our_card
-from jaxlora.adapters.files.peft_config import KINDS
 from jaxlora.adapters.files.tokenizer_copy import COPIED
 from jaxlora.common.atomic import check_no_file
 from jaxlora.common.json_file import read_json_file, read_regular_file
@@ -180,12 +179,15 @@ def _is_ours(folder: pathlib.Path) -> bool:
         return found is not None and names <= {*found.files, CARD_FILE}
     if not {*_FILES} <= names <= {*_FILES, CARD_FILE}:
         return False
+    # Commands that look at a run do not import JAX, as this does.
+    from jaxlora.adapters.files.peft_config import written_settings
+
     # peft writes more settings than this program does.
     config = read_json_file(folder / CONFIG_FILE)
     if not isinstance(config, dict):
         return False
     keys = config.keys() - {"loftq_config", "trainable_token_indices"}
-    return any(keys == kind.model_fields.keys() for kind in KINDS.values())
+    return keys in written_settings()
 
 
 def check_replaceable(folder: str | os.PathLike, *, overwrite: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 import pathlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, LiteralString
 
 import pydantic
@@ -11,8 +11,11 @@ from pydantic_core import PydanticCustomError
 
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
-from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
+from jaxlora.models.score import SCORE
+from jaxlora.models.whole_tables import WHOLE_MODULES
+from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.modules.variants.table import variants
 
 # Settings of other versions of peft without effect here, or read by other functions.
 _OTHERS = {
@@ -30,8 +33,9 @@ _UNSUPPORTED = (
     "its base with peft."
 )
 # A sequence classifier has one of these, by both of which PEFT names it.
-_SCORES = {"score", "classifier"}
-_WHOLE_MODULES = {"embed_tokens", "lm_head"}
+_SCORES = {SCORE, "classifier"}
+# Formats of bases from whose error LoftQ starts, by the bits that PEFT names.
+LOFTQ_FORMATS = {4: "nf4", 8: "int8"}
 
 
 def _or(text: LiteralString) -> pydantic.WrapValidator:
@@ -49,12 +53,12 @@ def _or(text: LiteralString) -> pydantic.WrapValidator:
 
 
 def _check_modules(names: list[str] | None) -> list[str] | None:
-    if not {n.removeprefix("model.") for n in names or ()} <= _WHOLE_MODULES | _SCORES:
+    modules = {name.removeprefix("model.") for name in names or ()}
+    if not modules <= WHOLE_MODULES.keys() | _SCORES:
         raise ValueError
     return names
 
 
-_Flag = Annotated[bool | None, _or("; wanted true or false.")]
 _Rank = Annotated[int, Field(gt=0, lt=2**63), _or("; wanted a whole number above 0.")]
 # Whole numbers in JSON may be too large for a float.
 _Alpha = Annotated[
@@ -66,14 +70,16 @@ _Dropout = Annotated[
     float | None, Field(ge=0, lt=1), _or("; wanted a number from 0 to below 1.")
 ]
 _WANTED_OBJECT = _or("; wanted an object.")
+_WANTED_FLAG = _or("; wanted true or false.")
 _MISSING: Any = None  # which is refused
 
 
 class PeftConfig(pydantic.BaseModel):
     """Settings of all kinds of adapters, with the values that are written.
 
-    The weights show which modules are adapted, so `target_modules` and other settings
-    of type `Any` are not looked at.
+    A variant of LoRA may have further ones: see `Variant.to_peft`. The weights show
+    which modules are adapted, so `target_modules` and other settings of type `Any` are
+    not looked at.
     """
 
     model_config = pydantic.ConfigDict(
@@ -98,6 +104,7 @@ class PeftConfig(pydantic.BaseModel):
             "adapter into its base with peft."
         ),
     ] = None
+    peft_type: str = "LORA"
     r: _Rank = _MISSING
     revision: Any = None
     target_modules: Any = None
@@ -105,7 +112,7 @@ class PeftConfig(pydantic.BaseModel):
 
 
 class LoraConfig(PeftConfig):
-    """Settings of LoRA and DoRA."""
+    """Settings of LoRA; those of other kinds are read under the same names."""
 
     alpha_pattern: Annotated[dict[str, _Alpha] | None, _WANTED_OBJECT] = {}
     init_lora_weights: Annotated[
@@ -117,37 +124,27 @@ class LoraConfig(PeftConfig):
     ] = True
     lora_alpha: _Alpha = _MISSING
     lora_dropout: _Dropout = 0.0
-    peft_type: Literal["LORA"] = "LORA"
     rank_pattern: Annotated[dict[str, _Rank] | None, _WANTED_OBJECT] = {}
-    use_dora: _Flag = False
-    use_rslora: _Flag = False
+    use_rslora: Annotated[bool | None, _WANTED_FLAG] = False
 
 
-class VeraConfig(PeftConfig):
-    """Settings of VeRA."""
-
-    d_initial: Any = 0.1  # first values of the vectors that are read
-    init_weights: Any = True
-    peft_type: Literal["VERA"] = "VERA"
-    projection_prng_key: Annotated[
-        int, Field(ge=0, lt=2**32), _or("; wanted a whole number from 0 to below 2^32.")
-    ] = _MISSING
-    save_projection: Annotated[bool, _or("; wanted true or false.")] = True
-    vera_dropout: _Dropout = 0.0
+def written_settings() -> list[set[str]]:
+    """Returns the names of the settings that each kind of adapter is written with."""
+    kinds: dict[str, set[str]] = {"LORA": {*LoraConfig.model_fields}}
+    for variant in variants():
+        own = kinds.setdefault(variant.peft_type, {*PeftConfig.model_fields})
+        own |= variant.peft_keys
+        if variant.peft_type == "LORA" and variant.setting is not None:
+            own.add(variant.setting)
+    return list(kinds.values())
 
 
-KINDS: dict[str, type[PeftConfig]] = {"LORA": LoraConfig, "VERA": VeraConfig}
-
-
-def read_config(
-    path: pathlib.Path, patterns: Patterns, tensor_settings: Collection[str]
-) -> dict[str, Any]:
+def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
     """Reads and checks adapter_config.json.
 
     Args:
         path: The file.
         patterns: Checks the patterns in it.
-        tensor_settings: Settings, true or false, that add kinds of trained tensors.
 
     Returns:
         Its settings. Those of VeRA have the names that LoRA has for them, and the
@@ -168,39 +165,38 @@ def read_config(
             f"{path} cannot be read as JSON: {error}. Mend it, or copy it again."
         ) from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise AdapterError(
-            f"{path} has peft_type={shown(kind)}; only 'LORA' and 'VERA' are read."
-        )
+    kinds = {variant.peft_type: variant for variant in reversed(variants())}
+    if not isinstance(config, dict) or kind not in list(kinds):
+        read = " and ".join(map(repr, sorted(kinds)))
+        raise AdapterError(f"{path} has peft_type={shown(kind)}; only {read} are read.")
     try:
-        found = KINDS[kind].model_validate(config)
+        found = LoraConfig.model_validate(kinds[kind].from_peft(path, config))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise AdapterError(
             f"{path} has {first['loc'][-1]}={shown(first['input'])}{first['msg']}"
         ) from None
+    flags = tensor_settings()
+    own = {key for v in variants() if v.peft_type == kind for key in v.peft_keys}
     for key, value in (found.model_extra or {}).items():
         place = f"{path} has {key}={shown(value)}"
-        if key in tensor_settings and not isinstance(value, bool | None):
+        if key in flags and not isinstance(value, bool | None):
             raise AdapterError(f"{place}; wanted true or false.")
-        is_known = key in tensor_settings or key in _OTHERS
+        is_known = key in {*flags, *own, *_OTHERS}
         if not is_known and value not in (None, False, [], {}):
             raise AdapterError(f"{place}{_UNSUPPORTED}")
     values = found.model_dump()
     for key in ("rank_pattern", "alpha_pattern"):
-        for expression in values.get(key) or ():
+        for expression in values[key] or ():
             patterns.check(f"{key} key", expression, is_end=True)
-    if isinstance(found, VeraConfig):
-        names = {"lora_alpha": found.r, "lora_dropout": found.vera_dropout}
-        values |= {"use_vera": True, **names}
-    values["train_bias"] = found.bias == "lora_only"
     copies = {n.removeprefix("model.") for n in found.modules_to_save or ()}
-    values["modules_to_save"] = sorted(copies - _SCORES)
-    return values
+    return values | {"modules_to_save": sorted(copies - _SCORES)}
 
 
-def loftq_bits(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:
-    """Returns the bits of LoftQ; None: the adapter does not start by it.
+def loftq_format(path: pathlib.Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the format of a base from whose error the adapter started by LoftQ.
+
+    None: it did not, so the adapter is relative to the weights as they are.
 
     Raises:
         AdapterError: They are no bits of LoftQ.
@@ -211,4 +207,4 @@ def loftq_bits(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:
         raise AdapterError(
             f"{path} has loftq_config={shown(given)}; wanted loftq_bits 4 or 8."
         )
-    return bits
+    return None if bits is None else LOFTQ_FORMATS[bits]

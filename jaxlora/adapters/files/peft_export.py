@@ -21,15 +21,15 @@ from jaxlora.adapters.files.export_record import (
     write_record,
 )
 from jaxlora.adapters.files.model_card import write_card
-from jaxlora.adapters.files.peft_config import LoraConfig, PeftConfig, VeraConfig
+from jaxlora.adapters.files.peft_config import LoraConfig, PeftConfig
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     TOKEN_ROW_WEIGHTS,
     WHOLE_TABLE,
-    tensor_settings,
 )
+from jaxlora.modules.variants.table import variants
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +89,9 @@ def export_peft(
             tensors[f"{PREFIX}{name}.{tensor.peft_name}"] = np.ascontiguousarray(
                 weights.tensors[tensor.name].T, np.float32
             )
-    if adapter.vera is not None and adapter.vera.is_saved:
-        for matrix, name in ((adapter.vera.a, "vera_A"), (adapter.vera.b, "vera_B")):
-            tensors[f"base_model.{name}"] = np.ascontiguousarray(matrix.T, np.float32)
+    for variant in adapter.variants:
+        for name, array in variant.frozen_to_peft(adapter.vera).items():
+            tensors[name] = np.ascontiguousarray(array, np.float32)
     for module, values in adapter.token_rows.items():
         keys = WHOLE_KEYS if values.is_whole else TOKEN_ROW_KEYS
         tensors[keys[module]] = values.rows.astype(np.float32)
@@ -135,26 +135,21 @@ def _config(
         "target_modules": _target_modules(list(adapter.modules), linear_names),
         "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",
     }
-    if adapter.vera is not None:
-        return VeraConfig(
-            projection_prng_key=adapter.vera.key,
-            r=adapter.vera.rank,
-            save_projection=adapter.vera.is_saved,
-            vera_dropout=adapter.dropout,
-            **common,
-        )
+    own: dict[str, Any] = {}
+    for variant in adapter.variants:
+        own |= variant.to_peft(adapter)
+    if own:
+        return PeftConfig(**common, **own)
     ranks = {name: w.rank for name, w in adapter.modules.items()}
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
-    given: dict[str, Any] = {s: adapter.is_set(s) for s in tensor_settings()}
-    # PEFT has a kind of its own for VeRA, and another word for biases.
-    del given["use_vera"]
-    given["bias"] = "lora_only" if given.pop("train_bias") else "none"
+    given: dict[str, Any] = {
+        variant.setting: adapter.is_set(variant.setting)
+        for variant in variants()
+        if variant.setting is not None and variant.peft_type == "LORA"
+    }
     if adapter.token_indices:
         given["trainable_token_indices"] = adapter.token_indices
-    if (bits := adapter.loftq_bits) is not None:
-        # PEFT ignores it beside another start, and so does not quantize again.
-        given["loftq_config"] = {"loftq_bits": bits, "loftq_iter": 1}
     return LoraConfig(
         alpha_pattern=_pattern(alphas, lora_alpha),
         lora_alpha=_whole(lora_alpha),
