@@ -38,8 +38,8 @@ _SCORES = {SCORE, "classifier"}
 LOFTQ_FORMATS = {4: "nf4", 8: "int8"}
 
 
-def _or(text: LiteralString) -> pydantic.WrapValidator:
-    """Makes the errors of a setting this text, which follows the name and the value."""
+def _refused(text: LiteralString) -> pydantic.WrapValidator:
+    """Replaces the errors of a setting by this text, which follows `name=value`."""
 
     def check(value: Any, validate: Any) -> Any:
         try:
@@ -59,18 +59,20 @@ def _check_modules(names: list[str] | None) -> list[str] | None:
     return names
 
 
-_Rank = Annotated[int, Field(gt=0, lt=2**63), _or("; wanted a whole number above 0.")]
+_Rank = Annotated[
+    int, Field(gt=0, lt=2**63), _refused("; wanted a whole number above 0.")
+]
 # Whole numbers in JSON may be too large for a float.
 _Alpha = Annotated[
     int | float,
     Field(gt=0, le=sys.float_info.max),
-    _or("; wanted a number above 0."),
+    _refused("; wanted a number above 0."),
 ]
 _Dropout = Annotated[
-    float | None, Field(ge=0, lt=1), _or("; wanted a number from 0 to below 1.")
+    float | None, Field(ge=0, lt=1), _refused("; wanted a number from 0 to below 1.")
 ]
-_WANTED_OBJECT = _or("; wanted an object.")
-_WANTED_FLAG = _or("; wanted true or false.")
+_WANTED_OBJECT = _refused("; wanted an object.")
+_WANTED_FLAG = _refused("; wanted true or false.")
 _MISSING: Any = None  # which is refused
 
 
@@ -90,16 +92,18 @@ class PeftConfig(pydantic.BaseModel):
     base_model_name_or_path: Any = None
     bias: Annotated[
         Literal["none", "lora_only"] | None,
-        _or("; only 'none' and 'lora_only' are supported: other biases stay frozen."),
+        _refused(
+            "; only 'none' and 'lora_only' are supported: other biases stay frozen."
+        ),
     ] = "none"
-    fan_in_fan_out: Annotated[Literal[False] | None, _or(_UNSUPPORTED)] = False
+    fan_in_fan_out: Annotated[Literal[False] | None, _refused(_UNSUPPORTED)] = False
     inference_mode: Any = True
     layers_pattern: Any = None
     layers_to_transform: Any = None
     modules_to_save: Annotated[
         list[str] | None,
         AfterValidator(_check_modules),
-        _or(
+        _refused(
             "; only whole copies of embed_tokens and lm_head are read. Merge the "
             "adapter into its base with peft."
         ),
@@ -117,7 +121,7 @@ class LoraConfig(PeftConfig):
     alpha_pattern: Annotated[dict[str, _Alpha] | None, _WANTED_OBJECT] = {}
     init_lora_weights: Annotated[
         bool | Literal["gaussian", "eva", "orthogonal"] | None,
-        _or(
+        _refused(
             ", which also changes the base's weights. Save it with peft's "
             "path_initial_model_for_weight_conversion."
         ),

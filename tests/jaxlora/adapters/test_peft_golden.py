@@ -55,7 +55,10 @@ def test_round_trip_keeps_every_byte(model, folder, tmp_path):
     for key, array in before.items():
         assert array.astype(np.float32).tobytes() == after[key].tobytes()
     again = import_peft(tmp_path / "out", shapes)
-    assert again.dropout == adapter.dropout
+    assert (again.dropout, again.use_rslora) == (adapter.dropout, adapter.use_rslora)
     for name, weights in adapter.modules.items():
         assert again.scaling(again.modules[name]) == adapter.scaling(weights)
         assert again.modules[name].rank == weights.rank
+    export_peft(again, tmp_path / "again", base_model="b", linear_names=list(shapes))
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
