@@ -11,7 +11,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.models.structure import linear_path
 from jaxlora.models.token_rows import ROW_PATHS

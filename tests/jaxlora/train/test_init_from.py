@@ -10,7 +10,7 @@ import yaml
 from jaxlora import LoraJob, export_peft
 from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensors_with
 from jaxlora.modules.variants.vera import VeraMatrices
