@@ -13,7 +13,7 @@ from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.rules import row_tokens
 from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.score import SCORE, SCORE_PATH
 from jaxlora.models.structure import adapted_linear, linear_path
 from jaxlora.models.token_rows import ROW_PATHS

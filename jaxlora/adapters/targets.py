@@ -8,7 +8,7 @@ from jaxlora.adapters.adapter import lora_scaling
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import adapted_linear
 
 Wanted = str | Sequence[str]

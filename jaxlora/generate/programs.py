@@ -448,6 +448,7 @@ def last_logits(
         slots: Slot of each sequence's adapter.
     """
     last = decoder.final_norm(h.reshape(len(slots), -1, h.shape[1])[:, -1])
+    last = decoder.head_input(last)
     head, transposed = decoder.stored_head(before)
     cap, whole = decoder.config.logit_softcap, decoder.whole_heads(slots)
     logits = head_logits(

@@ -17,7 +17,6 @@ import numpy as np
 import jaxlora
 from jaxlora.device_check import check_device
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import find_base_format
 from jaxlora.hf.bounded_threads import Task, run_tasks
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
@@ -25,6 +24,7 @@ from jaxlora.hf.files import hub_revision, model_folder
 from jaxlora.hf.quantized.place import Place, put_linear
 from jaxlora.hf.read_tensor import read_tensor
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import TensorSpec
 from jaxlora.pallas_kernels import device
 from jaxlora.sharding.global_arrays import put_converted

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerBuilder, make_norm
-from jaxlora.models.layer import DecoderLayer, run_whole_layers
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.layer import run_whole_layers
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import gathered_dim, run_sharded_layers
@@ -108,7 +108,7 @@ class Decoder(nnx.Module):
         self.embed_tokens = embedding() if is_first or (is_last and is_tied) else None
         self.layers = nnx.Dict(
             {
-                str(i): DecoderLayer(
+                str(i): config.family.layer(
                     config, LayerBuilder(config, i, options, slots, adapted)
                 )
                 for i in layers
@@ -169,9 +169,9 @@ class Decoder(nnx.Module):
         if self.whole_embedding is not None:
             assert tensor == 1, "whole copies are not divided"
             h = self.whole_embedding.looked_up(h, token_ids, block_adapter)
-        if self.config.family.scales_embedding:
-            # The factor is rounded to the dtype, as in transformers.
-            h *= jnp.asarray(self.config.hidden_size**0.5, h.dtype)
+        if (multiplier := self.config.embedding_multiplier) != 1:
+            # It is rounded to the dtype, as in transformers.
+            h *= jnp.asarray(multiplier, h.dtype)
         return h
 
     def run_layers(
@@ -239,6 +239,14 @@ class Decoder(nnx.Module):
         """Normalized hidden states, as the head takes them; only on the last stage."""
         assert self.norm is not None
         return self.norm(h)
+
+    def head_input(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Hidden states after the final norm, as the head multiplies them.
+
+        In a family that multiplies the logits, it is they that are multiplied.
+        """
+        multiplier = self.config.logit_multiplier
+        return hidden if multiplier == 1 else hidden * multiplier
 
     def _linears(self) -> dict[str, MultiLoraLinear]:
         """All linears, by path, which is the order of `SlotSettings`.

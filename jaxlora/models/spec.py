@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerLinear
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.score import SCORE_PATH

@@ -11,7 +11,7 @@ import typing
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.modules.attention import AttentionImplementation, packed_attention
 from jaxlora.modules.cached_attention import LayerCache, cached_attention
 from jaxlora.modules.length_classes import SegmentLengths

@@ -17,10 +17,9 @@ from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.files.base_name import is_hub_id, stated_base
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.families.table import FAMILIES
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.files import tokenizer_folder
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
 
@@ -33,7 +32,16 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }
-_LINEARS = {linear.name: linear.gguf for linear in FAMILIES["llama"].linears}
+# Names inside a layer of a GGUF file.
+GGUF_LINEARS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 # llama.cpp rotates interleaved pairs of features in these, not halves of a head.
 _INTERLEAVED = {"llama"}
 
@@ -192,7 +200,7 @@ def _alpha(adapter: Adapter, weights: LoraWeights) -> float:
 def gguf_name(module: str) -> str:
     """Returns the name of a linear's weight in GGUF files, `blk.0.attn_q.weight`."""
     layer, _, name = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_LINEARS[name]}.weight"
+    return f"blk.{layer}.{GGUF_LINEARS[name]}.weight"
 
 
 def rows_in_gguf(rows: np.ndarray, module: str, model: ModelConfig) -> np.ndarray:

@@ -14,12 +14,12 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.files.peft_tables import BaseTables
 from jaxlora.adapters.files.tokenizer_copy import merged_tokenizer
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.convert import log_dequantized
 from jaxlora.hf.files import model_folder
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.save import save_checkpoint
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.trained_tensors import TRAINED_BIAS
 from jaxlora.pallas_kernels import FORMATS

@@ -208,11 +208,7 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
 
 
 def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
-    config = dataclasses.replace(
-        spec.config,
-        num_layers=num_layers,
-        layer_windows=spec.config.layer_windows[:num_layers],
-    )
+    config = spec.config.of_layers(range(num_layers))
     options = dataclasses.replace(spec.options, remat=remat)
     adapted = spec.stage(0, num_layers).adapted
     return dataclasses.replace(spec, config=config, options=options, adapted=adapted)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig, Rope
 from jaxlora.models.build import LayerBuilder
-from jaxlora.models.layer import DecoderLayer
+from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import FAMILIES
 from jaxlora.models.structure import linears
 from jaxlora.modules import rows
 from jaxlora.modules.length_classes import SegmentLengths
@@ -33,7 +33,7 @@ stand_in.defvjp(stand_in_forward, lambda kept, dy: (dy, kept[1], kept[2]))
 
 def residuals(model_type: str) -> list[jax.Array]:
     config = ModelConfig(
-        model_type=model_type,
+        family=FAMILIES[model_type].FAMILY,
         vocab_size=50,
         hidden_size=D,
         intermediate_size=F,
@@ -51,7 +51,7 @@ def residuals(model_type: str) -> list[jax.Array]:
     slots = SlotShape(num_slots=3, rank=R)
     adapted = {f"layers.0.{name}" for name in linears(config)}
     make = LayerBuilder(config, 0, options, slots, adapted)
-    layer = DecoderLayer(config, make)
+    layer = config.family.layer(config, make)
     graph, adapters, rest = nnx.split(layer, nnx.LoRAParam, ...)
     packed = rows.PackedRows(
         ropes=rows.layer_ropes(config, jnp.arange(T)),

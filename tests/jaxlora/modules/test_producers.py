@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig, Rope
-from jaxlora.models.build import make_norm
+from jaxlora.models.blocks.mlp import Mlp
+from jaxlora.models.build import LayerBuilder, make_norm
+from jaxlora.models.config import ModelConfig, Rope
+from jaxlora.models.llama import Llama
 from jaxlora.modules import norm, producers
 from jaxlora.modules.length_classes import SegmentLengths
-from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.producers import normed_input
 from jaxlora.modules.routing import Routing
@@ -22,7 +23,7 @@ from tests.pallas_kernels.fused import ON_HOPPER, mosaic_kernels
 T, D, F, RANK = 192, 128, 128, 8
 SLOTS = np.array([1, 0, -1], np.int32)
 CONFIG = ModelConfig(
-    model_type="llama",
+    family=Llama.FAMILY,
     vocab_size=64,
     hidden_size=D,
     intermediate_size=F,
@@ -37,6 +38,17 @@ CONFIG = ModelConfig(
 )
 
 
+class Builder(LayerBuilder):
+    """Makes the linears of a block."""
+
+    def __init__(self, block):
+        self._block = block
+
+    def linear(self, name, in_features, out_features, **layout):
+        del layout
+        return self._block.linear(name, in_features, out_features)
+
+
 class Block(nnx.Module):
     """The second half of a layer, with random adapters in two slots."""
 
@@ -47,10 +59,9 @@ class Block(nnx.Module):
         self.norm = make_norm(
             CONFIG, CONFIG.hidden_size, "norm", dtype=jnp.dtype(jnp.bfloat16)
         )
-        self.mlp = Mlp(CONFIG, self)
+        self.mlp = Mlp(CONFIG, Builder(self))
 
-    def linear(self, name, in_features, out_features, *, use_bias, role):
-        del use_bias, role
+    def linear(self, name, in_features, out_features):
         is_adapted = name.removeprefix("mlp.") in self._adapted
         kernel, projection = None, 4 + ALL.index(name.removeprefix("mlp."))
         if self._weight is not None:

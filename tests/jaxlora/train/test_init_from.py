@@ -11,7 +11,7 @@ from jaxlora import LoraJob, export_peft
 from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensors_with
 from jaxlora.plan.job.chosen_modules import choose_modules

@@ -11,8 +11,8 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.adapters.optimizers.adafactor import adafactor
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import LORA_A, VERA_B, VERA_D
