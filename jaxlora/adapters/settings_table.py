@@ -10,7 +10,7 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageShardin
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_path
-from jaxlora.modules.trained_tensors import TRAINED_BIAS, unpadded
+from jaxlora.modules.trained_tensors import unpadded
 from jaxlora.sharding.global_arrays import put
 
 
@@ -37,7 +37,6 @@ class SettingsTable:
             dropout=np.zeros(shape, np.float32),
             rank=np.zeros(shape, np.int32),
             trained_rank=np.zeros(shape, np.int32) if slots.keeps_start else None,
-            trains_bias=np.zeros(shape, bool) if slots.trains_bias else None,
             vera=jax.tree.map(_host_zeros, spec.vera_shapes()),
             token_ids=jax.tree.map(_host_zeros, spec.token_id_shapes()),
             trains_whole=jax.tree.map(_host_zeros, spec.trains_whole_shapes()),
@@ -70,8 +69,6 @@ class SettingsTable:
             host.rank[place] = weights.rank
             if host.trained_rank is not None:
                 host.trained_rank[place] = adapter.trained_rank(weights)
-            if host.trains_bias is not None:
-                host.trains_bias[place] = TRAINED_BIAS.name in weights.tensors
         self._set_vera(slot, adapter)
         for module, tokens in adapter.token_rows.items():
             if tokens.is_whole:

@@ -131,7 +131,6 @@ NOT_OF_VERA = (
     "rank_pattern",
     "alpha_pattern",
     "trainable_token_indices",
-    "train_bias",
 )
 
 

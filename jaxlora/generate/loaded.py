@@ -109,12 +109,10 @@ def load_decoder(
     """
     shapes = linear_shapes(model.config)
     adapters = tuple(adapter.as_lora(shapes) for adapter in adapters)
-    base_format = model.base_format
     for adapter in adapters:
         adapter.check_base(model.config)
-        adapter.check_format(None if base_format is None else base_format.name)
     options = DecoderOptions(
-        dtype=model.dtype, base_format=base_format, max_segment_tokens=1
+        dtype=model.dtype, base_format=model.base_format, max_segment_tokens=1
     )
     spec = DecoderSpec(
         config=model.config,

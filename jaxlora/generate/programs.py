@@ -162,7 +162,7 @@ class _Stage:
         settings = self._gathered(weights.settings)
         decoder = self.spec.bind(weights.base, cast, settings=settings)
         if self._mesh is None:
-            decoder.keep_norms()
+            decoder.keep_constants()
         return decoder
 
     def run(

@@ -230,10 +230,10 @@ class Decoder(nnx.Module):
         h, _ = self.run_layers(h, positions, segment_ids, routing)
         return self.final_norm(h)
 
-    def keep_norms(self) -> None:
-        """Computes the norms of DoRA once, for weights and slots that stay."""
+    def keep_constants(self) -> None:
+        """Computes once what does not change while weights and slots stay."""
         for linear in self._linears().values():
-            linear.keep_norms(self.options.dtype)
+            linear.keep_constants(self.options.dtype)
 
     def final_norm(self, h: Float[Array, "U D"]) -> Float[Array, "U D"]:
         """Normalized hidden states, as the head takes them; only on the last stage."""

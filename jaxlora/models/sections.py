@@ -245,7 +245,6 @@ def own_settings(
         dropout=rows(settings.dropout),
         rank=rows(settings.rank),
         trained_rank=rows(settings.trained_rank),
-        trains_bias=rows(settings.trains_bias),
         vera=settings.vera if spec.adapted else None,
         token_ids={name: settings.token_ids[name] for name in spec.token_id_shapes()},
         trains_whole={

@@ -29,7 +29,6 @@ class SlotSettings:
         rank: Rank of the slot's adapter there; 0 where it does not adapt.
         trained_rank: Ranks that are trained; the others are fixed. None: all are, as
             no slot keeps its first weights.
-        trains_bias: Whether the slot trains the linear's bias; None: no slot does.
         vera: Matrices of VeRA, which all linears share; None: no slot has VeRA.
         token_ids: Tokens whose rows a slot trains, by name of the module in which
             these are frozen (`embed_tokens`, `lm_head`); -1: none. A module is absent
@@ -42,7 +41,6 @@ class SlotSettings:
     dropout: Float[Array | np.ndarray, "M G"]
     rank: Int[Array | np.ndarray, "M G"]
     trained_rank: Int[Array | np.ndarray, "M G"] | None = None
-    trains_bias: Bool[Array | np.ndarray, "M G"] | None = None
     vera: VeraTables | None = None
     token_ids: dict[str, Int[Array | np.ndarray, "1 G E"]] = dataclasses.field(
         default_factory=dict

@@ -345,9 +345,10 @@ class DecoderSpec:
 
     def vera_shapes(self) -> VeraTables | None:
         """Shapes of the matrices of VeRA; None: no slot has VeRA, or nothing adapts."""
-        if self.slots is None or not self.slots.has_vera or not self.adapted:
+        slots = self.slots
+        if slots is None or "use_vera" not in slots.settings or not self.adapted:
             return None
-        g, rank = self.slots.num_slots, self.slots.rank
+        g, rank = slots.num_slots, slots.rank
         linears = [self.linear(path) for path in self.adapted]
         k = max(linear.in_features for linear in linears)
         n = max(linear.out_features for linear in linears)

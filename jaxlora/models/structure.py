@@ -98,12 +98,6 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def adapted_linear(config: ModelConfig, module_name: str) -> LayerLinear:
-    """Returns a linear by Hugging Face's name of its module."""
-    _, layer, name = linear_path(module_name).split(".", 2)
-    return linears(config, int(layer))[name]
-
-
 def linear_path(module_name: str) -> str:
     """Returns our path of a linear, `layers.0.mlp.up_proj`, from its module name."""
     return module_name.removeprefix(_PREFIX)

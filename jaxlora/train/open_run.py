@@ -25,7 +25,7 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.hf.load import FrozenModel, Place, load_model, unquantized_reader
+from jaxlora.hf.load import FrozenModel, Place, load_model
 from jaxlora.models.base_format import kernel_of
 from jaxlora.models.forward import Base
 from jaxlora.models.structure import linear_path
@@ -158,11 +158,6 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     paths = {name: linear_path(name) for name in prepared.modules}
     params, base_format = model.params, model.base_format
     given = prepared.settings, prepared.modules
-    biases = {
-        name: params[bias]
-        for name, path in paths.items()
-        if (bias := f"{path}.bias") in params
-    }
 
     def kernels() -> dict[str, Any]:
         return {
@@ -176,17 +171,14 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
             score = fresh_score(prepared.settings, model.config.hidden_size)
         return dataclasses.replace(adapter, score=score, token_rows=rows)
 
-    token_ids, stored = prepared.trained_rows(model.config.vocab_size), None
-    if prepared.settings.loftq_bits is not None:
-        stored = unquantized_reader(model)
+    token_ids = prepared.trained_rows(model.config.vocab_size)
 
     def draw() -> Adapter:
         rows = fresh_rows(token_ids, params)
-        made = fresh_adapter(*given, kernels(), model.dtype, biases, stored)
-        return whole(made, rows)
+        return whole(fresh_adapter(*given, kernels(), model.dtype), rows)
 
     rows = blank_rows(token_ids, model.config.hidden_size)
-    blank = blank_adapter(*given, kernels(), biases)
+    blank = blank_adapter(*given, kernels())
     return JobState(prepared, whole(blank, rows), draw)
 
 

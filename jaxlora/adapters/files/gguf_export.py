@@ -102,12 +102,6 @@ def _check_plain(adapter: Adapter, folder: pathlib.Path) -> None:
         more.append("trainable_token_indices")
     if adapter.modules_to_save:
         more.append("modules_to_save")
-    if adapter.base_format is not None:
-        raise AdapterError(
-            f"{folder} is relative to a base in {adapter.base_format} (LoftQ), which "
-            "llama.cpp does not have. Merge it into its base (jaxlora merge), and "
-            "convert the merged model."
-        )
     if more:
         raise AdapterError(
             f"{folder} has {more[0]}, and llama.cpp's adapters hold A and B only. "

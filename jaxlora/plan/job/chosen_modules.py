@@ -11,7 +11,6 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.fresh import fresh_score
 from jaxlora.adapters.targets import (
     ModuleLora,
-    check_biases,
     check_ranks,
     resolve_targets,
 )
@@ -62,7 +61,6 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     if job.init_from is None:
         modules = resolve_targets(job, tuple(shapes))
         check_ranks(job, modules, shapes)
-        check_biases(job, modules, model)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
         reference = _read_reference(job, model, None)

@@ -77,7 +77,6 @@ def settings_shapes(spec: DecoderSpec) -> SlotSettings:
     shape = len(spec.adapted), spec.slots.num_slots
     each: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     rank: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
-    is_set: Any = jax.ShapeDtypeStruct(shape, jnp.bool_)
     ids: Any = spec.token_id_shapes()
     is_whole: Any = spec.trains_whole_shapes()
     return SlotSettings(
@@ -85,7 +84,6 @@ def settings_shapes(spec: DecoderSpec) -> SlotSettings:
         dropout=each,
         rank=rank,
         trained_rank=rank if spec.slots.keeps_start else None,
-        trains_bias=is_set if spec.slots.trains_bias else None,
         vera=spec.vera_shapes(),
         token_ids=ids,
         trains_whole=is_whole,

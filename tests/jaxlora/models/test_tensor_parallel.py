@@ -42,7 +42,7 @@ ROUNDING = 5e-6
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 EACH_KIND = ("q", "o", "up", "down")  # divided by outputs and by inputs
 DORA = {"settings": ("use_dora",), "dora_dropout": True}
-BIASES_AND_VERA = {"settings": ("use_vera", "train_bias")}
+VERA = {"settings": ("use_vera",)}
 ROWS = {"num_token_rows": 3, "num_head_rows": 2}
 
 
@@ -124,7 +124,6 @@ def settings(spec: DecoderSpec) -> SlotSettings:
     if vera is not None:
         a, b = (rng.normal(size=x.shape).astype(x.dtype) for x in (vera.a, vera.b))
         vera = VeraTables(a=a, b=b, is_used=np.array([[True, False, True]]))
-    is_trained = np.broadcast_to([True, True, False], shape)
     ids = {}
     for module, like in spec.token_id_shapes().items():
         own = [*batch().token_ids[4:6], *batch().token_ids[20:22]]
@@ -133,7 +132,6 @@ def settings(spec: DecoderSpec) -> SlotSettings:
         ids[module][0, :2] = np.reshape(own, (2, -1))
     return SlotSettings(
         vera=vera,
-        trains_bias=is_trained.copy() if slots.trains_bias else None,
         token_ids=ids,
         # Each linear and slot has one of its own.
         scaling=np.linspace(1, 2, shape[0] * SLOTS, dtype=np.float32).reshape(shape),
@@ -183,7 +181,7 @@ SPECS = {
     "vera": {
         "layers": 1,
         "adapted": EACH_KIND,
-        "shape": tuple((BIASES_AND_VERA | ROWS).items()),
+        "shape": tuple((VERA | ROWS).items()),
     },
     "dora": {"layers": 1, "adapted": EACH_KIND, "shape": tuple(DORA.items())},
     "int8": {

@@ -173,7 +173,7 @@ def test_the_results_are_the_same(adapted, weight, used, monkeypatch):
         np.testing.assert_allclose(one, other, rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("setting", ["use_dora", "use_vera", "train_bias"])
+@pytest.mark.parametrize("setting", ["use_dora", "use_vera"])
 def test_not_with_other_adapters(setting, monkeypatch):
     found, block = calls(monkeypatch), Block(ALL, settings=(setting,))
     h = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
