@@ -15,7 +15,7 @@ from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.modules.attention import AttentionImplementation, packed_attention
 from jaxlora.modules.cached_attention import LayerCache, cached_attention
 from jaxlora.modules.length_classes import SegmentLengths
-from jaxlora.modules.rope import RopeTable, rope_frequencies, rope_table
+from jaxlora.modules.rope import RopeTable, rope_table
 from jaxlora.modules.routing import Routing
 from jaxlora.modules.scoring import Scoring
 
@@ -41,7 +41,7 @@ def layer_ropes(config: ModelConfig, positions: Int[Array, " T"]) -> LayerRopes:
     """
 
     def table(rope: Rope) -> RopeTable:
-        return rope_table(positions, rope_frequencies(rope, config.head_dim))
+        return rope_table(positions, rope, config.head_dim)
 
     local = None if config.local_rope is None else table(config.local_rope)
     return LayerRopes(table(config.rope), local)
