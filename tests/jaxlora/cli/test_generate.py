@@ -8,7 +8,7 @@ from jaxlora import Generation, Prompt
 from jaxlora.cli import generate
 from jaxlora.cli.main import main
 from jaxlora.errors import ConfigError
-from jaxlora.generate.adapter_names import named_folders
+from jaxlora.generate.adapters import named_folders
 from jaxlora.generate.prompt_file import read_prompts
 from jaxlora.generate.write import describe
 
