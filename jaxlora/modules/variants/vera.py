@@ -110,7 +110,15 @@ class Vera(Variant):
     makes_matrices = True
     load_keywords = frozenset({"vera"})
     peft_type = "VERA"
-    peft_keys = frozenset({"d_initial", "projection_prng_key", "save_projection"})
+    peft_keys = frozenset(
+        {
+            "d_initial",
+            "init_weights",
+            "projection_prng_key",
+            "save_projection",
+            "vera_dropout",
+        }
+    )
     peft_tensors = ("base_model.vera_A", "base_model.vera_B")
 
     # ---- in a run --------------------------------------------------------------------
