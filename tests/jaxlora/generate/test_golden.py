@@ -6,8 +6,8 @@ import safetensors.numpy
 
 from jaxlora import load_model
 from jaxlora.config.generation_settings import GenerationSettings
-from jaxlora.generate.adapter_slots import load_decoder
 from jaxlora.generate.batch import Batch, Request
+from jaxlora.generate.loaded import load_decoder
 from tests import tiny
 from tests.jaxlora.models.test_logits import CASES, MODELS, packed_logits
 from tests.oracle import relative_error
