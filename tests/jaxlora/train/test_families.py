@@ -18,7 +18,7 @@ MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
 FAMILIES = ("gemma2", "smollm3", "granite", "olmo3", "phi4_mini", "qwen3_moe")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def folder(request, tmp_path_factory) -> pathlib.Path:
     golden = json.loads((MODELS / request.param / "config.json").read_text())
     config = golden | {"vocab_size": tiny.CONFIG["vocab_size"]}
@@ -43,6 +43,7 @@ def model(folder) -> FrozenModel:
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
 def test_alone_equals_together(train, jobs):
     pair = [job.model_copy(update={"target_modules": "all-linear"}) for job in jobs[:2]]
     together = train(pair)
@@ -54,6 +55,7 @@ def test_alone_equals_together(train, jobs):
 
 @pytest.mark.grid
 @pytest.mark.needs_devices(4)
+@pytest.mark.parametrize("folder", ["smollm3", "qwen3_moe"], indirect=True)
 def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, folder):
     pair = [
         job.model_copy(update={"target_modules": "all-linear"})
