@@ -16,8 +16,8 @@ from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
+from jaxlora.models.decoder import EMBEDDING
 from jaxlora.models.registry import model_config
-from jaxlora.models.sharded import EMBEDDING
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
