@@ -26,7 +26,6 @@ from jaxlora.config import LoraJob
 from jaxlora.errors import AdapterError
 from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.modules.variants.variant import (
-    AdaptedLinear,
     Pair,
     Tensors,
     TrainedTensor,
@@ -141,7 +140,7 @@ class Vera(Variant):
             return {"has_vera": False}
         return {"has_vera": True, "vera_a": matrices[0], "vera_b": matrices[1]}
 
-    def matrices(self, linear: AdaptedLinear, made: Pair | None) -> Pair:
+    def matrices(self, linear: Any, made: Pair | None) -> Pair:
         """The matrices of LoRA that are equal to VeRA, in the slots that have it.
 
         Which rows and columns of the shared matrices a device takes depends on the
