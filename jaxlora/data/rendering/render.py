@@ -183,7 +183,7 @@ class Renderer:
             chat = read(completion, name)
         else:
             before = read(prompt, self._prompt_name)
-            # A prompt that is no field of its own is the begin of the completion's.
+            # A prompt that is no field of its own is the start of the completion's.
             is_apart = len(self._reading.fields) > len(self._names)
             chat = join_prompt(
                 before,

@@ -9,17 +9,7 @@ import pytest
 
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
-from tests.jaxlora.data.chat_templates import TALK
-
-
-def talk(*messages):
-    return {"messages": list(messages)}
-
-
-def text_of(run, tokenizer, record, **options):
-    (sample,) = run([record], tokenizer, data=options).samples
-    return tokenizer.decode(sample.token_ids)
-
+from tests.jaxlora.data.chat_templates import TALK, talk, text_of
 
 # The ways in which templates print the arguments of a call. DeepSeek's have the first,
 # Llama's and Qwen2.5's `tojson`, Qwen3's `either`, and Gemma's `items`.

@@ -7,7 +7,7 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError, ModelError
 from tests.jaxlora.data import chat_templates
-from tests.jaxlora.data.chat_templates import SYSTEM, TALK
+from tests.jaxlora.data.chat_templates import SYSTEM, TALK, talk, text_of
 
 PAIR = {"prompt": "How are you? ", "completion": "Fine."}
 ALPACA = {"instruction": "Add {a}.", "input": "1 + 1", "output": "2"}
@@ -31,10 +31,6 @@ def test_contradictory_options(run, record, options, match):
 
 
 # --- Bad records -------------------------------------------------------------
-
-
-def talk(*messages):
-    return {"messages": list(messages)}
 
 
 @pytest.mark.parametrize(
@@ -225,11 +221,6 @@ def test_all_records_dropped(run):
 # --- Tools, weights, parts -----------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"a": None}}}]
-
-
-def text_of(run, tokenizer, record, **options):
-    (sample,) = run([record], tokenizer, data=options).samples
-    return tokenizer.decode(sample.token_ids)
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])

@@ -3,7 +3,6 @@
 The templates are short. They leave out what those of the families do that they name.
 """
 
-import datetime
 import importlib.util
 import pathlib
 import re
@@ -12,9 +11,9 @@ import pytest
 
 from jaxlora.data.formats.example import Rendered
 from jaxlora.data.records.messages import read_messages, without_earlier_answers
-from jaxlora.data.templates.chat import ModelChat
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.chat_templates import model_chat
 
 LOOP = "{% for m in messages %}"
 ASKED = "{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
@@ -120,12 +119,6 @@ TALKS = {
 }
 MARK = re.compile(r"[A-Z]+[12]")
 KEYS = ("reasoning_content", "thinking")
-
-
-def model_chat(template):
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    now = datetime.datetime(2024, 7, 26)
-    return ModelChat(template, special, source="model", now=now)
 
 
 def conversation(talk, loss_on="completion"):
