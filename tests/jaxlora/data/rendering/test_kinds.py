@@ -231,11 +231,7 @@ def test_bad_conversational_prompts(run, records, options, match):
         ({"talk": 1, "text": 1}, {"messages": "talk"}, "messages (talk)"),
         ({"conversations": []}, {}, "messages (conversations)"),
         ({"conversations": []}, {"kind": "messages"}, "messages (conversations)"),
-        (
-            {"conversations": [], "talk": []},
-            {"messages": "talk"},
-            "messages (talk)",
-        ),
+        ({"conversations": [], "talk": []}, {"messages": "talk"}, "messages (talk)"),
         (
             ALPACA,
             {"prompt": "{{ instruction }}", "completion": "output"},

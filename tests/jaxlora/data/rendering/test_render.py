@@ -36,16 +36,8 @@ def test_contradictory_options(run, record, options, match):
 @pytest.mark.parametrize(
     ("good", "bad", "match"),
     [
-        (
-            PAIR,
-            {"prompt": "x"},
-            r"field 'completion' is missing \(fields found: prompt",
-        ),
-        (
-            PAIR,
-            {"prompt": 3, "completion": "x"},
-            "field 'prompt' is 3, of type int, no",
-        ),
+        (PAIR, {"prompt": "x"}, r"field 'completion' is missing \(fields found: promp"),
+        (PAIR, {"prompt": 3, "completion": "x"}, "field 'prompt' is 3, of type int, n"),
         (PAIR, {"prompt": None, "completion": "x"}, "field 'prompt' is None, of type"),
         (PAIR, {"prompt": "x", "completion": ""}, "completion 'completion' is empty"),
         (PAIR, {"prompt": "\ud800", "completion": "x"}, "half of a surrogate pair at"),
@@ -65,11 +57,7 @@ def test_contradictory_options(run, record, options, match):
         (ALPACA, ALPACA | {"input": 3}, "field 'input' is 3, of type int"),
         (ALPACA, ALPACA | {"output": ""}, "completion 'output' is empty"),
         (MESSAGES, {"prompt": "", "completion": ""}, "'prompt' is '', not a list of m"),
-        (
-            MESSAGES,
-            MESSAGES | {"completion": TALK[:1]},
-            "no message .*'assistant', .* us",
-        ),
+        (MESSAGES, MESSAGES | {"completion": TALK[:1]}, "no message .*'assistant'"),
         (
             talk(*TALK),
             talk({"role": "user", "content": [{"type": "image_url"}]}, TALK[1]),

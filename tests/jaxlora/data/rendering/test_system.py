@@ -181,11 +181,7 @@ def test_fields_and_texts_of_any_language_are_told_apart(texts):
             {"system": "{{ b }}"},
             "'b' is undefined",
         ),
-        (
-            {"text": "a"},
-            {"system": "Be kind."},
-            "is for chats, and the records .* text",
-        ),
+        ({"text": "a"}, {"system": "Be kind."}, "is for chats, and the records .* tex"),
         (
             {"prompt": "a", "completion": "b"},
             {"system": "a b"},

@@ -82,11 +82,7 @@ def answers(template, messages) -> list[str]:
         ("R1", TALK, ["Hello!</s>", "Fine.\n</s>"]),
         ("MERGING", IN_A_ROW, ["Hello!", f"\nMore.{END}"]),
         ("SEPARATED", TALK, ["Hello!<|end|>", "Fine.\n<|end|>"]),
-        (
-            "SEPARATED",
-            MUTED,
-            ["<think>\nwell\n</think>\n\nFine.<|end|>"],
-        ),
+        ("SEPARATED", MUTED, ["<think>\nwell\n</think>\n\nFine.<|end|>"]),
         ("QWEN3", TALK, [f"Hello!{END}", f"Fine.\n{END}"]),
         ("QWEN3", IN_A_ROW, [f"Hello!{END}", f"More.{END}"]),
         ("QWEN3", ASSISTANT_FIRST, [f"Hello!{END}", f"Fine.{END}"]),
