@@ -145,7 +145,7 @@ def _read(
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
     record = read_record(folder)
     use_rslora = bool(config.get("use_rslora"))
-    size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
+    size, _ = next(iter(linear_shapes.values()))  # the first reads the hidden states
     shapes = [linear_shapes[name] for name in ordered]
     frozen = (
         variant.frozen_from_peft(folder, config, matrices, shapes)
