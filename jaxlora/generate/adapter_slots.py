@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.settings_table import SettingsTable
+from jaxlora.adapters.slot_state import padded_rows
 from jaxlora.generate.batch import LoadedDecoder
 from jaxlora.generate.programs import Tables
 from jaxlora.hf.load import FrozenModel, OpenedModel
@@ -16,13 +18,10 @@ from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import (
-    TRAINED_BIAS,
     tensor_of,
     tensor_settings,
-    unpadded,
 )
 
 NO_ADAPTER = 0  # the slot of the base model, which stays empty
@@ -93,50 +92,19 @@ def _most_rows(adapters: tuple[Adapter, ...], module: str) -> int:
 
 
 def _tables(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> Tables:
-    arrays = {
-        name: np.zeros(
-            shape.shape,
-            spec.options.dtype if tensor_of(name).is_matrix else shape.dtype,
-        )
-        for name, shape in spec.adapter_shapes().items()
-    }
-    tables = to_paths(spec.stacks, arrays, axis=1)  # views
-    for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
-        for path, tensor in adapter.by_path().items():
-            tables[path][slot][unpadded(tensor.shape)] = tensor
-    return {name: jnp.asarray(array) for name, array in arrays.items()}
+    """Stacks the trained tensors of the slots, of which the first has none."""
+
+    def shape(name: str, table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = spec.options.dtype if tensor_of(name).is_matrix else table.dtype
+        return jax.ShapeDtypeStruct(table.shape, dtype)
+
+    shapes = {name: shape(name, table) for name, table in spec.adapter_shapes().items()}
+    slots = [{}, *(adapter.by_path() for adapter in adapters)]
+    rows = [padded_rows(spec.stacks, shapes, tensors) for tensors in slots]
+    return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *rows)
 
 
 def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
-    places = {path: i for i, path in enumerate(spec.adapted)}
-    shape = len(places), len(adapters) + 1
-    scaling, dropout = np.zeros((2, *shape), np.float32)
-    rank, trains_bias = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
-        for name, weights in adapter.modules.items():
-            place = places[linear_path(name)], slot
-            scaling[place], rank[place] = adapter.scaling(weights), weights.rank
-            trains_bias[place] = TRAINED_BIAS.name in weights.tensors
-    assert spec.slots is not None
-    token_ids = {
-        module: np.full(id_shape.shape, -1, np.int32)
-        for module, id_shape in spec.token_id_shapes().items()
-    }
-    trains_whole = {
-        module: np.zeros(set_shape.shape, np.bool_)
-        for module, set_shape in spec.trains_whole_shapes().items()
-    }
-    for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
-        for module, rows in adapter.token_rows.items():
-            if rows.is_whole:
-                trains_whole[module][0, slot] = True
-            else:
-                token_ids[module][0, slot, : len(rows.ids)] = rows.ids
-    return SlotSettings(
-        scaling=jnp.asarray(scaling),
-        dropout=jnp.asarray(dropout),
-        rank=jnp.asarray(rank),
-        trains_bias=jnp.asarray(trains_bias) if spec.slots.trains_bias else None,
-        token_ids=jax.tree.map(jnp.asarray, token_ids),
-        trains_whole=jax.tree.map(jnp.asarray, trains_whole),
-    )
+    table = SettingsTable(spec)
+    table.set(dict(enumerate(adapters, NO_ADAPTER + 1)))
+    return table.settings

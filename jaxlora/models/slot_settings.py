@@ -1,76 +1,231 @@
-"""The settings of slots in the linears of a decoder, as arrays."""
+"""The table of the settings of slots, which programs take as arrays.
 
+There is one array per setting, of all slots in all adapted linears, because hundreds of
+small arrays would cost host time in each step. Shapes, uploads, sections of layers,
+generation and the Flax modules loop over this table, so a new setting is one more entry
+and its use in a module.
+"""
+
+import collections
 import dataclasses
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
 
 from jaxlora.models.token_rows import ROW_MODULES
 from jaxlora.models.whole_tables import WHOLE_MODULES
-from jaxlora.modules.vera import VeraTables
+from jaxlora.modules.trained_tensors import TRAINED_BIAS
+
+# The arrays by key, in the order of the table. That of a setting of linears is M G ...,
+# where M are the linears in the order of `DecoderSpec.adapted`; another is 1 G ...
+SlotSettings = collections.OrderedDict[str, Any]
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are not arrays
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotSettings:
-    """Settings of the slots in every adapted linear, in the order of `adapted`.
-
-    There is one array per setting, because hundreds of small arrays would cost host
-    time in each step.
+class SlotSetting:
+    """One setting of slots.
 
     Attributes:
-        scaling: `lora_alpha / rank`.
-        dropout: Dropout rate.
-        rank: Rank of the slot's adapter there; 0 where it does not adapt.
-        trained_rank: Ranks that are trained; the others are fixed. None: all are, as
-            no slot keeps its first weights.
-        trains_bias: Whether the slot trains the linear's bias; None: no slot does.
-        vera: Matrices of VeRA, which all linears share; None: no slot has VeRA.
-        token_ids: Tokens whose rows a slot trains, by name of the module in which
-            these are frozen (`embed_tokens`, `lm_head`); -1: none. A module is absent
-            if no slot trains rows of it on this stage.
-        trains_whole: Whether a slot trains a whole copy of a module, by its name, which
-            is absent if no slot does on this stage.
+        name: Name of the `SlotVariable` that a module has for it.
+        dtype: Dtype of its array.
+        value: Returns its value for an `Adapter`, and for that one's `LoraWeights` in a
+            linear if each linear has a value of its own. Of an array, what the adapter
+            lacks is `fill`. None: the adapter has no value.
+        sizes: Returns the shape of a slot's value in a `DecoderSpec`; None: there is
+            none, as no slot of the run needs it.
+        fill: The value with which a slot gives the base.
+        module: Path of the module outside the linears that has it; None: linears do.
+        is_shared: Whether all linears have the same large array. It has no effect where
+            the rank is 0, so settings of the base share it, too.
     """
 
-    scaling: Float[Array | np.ndarray, "M G"]
-    dropout: Float[Array | np.ndarray, "M G"]
-    rank: Int[Array | np.ndarray, "M G"]
-    trained_rank: Int[Array | np.ndarray, "M G"] | None = None
-    trains_bias: Bool[Array | np.ndarray, "M G"] | None = None
-    vera: VeraTables | None = None
-    token_ids: dict[str, Int[Array | np.ndarray, "1 G E"]] = dataclasses.field(
-        default_factory=dict
-    )
-    trains_whole: dict[str, Bool[Array | np.ndarray, "1 G"]] = dataclasses.field(
-        default_factory=dict
+    name: str
+    dtype: DTypeLike
+    value: Callable[..., Any]
+    sizes: Callable[[Any], tuple[int, ...] | None] = lambda spec: ()
+    fill: int = 0
+    module: str | None = None
+    is_shared: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name in `SlotSettings`."""
+        return self.name if self.module is None else f"{self.module}.{self.name}"
+
+    @property
+    def is_of_linears(self) -> bool:
+        """Whether each linear has a value of its own."""
+        return self.module is None and not self.is_shared
+
+
+def _vera(
+    name: str,
+    dtype: DTypeLike,
+    value: Callable[[Any], Any],
+    sizes: Callable[[int, int, int], tuple[int, ...]],
+) -> SlotSetting:
+    """A part of VeRA's matrices, by the most features K and N of a linear and R."""
+
+    def of_spec(spec: Any) -> tuple[int, ...] | None:
+        if not spec.slots.has_vera or not spec.adapted:
+            return None
+        linears = [spec.linear(path) for path in spec.adapted]
+        k = max(linear.in_features for linear in linears)
+        n = max(linear.out_features for linear in linears)
+        return sizes(k, n, spec.slots.rank)
+
+    return SlotSetting(
+        name=name, dtype=dtype, value=value, sizes=of_spec, is_shared=True
     )
 
-    def by_path(self, adapted: Sequence[str]) -> dict[str, Any]:
-        """Returns the variable of each setting of each adapted linear.
 
-        Args:
-            adapted: Paths of the linears.
-        """
-        found = {
-            f"{path}.{field.name}": values[i]
-            for i, path in enumerate(adapted)
-            for field in dataclasses.fields(self)
-            if field.name not in ("vera", "token_ids", "trains_whole")
-            and (values := getattr(self, field.name)) is not None
-        }
-        for module, ids in self.token_ids.items():
-            found[f"{ROW_MODULES[module]}.ids"] = ids[0]
-        for module, is_trained in self.trains_whole.items():
-            found[f"{WHOLE_MODULES[module]}.is_trained"] = is_trained[0]
-        if (vera := self.vera) is not None:
-            # Slices of them would be kept for the backward pass.
-            shared = {"vera_a": vera.a, "vera_b": vera.b, "has_vera": vera.is_used}
-            for name, tables in shared.items():
-                found |= {f"{path}.{name}": tables[0] for path in adapted}
+def _is_here(spec: Any, module: str) -> bool:
+    return spec.has_embedding if module == "embed_tokens" else spec.has_head
+
+
+def _token_ids(module: str) -> SlotSetting:
+    """The tokens whose rows of a frozen module a slot trains."""
+
+    def sizes(spec: Any) -> tuple[int, ...] | None:
+        slots = spec.slots
+        of_head = module == "lm_head"
+        size = slots.num_head_rows if of_head else slots.num_token_rows
+        return (size,) if size and _is_here(spec, module) else None
+
+    def value(adapter: Any) -> Any:
+        rows = adapter.token_rows.get(module)
+        return None if rows is None or rows.is_whole else np.asarray(rows.ids)
+
+    return SlotSetting(
+        name="ids",
+        dtype=np.int32,
+        value=value,
+        sizes=sizes,
+        fill=-1,
+        module=ROW_MODULES[module],
+    )
+
+
+def _trains_whole(module: str) -> SlotSetting:
+    """Whether a slot trains a whole copy of a frozen module."""
+
+    def sizes(spec: Any) -> tuple[int, ...] | None:
+        is_trained = module in spec.slots.whole_modules and _is_here(spec, module)
+        return () if is_trained else None
+
+    return SlotSetting(
+        name="is_trained",
+        dtype=np.bool_,
+        value=lambda adapter: module in adapter.modules_to_save,
+        sizes=sizes,
+        module=WHOLE_MODULES[module],
+    )
+
+
+# Programs take the arrays in this order, so new entries go to the end.
+SETTINGS: tuple[SlotSetting, ...] = (
+    SlotSetting(
+        name="scaling",
+        dtype=np.float32,
+        value=lambda adapter, weights: adapter.scaling(weights),
+    ),
+    SlotSetting(
+        name="dropout",
+        dtype=np.float32,
+        value=lambda adapter, weights: adapter.dropout,
+    ),
+    # It is 0 in linears that the slot does not adapt.
+    SlotSetting(
+        name="rank", dtype=np.int32, value=lambda adapter, weights: weights.rank
+    ),
+    # The ranks after it are fixed.
+    SlotSetting(
+        name="trained_rank",
+        dtype=np.int32,
+        value=lambda adapter, weights: adapter.trained_rank(weights),
+        sizes=lambda spec: () if spec.slots.keeps_start else None,
+    ),
+    SlotSetting(
+        name="trains_bias",
+        dtype=np.bool_,
+        value=lambda adapter, weights: TRAINED_BIAS.name in weights.tensors,
+        sizes=lambda spec: () if spec.slots.trains_bias else None,
+    ),
+    # Each linear takes the first features of the frozen matrices.
+    _vera("vera_a", np.float32, lambda x: x.vera and x.vera.a, lambda k, n, r: (k, r)),
+    _vera("vera_b", np.float32, lambda x: x.vera and x.vera.b, lambda k, n, r: (r, n)),
+    _vera("has_vera", np.bool_, lambda x: x.vera is not None, lambda k, n, r: ()),
+    *map(_token_ids, ROW_MODULES),
+    *map(_trains_whole, WHOLE_MODULES),
+)
+
+
+def settings_in(keys: Iterable[str]) -> list[SlotSetting]:
+    """Returns the entries of some settings, in the order of the table."""
+    keys = set(keys)
+    return [setting for setting in SETTINGS if setting.key in keys]
+
+
+def shapes_of_settings(spec: Any) -> SlotSettings:
+    """Returns shapes of the settings that a decoder, or one stage of it, reads.
+
+    Args:
+        spec: The `DecoderSpec`.
+    """
+    found = SlotSettings()
+    if spec.slots is None:
         return found
+    for setting in SETTINGS:
+        if (sizes := setting.sizes(spec)) is not None:
+            first = len(spec.adapted) if setting.is_of_linears else 1
+            shape = first, spec.slots.num_slots, *sizes
+            found[setting.key] = jax.ShapeDtypeStruct(shape, setting.dtype)
+    return found
+
+
+def settings_of_base(
+    like: Mapping[str, Any], given: Mapping[str, Any] | None = None
+) -> SlotSettings:
+    """Returns settings with which every slot gives the base, as arrays of the host.
+
+    Args:
+        like: Settings of these shapes.
+        given: Settings from which those are taken that are shared; None: all are made.
+    """
+    found, given = SlotSettings(), given or {}
+    for s in settings_in(like):
+        is_taken = s.is_shared and s.key in given
+        made = given[s.key] if is_taken else np.full(like[s.key].shape, s.fill, s.dtype)
+        found[s.key] = made
+    return found
+
+
+def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of some settings that all linears share, which are large."""
+    return {s.key: settings[s.key] for s in settings_in(settings) if s.is_shared}
+
+
+def settings_by_path(settings: SlotSettings, adapted: Sequence[str]) -> dict[str, Any]:
+    """Returns the variable of each setting of each module, by its path.
+
+    Args:
+        settings: The settings.
+        adapted: Paths of the adapted linears.
+    """
+    entries = settings_in(settings)
+    of_linears = [setting for setting in entries if setting.is_of_linears]
+    found = {
+        f"{path}.{setting.name}": settings[setting.key][i]
+        for i, path in enumerate(adapted)
+        for setting in of_linears
+    }
+    for setting in entries:
+        if not setting.is_of_linears:
+            modules = adapted if setting.module is None else [setting.module]
+            # Slices for each linear would be kept for the backward pass.
+            value = settings[setting.key][0]
+            found |= {f"{path}.{setting.name}": value for path in modules}
+    return found

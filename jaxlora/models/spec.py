@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
@@ -16,15 +15,18 @@ from jaxlora.models.decoder import Decoder, DecoderOptions
 from jaxlora.models.layer import Remat
 from jaxlora.models.score import SCORE_PATH
 from jaxlora.models.sharded import BaseDivision, layer_bytes
-from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.slot_settings import (
+    SlotSettings,
+    settings_by_path,
+    shapes_of_settings,
+)
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.models.tensor_parallel import part_config, table_axes
 from jaxlora.models.token_rows import ROW_PATHS
-from jaxlora.models.whole_tables import WHOLE_PATHS
+from jaxlora.models.whole_tables import WHOLE_MODULES, WHOLE_PATHS
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
-from jaxlora.modules.vera import VeraTables
 from jaxlora.sharding.layerwise import compiler_options
 
 # Trained tensors that are no part of a linear.
@@ -152,7 +154,7 @@ class DecoderSpec:
         """
         graph, state = self._split
         given: dict[str, Array] = {}
-        of_slots = {} if settings is None else settings.by_path(self.adapted)
+        of_slots = {} if settings is None else settings_by_path(settings, self.adapted)
         for group in (*arrays, of_slots):
             given |= group
         variables = _by_dotted_path(state)
@@ -272,45 +274,14 @@ class DecoderSpec:
         tables = self.shapes(nnx.LoRAParam)
         return frozenset(path.rpartition(".")[0] for path in tables)
 
-    def vera_shapes(self) -> VeraTables | None:
-        """Shapes of the matrices of VeRA; None: no slot has VeRA, or nothing adapts."""
-        if self.slots is None or not self.slots.has_vera or not self.adapted:
-            return None
-        g, rank = self.slots.num_slots, self.slots.rank
-        linears = [self.linear(path) for path in self.adapted]
-        k = max(linear.in_features for linear in linears)
-        n = max(linear.out_features for linear in linears)
-        tables: Any = VeraTables  # with shapes in the place of arrays
-        return tables(
-            a=jax.ShapeDtypeStruct((1, g, k, rank), np.float32),
-            b=jax.ShapeDtypeStruct((1, g, rank, n), np.float32),
-            is_used=jax.ShapeDtypeStruct((1, g), np.bool_),
-        )
+    def settings_shapes(self) -> SlotSettings:
+        """Shapes of the settings of the slots, by key."""
+        return shapes_of_settings(self)
 
-    def token_id_shapes(self) -> Shapes:
-        """Shapes of the tokens whose rows slots train, see `SlotSettings.token_ids`."""
-        if (slots := self.slots) is None:
-            return {}
-        sizes = {
-            "embed_tokens": slots.num_token_rows if self.has_embedding else 0,
-            "lm_head": slots.num_head_rows if self.has_head else 0,
-        }
-        return {
-            module: jax.ShapeDtypeStruct((1, slots.num_slots, size), np.int32)
-            for module, size in sizes.items()
-            if size
-        }
-
-    def trains_whole_shapes(self) -> Shapes:
-        """Shapes of `SlotSettings.trains_whole`."""
-        if (slots := self.slots) is None:
-            return {}
-        is_here = {"embed_tokens": self.has_embedding, "lm_head": self.has_head}
-        return {
-            module: jax.ShapeDtypeStruct((1, slots.num_slots), np.bool_)
-            for module in slots.whole_modules
-            if is_here[module]
-        }
+    @property
+    def trains_whole(self) -> bool:
+        """Whether slots train whole copies of modules that are here."""
+        return bool(self.trained_modules & set(WHOLE_MODULES.values()))
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""

@@ -6,35 +6,14 @@ and B b, so every back end runs it. Those are made in each pass and not kept: th
 as large as LoRA's, while an adapter trains and saves R + N numbers in a linear.
 """
 
-import dataclasses
-import typing
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxlora.sharding.rules import TENSOR
 from jaxlora.sharding.tensor import own_slice
 
 Pair = tuple[Float[Array, "G K R"], Float[Array, "G R N"]]
-
-
-@typing.no_type_check  # JAX rebuilds it around things that are not arrays
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VeraTables:
-    """The matrices of each slot. All linears have the same, in a first axis of one.
-
-    Attributes:
-        a: Shrink matrices for the largest number of input features.
-        b: Expand matrices for the largest number of output features.
-        is_used: Whether the slot has VeRA.
-    """
-
-    a: Float[Array | np.ndarray, "1 G K R"]
-    b: Float[Array | np.ndarray, "1 G R N"]
-    is_used: Bool[Array | np.ndarray, "1 G"]
 
 
 def vera_pair(

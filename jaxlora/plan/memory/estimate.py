@@ -34,7 +34,7 @@ from jaxlora.plan.memory.footprint import (
     stage_resident,
     whole_table_bytes,
 )
-from jaxlora.plan.memory.inputs import batch_shapes, key_shapes, settings_shapes
+from jaxlora.plan.memory.inputs import batch_shapes, key_shapes
 from jaxlora.programs.program import kept_value
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.rules import TENSOR
@@ -223,7 +223,7 @@ def _first_are_alike(spec: DecoderSpec) -> bool:
     These are slices of the slot tables. The embedding and the loss keep none, unless
     slots train whole copies.
     """
-    if spec.trains_whole_shapes():
+    if spec.trains_whole:
         return False
 
     def linears(number: int) -> set[tuple[str, str | None]]:
@@ -260,7 +260,7 @@ def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
         traced = jax.make_jaxpr(backward, axis_env=axes)(
             spec.base_shapes(),
             spec.adapter_shapes(),
-            settings_shapes(spec),
+            spec.settings_shapes(),
             batch_shapes(limits, objectives=spec.options.objectives),
             key_shapes(spec),
         ).jaxpr

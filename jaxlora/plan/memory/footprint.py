@@ -11,6 +11,7 @@ import jax
 from jaxlora.adapters.optimizers.state import is_stepped, state_shapes
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.models.sharded import layer_bytes
+from jaxlora.models.slot_settings import shared_settings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.slot_shape import SlotShape
@@ -163,7 +164,7 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
     """
     base, tables = spec.part_shapes(use.num_tensor)
     gradients, state = num_bytes(tables), _state_bytes(spec, tables)
-    frozen = num_bytes(spec.vera_shapes())
+    frozen = num_bytes(shared_settings(spec.settings_shapes()))
     if spec.slots is not None and spec.slots.has_references:
         frozen = 2 * frozen + gradients  # those of the references, and their weights
     return Footprint(

@@ -83,14 +83,12 @@ def test_jobs_train_their_own_rows_and_biases_as_if_alone(train, jobs, model, tm
 def _check_slots_forget(spec, outcome, model):
     """A slot that was left has no tokens, so they are those of the base again."""
     table = SlotTable(spec, CompiledSteps(spec).write_slot)
-    assert (np.asarray(table.settings.token_ids["embed_tokens"]) == -1).all()
+    assert (np.asarray(table.settings["token_rows.ids"]) == -1).all()
     folder = outcome.result.output_dir / "adapters" / "job0"
     table.load(1, import_peft(folder, linear_shapes(model.config)), "adamw")
-    np.testing.assert_array_equal(
-        table.settings.token_ids["embed_tokens"][0, 1], TOKENS
-    )
+    np.testing.assert_array_equal(table.settings["token_rows.ids"][0, 1], TOKENS)
     table.clear(1)
-    assert (np.asarray(table.settings.token_ids["embed_tokens"]) == -1).all()
+    assert (np.asarray(table.settings["token_rows.ids"]) == -1).all()
 
 
 def _check_uses(folder, model, tmp_path):
