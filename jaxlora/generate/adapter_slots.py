@@ -18,7 +18,7 @@ from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.slot_shape import SlotShape, largest_rows
 from jaxlora.modules.trained_tensors import (
     tensor_of,
     tensor_settings,
@@ -79,16 +79,8 @@ def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:
         settings=tuple(
             s for s in tensor_settings() if any(a.is_set(s) for a in adapters)
         ),
-        num_token_rows=_most_rows(adapters, "embed_tokens"),
-        num_head_rows=_most_rows(adapters, "lm_head"),
-        whole_modules=tuple(sorted({m for a in adapters for m in a.modules_to_save})),
+        outside=largest_rows(adapter.tokens for adapter in adapters),
     )
-
-
-def _most_rows(adapters: tuple[Adapter, ...], module: str) -> int:
-    """Returns the largest number of single rows of a module that an adapter has."""
-    found = (adapter.token_rows.get(module) for adapter in adapters)
-    return max(0 if rows is None or rows.is_whole else len(rows.ids) for rows in found)
 
 
 def _tables(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> Tables:

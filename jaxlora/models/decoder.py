@@ -13,6 +13,7 @@ from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_whole_layers
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import head_dim, run_sharded_layers
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.tensor_parallel import output_parts
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
@@ -115,6 +116,9 @@ class Decoder(nnx.Module):
     A forward pass is `embed`, `run_layers`, and `norm` with the head. A stage has only
     its own layers, under their numbers in the whole model.
 
+    It also has the modules of `SLOT_MODULES` that its slots train and that belong to
+    its layers; the others are None.
+
     Attributes:
         config: The model's mathematics.
         options: How it runs.
@@ -123,17 +127,13 @@ class Decoder(nnx.Module):
         layers: The layers of this stage, by number.
         norm: The final norm; None except on the last stage.
         lm_head: The head; None except on the last stage, or if it is tied.
-        score: The score heads of the slots; None except on the last stage, or if no
-            objective has one.
-        token_rows: Rows of the embedding that slots train; None except on the first
-            stage, or if no slot has any.
-        head_rows: Rows of an untied head that slots train; None except on the last
-            stage, or if no slot has any.
-        whole_embedding: Copies of the embedding that slots train; None except on the
-            first stage, or if no slot has one.
-        whole_head: Copies of the head that slots train; None except on the last stage,
-            or if no slot has one.
     """
+
+    score: ScoreHead | None
+    token_rows: TokenRows | None
+    head_rows: TokenRows | None
+    whole_embedding: WholeTables | None
+    whole_head: WholeTables | None
 
     def __init__(
         self,
@@ -176,24 +176,12 @@ class Decoder(nnx.Module):
         self.norm = make_final_norm(config, dtype=dtype) if is_last else None
         head = functools.partial(Head, width, config.vocab_size, dtype=dtype)
         self.lm_head = head() if is_last and not is_tied else None
-        score = None
-        if is_last and slots is not None and slots.has_score:
-            score = ScoreHead(slots.num_slots, width, tensor=options.tensor)
-        self.score = score
-        rows = of_head = None
-        if is_first and slots is not None and slots.num_token_rows:
-            rows = TokenRows(slots.num_slots, slots.num_token_rows, width)
-        if is_last and slots is not None and slots.num_head_rows:
-            of_head = TokenRows(slots.num_slots, slots.num_head_rows, width)
-        self.token_rows, self.head_rows = rows, of_head
-
-        def whole(module: str, is_here: bool) -> WholeTables | None:
-            if not is_here or slots is None or module not in slots.whole_modules:
-                return None
-            return WholeTables(slots.num_slots, config.vocab_size, width)
-
-        self.whole_embedding = whole("embed_tokens", is_first)
-        self.whole_head = whole("lm_head", is_last)
+        for name, module in SLOT_MODULES.items():
+            made, num_rows = None, 0 if slots is None else slots.num_rows(name)
+            if slots and num_rows and (is_first if module.is_first else is_last):
+                sizes = module.shape(config, num_rows)
+                made = module.make(slots.num_slots, sizes, options.tensor)
+            setattr(self, name, made)
 
     def embed(
         self, token_ids: Int[Array, " T"], block_adapter: Int[Array, " NB"]

@@ -15,8 +15,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxlora.models.token_rows import ROW_MODULES
-from jaxlora.models.whole_tables import WHOLE_MODULES
+from jaxlora.models.slot_modules import SLOT_MODULES, SlotModule
 from jaxlora.modules.trained_tensors import TRAINED_BIAS
 
 # The arrays by key, in the order of the table. That of a setting of linears is M G ...,
@@ -82,46 +81,36 @@ def _vera(
     )
 
 
-def _is_here(spec: Any, module: str) -> bool:
-    return spec.has_embedding if module == "embed_tokens" else spec.has_head
-
-
-def _token_ids(module: str) -> SlotSetting:
-    """The tokens whose rows of a frozen module a slot trains."""
+def _of_module(module: SlotModule) -> SlotSetting:
+    """The tokens whose rows a slot trains, or whether it trains a whole copy."""
 
     def sizes(spec: Any) -> tuple[int, ...] | None:
-        slots = spec.slots
-        of_head = module == "lm_head"
-        size = slots.num_head_rows if of_head else slots.num_token_rows
-        return (size,) if size and _is_here(spec, module) else None
+        is_here = spec.has_embedding if module.is_first else spec.has_head
+        num_rows = spec.slots.num_rows(module.name)
+        if not is_here or not num_rows:
+            return None
+        return (num_rows,) if module.has_tokens else ()
 
-    def value(adapter: Any) -> Any:
-        rows = adapter.token_rows.get(module)
-        return None if rows is None or rows.is_whole else np.asarray(rows.ids)
+    if module.is_whole:
+        return SlotSetting(
+            name="is_trained",
+            dtype=np.bool_,
+            value=lambda adapter: module.name in adapter.outside,
+            sizes=sizes,
+            module=module.name,
+        )
+
+    def tokens(adapter: Any) -> Any:
+        rows = adapter.outside.get(module.name)
+        return None if rows is None else np.asarray(rows.tokens, np.int32)
 
     return SlotSetting(
         name="ids",
         dtype=np.int32,
-        value=value,
+        value=tokens,
         sizes=sizes,
         fill=-1,
-        module=ROW_MODULES[module],
-    )
-
-
-def _trains_whole(module: str) -> SlotSetting:
-    """Whether a slot trains a whole copy of a frozen module."""
-
-    def sizes(spec: Any) -> tuple[int, ...] | None:
-        is_trained = module in spec.slots.whole_modules and _is_here(spec, module)
-        return () if is_trained else None
-
-    return SlotSetting(
-        name="is_trained",
-        dtype=np.bool_,
-        value=lambda adapter: module in adapter.modules_to_save,
-        sizes=sizes,
-        module=WHOLE_MODULES[module],
+        module=module.name,
     )
 
 
@@ -158,8 +147,7 @@ SETTINGS: tuple[SlotSetting, ...] = (
     _vera("vera_a", np.float32, lambda x: x.vera and x.vera.a, lambda k, n, r: (k, r)),
     _vera("vera_b", np.float32, lambda x: x.vera and x.vera.b, lambda k, n, r: (r, n)),
     _vera("has_vera", np.bool_, lambda x: x.vera is not None, lambda k, n, r: ()),
-    *map(_token_ids, ROW_MODULES),
-    *map(_trains_whole, WHOLE_MODULES),
+    *(_of_module(module) for module in SLOT_MODULES.values() if module.frozen),
 )
 
 

@@ -13,8 +13,8 @@ from jaxtyping import Array
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
 from jaxlora.models.layer import Remat
-from jaxlora.models.score import SCORE_PATH
 from jaxlora.models.sharded import BaseDivision, layer_bytes
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.slot_settings import (
     SlotSettings,
     settings_by_path,
@@ -22,15 +22,13 @@ from jaxlora.models.slot_settings import (
 )
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.models.tensor_parallel import part_config, table_axes
-from jaxlora.models.token_rows import ROW_PATHS
-from jaxlora.models.whole_tables import WHOLE_MODULES, WHOLE_PATHS
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 from jaxlora.sharding.layerwise import compiler_options
 
 # Trained tensors that are no part of a linear.
-_OUTSIDE_LINEARS = SCORE_PATH, *ROW_PATHS.values(), *WHOLE_PATHS.values()
+_OUTSIDE_LINEARS = tuple(module.path for module in SLOT_MODULES.values())
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
@@ -279,9 +277,11 @@ class DecoderSpec:
         return shapes_of_settings(self)
 
     @property
-    def trains_whole(self) -> bool:
-        """Whether slots train whole copies of modules that are here."""
-        return bool(self.trained_modules & set(WHOLE_MODULES.values()))
+    def whole_copies(self) -> frozenset[str]:
+        """Paths of the tables of whole copies, of modules that are here."""
+        tables = self.shapes(nnx.LoRAParam)
+        whole = (module for module in SLOT_MODULES.values() if module.is_whole)
+        return frozenset(module.path for module in whole if module.path in tables)
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""

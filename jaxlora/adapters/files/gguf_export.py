@@ -22,6 +22,7 @@ from jaxlora.families.table import FAMILIES
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.names import linear_shapes
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.modules.trained_tensors import tensor_settings
 
 # llama.cpp's architectures by model_type. It reads Mistral's models as Llama's.
@@ -90,10 +91,7 @@ def export_gguf(
 
 def _check_plain(adapter: Adapter, folder: pathlib.Path) -> None:
     more = [setting for setting in tensor_settings() if adapter.is_set(setting)]
-    if adapter.token_indices:
-        more.append("trainable_token_indices")
-    if adapter.modules_to_save:
-        more.append("modules_to_save")
+    more += [SLOT_MODULES[name].setting for name in adapter.outside]
     if adapter.base_format is not None:
         raise AdapterError(
             f"{folder} is relative to a base in {adapter.base_format} (LoftQ), which "

@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
+from jaxlora.config.rules import WHOLE_MODULES
 from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
-from jaxlora.models.score import SCORE
-from jaxlora.models.whole_tables import WHOLE_MODULES
+from jaxlora.models.slot_modules import SCORE
 from jaxlora.modules.trained_tensors import tensor_settings
 
 # Settings that are read below, or checked against the weights.
@@ -104,8 +104,8 @@ def _whole_modules(path: pathlib.Path, given: Any) -> list[str]:
     names = given or []
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         # PEFT adds both to a sequence classifier.
-        modules = {n.removeprefix("model.") for n in names} - {SCORE, "classifier"}
-        if modules <= WHOLE_MODULES.keys():
+        modules = {n.removeprefix("model.") for n in names} - {SCORE.name, "classifier"}
+        if modules <= set(WHOLE_MODULES):
             return sorted(modules)
     raise AdapterError(
         f"{path} sets modules_to_save={shown(given)}; only whole copies of "

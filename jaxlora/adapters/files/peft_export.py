@@ -23,26 +23,12 @@ from jaxlora.adapters.files.export_record import (
 from jaxlora.adapters.files.model_card import write_card
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
-from jaxlora.models.score import SCORE, SCORE_PATH
-from jaxlora.modules.trained_tensors import (
-    TOKEN_ROW_WEIGHTS,
-    WHOLE_TABLE,
-    tensor_settings,
-)
+from jaxlora.models.slot_modules import SCORE, SLOT_MODULES
+from jaxlora.modules.trained_tensors import tensor_settings
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
-_TOKEN_ADAPTER = TOKEN_ROW_WEIGHTS.peft_name
-# PEFT calls them a difference, but they are the rows themselves.
-TOKEN_ROW_KEYS = {
-    "embed_tokens": f"{PREFIX}model.embed_tokens.{_TOKEN_ADAPTER}",
-    "lm_head": f"{PREFIX}lm_head.{_TOKEN_ADAPTER}",
-}
-WHOLE_KEYS = {
-    "embed_tokens": f"{PREFIX}model.embed_tokens.{WHOLE_TABLE.peft_name}",
-    "lm_head": f"{PREFIX}lm_head.{WHOLE_TABLE.peft_name}",
-}
 
 
 def export_peft(
@@ -91,11 +77,9 @@ def export_peft(
     if adapter.vera is not None and adapter.vera.is_saved:
         for matrix, name in ((adapter.vera.a, "vera_A"), (adapter.vera.b, "vera_B")):
             tensors[f"base_model.{name}"] = np.ascontiguousarray(matrix.T, np.float32)
-    for module, values in adapter.token_rows.items():
-        keys = WHOLE_KEYS if values.is_whole else TOKEN_ROW_KEYS
-        tensors[keys[module]] = values.rows.astype(np.float32)
-    if adapter.score is not None:
-        tensors[f"{PREFIX}{SCORE_PATH}"] = adapter.score[None].astype(np.float32)
+    for name, weights in adapter.outside.items():
+        key = f"{PREFIX}{SLOT_MODULES[name].peft_name}"
+        tensors[key] = np.atleast_2d(weights.array).astype(np.float32)
     scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
     if len(scalings) > 1:
         logger.warning(
@@ -172,7 +156,8 @@ def _vera_config(
 def _common_config(
     adapter: Adapter, base: BaseName, linear_names: Sequence[str]
 ) -> dict[str, Any]:
-    score = [] if adapter.score is None else [SCORE]
+    modules = (SLOT_MODULES[name] for name in adapter.outside)
+    saved = sorted(one.frozen or one.name for one in modules if not one.has_tokens)
     return {
         "auto_mapping": None,
         "base_model_name_or_path": base.path,
@@ -181,10 +166,10 @@ def _common_config(
         "inference_mode": True,
         "layers_pattern": None,
         "layers_to_transform": None,
-        "modules_to_save": [*adapter.modules_to_save, *score] or None,
+        "modules_to_save": saved or None,
         "revision": base.revision,
         "target_modules": _target_modules(list(adapter.modules), linear_names),
-        "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",
+        "task_type": "SEQ_CLS" if SCORE.name in adapter.outside else "CAUSAL_LM",
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
 from jaxlora.adapters.files.export_record import read_record
 from jaxlora.adapters.files.peft_config import loftq_bits, read_config
 from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
@@ -23,7 +23,7 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.models.score import SCORE_PATH
+from jaxlora.models.slot_modules import SCORE
 from jaxlora.modules.trained_tensors import (
     TrainedTensor,
     tensors_with,
@@ -75,8 +75,6 @@ def _import(
     config = read_config(path, patterns)
     found, score, matrices, tables = _read_tensors(folder, config["modules_to_save"])
     wanted = tensors_with(config.get)
-    if score is not None:
-        score = _checked_score(folder, score, score_size)
     dropout = float(config.get("lora_dropout") or 0.0)
     modules = {}
     for name, tensors in found.items():
@@ -99,6 +97,9 @@ def _import(
     record = read_record(folder)
     use_rslora = bool(config.get("use_rslora"))
     size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
+    outside = table_values(folder, config, tables, size, base, patterns)
+    if score is not None:
+        outside[SCORE.name] = _checked_score(folder, score, score_size)
     vera = None
     if config.get("use_vera"):
         vera = _vera(folder, config, matrices, [linear_shapes[n] for n in ordered])
@@ -106,9 +107,8 @@ def _import(
         modules=ordered,
         use_rslora=use_rslora,
         dropout=dropout,
-        score=score,
+        outside=outside,
         vera=vera,
-        token_rows=table_values(folder, config, tables, size, base, patterns),
         loftq_bits=loftq_bits(path, config),
         chat_template_kwargs={} if record is None else record.chat_template_kwargs,
     )
@@ -141,7 +141,7 @@ def _vera(
 
 def _checked_score(
     folder: pathlib.Path, score: np.ndarray, size: int | None
-) -> np.ndarray:
+) -> OutsideWeights:
     if size is None:
         raise AdapterError(
             f"{folder} holds the score head of a reward model, which predicts no text. "
@@ -149,10 +149,11 @@ def _checked_score(
         )
     if score.shape != (1, size):
         raise AdapterError(
-            f"{folder}: {SCORE_PATH} has shape {list(score.shape)}; a reward model on "
-            f"this base has {[1, size]}. Is it a classifier, or of another model?"
+            f"{folder}: {SCORE.peft_name} has shape {list(score.shape)}; a reward "
+            f"model on this base has {[1, size]}. Is it a classifier, or of another "
+            "model?"
         )
-    return np.ascontiguousarray(score[0].astype(np.float32))
+    return OutsideWeights(np.ascontiguousarray(score[0].astype(np.float32)))
 
 
 def _read_tensors(
@@ -185,7 +186,7 @@ def _read_tensors(
     arrays = {name: file.array(name) for name in file.names()}
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
-    score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
+    score = arrays.pop(f"{PREFIX}{SCORE.peft_name}", None)
     names = arrays.keys() & {_VERA_A, _VERA_B}
     matrices = {name: arrays.pop(name) for name in names}
     tables = take_tables(folder, arrays, copied)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from jaxlora.adapters.adapter import TokenRowValues, lora_scaling
+from jaxlora.adapters.adapter import OutsideWeights, lora_scaling
 from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.common.json_file import shown
@@ -24,10 +24,11 @@ from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.read_tensor import read_tensor
+from jaxlora.models.slot_modules import TOKEN_ROWS, replacement
 
 # Hugging Face's paths of the two modules.
 _PATHS = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
-_ROWS = "token_adapter.trainable_tokens_delta"
+_ROWS = TOKEN_ROWS.tensor.peft_name
 _MAGNITUDE = "lora_magnitude_vector"
 _LORA = {
     "embed_tokens": ("lora_embedding_A", "lora_embedding_B"),
@@ -160,8 +161,8 @@ def table_values(
     size: int,
     base: BaseTables | None,
     patterns: Patterns,
-) -> dict[str, TokenRowValues]:
-    """Returns the rows and the whole copies of an adapter, by module.
+) -> dict[str, OutsideWeights]:
+    """Returns the rows and the whole copies of an adapter, as in `Adapter.outside`.
 
     `Adapter.check_base` checks the number of tokens.
 
@@ -177,7 +178,7 @@ def table_values(
         AdapterError: The tensors do not fit each other, the settings or the base.
     """
     ids = _token_ids(folder, config, tables)
-    found: dict[str, TokenRowValues] = {}
+    found: dict[str, OutsideWeights] = {}
     frozen: dict[str, Table] = {}
     for module in _PATHS:
         saved = tables.get(module)
@@ -188,11 +189,11 @@ def table_values(
             if base is not None and base.is_tied and module == "lm_head":
                 saved = _on_trained_rows(saved, found.get("embed_tokens"), base)
             weight = _with_lora(folder, config, module, saved, base, patterns, size)
-            found[module] = _whole(weight)
+            found[module] = OutsideWeights(weight)
         elif saved.copy is not None:
-            found[module] = _whole(_table(folder, module, saved.copy, size))
+            found[module] = OutsideWeights(_table(folder, module, saved.copy, size))
         elif saved.rows is not None and saved.frozen is None:
-            found[module] = TokenRowValues(ids[module], saved.rows.astype(np.float32))
+            found[module] = OutsideWeights(saved.rows.astype(np.float32), ids[module])
         if saved.frozen is None:
             continue
         frozen[module] = _table(folder, module, saved.frozen, size)
@@ -201,16 +202,19 @@ def table_values(
             if saved.rows is not None:
                 _check_largest(folder, module, ids[module], len(weight))
                 weight[list(ids[module])] = saved.rows
-            found[module] = _whole(weight)
-    return _needed(found, frozen, tables, base)
+            found[module] = OutsideWeights(weight)
+    return {
+        replacement(module, is_whole=not weights.tokens).name: weights
+        for module, weights in _needed(found, frozen, tables, base).items()
+    }
 
 
 def _needed(
-    found: dict[str, TokenRowValues],
+    found: dict[str, OutsideWeights],
     frozen: Mapping[str, Table],
     tables: Mapping[str, SavedTable],
     base: BaseTables | None,
-) -> dict[str, TokenRowValues]:
+) -> dict[str, OutsideWeights]:
     """Returns the tables without those that the base has itself.
 
     The frozen weight of one of two tied modules is that of the other one, too.
@@ -220,33 +224,29 @@ def _needed(
     if base.is_tied:
         for weight in frozen.values():
             for module in _PATHS.keys() - tables.keys():
-                found = found | {module: _whole(weight)}
+                found = found | {module: OutsideWeights(weight)}
 
     def is_needed(module: str) -> bool:
         saved, values = tables.get(module), found[module]
         is_trained = saved is not None and saved.copy is not None
-        if is_trained or not values.is_whole:
+        if is_trained or values.tokens:
             return True
-        return not np.array_equal(values.rows, base.read(module))
+        return not np.array_equal(values.array, base.read(module))
 
     return {module: found[module] for module in found if is_needed(module)}
 
 
 def _on_trained_rows(
-    saved: SavedTable, rows: TokenRowValues | None, base: BaseTables
+    saved: SavedTable, rows: OutsideWeights | None, base: BaseTables
 ) -> SavedTable:
     """Returns a tied head with LoRA, which peft puts on the trained rows of tokens."""
-    if rows is None or rows.is_whole or saved.frozen is not None:
+    if rows is None or not rows.tokens or saved.frozen is not None:
         return saved
     weight = base.read("lm_head").copy()
-    if max(rows.ids) >= len(weight):
+    if max(rows.tokens) >= len(weight):
         return saved  # which `Adapter.check_base` refuses
-    weight[list(rows.ids)] = rows.rows
+    weight[list(rows.tokens)] = rows.array
     return dataclasses.replace(saved, frozen=weight)
-
-
-def _whole(weight: Table) -> TokenRowValues:
-    return TokenRowValues(range(len(weight)), weight)
 
 
 def _table(folder: pathlib.Path, module: str, array: np.ndarray, size: int) -> Table:

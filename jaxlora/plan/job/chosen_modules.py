@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxlora.adapters.adapter import Adapter, lora_scaling
 from jaxlora.adapters.files.peft_import import import_peft
-from jaxlora.adapters.fresh import fresh_score
+from jaxlora.adapters.fresh import fresh_outside
 from jaxlora.adapters.targets import (
     ModuleLora,
     check_biases,
@@ -21,6 +21,7 @@ from jaxlora.data.objectives import find_objective, smallest_batch
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
+from jaxlora.models.slot_modules import SCORE
 from jaxlora.modules.trained_tensors import tensor_settings
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,9 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     start.check_base(model)
     start = dataclasses.replace(start, dropout=job.dropout)
     _check_start(job, start, model)
-    if has_score and start.score is None:
-        start = dataclasses.replace(start, score=fresh_score(job, model.hidden_size))
+    if has_score and SCORE.name not in start.outside:
+        score = fresh_outside(job, {SCORE.name: ()}, model, {})
+        start = dataclasses.replace(start, outside=start.outside | score)
     _check_stated_settings(job, start, tuple(shapes))
     modules = {
         name: ModuleLora(

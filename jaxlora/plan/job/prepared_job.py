@@ -30,6 +30,7 @@ from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.slot_modules import asked_modules
 from jaxlora.plan.job.chosen_modules import (
     ChosenModules,
     check_objective,
@@ -88,11 +89,6 @@ class PreparedJob(ChosenModules):
             for name, module in reference.modules.items():
                 found[name] = max(found.get(name, 0), module.rank)
         return found
-
-    @property
-    def modules_to_save(self) -> tuple[str, ...]:
-        """Modules of which the job trains whole copies."""
-        return self.settings.modules_to_save
 
     @functools.cached_property
     def order(self) -> JobOrder:
@@ -257,16 +253,11 @@ class PreparedJob(ChosenModules):
         return getattr(self.settings, setting)
 
     @property
-    def token_ids(self) -> dict[str, tuple[int, ...]]:
-        """Tokens whose rows of `embed_tokens` and of `lm_head` the job trains."""
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """What the job trains outside the linears, as `Adapter.tokens`."""
         if self.start is None:
-            return self.settings.token_ids
-        return self.start.token_ids
-
-    def trained_rows(self, vocab_size: int) -> dict[str, tuple[int, ...] | range]:
-        """Returns the tokens of `token_ids`, and all tokens of whole modules."""
-        whole = dict.fromkeys(self.settings.modules_to_save, range(vocab_size))
-        return self.token_ids | whole
+            return asked_modules(self.settings, self.objective)
+        return self.start.tokens
 
     def lengths(self, step: int) -> list[int]:
         """Returns the tokens of each group of an optimizer step's global batch."""
@@ -400,6 +391,6 @@ def _describe_modules(job: PreparedJob) -> str:
     ranks = "/".join(map(str, each)) + (" (twice that in a slot)" if share > 1 else "")
     kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in job.modules)
     text = f"rank {ranks} on {counted(len(job.modules), 'module')}: {', '.join(kinds)}"
-    if job.modules_to_save:
-        text += f"; whole copies of {' and '.join(job.modules_to_save)}"
+    if whole := job.settings.modules_to_save:
+        text += f"; whole copies of {' and '.join(whole)}"
     return text

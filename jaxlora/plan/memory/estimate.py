@@ -17,7 +17,6 @@ from jaxlora.models.layer import Remat
 from jaxlora.models.residuals import reshapes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
-from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
 from jaxlora.modules.trained_tensors import MAGNITUDE
@@ -223,7 +222,7 @@ def _first_are_alike(spec: DecoderSpec) -> bool:
     These are slices of the slot tables. The embedding and the loss keep none, unless
     slots train whole copies.
     """
-    if spec.trains_whole:
+    if spec.whole_copies:
         return False
 
     def linears(number: int) -> set[tuple[str, str | None]]:
@@ -307,8 +306,8 @@ def _layer_weights(spec: DecoderSpec, use: StageUse) -> int:
 
 def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the slot tables of a device, without whole copies of modules."""
-    tables = spec.part_shapes(use.num_tensor)[1]
-    return {n: s for n, s in tables.items() if n not in WHOLE_PATHS.values()}
+    tables, whole = spec.part_shapes(use.num_tensor)[1], spec.whole_copies
+    return {name: shape for name, shape in tables.items() if name not in whole}
 
 
 def _mlp_bytes(spec: DecoderSpec) -> int:

@@ -82,9 +82,10 @@ def logits_of(model, adapters) -> dict[str, np.ndarray]:
         num_slots=len(adapters),
         rank=8,
         settings=tensor_settings(),
-        num_token_rows=6,
-        num_head_rows=6,
-        whole_modules=("embed_tokens", "lm_head"),
+        outside=(
+            *(("token_rows", 6), ("head_rows", 6)),
+            *(("whole_embedding", 1), ("whole_head", 1)),
+        ),
     )
     paths = {
         linear_path(name) for adapter in adapters.values() for name in adapter.modules

@@ -38,7 +38,7 @@ SPECS = {
     "vera": {"adapted": ("o",), "shape": tuple((BIASES_AND_VERA | ROWS).items())},
     "whole": {
         "adapted": (),
-        "shape": (("whole_modules", ("embed_tokens", "lm_head")),),
+        "shape": (("outside", (("whole_embedding", 1), ("whole_head", 1))),),
     },
     "nf4": {
         "base_format": BaseFormat.named("nf4", kept=("layers.1.mlp.up_proj",)),

@@ -41,7 +41,7 @@ ALL = ("q", "k", "v", "o", "gate", "up", "down")
 EACH_KIND = ("q", "o", "up", "down")  # divided by outputs and by inputs
 DORA = {"settings": ("use_dora",), "dora_dropout": True}
 BIASES_AND_VERA = {"settings": ("use_vera", "train_bias")}
-ROWS = {"num_token_rows": 3, "num_head_rows": 2}
+ROWS = {"outside": (("head_rows", 2), ("token_rows", 3))}
 
 
 def make_spec(
@@ -168,7 +168,7 @@ SPECS = {
         "layers": 1,
         "tied": True,
         "adapted": ("k", "v", "o", "down"),
-        "shape": (("num_token_rows", 3),),
+        "shape": (("outside", (("token_rows", 3),)),),
     },
     "vera": {
         "layers": 1,

@@ -17,11 +17,12 @@ from jaxlora import (
     merge_adapter,
 )
 from jaxlora.adapters.files.gguf_export import export_gguf
-from jaxlora.adapters.files.peft_export import TOKEN_ROW_KEYS
+from jaxlora.adapters.files.peft_export import PREFIX
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.sharded import EMBEDDING
+from jaxlora.models.slot_modules import TOKEN_ROWS
 from jaxlora.modules.trained_tensors import TRAINED_BIAS
 from jaxlora.train.execute.step import CompiledSteps
 from tests.golden_base import biased
@@ -30,6 +31,7 @@ from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
 TOKENS = tuple(range(100, 120))
+ROWS_KEY = f"{PREFIX}{TOKEN_ROWS.peft_name}"
 
 
 def with_rows(job: LoraJob, tokens=TOKENS) -> LoraJob:
@@ -39,7 +41,7 @@ def with_rows(job: LoraJob, tokens=TOKENS) -> LoraJob:
 def rows_of(outcome, name: str) -> np.ndarray:
     folder = outcome.result.output_dir / "adapters" / name
     path = folder / "adapter_model.safetensors"
-    return safetensors.numpy.load_file(path)[TOKEN_ROW_KEYS["embed_tokens"]]
+    return safetensors.numpy.load_file(path)[ROWS_KEY]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def test_jobs_train_their_own_rows_and_biases_as_if_alone(train, jobs, model, tm
     for weights in together.adapters[second.name].values():
         assert TRAINED_BIAS.name not in weights.tensors
     spec = alone.trainer.layout.stages[0].spec
-    assert spec.slots.num_token_rows == len(TOKENS)
+    assert spec.slots.outside == (("token_rows", len(TOKENS)),)
     with pytest.raises(ConfigError, match="has 21 trainable_token_indices of embed"):
         alone.trainer.add_job(with_rows(jobs[2], (*TOKENS, 7)))
     _check_slots_forget(spec, together, model)
@@ -147,7 +149,7 @@ def test_a_tied_head_on_replicas_and_shards(two_layers, jobs, tmp_path):
         folders = (tmp_path / mesh / "adapters").rglob("*.safetensors")
         found[mesh] = {p.parent.name: safetensors.numpy.load_file(p) for p in folders}
     for name, tensors in found["stage=1"].items():
-        assert TOKEN_ROW_KEYS["embed_tokens"] in tensors
+        assert ROWS_KEY in tensors
         for key, array in tensors.items():
             assert relative_error(found["data=2,fsdp=2"][name][key], array) < ROUNDING
 

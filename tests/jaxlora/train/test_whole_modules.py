@@ -19,6 +19,7 @@ from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_shapes
 from jaxlora.models.sharded import EMBEDDING
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.job.chosen_modules import choose_modules
 from jaxlora.plan.memory.estimate import step_bytes
@@ -30,12 +31,13 @@ from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
 BOTH = ("embed_tokens", "lm_head")
+WHOLE = (("whole_embedding", 1), ("whole_head", 1))
 
 
 def copies(outcome, name: str, model) -> dict[str, np.ndarray]:
     folder = outcome.result.output_dir / "adapters" / name
-    found = import_peft(folder, linear_shapes(model.config)).token_rows
-    return {module: values.rows for module, values in found.items()}
+    found = import_peft(folder, linear_shapes(model.config)).outside
+    return {str(SLOT_MODULES[name].frozen): own.array for name, own in found.items()}
 
 
 def test_jobs_train_their_own_copies_as_if_alone(train, jobs, model, tmp_path, caplog):
@@ -115,8 +117,8 @@ def _check_uses(folder, model, tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
     # The copy is then what peft trained on, as after a change of the vocabulary.
-    read = import_peft(out, linear_shapes(model.config)).token_rows
-    assert read.keys() == set(BOTH)
+    read = import_peft(out, linear_shapes(model.config)).outside
+    assert read.keys() == dict(WHOLE).keys()
     both = {"trainable_token_indices": {"lm_head": [1]}, "modules_to_save": list(BOTH)}
     path.write_text(json.dumps(config | both))
     with pytest.raises(AdapterError, match="lm_head in modules_to_save and in trainab"):
@@ -211,7 +213,7 @@ def test_memory_counts_the_copies():
         slots=jaxlora.SlotShape(num_slots=3, rank=4),
         adapted=("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"),
     )
-    slots = dataclasses.replace(spec.slots, whole_modules=BOTH)
+    slots = dataclasses.replace(spec.slots, outside=WHOLE)
     whole = dataclasses.replace(spec, slots=slots)
     use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
     one = 288 * 32 * 4
