@@ -16,7 +16,8 @@ from .generate.api import generate
 from .generate.generator import Generator
 from .generate.prompt import Generation, Prompt
 from .hf.load import FrozenModel, load_model
-from .models.decoder import Decoder, DecoderOptions
+from .models.decoder import Decoder
+from .models.options import DecoderOptions
 from .models.spec import DecoderSpec
 from .modules.base_param import BaseParam
 from .modules.multi_lora_linear import MultiLoraLinear, SlotVariable

@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxlora.families.model_config import ModelConfig, Rope
-from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.slot_shape import SlotShape
 
 LLAMA_8B = ModelConfig(

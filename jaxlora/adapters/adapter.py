@@ -14,8 +14,8 @@ from jaxlora.config.rules import row_tokens
 from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.names import linear_path
 from jaxlora.models.slot_modules import HEAD_ROWS, SLOT_MODULES
+from jaxlora.models.structure import adapted_linear, linear_path
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -278,10 +278,9 @@ class Adapter:
         Raises:
             AdapterError: It lacks one.
         """
-        linears, vocab_size = model.linears(), model.vocab_size
+        vocab_size = model.vocab_size
         for name, weights in self.modules.items():
-            path = linear_path(name)
-            has_bias = linears[path.split(".", 2)[2]].use_bias
+            has_bias = adapted_linear(model, name).use_bias
             if TRAINED_BIAS.name in weights.tensors and not has_bias:
                 raise AdapterError(
                     f"the adapter has a bias of {name}, and this linear of the base "

@@ -8,8 +8,8 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizers.state import Kind, evaluated, own_shapes
 from jaxlora.adapters.optimizers.table import ADAMW, OPTIMIZERS
-from jaxlora.hf.names import linear_path
 from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.models.structure import linear_path
 from jaxlora.modules.trained_tensors import tensor_paths, unpadded
 
 # The parts of a slot's state that outlast a global batch: the weights, and each state

@@ -6,7 +6,6 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
-from jaxlora.hf.names import linear_path
 from jaxlora.models.slot_settings import (
     SlotSetting,
     SlotSettings,
@@ -14,6 +13,7 @@ from jaxlora.models.slot_settings import (
     settings_of_base,
 )
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_path
 from jaxlora.modules.trained_tensors import unpadded
 from jaxlora.sharding.global_arrays import put
 

@@ -9,7 +9,7 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.names import linear_path
+from jaxlora.models.structure import adapted_linear
 
 Wanted = str | Sequence[str]
 _FROZEN = ("model.embed_tokens", "lm_head")
@@ -196,8 +196,7 @@ def check_biases(job: LoraJob, modules: Iterable[str], model: ModelConfig) -> No
     Raises:
         ConfigError: There is none to train.
     """
-    linears = model.linears()
-    has_bias = (linears[linear_path(n).split(".", 2)[2]].use_bias for n in modules)
+    has_bias = (adapted_linear(model, n).use_bias for n in modules)
     if job.train_bias and not any(has_bias):
         raise ConfigError(
             f"job {job.name!r} has train_bias, and none of the linears that it adapts "

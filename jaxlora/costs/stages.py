@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
 from jaxlora.costs.work import Passes, Work, embedding_work, head_work, layer_work
 from jaxlora.errors import ConfigError
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.stages import cut_layers
 

@@ -5,11 +5,15 @@ of a linear costs as much as its forward pass: it has no gradient of the weight.
 """
 
 import dataclasses
+import functools
+import operator
 
 import jax.numpy as jnp
 
-from jaxlora.families.model_config import LayerLinear, ModelConfig
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.build import LayerLinear
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linears
 
 _LOGIT_BYTES = 16  # traffic per logit: in float32 to the loss, in bfloat16 to the head
 
@@ -63,9 +67,8 @@ def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work
         layer: Number of the layer.
         mean_tokens: Mean length of the samples.
     """
-    linears = spec.config.linears()
     forward, backward = Work(), Work()
-    for name, linear in linears.items():
+    for name, linear in linears(spec.config, layer).items():
         path = f"layers.{layer}.{name}"
         is_adapted = path in spec.adapted
         rank = spec.slots.rank if spec.slots is not None and is_adapted else 0
@@ -146,18 +149,21 @@ def _remat_work(
     if spec.options.remat == "elementwise":
         is_fused = spec.options.attention != "xla"
         return elementwise if is_fused else elementwise + attention
-    linears = spec.config.linears()
+    made = list(linears(spec.config, layer).values())
 
-    def frozen(name: str) -> Work:
-        is_fp8, _ = _fp8_passes(spec, f"layers.{layer}.{name}")
-        return _product_work(linears[name], 0, is_fp8=is_fp8)
+    def frozen(linear: LayerLinear) -> Work:
+        is_fp8, _ = _fp8_passes(spec, f"layers.{layer}.{linear.name}")
+        return _product_work(linear, 0, is_fp8=is_fp8)
 
     if spec.options.remat == "layer":
         # Nothing in the backward pass needs the layer's output again.
-        down = frozen("mlp.down_proj")
+        down = frozen(made[-1])
         return dataclasses.replace(
             forward,
             flops=forward.flops - down.flops,
             fp8_flops=forward.fp8_flops - down.fp8_flops,
         )
-    return frozen("mlp.gate_proj") + frozen("mlp.up_proj")
+    # The MLP follows the first linear that writes the hidden states.
+    after = [linear.role for linear in made].index("row") + 1
+    again = (frozen(linear) for linear in made[after:] if linear.role != "row")
+    return functools.reduce(operator.add, again, Work())

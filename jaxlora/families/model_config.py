@@ -1,9 +1,7 @@
 """The configuration of a decoder, as a frozen value."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Hashable
 
 from jaxlora.families.table import FAMILIES, Family
 
@@ -36,28 +34,6 @@ class Rope:
 
     theta: float
     scaling: Llama3RopeScaling | LinearRopeScaling | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerLinear:
-    """One linear of each layer of a model.
-
-    Attributes:
-        name: Path inside a layer.
-        in_features: K.
-        out_features: N.
-        use_bias: Whether it adds a bias.
-        projection: Its number, which keys its dropout masks.
-        divides: The features that tensor parallelism divides: inputs K of a linear that
-            writes the hidden states, outputs N of one that reads them.
-    """
-
-    name: str
-    in_features: int
-    out_features: int
-    use_bias: bool
-    projection: int
-    divides: Literal["K", "N"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,24 +120,7 @@ class ModelConfig:
         """Out features of the k projection, and of the v projection."""
         return self.num_kv_heads * self.head_dim
 
-    def linears(self) -> Mapping[str, LayerLinear]:
-        """Returns the linears of each layer, by their path inside it."""
-        return self._linears
-
-    @functools.cached_property
-    def _linears(self) -> dict[str, LayerLinear]:
-        return {
-            row.name: LayerLinear(
-                name=row.name,
-                in_features=getattr(self, row.in_features),
-                out_features=getattr(self, row.out_features),
-                use_bias=getattr(self, row.bias),
-                projection=projection,
-                divides="K" if row.out_features == "hidden_size" else "N",
-            )
-            for projection, row in enumerate(self.family.linears)
-        }
-
-    def norms(self) -> dict[str, int]:
-        """Returns the size of each norm of a layer, by its path inside the layer."""
-        return {row.name: getattr(self, row.features) for row in self.family.norms}
+    def layer_kind(self, layer: int) -> Hashable:
+        """Returns a value that layers with weights of the same shapes share."""
+        del layer
+        return None

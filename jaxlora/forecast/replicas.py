@@ -10,7 +10,7 @@ from jaxlora.common.console import show
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.job.prepare_run import prepare_run
 from jaxlora.plan.memory.gpu_share import SHARE

@@ -14,10 +14,10 @@ from jaxlora.adapters.slot_state import padded_rows
 from jaxlora.generate.batch import LoadedDecoder
 from jaxlora.generate.programs import Tables
 from jaxlora.hf.load import FrozenModel, OpenedModel
-from jaxlora.hf.names import linear_path, linear_shapes
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.slot_shape import SlotShape, largest_rows
 from jaxlora.modules.trained_tensors import (
     tensor_of,

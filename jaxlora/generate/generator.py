@@ -40,7 +40,7 @@ from jaxlora.generate.prompt import (
     prompt_ids,
 )
 from jaxlora.hf.load import FrozenModel, OpenedModel, open_model
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 
 _STREAM_STEPS = 4  # tokens between two pieces of text that are streamed
 

@@ -8,9 +8,14 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.checkpoint import Checkpoint
-from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.structure import (
+    linear_names,
+    linear_path,
+    linear_shapes,
+    linears,
+)
 from jaxlora.pallas_kernels import OPTIONS
 
 
@@ -84,7 +89,7 @@ def kept_linears(config: ModelConfig, keep_bf16: Sequence[str]) -> tuple[str, ..
         if not found:
             raise ConfigError(
                 f"keep_bf16 {expression!r} matches no linear of the model. The linears "
-                f"of a layer are: {', '.join(config.linears())}; a whole name is "
+                f"of a layer are: {', '.join(linears(config))}; a whole name is "
                 f"{names[0]!r}. The embedding, the head and norms are never quantized."
             )
         kept |= found
@@ -163,11 +168,13 @@ def _refused(error: ValueError) -> ConfigError:
 
 
 def _checked(config: ModelConfig, base: BaseFormat) -> BaseFormat:
-    for linear in config.linears().values():
-        # The linears of all layers have the same shapes.
-        paths = (f"layers.{i}.{linear.name}" for i in range(config.num_layers))
-        if any(map(base.quantizes, paths)):
-            _check_shape(base, linear.name, linear.out_features, linear.in_features)
+    quantized = dict.fromkeys(
+        (name.split(".", 3)[3], shape)
+        for name, shape in linear_shapes(config).items()
+        if base.quantizes(linear_path(name))
+    )
+    for name, (k, n) in quantized:
+        _check_shape(base, name, n, k)
     return base
 
 

@@ -17,7 +17,6 @@ from jaxlora.errors import ModelError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
 from jaxlora.hf.files import read_json, safetensor_files
-from jaxlora.hf.names import TensorSpec, linear_names, linear_path, tensor_specs
 from jaxlora.hf.quantized.config import KEY, read_quantization
 from jaxlora.hf.quantized.linears import (
     ACTIVATION_SCALES,
@@ -26,6 +25,7 @@ from jaxlora.hf.quantized.linears import (
 )
 from jaxlora.hf.quantized.stored import StorageLayout, StoredWeight
 from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.models.structure import TensorSpec, linear_names, linear_path, tensor_specs
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from jaxlora.hf.base_format import find_base_format
 from jaxlora.hf.bounded_threads import Task, run_tasks
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder
-from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.quantized.place import Place, put_linear
 from jaxlora.hf.read_tensor import read_tensor
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.structure import TensorSpec
 from jaxlora.pallas_kernels import device
 from jaxlora.sharding.global_arrays import put_converted
 

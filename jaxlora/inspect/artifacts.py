@@ -18,8 +18,8 @@ from jaxlora.config.run_file import RunFile
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder, read_json
-from jaxlora.hf.names import linear_names
 from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.models.structure import linear_names
 
 
 def inspect_path(

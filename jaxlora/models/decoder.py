@@ -1,31 +1,24 @@
 """One decoder for all families, whole or one pipeline stage of it."""
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.data.objectives import NEXT_TOKEN
-from jaxlora.families.model_config import LayerLinear, ModelConfig
-from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.layer import DecoderLayer, Remat, run_whole_layers
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.build import LayerBuilder, make_norm
+from jaxlora.models.layer import DecoderLayer, run_whole_layers
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.score import ScoreHead
-from jaxlora.models.sharded import head_dim, run_sharded_layers
+from jaxlora.models.sharded import gathered_dim, run_sharded_layers
 from jaxlora.models.slot_modules import SLOT_MODULES
-from jaxlora.models.tensor_parallel import output_parts
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
-from jaxlora.modules.attention import (
-    AttentionImplementation,
-    packed_rows,
-)
-from jaxlora.modules.base_param import BaseParam
-from jaxlora.modules.length_classes import SegmentLengths
+from jaxlora.modules.attention import packed_rows
+from jaxlora.modules.base_param import BaseParam, with_layout
 from jaxlora.modules.loss import HeadRows
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.norm import make_final_norm
 from jaxlora.modules.routing import Place, Routing
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
@@ -34,80 +27,31 @@ from jaxlora.sharding import layerwise
 from jaxlora.sharding.tensor import own_indices, own_part, scatter_rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderOptions:
-    """Options of how a decoder runs; they change its results by rounding at most.
-
-    Attributes:
-        dtype: Dtype of weights that are not quantized, and of activations.
-        base_format: How the linears of the layers are quantized; None: they are not.
-        remat: Part of each layer that the backward pass recomputes instead of keeping
-            it: nothing, the MLP with its norm, or the whole layer.
-        implementation: Name of the LoRA kernels' back end.
-        attention: Implementation of attention.
-        max_segment_tokens: Upper bound on the length of packed samples.
-        mean_segment_tokens: Mean length of the samples of the job with the shortest
-            samples, or less. cuDNN attention has room for one and a half times the
-            number of samples that this gives for a microbatch. A run leaves it at the
-            default if its attention does not depend on it, so that programs are the
-            same for other data.
-        fsdp: Number of devices among which each large weight is divided. If it is more
-            than 1, the decoder must run inside `jax.shard_map` that is manual over an
-            axis `fsdp` of that size.
-        tensor: Number of devices among which the decoder is divided; this one is the
-            part of a device then, see `jaxlora.models.tensor_parallel`. If it is more
-            than 1, the decoder must run inside `jax.shard_map` that is manual over an
-            axis `tensor` of that size. Hidden states between the halves of its layers
-            have a part of the rows then.
-        kv_parts: Number of these devices that have different key-value heads.
-        objectives: Objectives of the jobs that it can train.
-        layers_per_program: Number of layers that each program runs; None: all of them.
-            See `jaxlora.models.sections`.
-    """
-
-    dtype: jnp.dtype
-    base_format: BaseFormat | None = None
-    remat: Remat = "none"
-    implementation: str = "xla"
-    attention: AttentionImplementation = "xla"
-    max_segment_tokens: int
-    mean_segment_tokens: int = 64
-    fsdp: int = 1
-    tensor: int = 1
-    kv_parts: int = 1
-    objectives: tuple[str, ...] = (NEXT_TOKEN.name,)
-    layers_per_program: int | None = None
-
-    def __post_init__(self):
-        if self.fsdp < 1:
-            raise ValueError(
-                f"fsdp={self.fsdp} must be a number of devices, 1 or more; 1 does not "
-                "divide the weights."
-            )
-
-    def weight_format(self, path: str) -> str | None:
-        """Returns the format of a linear's weight; None if it is not quantized."""
-        base = self.base_format
-        return base.name if base is not None and base.quantizes(path) else None
-
-    @property
-    def lengths(self) -> SegmentLengths:
-        """Lengths of the packed samples."""
-        return SegmentLengths(self.max_segment_tokens, self.mean_segment_tokens)
-
-
 class Embedding(nnx.Module):
     """The frozen token embedding, V D."""
 
     def __init__(self, vocab_size: int, features: int, *, dtype):
-        self.embedding = BaseParam(jnp.zeros((vocab_size, features), dtype))
+        self.embedding = with_layout(
+            BaseParam(jnp.zeros((vocab_size, features), dtype)),
+            hf_name="model.embed_tokens.weight",
+            dimensions=("V", "D"),
+            divided="V",
+            # A device can then look up its columns for the tokens of all devices.
+            gathered=(1,),
+        )
 
 
 class Head(nnx.Module):
     """The frozen output projection, D V."""
 
     def __init__(self, features: int, vocab_size: int, *, dtype):
-        self.kernel = BaseParam(jnp.zeros((features, vocab_size), dtype))
+        self.kernel = with_layout(
+            BaseParam(jnp.zeros((features, vocab_size), dtype)),
+            hf_name="lm_head.weight",
+            dimensions=("D", "V"),
+            divided="V",
+            transpose=True,
+        )
 
 
 class Decoder(nnx.Module):
@@ -162,18 +106,14 @@ class Decoder(nnx.Module):
         self.layers = nnx.Dict(
             {
                 str(i): DecoderLayer(
-                    config,
-                    i,
-                    functools.partial(_linear, i, options, slots, adapted),
-                    dtype=dtype,
-                    attention=options.attention,
-                    tensor=options.tensor,
+                    config, LayerBuilder(config, i, options, slots, adapted)
                 )
                 for i in layers
             }
         )
         self._numbers = layers
-        self.norm = make_final_norm(config, dtype=dtype) if is_last else None
+        norm = functools.partial(make_norm, config, width, "model.norm", dtype=dtype)
+        self.norm = norm() if is_last else None
         head = functools.partial(Head, width, config.vocab_size, dtype=dtype)
         self.lm_head = head() if is_last and not is_tied else None
         for name, module in SLOT_MODULES.items():
@@ -240,10 +180,8 @@ class Decoder(nnx.Module):
         remat, fsdp = self.options.remat, self.options.fsdp
         if fsdp > 1:
             layerwise.check_axis(fsdp)
-            base_format = self.options.base_format
-            return run_sharded_layers(
-                layers, self.config, remat, fsdp, base_format, h, rows, routing
-            )
+            number = self.config.num_layers
+            return run_sharded_layers(layers, number, remat, fsdp, h, rows, routing)
         return run_whole_layers(layers, remat, h, rows, routing)
 
     def _with_shared_inputs(self, routing: Routing) -> Routing:
@@ -324,31 +262,11 @@ class Decoder(nnx.Module):
         """
         if self.lm_head is None:
             assert self.embed_tokens is not None
-            head, transposed = self.embed_tokens.embedding[...], True
+            head, transposed = self.embed_tokens.embedding, True
         else:
-            head, transposed = self.lm_head.kernel[...], False
-        dim = head_dim(self.config, self.options.fsdp)
+            head, transposed = self.lm_head.kernel, False
+        array = head[...]
+        dim = gathered_dim(head, self.options.fsdp)
         if dim is not None:
-            (head,) = layerwise.gather([head], [dim], before)
-        return head, transposed
-
-
-def _linear(layer, options, slots, adapted, linear: LayerLinear) -> MultiLoraLinear:
-    path, base_format = f"layers.{layer}.{linear.name}", options.base_format
-    kernel = None
-    if base_format is not None and base_format.quantizes(path):
-        kernel = base_format.empty(linear.out_features, linear.in_features)
-    return MultiLoraLinear(
-        linear.in_features,
-        linear.out_features,
-        slots=slots if path in adapted else None,
-        use_bias=linear.use_bias,
-        dtype=options.dtype,
-        layer=None,
-        projection=linear.projection,
-        implementation=options.implementation,
-        kernel=kernel,
-        input_parts=options.tensor if linear.divides == "K" else 1,
-        output_parts=output_parts(linear, options.tensor, options.kv_parts),
-        rngs=nnx.Rngs(0),
-    )
+            (array,) = layerwise.gather([array], [dim], before)
+        return array, transposed

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import jax
 from flax import nnx
@@ -10,19 +9,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.modules.attention import Attention, AttentionImplementation, PackedRows
+from jaxlora.models.build import LayerBuilder
+from jaxlora.models.options import Remat
+from jaxlora.modules.attention import Attention, PackedRows
 from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.norm import RmsNorm, layer_norm, optional_layer_norm
+from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.producers import normed_input
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.scoring import ATTENTION_RESULTS
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 from jaxlora.sharding.tensor import gather_rows, scatter_rows
-
-# The part of each layer that the backward pass recomputes instead of keeping it, from
-# the weakest on.
-Remat = Literal["none", "elementwise", "mlp", "layer"]
 
 keep_results = jax.checkpoint_policies.save_only_these_names(
     LINEAR_RESULTS, ATTENTION_RESULTS
@@ -36,27 +33,14 @@ class DecoderLayer(nnx.Module):
     devices share the layer, h has the rows of one of them.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        linear,
-        *,
-        dtype,
-        attention: AttentionImplementation = "xla",
-        tensor: int = 1,
-    ):
-        self.tensor = tensor
-        norm = functools.partial(layer_norm, config, dtype=dtype)
-        output_norm = functools.partial(optional_layer_norm, config, dtype=dtype)
-        self.attention_norm = norm("attention_norm")
-        self.self_attn = Attention(
-            config, linear, layer, dtype=dtype, implementation=attention
-        )
-        self.attention_output_norm = output_norm("attention_output_norm")
-        self.mlp_norm = norm("mlp_norm")
-        self.mlp = Mlp(config, linear)
-        self.mlp_output_norm = output_norm("mlp_output_norm")
+    def __init__(self, config: ModelConfig, make: LayerBuilder):
+        self.tensor = make.options.tensor
+        self.attention_norm = _present(make.optional_norm("attention_norm"))
+        self.self_attn = Attention(config, make)
+        self.attention_output_norm = make.optional_norm("attention_output_norm")
+        self.mlp_norm = _present(make.optional_norm("mlp_norm"))
+        self.mlp = Mlp(config, make)
+        self.mlp_output_norm = make.optional_norm("mlp_output_norm")
 
     def attend(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
@@ -107,6 +91,11 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         return self.feed_forward(self.attend(h, rows, routing), routing)
+
+
+def _present(norm: RmsNorm | None) -> RmsNorm:
+    assert norm is not None
+    return norm
 
 
 def _identity(x: Float[Array, "T D"]) -> Float[Array, "T D"]:

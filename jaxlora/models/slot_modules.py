@@ -20,7 +20,6 @@ from flax import nnx
 from jaxlora.config import LoraJob
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.score import ScoreHead
-from jaxlora.models.tensor_parallel import EMBEDDING, HEAD
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
 from jaxlora.modules.trained_tensors import (
@@ -30,6 +29,9 @@ from jaxlora.modules.trained_tensors import (
     TrainedTensor,
 )
 from jaxlora.sharding.global_arrays import everywhere
+
+# Paths of the large frozen weights outside the layers.
+EMBEDDING, HEAD = "embed_tokens.embedding", "lm_head.kernel"
 
 # Trained rows of tokens, size of the vocabulary, and size of the hidden states. A table
 # of experts would have one more letter, for their number.

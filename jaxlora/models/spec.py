@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +10,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxlora.families.model_config import LayerLinear, ModelConfig
-from jaxlora.models.decoder import Decoder, DecoderOptions
-from jaxlora.models.layer import Remat
-from jaxlora.models.sharded import BaseDivision, layer_bytes
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.build import LayerLinear
+from jaxlora.models.decoder import Decoder
+from jaxlora.models.options import DecoderOptions, Remat
+from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.slot_settings import (
     SlotSettings,
@@ -21,11 +22,14 @@ from jaxlora.models.slot_settings import (
     shapes_of_settings,
 )
 from jaxlora.models.stacks import Stack, stacked_shapes
-from jaxlora.models.tensor_parallel import part_config, table_axes
-from jaxlora.modules.base_param import BaseParam
+from jaxlora.models.structure import linears
+from jaxlora.models.tensor_parallel import part_config
+from jaxlora.modules.base_param import BaseParam, WeightLayout
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
+from jaxlora.modules.trained_tensors import tensor_of, tensor_path, trained_tensors
 from jaxlora.sharding.layerwise import compiler_options
+from jaxlora.sharding.rules import shard_dim, weight_spec
+from jaxlora.sharding.tensor import own_slice
 
 # Trained tensors that are no part of a linear.
 _OUTSIDE_LINEARS = tuple(module.path for module in SLOT_MODULES.values())
@@ -123,12 +127,16 @@ class DecoderSpec:
 
     def _linear_paths(self) -> list[str]:
         """Paths of all linears, layer by layer."""
-        names = self.config.linears()
-        return [f"layers.{i}.{name}" for i in self.layer_numbers for name in names]
+        return [
+            f"layers.{i}.{name}"
+            for i in self.layer_numbers
+            for name in linears(self.config, i)
+        ]
 
     def linear(self, path: str) -> LayerLinear:
         """Returns the sizes of the linear of this path."""
-        return self.config.linears()[path.split(".", 2)[2]]
+        _, layer, name = path.split(".", 2)
+        return linears(self.config, int(layer))[name]
 
     # ---- binding ---------------------------------------------------------------------
 
@@ -174,7 +182,8 @@ class DecoderSpec:
 
     def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
         """Path -> shape and dtype of every variable of one kind."""
-        return dict(_shapes(self._plain, kind))
+        variables = _variables(self._plain).items()
+        return {path: x.shape for path, x in variables if issubclass(x.kind, kind)}
 
     @functools.cached_property
     def _plain(self) -> "DecoderSpec":
@@ -195,26 +204,83 @@ class DecoderSpec:
         Raises:
             ValueError: A weight cannot be divided by `options.fsdp`.
         """
-        division, shapes = self.division, self.base_shapes()
-        return {path: division.spec(path, x.shape) for path, x in shapes.items()}
+        dims, specs = self._tensor_dims(), {}
+        for path, layout in self._layouts().items():
+            own, part = dims[path], list(layout.shape)
+            if own is not None:
+                part[own] //= self.options.tensor
+            dim = shard_dim(path, part, self.options.fsdp, dims=layout.gathered)
+            specs[path] = weight_spec(dim, own)
+        return specs
 
-    @property
-    def division(self) -> BaseDivision:
-        """How frozen weights are divided."""
-        options = self.options
-        return BaseDivision(
-            config=self.config,
-            base_format=options.base_format,
-            fsdp=options.fsdp,
-            tensor=options.tensor,
-        )
+    def _layouts(self) -> dict[str, WeightLayout]:
+        """Path -> layout of the frozen weights."""
+        variables = _variables(self._plain).items()
+        return {path: x.layout for path, x in variables if x.layout is not None}
+
+    def _tensor_dims(self) -> dict[str, int | None]:
+        """Path -> the dimension of a frozen weight that `tensor` divides, if it does.
+
+        Several devices use the same head if there are fewer key-value heads than
+        devices. The weights are whole on each of them then.
+        """
+        return {
+            path: layout.tensor_dim if self._divides(by_heads=layout.by_heads) else None
+            for path, layout in self._layouts().items()
+        }
+
+    def _divides(self, *, by_heads: bool) -> bool:
+        """Whether `tensor` divides what can be divided, by key-value heads or not."""
+        tensor, kv_parts = self.options.tensor, self.options.kv_parts
+        return tensor > 1 and not (by_heads and kv_parts < tensor)
 
     def table_axes(self) -> dict[str, int]:
         """Name -> axis along which a stack of slot tables is divided over `tensor`.
 
         Stacks that are whole on each device are absent.
         """
-        return table_axes(self.config, self.options.tensor, self.stacks)
+        axes = {}
+        for stack in self.stacks:
+            if stack.name in _OUTSIDE_LINEARS:
+                continue
+            linear, tensor = stack.paths[0].rpartition(".")[0], tensor_of(stack.name)
+            axis = self._table_axis(self.linear(linear), tensor.dimensions)
+            if axis is not None:
+                axes[stack.name] = 2 + axis  # after slots and layers
+        return axes
+
+    def _table_axis(self, linear: LayerLinear, dimensions: Sequence[str]) -> int | None:
+        if not self._divides(by_heads=linear.role == "heads"):
+            return None
+        divided = linear.divides
+        return dimensions.index(divided) if divided in dimensions else None
+
+    def own_heads(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns frozen weights, or tables, with the key-value heads of this device.
+
+        Args:
+            arrays: Frozen weights or slot tables G P Q, by path. With more devices
+                along `tensor` than key-value heads, those of k and v are whole.
+        """
+        found, options = dict(arrays), self.options
+        if self._divides(by_heads=True) or options.tensor == 1:
+            return found
+        layouts = self._layouts()
+        for path, array in arrays.items():
+            if path in layouts:
+                axis = layouts[path].tensor_dim if layouts[path].by_heads else None
+            else:
+                axis = self._head_axis(path)
+            if axis is not None:
+                found[path] = own_slice(array, axis, options.kv_parts, options.tensor)
+        return found
+
+    def _head_axis(self, table: str) -> int | None:
+        """Returns the axis of key-value heads in a slot table; None: it has none."""
+        path, dimensions = table.rpartition(".")[0], tensor_of(table).dimensions
+        if path not in self.adapted or self.linear(path).role != "heads":
+            return None
+        return 1 + dimensions.index("N") if "N" in dimensions else None
 
     def divided(self, *, fsdp: int = 1, tensor: int = 1) -> "DecoderSpec":
         """Returns this decoder divided among the devices of these axes."""
@@ -244,10 +310,11 @@ class DecoderSpec:
         """The adapter tables that share an array: those of one kind in all layers."""
         tables = self.shapes(nnx.LoRAParam)
         stacks = []
-        for name in self.config.linears():
-            linears = [f"layers.{i}.{name}" for i in self.layer_numbers]
+        layers = [linears(self.config, i) for i in self.layer_numbers]
+        for name in dict.fromkeys(name for layer in layers for name in layer):
+            named = [f"layers.{i}.{name}" for i in self.layer_numbers]
             for tensor in trained_tensors():
-                paths = (tensor_path(linear, tensor) for linear in linears)
+                paths = (tensor_path(linear, tensor) for linear in named)
                 paths = tuple(path for path in paths if path in tables)
                 if paths:
                     stacks.append(Stack(name=tensor_path(name, tensor), paths=paths))
@@ -290,12 +357,10 @@ class DecoderSpec:
 
 @functools.lru_cache(maxsize=64)  # a choice of a mesh asks hundreds of times
 def _part_shapes(spec: DecoderSpec) -> tuple[Shapes, Shapes]:
-    division, weights = spec.division, spec.base_shapes()
-    dims = {path: division.tensor_dim(path) for path in weights}
-    tables = _divided_shapes(
-        spec.adapter_shapes(), spec.table_axes(), spec.options.tensor
-    )
-    return _divided_shapes(weights, dims, spec.options.tensor), tables
+    tensor = spec.options.tensor
+    tables = _divided_shapes(spec.adapter_shapes(), spec.table_axes(), tensor)
+    weights = _divided_shapes(spec.base_shapes(), spec._tensor_dims(), tensor)
+    return weights, tables
 
 
 def _divided_shapes(
@@ -317,29 +382,37 @@ def _split(spec: DecoderSpec) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(*arguments, layers=layers)))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Abstract:
+    """A variable without its array: its kind, shape and, if it is frozen, layout."""
+
+    kind: type[nnx.Variable]
+    shape: jax.ShapeDtypeStruct
+    layout: WeightLayout | None
+
+
 @functools.lru_cache(maxsize=64)
-def _shapes(
-    spec: DecoderSpec, kind: type[nnx.Variable]
-) -> dict[str, jax.ShapeDtypeStruct]:
+def _variables(spec: DecoderSpec) -> dict[str, _Abstract]:
     """Traces only the first of many layers that have the same variables."""
     if len(spec.layer_numbers) <= _FEW_LAYERS:
-        return _traced_shapes(spec, kind)
-    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+        return _traced_variables(spec)
+    found: dict[str, _Abstract] = {}
     for i in spec.layer_numbers:
-        first, found = _shapes_of_layer(_OneLayer.of(spec.stage(i, i + 1)), kind)
-        for path, shape in found.items():
-            shapes[path.replace(f"layers.{first}.", f"layers.{i}.", 1)] = shape
-    return {path: shapes[path] for path in sorted(shapes, key=lambda p: p.split("."))}
+        first, variables = _variables_of_layer(_OneLayer.of(spec.stage(i, i + 1)))
+        for path, variable in variables.items():
+            found[path.replace(f"layers.{first}.", f"layers.{i}.", 1)] = variable
+    return {path: found[path] for path in sorted(found, key=lambda p: p.split("."))}
 
 
-def _traced_shapes(
-    spec: DecoderSpec, kind: type[nnx.Variable]
-) -> dict[str, jax.ShapeDtypeStruct]:
+def _traced_variables(spec: DecoderSpec) -> dict[str, _Abstract]:
     _, state = spec._split
     return {
-        name: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+        name: _Abstract(
+            type(variable),
+            jax.ShapeDtypeStruct(variable.shape, variable.dtype),
+            variable.layout if isinstance(variable, BaseParam) else None,
+        )
         for name, (_, variable) in _by_dotted_path(state).items()
-        if isinstance(variable, kind)
     }
 
 
@@ -354,17 +427,16 @@ class _OneLayer:
     def of(spec: DecoderSpec) -> "_OneLayer":
         formats = tuple(map(spec.options.weight_format, spec._linear_paths()))
         adapted = tuple(path.split(".", 2)[2] for path in spec.adapted)
-        model = spec.config, spec.options, spec.slots
+        kind = spec.config.layer_kind(spec.layer_numbers.start)
+        model = spec.config, spec.options, spec.slots, kind
         ends = spec.has_embedding, spec.has_head
         return _OneLayer(spec, (*model, *ends, adapted, formats))
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes_of_layer(
-    layer: _OneLayer, kind: type[nnx.Variable]
-) -> tuple[int, dict[str, jax.ShapeDtypeStruct]]:
-    """The number of the first layer that was equal, and its shapes."""
-    return layer.spec.layer_numbers.start, _traced_shapes(layer.spec, kind)
+def _variables_of_layer(layer: _OneLayer) -> tuple[int, dict[str, _Abstract]]:
+    """The number of the first layer that was equal, and its variables."""
+    return layer.spec.layer_numbers.start, _traced_variables(layer.spec)
 
 
 def _by_dotted_path(state: Any) -> dict[str, tuple[tuple, Any]]:

@@ -1,6 +1,6 @@
 """Causal attention over packed rows, and the attention block of the decoder."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,7 @@ from jaxlora.families.model_config import ModelConfig, Rope
 from jaxlora.modules.banded_attention import banded_attention
 from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
 from jaxlora.modules.length_classes import SegmentLengths
-from jaxlora.modules.mlp import MakeLinear
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.norm import optional_layer_norm
 from jaxlora.modules.rope import (
     RopeTable,
     apply_rope,
@@ -182,22 +180,21 @@ class Attention(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        linear: MakeLinear,
-        layer: int,
-        *,
-        dtype,
-        implementation: AttentionImplementation = "xla",
+        make: Any,
     ):
-        linears = config.linears()
-        self.q_proj = linear(linears["self_attn.q_proj"])
-        self.k_proj = linear(linears["self_attn.k_proj"])
-        self.v_proj = linear(linears["self_attn.v_proj"])
-        self.o_proj = linear(linears["self_attn.o_proj"])
-        self.q_norm = optional_layer_norm(config, "self_attn.q_norm", dtype=dtype)
-        self.k_norm = optional_layer_norm(config, "self_attn.k_norm", dtype=dtype)
+        width, q, kv = config.hidden_size, config.query_features, config.kv_features
+        read = {"use_bias": config.qkv_bias}
+        self.q_proj = make.linear("self_attn.q_proj", width, q, role="column", **read)
+        self.k_proj = make.linear("self_attn.k_proj", width, kv, role="heads", **read)
+        self.v_proj = make.linear("self_attn.v_proj", width, kv, role="heads", **read)
+        self.o_proj = make.linear(
+            "self_attn.o_proj", q, width, role="row", use_bias=config.o_bias
+        )
+        self.q_norm = make.optional_norm("self_attn.q_norm")
+        self.k_norm = make.optional_norm("self_attn.k_norm")
         self.head_dim = config.head_dim
-        self.scoring = layer_scoring(config, layer)
-        self.implementation: AttentionImplementation = implementation
+        self.scoring = layer_scoring(config, make.number)
+        self.implementation: AttentionImplementation = make.options.attention
 
     @property
     def input_linears(self) -> tuple[MultiLoraLinear, ...]:

@@ -1,13 +1,13 @@
 """The gated MLP of the decoder."""
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlora.families.model_config import LayerLinear, ModelConfig
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.families.table import Activation
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.producers import gated_input
@@ -16,8 +16,6 @@ from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
 from jaxlora.modules.shared_input import apply_together
 from jaxlora.pallas_kernels import Gate
 
-MakeLinear = Callable[[LayerLinear], MultiLoraLinear]
-
 
 class Mlp(nnx.Module):
     """`down(activation(gate(x)) * up(x))`; its linears take LoRA.
@@ -25,11 +23,13 @@ class Mlp(nnx.Module):
     `down_proj` takes what `gated` returns.
     """
 
-    def __init__(self, config: ModelConfig, linear: MakeLinear):
-        linears = config.linears()
-        self.gate_proj = linear(linears["mlp.gate_proj"])
-        self.up_proj = linear(linears["mlp.up_proj"])
-        self.down_proj = linear(linears["mlp.down_proj"])
+    def __init__(self, config: ModelConfig, make: Any):
+        width, inner = config.hidden_size, config.intermediate_size
+        bias = {"use_bias": config.mlp_bias}
+        read = {**bias, "role": "column"}
+        self.gate_proj = make.linear("mlp.gate_proj", width, inner, **read)
+        self.up_proj = make.linear("mlp.up_proj", width, inner, **read)
+        self.down_proj = make.linear("mlp.down_proj", inner, width, **bias, role="row")
         self.activation: Activation = config.family.activation
 
     @property

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.rowwise import NormRows, inverse_rms, sum_of_squares
 from jaxlora.pallas_kernels import norm_gradient, unsupported_norm_gradient
@@ -55,28 +54,6 @@ class RmsNorm(nnx.Module):
         arrays = h, self.scale[...]
         arrays = vary(arrays, varying_axes(arrays))
         return _residual_norm(self.rows, implementation, *arrays)
-
-
-def make_final_norm(config: ModelConfig, *, dtype: jnp.dtype) -> RmsNorm:
-    """Makes the norm after the last layer."""
-    return _norm(config, config.hidden_size, dtype)
-
-
-def layer_norm(config: ModelConfig, name: str, *, dtype: jnp.dtype) -> RmsNorm:
-    """Makes a norm of a layer, given by its path inside the layer."""
-    return _norm(config, config.norms()[name], dtype)
-
-
-def optional_layer_norm(
-    config: ModelConfig, name: str, *, dtype: jnp.dtype
-) -> RmsNorm | None:
-    """Makes a norm of a layer as `layer_norm` does; None if the family has none."""
-    return layer_norm(config, name, dtype=dtype) if name in config.norms() else None
-
-
-def _norm(config: ModelConfig, features: int, dtype: jnp.dtype) -> RmsNorm:
-    offset = config.family.norm_offset
-    return RmsNorm(features, eps=config.rms_eps, offset=offset, dtype=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

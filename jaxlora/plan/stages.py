@@ -17,12 +17,11 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.decoder import DecoderOptions
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.sections import chosen_layers
-from jaxlora.models.slot_modules import TOKEN_ROWS
+from jaxlora.models.slot_modules import EMBEDDING, TOKEN_ROWS
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.tensor_parallel import EMBEDDING, check_divides
+from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.plan.memory.estimate import StepBytes, part_bytes, stage_estimated
 from jaxlora.plan.memory.footprint import (
@@ -302,12 +301,12 @@ def base_placement(stages: MeshStages) -> Place:
         stages: The stages of the run.
     """
     meshes = stage_meshes(stages.sizes)
-    division = divided(stages.spec, stages.sizes).division
+    specs = divided(stages.spec, stages.sizes).base_specs()
 
     def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Raises ValueError if the array cannot be divided among the devices."""
+        del shape
         mesh = meshes[_stage_number(path, stages.borders)]
-        return NamedSharding(mesh, division.spec(path, shape))
+        return NamedSharding(mesh, specs[path])
 
     return place
 

@@ -25,9 +25,9 @@ from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model, unquantized_reader
-from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
 from jaxlora.models.forward import Base
+from jaxlora.models.structure import linear_path
 from jaxlora.plan.job.planned_model import PlannedModel, with_derived
 from jaxlora.plan.job.prepare_run import prepare_run
 from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job

@@ -13,8 +13,8 @@ from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.note import log_notes
 from jaxlora.distributed import processes
 from jaxlora.hf.load import FrozenModel
-from jaxlora.hf.names import linear_names
 from jaxlora.models.forward import Base
+from jaxlora.models.structure import linear_names
 from jaxlora.plan.job.prepared_job import DataReader, PreparedJob
 from jaxlora.plan.memory.capacity import fit
 from jaxlora.plan.memory.device_memory import measured_peak

@@ -24,7 +24,7 @@ from jaxlora.costs.device_profile import (
     versions,
 )
 from jaxlora.hf.files import tokenizer_folder
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.plan.job.planned_model import planned_model
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.memory.footprint import num_bytes

@@ -22,10 +22,10 @@ from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.load import Place
-from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.base_format import BaseFormat, kernel_of
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.plan.job.planned_model import PlannedModel, run_format
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import Machine

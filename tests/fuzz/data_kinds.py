@@ -20,8 +20,8 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_names
 from jaxlora.inspect import inspect_path
+from jaxlora.models.structure import linear_names
 from jaxlora.problems import Source
 from tests import tiny
 from tests.fuzz.kind import Kind, quiet

@@ -12,8 +12,8 @@ import safetensors.numpy
 from jaxlora import import_peft, load_model
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.hf.names import linear_shapes
 from jaxlora.inspect import inspect_path
+from jaxlora.models.structure import linear_shapes
 from tests import tiny
 from tests.fuzz.data_kinds import CHATS, make_records, read_records
 from tests.fuzz.kind import Kind, quiet

@@ -15,8 +15,9 @@ from jaxlora.config.replicas_config import describe_list
 from jaxlora.costs.device_profile import PassCost, estimate
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.hf.config import model_config
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linears
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.mesh import choose
@@ -37,7 +38,7 @@ BLOCK, CAPACITY, MEAN = 128, 1024, 300
 @pytest.fixture(scope="module")
 def model() -> ReplicaModel:
     config = model_config(config_json("llama-3.2-1b", 4))
-    names = (f"layers.{i}.{n}" for i in range(4) for n in config.linears())
+    names = (f"layers.{i}.{n}" for i in range(4) for n in linears(config))
     options = DecoderOptions(
         dtype=jnp.dtype(jnp.bfloat16),
         max_segment_tokens=CAPACITY,

@@ -13,7 +13,7 @@ import pytest
 
 from jaxlora import export_peft, import_peft, load_model, merge_adapter
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from tests.jaxlora.adapters.test_peft_golden import logits
 from tests.jaxlora.models.test_logits import CASES, MODELS, packed_logits
 from tests.jaxlora.train import test_peft_run

@@ -21,8 +21,8 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.families.table import FAMILIES
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.files import tokenizer_folder
-from jaxlora.hf.names import linear_shapes
 from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
 
 # llama.cpp's architectures by model_type. It reads Mistral's models as Llama's.

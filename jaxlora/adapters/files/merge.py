@@ -19,9 +19,9 @@ from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.convert import log_dequantized
 from jaxlora.hf.files import model_folder
 from jaxlora.hf.magnitude import check_finite
-from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.save import save_checkpoint
 from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.trained_tensors import TRAINED_BIAS
 from jaxlora.pallas_kernels import FORMATS
 

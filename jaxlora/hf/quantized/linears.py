@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 from jaxlora.errors import ModelError
-from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.quantized.stored import StorageLayout, StoredTensor, StoredWeight
 from jaxlora.hf.read_tensor import read_tensor
 from jaxlora.hf.tensor_file import FLOATS, STORED, TensorFile
+from jaxlora.models.structure import TensorSpec
 from jaxlora.pallas_kernels import OPTIONS, WeightOptions
 
 # Scales of activations and of the cache of keys and values. Here, the scales of

@@ -20,8 +20,8 @@ from jaxlora.config.rules import NOT_OF_VERA
 from jaxlora.data.objectives import find_objective, smallest_batch
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.names import linear_shapes
 from jaxlora.models.slot_modules import SCORE
+from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
 
 logger = logging.getLogger(__name__)

@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
@@ -19,7 +19,6 @@ from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.load import FrozenModel, base_dtype
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import Base
-from jaxlora.models.sharded import BaseDivision
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import WeightOptions
 from jaxlora.sharding.rules import FSDP, TENSOR
@@ -131,8 +130,11 @@ def with_derived(model: FrozenModel, spec: DecoderSpec) -> FrozenModel:
     if base is None:
         return model
     params = {k: v for k, v in model.params.items() if _KERNEL not in k}
+    division = functools.cache(
+        lambda fsdp, tensor: spec.divided(fsdp=fsdp, tensor=tensor).base_specs()
+    )
     for path, arrays in _quantized_kernels(model.params).items():
-        found = _completed(base.options, path, arrays, spec.division)
+        found = _completed(base.options, path, arrays, division)
         params |= {f"{path}.{field}": array for field, array in found.items()}
     return dataclasses.replace(model, params=params)
 
@@ -148,7 +150,10 @@ def _quantized_kernels(params: Base) -> dict[str, Base]:
 
 
 def _completed(
-    options: WeightOptions, kernel: str, arrays: Base, division: BaseDivision
+    options: WeightOptions,
+    kernel: str,
+    arrays: Base,
+    division: Callable[[int, int], Mapping[str, PartitionSpec]],
 ) -> Base:
     wanted = jax.eval_shape(options.complete, arrays)
     kept = {field: arrays[field] for field in wanted if field in arrays}
@@ -161,11 +166,10 @@ def _completed(
     if isinstance(sharding, NamedSharding):
         device_mesh = sharding.mesh
         sizes = dict(device_mesh.shape)
-        division = dataclasses.replace(
-            division, fsdp=sizes.get(FSDP, 1), tensor=sizes.get(TENSOR, 1)
+        specs = division(sizes.get(FSDP, 1), sizes.get(TENSOR, 1))
+        places = tuple(
+            NamedSharding(device_mesh, specs[f"{kernel}.{f}"]) for f in missing
         )
-        specs = (division.spec(f"{kernel}.{f}", wanted[f].shape) for f in missing)
-        places = tuple(NamedSharding(device_mesh, spec) for spec in specs)
     made = _maker(options, missing, places)(arrays)
     return kept | dict(zip(missing, made, strict=True))
 

@@ -13,7 +13,7 @@ from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.objectives import find_objective
 from jaxlora.data.tokens.tokenized_data import TokenizedData
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.pallas_kernels.device import planned_device, platform
 from jaxlora.plan.stages import MeshFootprint
 

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jax_core
 
-from jaxlora.families.model_config import LayerLinear
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.build import LayerLinear
 from jaxlora.models.forward import job_losses, training_options
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.models.residuals import reshapes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
+from jaxlora.models.structure import linears
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
 from jaxlora.modules.trained_tensors import MAGNITUDE
@@ -426,6 +427,6 @@ def _quantized(
 ) -> Iterable[LayerLinear]:
     return (
         linear
-        for name, linear in spec.config.linears().items()
+        for name, linear in linears(spec.config, number).items()
         if base.quantizes(f"layers.{number}.{name}")
     )

@@ -6,7 +6,7 @@ import functools
 import typing
 from collections.abc import Callable, Iterator
 
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.plan.memory.bounds import largest_fitting
 from jaxlora.plan.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.plan.memory.footprint import Footprint

@@ -8,7 +8,7 @@ from typing import get_args
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
 from jaxlora.costs.work import layer_work
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.plan import stages as mesh_stages

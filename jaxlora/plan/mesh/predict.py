@@ -12,7 +12,7 @@ from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_profile import Profile
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
 from jaxlora.costs.stages import decoder_seconds, stage_seconds, total
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.plan.memory.footprint import num_bytes

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxlora.errors import ConfigError
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.replicas.kinds import ReplicaModel

@@ -23,7 +23,7 @@ from jaxlora.config.replicas_config import (
     listed,
 )
 from jaxlora.errors import ConfigError
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.plan.mesh.candidates import (
     MARGIN,
     Candidate,

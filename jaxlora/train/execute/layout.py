@@ -14,7 +14,7 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.errors import ConfigError
 from jaxlora.models.forward import Base
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.plan.stages import MeshStages, divided
 from jaxlora.sharding.mesh import stage_meshes

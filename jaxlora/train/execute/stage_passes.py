@@ -18,7 +18,6 @@ from jaxlora.models.residuals import Pullback, pull_back
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import added, to_paths
-from jaxlora.models.tensor_parallel import own_heads
 
 Hidden = Float[Array, "T D"]
 
@@ -39,7 +38,7 @@ class StagePasses:
             placement: The devices of the stage.
         """
         assert spec.slots is not None
-        self._placement, self._whole = placement, spec.config
+        self._placement = placement
         self._spec = spec.part(spec.options.tensor)
         # The backward functions of traced forward passes, by rows of hidden states.
         self._pullbacks: dict[int, Pullback] = {}
@@ -167,12 +166,10 @@ class StagePasses:
         return jnp.where(is_new, 0.0, baseline) + loss
 
     def _runner(self, base, settings, batch, keys):
-        options = self._spec.options
-        own = functools.partial(own_heads, config=self._whole, tensor=options.tensor)
-        base = own(base, base_format=options.base_format)
+        base = self._spec.own_heads(base)
 
         def run(tables, h):
-            tables = own(tables)
+            tables = self._spec.own_heads(tables)
             return run_stage(self._spec, base, tables, settings, batch, keys, h)
 
         return run

@@ -11,8 +11,8 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.files.tokenizer_copy import ChatTemplate, job_template
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel, load_model
-from jaxlora.hf.names import linear_shapes
 from jaxlora.models.slot_modules import SCORE
+from jaxlora.models.structure import linear_shapes
 from jaxlora.run.folder import begun_record
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.export import export_checkpoint

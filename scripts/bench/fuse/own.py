@@ -13,11 +13,11 @@ from jaxlora.bench.shapes import LARGE, config_json
 from jaxlora.data.pack import PackedBatch, pack_microbatch
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import SlotKeys, run_stage, training_options
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.slot_settings import settings_of_base
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.profile.tokens import job_batch
 from jaxlora.profile.training import random_base

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlora.bench.shapes import config_json
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import TensorSpec, tensor_specs
+from jaxlora.models.structure import TensorSpec, tensor_specs
 from jaxlora.profile.tokens import SIGMA, fill
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>")

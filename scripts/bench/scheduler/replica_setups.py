@@ -11,8 +11,9 @@ import numpy as np
 from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import find_speed, parse_machine
 from jaxlora.hf.config import model_config
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linears
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.memory.device_memory import device_memory
@@ -153,7 +154,7 @@ def make_kinds(
     """Returns the kinds of replicas of a model on its GPUs, or on as many as given."""
     config = model_config(setup.config)
     layers = range(config.num_layers)
-    adapted = sorted(f"layers.{i}.{n}" for i in layers for n in config.linears())
+    adapted = sorted(f"layers.{i}.{n}" for i in layers for n in linears(config))
     machine = parse_machine(setup.gpus)
     if num_gpus is not None:
         machine = dataclasses.replace(machine, count=num_gpus)

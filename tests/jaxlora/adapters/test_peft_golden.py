@@ -20,8 +20,8 @@ from jaxlora import (
     load_model,
 )
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.stacks import to_paths
+from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.scoring import softcap
 from jaxlora.train.execute.step import CompiledSteps
 from tests.oracle import relative_error

@@ -21,7 +21,7 @@ from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.errors import AdapterError
 from jaxlora.generate.adapter_slots import load_decoder
 from jaxlora.generate.batch import Batch, Request
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from tests.golden_base import tied
 from tests.oracle import relative_error
 

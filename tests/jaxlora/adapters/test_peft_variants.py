@@ -29,9 +29,9 @@ from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError
-from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.slot_settings import shared_settings
 from jaxlora.models.stacks import to_paths
+from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.modules.whole_head import with_whole_logits

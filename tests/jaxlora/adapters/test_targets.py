@@ -6,7 +6,7 @@ from jaxlora.adapters.targets import pattern_value, resolve_targets
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_names
+from jaxlora.models.structure import linear_names
 from tests import tiny
 
 # Twelve layers, so that 1 is the beginning of 10 and the end of 11.

@@ -19,7 +19,7 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError
 from jaxlora.hf.config import model_config
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules import trained_tensors as tensors
 from jaxlora.modules.slot_shape import SlotShape

@@ -4,7 +4,7 @@ import pytest
 
 from jaxlora.families.table import FAMILIES
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_names, tensor_specs
+from jaxlora.models.structure import linear_names, linears, tensor_specs
 
 SIZES = {
     "vocab_size": 320,
@@ -30,7 +30,7 @@ def config_of(family: str):
 def test_the_order_of_the_projections_never_changes(family):
     """It keys the dropout masks: a resumed run would draw others."""
     projections = {
-        name: linear.projection for name, linear in config_of(family).linears().items()
+        name: linear.projection for name, linear in linears(config_of(family)).items()
     }
     assert projections == {
         "self_attn.q_proj": 0,
@@ -46,12 +46,13 @@ def test_the_order_of_the_projections_never_changes(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_and_norm_has_its_size(family):
     config = config_of(family)
-    found = {linear.name: linear for linear in config.linears().values()}
+    found = {linear.name: linear for linear in linears(config).values()}
     assert found["self_attn.q_proj"].out_features == 8 * 24
     assert found["self_attn.v_proj"].out_features == 2 * 24
     assert found["self_attn.o_proj"].in_features == 8 * 24
     assert found["mlp.down_proj"].in_features == 96
-    assert set(config.norms().values()) <= {64, 24}
+    norms = [x.shape for x in tensor_specs(config) if x.path.endswith(".scale")]
+    assert set(norms) <= {(64,), (24,)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

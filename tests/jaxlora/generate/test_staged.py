@@ -8,9 +8,9 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.generate.generator import TextDecoder
 from jaxlora.generate.prompt import Prompt
 from jaxlora.generate.staged import StagedDecoder
-from jaxlora.hf.names import linear_path
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_path
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.stages import MeshStages
 from jaxlora.train.execute.layout import Layout

@@ -11,7 +11,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_names
+from jaxlora.models.structure import linear_names
 from tests import tiny
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -5,6 +5,7 @@ import pytest
 from jaxlora.errors import ModelError
 from jaxlora.families.model_config import LinearRopeScaling, Llama3RopeScaling, Rope
 from jaxlora.hf.config import model_config
+from jaxlora.models.structure import tensor_specs
 from tests import tiny
 
 SHAPE = {
@@ -108,7 +109,8 @@ def test_defaults_are_those_of_transformers(
 def test_biases_and_norms(family, more, qkv, o, mlp, qk_norm):
     config = read(family, **more)
     found = (config.qkv_bias, config.o_bias, config.mlp_bias)
-    found += ("self_attn.q_norm" in config.norms(),)
+    paths = {spec.path for spec in tensor_specs(config)}
+    found += ("layers.0.self_attn.q_norm.scale" in paths,)
     assert found == (qkv, o, mlp, qk_norm)
 
 

@@ -12,8 +12,8 @@ from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.hf.convert import convert
 from jaxlora.hf.load import load_model
-from jaxlora.hf.names import linear_shapes
 from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.models.structure import linear_shapes
 
 MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
 

@@ -17,8 +17,8 @@ import safetensors.numpy
 
 from jaxlora.errors import ModelError
 from jaxlora.hf import load, tensor_file
-from jaxlora.hf.names import tensor_specs
 from jaxlora.hf.save import save_checkpoint
+from jaxlora.models.structure import tensor_specs
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlora.errors import ModelError
 from jaxlora.hf import load, tensor_file
 from jaxlora.hf.checkpoint import open_checkpoint
-from jaxlora.hf.names import tensor_specs
+from jaxlora.models.structure import tensor_specs
 from jaxlora.sharding import global_arrays
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model

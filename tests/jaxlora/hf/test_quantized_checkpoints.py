@@ -10,7 +10,7 @@ import pytest
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.base_format import find_base_format
 from jaxlora.hf.checkpoint import open_checkpoint, planned_checkpoint
-from jaxlora.hf.names import linear_path, tensor_specs
+from jaxlora.models.structure import linear_path, tensor_specs
 from tests import tiny
 from tests.jaxlora.hf import quantized_checkpoints as stored
 from tests.jaxlora.hf.loading import load_model

@@ -19,10 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.data.pack import PackedBatch
 from jaxlora.families.model_config import ModelConfig, Rope
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
+from jaxlora.models.structure import linears
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
@@ -49,7 +50,7 @@ def decoder_spec(num_layers: int, fsdp: int = NUM_DEVICES) -> DecoderSpec:
         rope=Rope(theta=5e5),
         layer_windows=(None,) * num_layers,
     )
-    names = (f"layers.{i}.{n}" for i in range(num_layers) for n in config.linears())
+    names = (f"layers.{i}.{n}" for i in range(num_layers) for n in linears(config))
     return DecoderSpec(
         config=config,
         options=DecoderOptions(

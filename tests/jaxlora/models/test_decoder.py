@@ -6,8 +6,8 @@ import pytest
 
 from jaxlora.hf.config import model_config
 from jaxlora.models import layer
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import job_losses
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape

@@ -8,6 +8,7 @@ import jax
 import pytest
 from jax.extend.core import Jaxpr, Var
 
+from jaxlora.models.structure import linears
 from tests.deviceless import compile_deviceless
 from tests.jaxlora.models import test_sharded as decoders
 from tests.scheduled_hlo import entry_ops, gathered_arrays, most_alive_bytes
@@ -161,7 +162,7 @@ def test_each_weight_is_gathered_once_in_each_pass(remat, tied):
     embedding = spec.base_shapes()["embed_tokens.embedding"].size
     wanted[embedding] = 1  # the head
     for layer in range(decoders.LAYERS):
-        for linear in spec.config.linears().values():
+        for linear in linears(spec.config).values():
             size = linear.in_features * linear.out_features
             # The first layer needs no gradient of its input, so q, k and v are not
             # needed backward. The last layer keeps its weights.

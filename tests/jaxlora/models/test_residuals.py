@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxlora.families.model_config import LayerLinear, ModelConfig, Rope
+from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.models.build import LayerBuilder
 from jaxlora.models.layer import DecoderLayer
+from jaxlora.models.options import DecoderOptions
+from jaxlora.models.structure import linears
 from jaxlora.modules import attention
-from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing, SlotShape
+from jaxlora.modules.multi_lora_linear import Routing, SlotShape
 
 # All sizes differ, so a shape identifies an array.
 T, D, F, H, HK, E, R = 96, 40, 112, 4, 2, 14, 6
@@ -43,13 +46,11 @@ def residuals(model_type: str) -> list[jax.Array]:
         layer_windows=(None,),
     )
 
-    def linear(row: LayerLinear) -> MultiLoraLinear:
-        slots = SlotShape(num_slots=3, rank=R)
-        return MultiLoraLinear(
-            row.in_features, row.out_features, slots=slots, rngs=nnx.Rngs(0)
-        )
-
-    layer = DecoderLayer(config, 0, linear, dtype=jnp.dtype(jnp.bfloat16))
+    options = DecoderOptions(dtype=jnp.dtype(jnp.bfloat16), max_segment_tokens=T)
+    slots = SlotShape(num_slots=3, rank=R)
+    adapted = {f"layers.0.{name}" for name in linears(config)}
+    make = LayerBuilder(config, 0, options, slots, adapted)
+    layer = DecoderLayer(config, make)
     graph, adapters, rest = nnx.split(layer, nnx.LoRAParam, ...)
     lengths = attention.SegmentLengths(T, T)
     ids = jnp.zeros(T, jnp.int32)

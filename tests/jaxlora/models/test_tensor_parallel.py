@@ -16,12 +16,13 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import SlotKeys, job_losses
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
+from jaxlora.models.structure import linears
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.mesh.predict import EXCHANGED_AGAIN, EXCHANGES
@@ -63,7 +64,7 @@ def make_spec(
         **dict(sizes),
     }
     config = model_config(tiny.CONFIG | fields)
-    names = [n for n in config.linears() if n.split(".")[1][:-5] in adapted]
+    names = [n for n in linears(config) if n.split(".")[1][:-5] in adapted]
     paths = (f"layers.{i}.{n}" for i in range(layers) for n in names)
     return DecoderSpec(
         config=config,

@@ -19,8 +19,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import training_options
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.triton.target import forced_capability
 from tests.jaxlora.models import h200_program

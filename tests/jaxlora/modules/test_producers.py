@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.models.build import make_norm
 from jaxlora.modules import norm, producers
 from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.norm import layer_norm
 from jaxlora.modules.producers import normed_input
 from jaxlora.modules.routing import Routing
 from jaxlora.modules.slot_shape import SlotShape
@@ -42,28 +42,31 @@ class Block(nnx.Module):
         self._adapted, self._weight = adapted, weight
         self._slots = SlotShape(num_slots=2, rank=RANK, settings=settings)
         self._rngs = nnx.Rngs(0)
-        self.norm = layer_norm(CONFIG, "mlp_norm", dtype=jnp.dtype(jnp.bfloat16))
-        self.mlp = Mlp(CONFIG, self._linear)
+        self.norm = make_norm(
+            CONFIG, CONFIG.hidden_size, "norm", dtype=jnp.dtype(jnp.bfloat16)
+        )
+        self.mlp = Mlp(CONFIG, self)
 
-    def _linear(self, one):
-        is_adapted = one.name.removeprefix("mlp.") in self._adapted
-        kernel = None
+    def linear(self, name, in_features, out_features, *, use_bias, role):
+        del use_bias, role
+        is_adapted = name.removeprefix("mlp.") in self._adapted
+        kernel, projection = None, 4 + ALL.index(name.removeprefix("mlp."))
         if self._weight is not None:
-            shape = one.out_features, one.in_features
-            w = jax.random.normal(jax.random.key(9 + one.projection), shape)
-            kernel = self._weight.quantize(w / one.in_features**0.5)
+            shape = out_features, in_features
+            w = jax.random.normal(jax.random.key(9 + projection), shape)
+            kernel = self._weight.quantize(w / in_features**0.5)
         made = MultiLoraLinear(
-            one.in_features,
-            one.out_features,
+            in_features,
+            out_features,
             slots=self._slots if is_adapted else None,
             layer=0,
-            projection=one.projection,
+            projection=projection,
             implementation="mosaic",
             kernel=kernel,
             rngs=self._rngs,
         )
         if is_adapted:
-            keys = jax.random.split(jax.random.key(one.projection))
+            keys = jax.random.split(jax.random.key(projection))
             for table, key in zip((made.lora_a, made.lora_b), keys, strict=True):
                 table[...] = 0.1 * jax.random.normal(key, table.shape)
             made.scaling[...] = jnp.array([1.0, 2.0])

@@ -9,7 +9,7 @@ from jaxlora import import_peft
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from jaxlora.config import RunConfig
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout

@@ -6,7 +6,7 @@ import jaxlora
 from jaxlora import RunConfig, Trainer
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.hf.load import FrozenModel
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.run.log import read_events
 
 

@@ -14,7 +14,7 @@ from jaxlora.common.note import log_notes
 from jaxlora.costs.gpus import UNKNOWN_DEVICE
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.forecast import plan_run
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan import stages as mesh_stages

@@ -18,7 +18,7 @@ from jaxlora.data.tokens import record_writer
 from jaxlora.data.tokens.token_cache import TokenCache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError, DataError
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from tests import tiny

@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from jaxlora.hf.config import model_config
 from jaxlora.hf.load import FrozenModel, load_model
-from jaxlora.hf.names import tensor_specs
+from jaxlora.models.structure import tensor_specs
 from tests import tiny
 from tests.jaxlora.train.test_contracts import assert_same_training
 

@@ -11,7 +11,7 @@ from jaxlora import LoraJob, RunConfig, Trainer, load_model, merge_adapter
 from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
 from jaxlora.plan.memory.footprint import StageUse, stage_resident
 from tests import tiny

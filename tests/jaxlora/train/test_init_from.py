@@ -12,7 +12,7 @@ from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
 from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensors_with
 from jaxlora.plan.job.chosen_modules import choose_modules
 from tests import tiny

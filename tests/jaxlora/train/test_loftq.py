@@ -12,7 +12,7 @@ from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.pallas_kernels import FORMATS
 from tests import tiny
 from tests.oracle import relative_error

@@ -7,7 +7,7 @@ import pytest
 from jaxlora import RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.forecast import plan_run
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.loop import Loop

@@ -15,7 +15,7 @@ from jaxlora import LoraJob, load_model
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenize import TokenizedData
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from tests.jaxlora.train.golden_runs import (

@@ -16,7 +16,7 @@ import pytest
 from jaxlora import Trainer, import_peft, load_run
 from jaxlora.cli.main import main
 from jaxlora.errors import CheckpointError
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.run.folder import read_run_record, write_run_record
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.saved.export import export_checkpoint
@@ -29,7 +29,7 @@ from tests.jaxlora.train.conftest import LINEARS
 # checkpoint of that round is still being written in the background.
 KILL = """
 import os, signal, sys
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.run.log import RunLog
 left, write = int(sys.argv[2]), RunLog._write
 def count(self, line):

@@ -12,7 +12,7 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, DeviceError
-from jaxlora.hf.names import linear_shapes
+from jaxlora.models.structure import linear_shapes
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.run import folder as run_folder
 from jaxlora.train import open_run

@@ -20,9 +20,8 @@ from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.files.peft_export import PREFIX
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.hf.names import linear_path, linear_shapes
-from jaxlora.models.sharded import EMBEDDING
-from jaxlora.models.slot_modules import TOKEN_ROWS
+from jaxlora.models.slot_modules import EMBEDDING, TOKEN_ROWS
+from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.trained_tensors import TRAINED_BIAS
 from jaxlora.train.execute.step import CompiledSteps
 from tests.golden_base import biased

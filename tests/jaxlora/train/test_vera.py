@@ -11,7 +11,7 @@ from jaxlora import LoraJob
 from jaxlora.adapters.optimizers.adafactor import adafactor
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.slot_settings import shared_settings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape

@@ -17,10 +17,9 @@ from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_names, linear_shapes
-from jaxlora.models.sharded import EMBEDDING
-from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.models.slot_modules import EMBEDDING, SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_names, linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
 from jaxlora.plan.memory.estimate import step_bytes
 from jaxlora.plan.memory.footprint import StageUse, fixed_bytes, stage_resident

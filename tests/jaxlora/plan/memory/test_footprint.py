@@ -9,10 +9,9 @@ import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.models.decoder import DecoderOptions
-from jaxlora.models.layer import Remat
+from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.memory.footprint import Footprint
 from jaxlora.plan.stages import MeshStages, estimated_footprint, measured_footprint

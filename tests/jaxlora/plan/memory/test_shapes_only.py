@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.memory import estimate, planned

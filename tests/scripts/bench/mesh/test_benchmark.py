@@ -16,6 +16,7 @@ from jaxlora.bench.mesh.cases import Case, Window, samples_of
 from jaxlora.bench.mesh.measure import flops_per_token, measure
 from jaxlora.bench.mesh.results import Results
 from jaxlora.errors import JaxloraError
+from jaxlora.models.structure import linears
 from jaxlora.profile.training import random_base
 from jaxlora.scheduler import Lanes, Pipeline, violations
 
@@ -147,8 +148,8 @@ def test_a_case_goes_to_its_process_as_json():
 def test_operations_of_a_token():
     """Each weight of a linear takes two operations forward and two backward."""
     spec = dataclasses.replace(CASE.plan().spec, adapted=())
-    linears = spec.config.linears().values()
-    products = 4 * 2 * sum(x.in_features * x.out_features for x in linears)
+    found = linears(spec.config).values()
+    products = 4 * 2 * sum(x.in_features * x.out_features for x in found)
     head = 0.3 * 4 * spec.config.hidden_size * spec.config.vocab_size
     assert flops_per_token(spec, 0) == pytest.approx(products + head)
     assert flops_per_token(spec, 100) > flops_per_token(spec, 10) > products + head

@@ -1,0 +1,214 @@
+"""Makes the modules of a decoder layer, and says how their weights are stored."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.options import DecoderOptions
+from jaxlora.modules.base_param import BaseParam, WeightLayout, with_layout
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear
+from jaxlora.modules.norm import RmsNorm
+from jaxlora.modules.quantized_kernel import QuantizedKernel
+from jaxlora.modules.slot_shape import SlotShape
+
+# What tensor parallelism does with a linear: `column` reads the hidden states, and its
+# outputs are divided; those of `heads` are key-value heads, which devices may share;
+# `row` writes the hidden states, and its inputs are divided; `whole` is not divided.
+Role = Literal["column", "heads", "row", "whole"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerLinear:
+    """One linear of a layer; LoRA can adapt each of them.
+
+    Attributes:
+        name: Path inside the layer.
+        in_features: K.
+        out_features: N.
+        use_bias: Whether it adds a bias.
+        projection: Its number, which keys its dropout masks.
+        role: How devices divide it.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    use_bias: bool
+    projection: int
+    role: Role
+
+    @property
+    def divides(self) -> Literal["K", "N"] | None:
+        """The features that devices divide, if they do."""
+        if self.role == "whole":
+            return None
+        return "K" if self.role == "row" else "N"
+
+
+class LayerBuilder:
+    """Makes the modules of one layer, with its options.
+
+    Attributes:
+        config: The model's mathematics.
+        number: Number of the layer in the model.
+        options: How the decoder runs.
+        linears: The linears that were made. Their order keys dropout masks: if it
+            changed, resumed runs would draw other masks.
+        layouts: Layouts of the weights that were made.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        options: DecoderOptions,
+        slots: SlotShape | None = None,
+        adapted: Collection[str] = (),
+    ):
+        """Makes a builder.
+
+        Args:
+            config: The model's mathematics.
+            number: Number of the layer in the model.
+            options: How the decoder runs.
+            slots: Shape of the slot tables of every adapted linear.
+            adapted: Paths of the linears of the decoder that get slots.
+        """
+        self.config, self.number, self.options = config, number, options
+        self._slots, self._adapted = slots, adapted
+        self.linears: list[LayerLinear] = []
+        self.layouts: list[WeightLayout] = []
+
+    def linear(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        role: Role,
+        hf_name: str | None = None,
+        rows: tuple[int, int] | None = None,
+    ) -> MultiLoraLinear:
+        """Makes a frozen linear, with slots if it is adapted.
+
+        Args:
+            name: Path inside the layer.
+            in_features: K, of the part of one device.
+            out_features: N, of the part of one device.
+            use_bias: Whether it adds a bias.
+            role: How devices divide it.
+            hf_name: Its path inside a layer of a checkpoint; None: `name`.
+            rows: Rows of the checkpoint's weight [N, K] that it consists of; None: all.
+        """
+        linear = LayerLinear(
+            name=name,
+            in_features=in_features,
+            out_features=out_features,
+            use_bias=use_bias,
+            projection=len(self.linears),
+            role=role,
+        )
+        self.linears.append(linear)
+        options, path = self.options, f"layers.{self.number}.{name}"
+        base_format, kernel = options.base_format, None
+        if base_format is not None and base_format.quantizes(path):
+            kernel = base_format.empty(out_features, in_features)
+        parts = {"column": options.tensor, "heads": options.kv_parts}
+        module = MultiLoraLinear(
+            in_features,
+            out_features,
+            slots=self._slots if path in self._adapted else None,
+            use_bias=use_bias,
+            dtype=options.dtype,
+            layer=None,
+            projection=linear.projection,
+            implementation=options.implementation,
+            kernel=kernel,
+            input_parts=options.tensor if role == "row" else 1,
+            output_parts=parts.get(role, 1),
+            rngs=nnx.Rngs(0),
+        )
+        names = {"hf_name": f"{hf_name or name}.weight", "rows": rows}
+        division = {"divided": linear.divides, "by_heads": role == "heads"}
+        weights = [(module.kernel, ("K", "N"))]
+        if isinstance(module.kernel, QuantizedKernel):
+            fields = module.kernel.weight.dimensions.items()
+            weights = [(getattr(module.kernel, name), x) for name, x in fields]
+        for weight, letters in weights:
+            if isinstance(weight, BaseParam):
+                layout = {**names, **division, "transpose": True}
+                self._laid_out(weight, dimensions=letters, **layout)
+        if module.bias is not None:
+            names["hf_name"] = f"{hf_name or name}.bias"
+            self._laid_out(module.bias, dimensions=("N",), **names, **division)
+        return module
+
+    def _laid_out(self, weight: BaseParam, **layout: Any) -> BaseParam:
+        self.layouts.append(with_layout(weight, **layout).layout)
+        return weight
+
+    def norm(self, features: int, hf_name: str) -> RmsNorm:
+        """Makes a norm.
+
+        Args:
+            features: Size of its weight.
+            hf_name: Its path inside a layer of a checkpoint.
+        """
+        norm = make_norm(self.config, features, hf_name, dtype=self.options.dtype)
+        self.layouts.append(norm.scale.layout)
+        return norm
+
+    def optional_norm(self, name: str) -> RmsNorm | None:
+        """Makes a norm of a layer by its path; None if the family has none."""
+        for norm in self.config.family.norms:
+            if norm.name == name:
+                return self.norm(getattr(self.config, norm.features), norm.hf_name)
+        return None
+
+    def weight(
+        self,
+        shape: tuple[int, ...],
+        hf_name: str,
+        dimensions: tuple[str, ...],
+        *,
+        transpose: bool = False,
+        divided: str | None = None,
+    ) -> BaseParam:
+        """Makes a frozen weight that belongs to no linear and no norm.
+
+        Args:
+            shape: Its shape on one device.
+            hf_name: Its name inside a layer of a checkpoint.
+            dimensions: Letter of each of its dimensions.
+            transpose: Whether the checkpoint holds the transpose.
+            divided: The dimension that tensor parallelism divides, if any.
+        """
+        return self._laid_out(
+            BaseParam(jnp.zeros(shape, self.options.dtype)),
+            hf_name=hf_name,
+            dimensions=dimensions,
+            transpose=transpose,
+            divided=divided,
+        )
+
+
+def make_norm(
+    config: ModelConfig, features: int, hf_name: str, *, dtype: jnp.dtype
+) -> RmsNorm:
+    """Makes a norm of a model.
+
+    Args:
+        config: The model.
+        features: Size of its weight.
+        hf_name: Its path in a checkpoint, or in a layer of it.
+        dtype: Dtype of its weight.
+    """
+    offset = config.family.norm_offset
+    norm = RmsNorm(features, eps=config.rms_eps, offset=offset, dtype=dtype)
+    with_layout(norm.scale, hf_name=f"{hf_name}.weight", dimensions=("D",))
+    return norm
