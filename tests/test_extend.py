@@ -66,7 +66,7 @@ def test_every_file_exists():
 def test_the_table_has_the_numbers_of_the_patches():
     rows = re.findall(r"^\| .+ \| `tests/extend/(\w+\.patch)` \| (\d+) \|", TEXT, re.M)
     counts = {patch.name: len(files_of(patch)) for patch in PATCHES}
-    assert len(counts) == 5
+    assert len(counts) == 6
     assert {name: int(number) for name, number in rows} == counts
     assert max(counts.values()) <= MOST
 
@@ -81,6 +81,7 @@ def test_each_patch_changes_what_its_section_says(tree, patch):
         "format": "A quantized format",
         "objective": "An objective",
         "optimizer": "An optimizer",
+        "setting": "A setting of the slots",
     }
     section = TEXT.split(f"\n## {titles[patch.stem]}\n")[1].split("\n## ")[0]
     missing = [name for name in files_of(patch) if f"`{name}`" not in section]
