@@ -69,6 +69,9 @@ class LoraJob(StrictModel):
         trainable_token_indices: Tokens whose rows of the embedding are trained, too,
             and of a head that is tied to it; such as added tokens. As a dict, also
             those of a head that is not: `{embed_tokens: [...], lm_head: [...]}`.
+        new_special_tokens: The same by the texts of tokens that are in the base's
+            tokenizer, of the embedding and of a head that is not tied to it, such as
+            those that `jaxlora convert --new-tokens` has added.
         modules_to_save: Modules of which the adapter trains whole copies, as in PEFT:
             `embed_tokens`, `lm_head` or both.
         train_bias: Also train the biases of the adapted linears that have one, as
@@ -152,6 +155,7 @@ class LoraJob(StrictModel):
     trainable_token_indices: Annotated[
         Indices | dict[WholeModule, Indices], BeforeValidator(row_tokens)
     ] = ()
+    new_special_tokens: tuple[str, ...] = ()
     modules_to_save: Annotated[
         tuple[WholeModule, ...], BeforeValidator(whole_modules)
     ] = ()

@@ -30,7 +30,6 @@ from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.models.slot_modules import asked_modules
 from jaxlora.plan.job.chosen_modules import (
     ChosenModules,
     check_objective,
@@ -252,13 +251,6 @@ class PreparedJob(ChosenModules):
             return self.start.is_set(setting)
         return getattr(self.settings, setting)
 
-    @property
-    def tokens(self) -> dict[str, tuple[int, ...]]:
-        """What the job trains outside the linears, as `Adapter.tokens`."""
-        if self.start is None:
-            return asked_modules(self.settings, self.objective)
-        return self.start.tokens
-
     def lengths(self, step: int) -> list[int]:
         """Returns the tokens of each group of an optimizer step's global batch."""
         return self.train_data.group_lengths[self.order.batch(step)].tolist()
@@ -283,7 +275,8 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
     """
     find_optimizer(job)
     check_objective(job)
-    return _read_job(job, choose_modules(job, model), model, reader)
+    chosen = choose_modules(job, model, reader.tokenizer.token_id)
+    return _read_job(job, chosen, model, reader)
 
 
 def _read_job(

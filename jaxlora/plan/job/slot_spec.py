@@ -192,14 +192,6 @@ def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
         whose += " with its reference"
     elif prepared.settings.keeps_start:
         whose += " with the first weights that it keeps"
-    for name, number in shape.outside:
-        if number > (have := spec.slots.num_rows(name)):
-            made = f"for {have}" if have else "without that"
-            raise ConfigError(
-                f"{whose} has {SLOT_MODULES[name].describe(number)}, and the slots of "
-                f"this run were made {made}. {_SUCH_A_JOB}, or train this one in "
-                "another run."
-            )
     for field, (has, cure) in _MISFITS.items():
         need, have = getattr(shape, field), getattr(spec.slots, field)
         if isinstance(need, tuple):
@@ -212,6 +204,14 @@ def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
             text = f"has {has}, and the slots of this run were made {made}. {cure}."
             text = text.format(need=need, job=prepared.settings)
             raise ConfigError(f"{whose} {text}")
+    for name, number in shape.outside:
+        if number > (have := spec.slots.num_rows(name)):
+            made = f"for {have}" if have else "without that"
+            raise ConfigError(
+                f"{whose} has {SLOT_MODULES[name].describe(number)}, and the slots of "
+                f"this run were made {made}. {_SUCH_A_JOB}, or train this one in "
+                "another run."
+            )
 
 
 def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:

@@ -22,12 +22,12 @@ from jaxlora.scheduler import Limits
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
-from tests.golden_base import tied
+from tests.golden_base import resized, tied
 from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
-RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in "abcdefghij"}
+RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in "abcdefghijk"}
 
 
 def job_run(name: str, model) -> JobState:
@@ -89,9 +89,9 @@ def test_vera_starts_as_in_peft():
 
 # The job c has DoRA; d starts by PiSSA, and e by OLoRA; f has VeRA; g trains rows of a
 # tied head, and h those of another head; i trains whole copies of embedding and head,
-# and j of the embedding of a tied head.
+# and j of the embedding of a tied head; k trains the rows of tokens that were added.
 RUNS = [
-    *(("a",), ("b",), ("b", "a"), ("g", "j"), ("h", "f", "c", "d", "e", "i")),
+    *(("a",), ("b",), ("b", "a"), ("g", "j"), ("h", "f", "c", "d", "e", "i"), ("k",)),
     *(pytest.param(n, marks=pytest.mark.grid) for n in (("c", "b"), ("d", "e"))),
 ]
 
@@ -99,8 +99,10 @@ RUNS = [
 @pytest.fixture(scope="module", params=RUNS, ids="".join)
 def trained(request, tmp_path_factory):
     base = GOLDEN / "base"
-    if {"g", "j"}.intersection(request.param):
+    if {"g", "j", "k"}.intersection(request.param):
         base = tied(base, tmp_path_factory.mktemp("tied"))
+    if "k" in request.param:
+        base = resized(base, tmp_path_factory.mktemp("resized"), 2)
     return train_together(request.param, base)
 
 
@@ -174,7 +176,7 @@ def test_final_weights(trained):
         actual = slots.read(run.slot, run.start)
         assert actual.modules.keys() == wanted.modules.keys()
         assert actual.outside.keys() == wanted.outside.keys()
-        modules = {"g": 1, "h": 2, "i": 2, "j": 1}
+        modules = {"g": 1, "h": 2, "i": 2, "j": 1, "k": 1}
         assert len(actual.outside) == modules.get(run.name, 0)
         for module, own in actual.outside.items():
             others = wanted.outside[module]
