@@ -9,13 +9,13 @@ from .config.generation_settings import GenerationSettings
 from .config.run_file import load_run
 from .config.sweep_config import Sweep
 from .errors import JaxloraError
-from .families.model_config import ModelConfig
 from .fuse.api import fuse
 from .fuse.explain import explain
 from .generate.api import generate
 from .generate.generator import Generator
 from .generate.prompt import Generation, Prompt
 from .hf.load import FrozenModel, load_model
+from .models.config import ModelConfig
 from .models.decoder import Decoder
 from .models.options import DecoderOptions
 from .models.spec import DecoderSpec

@@ -54,8 +54,7 @@ class Backward(Protocol):
     ) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
         """Returns dx [T, K] in x's dtype, and the gradients of each projection.
 
-        These are `a` [G, K, R], `b` [G, R, N] and one for each of `Projection.extra`,
-        in float32.
+        These are `a` [G, K, R] and `b` [G, R, N], in float32.
         """
         ...
 

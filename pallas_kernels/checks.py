@@ -89,7 +89,6 @@ def checked(
             out_features=p.b.shape[2],
             rank=rank,
             block_tokens=x.shape[0] // block_adapter.shape[0],
-            extra=tuple(p.extra),
             weight_format=_weight_format(p),
         ),
     )

@@ -217,10 +217,6 @@ def _trained(projection: Projection, gradients: dict[str, Array]) -> Projection:
     )
     for name in ("a", "b"):
         fields[name] = gradients[name].astype(getattr(projection, name).dtype)
-    fields["extra"] = {
-        name: gradients[name].astype(table.dtype)
-        for name, table in projection.extra.items()
-    }
     return dataclasses.replace(projection, **fields)
 
 

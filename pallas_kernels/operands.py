@@ -39,8 +39,6 @@ def unsupported_linear(
         multiple: K and N must be multiples of it.
         least: The smallest K and N; 0: there is none.
     """
-    if shape.extra:
-        return f"its kernels train A and B only, not {', '.join(shape.extra)}"
     if (reason := unsupported_dtype(shape.dtype)) is not None:
         return reason
     k, n = shape.in_features, shape.out_features

@@ -32,8 +32,6 @@ class Projection:
             None drops nothing.
         dora: Gains of the output features; None: no slot has DoRA. They are applied to
             the output of the kernels, so every back end runs them.
-        extra: Further trained tensors of the slots, by name, for back ends that know
-            them.
         settings: What kernels compute from scaling, rank and dropout rate, computed for
             many projections at once by `kernel_settings`; None: they compute their own.
     """
@@ -46,7 +44,6 @@ class Projection:
     bias: Float[Array, " N"] | None = None
     dropout: Dropout | GivenMask | None = None
     dora: DoraGain | None = None
-    extra: dict[str, Float[Array, "G ..."]] = dataclasses.field(default_factory=dict)
     settings: KernelSettings | None = None
 
     @property
@@ -73,7 +70,6 @@ class LinearShape:
         out_features: N.
         rank: R, the largest rank of a slot.
         block_tokens: Rows of a token block, T / NB.
-        extra: Names of the tensors that are trained beside A and B.
         weight_format: Format of a quantized w, a name in `FORMATS`; None: w is not
             quantized.
     """
@@ -83,5 +79,4 @@ class LinearShape:
     out_features: int
     rank: int
     block_tokens: int
-    extra: tuple[str, ...] = ()
     weight_format: str | None = None

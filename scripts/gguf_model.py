@@ -20,7 +20,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxlora.families.table import FAMILIES
+from jaxlora.adapters.files.gguf_export import GGUF_LINEARS
 from jaxlora.hf.save import save_checkpoint
 
 _TOP = {
@@ -28,9 +28,9 @@ _TOP = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_FAMILY = FAMILIES["llama"]
-_LAYER = {linear.gguf: linear.name for linear in _FAMILY.linears} | {
-    norm.gguf: norm.hf_name for norm in _FAMILY.norms
+_LAYER = {gguf: name for name, gguf in GGUF_LINEARS.items()} | {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
 }
 # Kinds of tokenizers that split digits from each other before merging.
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")

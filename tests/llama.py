@@ -5,14 +5,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.models.config import ModelConfig, Rope
+from jaxlora.models.llama import Llama
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.slot_shape import SlotShape
 
 LLAMA_8B = ModelConfig(
-    model_type="llama",
+    family=Llama.FAMILY,
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,

@@ -9,25 +9,20 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import NonNegativeInt, PlainSerializer, PlainValidator
 
-from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.rules import row_tokens
-from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import HEAD_ROWS, SLOT_MODULES
-from jaxlora.models.structure import adapted_linear, linear_path
+from jaxlora.models.structure import linear_path
 from jaxlora.modules.trained_tensors import (
-    LORA_A,
-    LORA_B,
-    MAGNITUDE,
-    TRAINED_BIAS,
-    VERA_B,
-    VERA_D,
-    TrainedTensor,
     tensor_paths,
     tensors_with,
     trained_tensors,
 )
+from jaxlora.modules.variants.lora import LORA_A, LORA_B
+from jaxlora.modules.variants.table import variants
+from jaxlora.modules.variants.variant import TrainedTensor, Variant
+from jaxlora.modules.variants.vera import VeraMatrices
 
 
 def _blank(shape: Any) -> np.ndarray:
@@ -62,7 +57,7 @@ class LoraWeights:
 
     def __post_init__(self):
         known = {tensor.name: tensor for tensor in trained_tensors()}
-        settings = {known[name].setting for name in self.tensors if name in known}
+        settings = {variant.setting for variant in self.variants}
         wanted = [tensor.name for tensor in tensors_with(settings.__contains__)]
         if self.tensors.keys() != set(wanted):
             raise ValueError(
@@ -81,6 +76,15 @@ class LoraWeights:
                     f"the shapes {shapes} do not match each other and rank {self.rank}."
                 )
 
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants that train something in the linear."""
+        return tuple(
+            variant
+            for variant in variants()
+            if any(tensor.name in self.tensors for tensor in variant.tensors)
+        )
+
     def in_order(self) -> list[TrainedTensor]:
         """Its trained tensors, in the order of their table."""
         return [t for t in trained_tensors() if t.name in self.tensors]
@@ -94,11 +98,6 @@ class LoraWeights:
     def b(self) -> np.ndarray:
         """Expand matrix B, r N."""
         return self.tensors[LORA_B.name]
-
-    @property
-    def magnitude(self) -> np.ndarray | None:
-        """Magnitudes of DoRA, N; None without DoRA."""
-        return self.tensors.get(MAGNITUDE.name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -127,8 +126,6 @@ class Adapter:
         dropout: Dropout rate in training.
         keeps_start: Whether the second half of each module's ranks is fixed; see
             `jaxlora.adapters.initial`.
-        loftq_bits: Bits of the format of a base from whose error A and B started, so
-            that the adapter is relative to the quantized weights; None: it is not.
         outside: What it trains outside the linears, by name in
             `jaxlora.models.slot_modules`: rows of tokens of the embedding (and of a
             head that is tied to it) or of an untied head, whole copies of the two, each
@@ -142,7 +139,6 @@ class Adapter:
     use_rslora: bool = False
     dropout: float = 0.0
     keeps_start: bool = False
-    loftq_bits: int | None = None
     outside: dict[str, OutsideWeights] = dataclasses.field(default_factory=dict)
     vera: VeraMatrices | None = None
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -156,12 +152,14 @@ class Adapter:
         return weights.rank // 2 if self.keeps_start else weights.rank
 
     def is_set(self, setting: str) -> bool:
-        """Whether a setting of `TrainedTensor` is on, so that the tensor is there."""
-        return any(
-            tensor.setting == setting and tensor.name in weights.tensors
-            for weights in self.modules.values()
-            for tensor in trained_tensors()
-        )
+        """Whether it has the variant of a setting, such as `use_dora`."""
+        return any(variant.setting == setting for variant in self.variants)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants that train something in some linear."""
+        found = {v for weights in self.modules.values() for v in weights.variants}
+        return tuple(variant for variant in variants() if variant in found)
 
     @property
     def tokens(self) -> dict[str, tuple[int, ...]]:
@@ -200,15 +198,17 @@ class Adapter:
         Args:
             linear_shapes: (K, N) of each linear, by module name.
         """
-        if self.vera is None:
-            return self
         modules = {}
         for name, weights in self.modules.items():
-            k, n = linear_shapes[name]
-            a = self.vera.a[:k] * weights.tensors[VERA_D.name]
-            b = self.vera.b[:, :n] * weights.tensors[VERA_B.name]
-            tensors = {LORA_A.name: a, LORA_B.name: b}
-            modules[name] = dataclasses.replace(weights, tensors=tensors)
+            made = [variant for variant in weights.variants if variant.makes_matrices]
+            tensors = weights.tensors
+            for variant in made:
+                tensors = variant.as_lora(tensors, self.vera, *linear_shapes[name])
+            if made:
+                modules[name] = dataclasses.replace(weights, tensors=tensors)
+        if not modules:
+            return self
+        modules = self.modules | modules
         return dataclasses.replace(self, modules=modules, vera=None)
 
     def by_path(self) -> dict[str, np.ndarray]:
@@ -250,42 +250,13 @@ class Adapter:
             digest.update(f"{name} {self.scaling(weights)!r}".encode())
         return digest.hexdigest()
 
-    @property
-    def base_format(self) -> str | None:
-        """Format of the weights that the adapter is relative to; None: any."""
-        return None if self.loftq_bits is None else LOFTQ_FORMATS[self.loftq_bits]
-
-    def check_format(self, name: str | None) -> None:
-        """Checks that the base is quantized as the adapter's start supposes.
-
-        Args:
-            name: Format of the base; None: it is not quantized.
-
-        Raises:
-            AdapterError: It has another format.
-        """
-        if self.base_format not in (None, name):
-            raise AdapterError(
-                f"the adapter started from the error of a base in {self.base_format} "
-                f"(LoftQ), and this base is {'not quantized' if name is None else name}"
-                f". Set quantize_base: {self.base_format}, or merge the adapter with "
-                "jaxlora merge, which quantizes what it adapts."
-            )
-
     def check_base(self, model: ModelConfig) -> None:
-        """Checks that the base has the tokens, head and biases that are trained.
+        """Checks that the base has the tokens and the head that are trained.
 
         Raises:
             AdapterError: It lacks one.
         """
         vocab_size = model.vocab_size
-        for name, weights in self.modules.items():
-            has_bias = adapted_linear(model, name).use_bias
-            if TRAINED_BIAS.name in weights.tensors and not has_bias:
-                raise AdapterError(
-                    f"the adapter has a bias of {name}, and this linear of the base "
-                    "model has none. Is it an adapter of another model?"
-                )
         if HEAD_ROWS.name in self.outside and model.tie_embeddings:
             raise AdapterError(
                 "the adapter has rows of lm_head, and the head of the base model is "

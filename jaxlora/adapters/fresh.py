@@ -3,31 +3,23 @@
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
-from jaxlora.adapters.initial import DRAWN, kept_start, loftq_start
+from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
-from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config import LoraJob
-from jaxlora.config.starts import LOFTQ
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SLOT_MODULES, Tokens
-from jaxlora.modules.trained_tensors import (
-    LORA_A,
-    LORA_B,
-    TRAINED_BIAS,
-    VERA_D,
-    TrainedTensor,
-    tensors_with,
-)
-from jaxlora.sharding.global_arrays import everywhere
+from jaxlora.modules.trained_tensors import tensors_with
+from jaxlora.modules.variants.lora import LORA_A, LORA_B
+from jaxlora.modules.variants.table import variants_with
+from jaxlora.modules.variants.variant import TrainedTensor
 
 _MAX_THREADS = 8
 
@@ -37,8 +29,6 @@ def fresh_adapter(
     modules: Mapping[str, ModuleLora],
     kernels: Mapping[str, Any],
     dtype: DTypeLike = np.float32,
-    biases: Mapping[str, Any] = MappingProxyType({}),
-    stored: Callable[[str], np.ndarray] | None = None,
 ) -> Adapter:
     """Makes the adapter that a new job starts from, with PEFT's initial values.
 
@@ -50,9 +40,6 @@ def fresh_adapter(
         modules: The modules that the job adapts.
         kernels: Frozen weight of each linear, K N, by module name.
         dtype: Dtype in which weights are multiplied.
-        biases: Frozen bias of each linear that has one, N, by module name.
-        stored: Reads the weight of a linear that was quantized, N K and float32, which
-            LoftQ needs.
     """
     # Programs on several devices must start in the same order on all, so no thread
     # runs them.
@@ -60,13 +47,6 @@ def fresh_adapter(
         name: _of_weight(job, name, module, kernels[name], dtype)
         for name, module in modules.items()
     }
-    for name in modules.keys() & biases.keys():
-        made[name][TRAINED_BIAS.name] = np.asarray(everywhere(biases[name]))
-    if job.init_lora_weights == LOFTQ:
-        assert stored is not None
-        for name, module in modules.items():
-            given = kernels[name], stored(name), module.rank, module.scaling
-            made[name] |= loftq_start(*given)
 
     def drawn(name: str) -> dict[str, np.ndarray]:
         rng, rank = _random(job, name), modules[name].rank
@@ -75,12 +55,11 @@ def fresh_adapter(
             pair = draw(rng, kernels[name].shape, rank)
             tensors = dict(zip((LORA_A.name, LORA_B.name), pair, strict=True))
         tensors |= made[name]
-        own = [t for t in _tensors(job) if name in biases or not t.needs_bias]
-        for tensor in own:
+        for tensor in _tensors(job):
             if tensor.name not in tensors:
                 assert tensor.start is not None
-                tensors[tensor.name] = tensor.start(rng, kernels[name], rank)
-        return {t.name: tensors[t.name].astype(np.float32) for t in own}
+                tensors[tensor.name] = tensor.start(job, rng, kernels[name], rank)
+        return {t.name: tensors[t.name].astype(np.float32) for t in _tensors(job)}
 
     # NumPy draws without the interpreter's lock. A thread gets many modules, as small
     # ones are drawn faster than they are handed over.
@@ -113,8 +92,6 @@ def _of_weight(
     if job.keeps_start:
         given = str(job.init_lora_weights), _random(job, name), kernel
         tensors |= kept_start(*given, module.rank // 2, module.scaling)
-    if job.use_vera:
-        tensors[VERA_D.name] = np.full(module.rank, job.d_initial)
     return tensors
 
 
@@ -122,7 +99,6 @@ def blank_adapter(
     job: LoraJob,
     modules: Mapping[str, ModuleLora],
     kernels: Mapping[str, Any],
-    biases: Collection[str] = (),
 ) -> Adapter:
     """Makes an adapter with the shapes of `fresh_adapter`, whose zeros use no memory.
 
@@ -130,7 +106,6 @@ def blank_adapter(
         job: The job that the adapter is for.
         modules: The modules that the job adapts.
         kernels: Frozen weight of each linear, K N, or its shape, by module name.
-        biases: Names of the modules that have a bias.
     """
 
     def blank(name: str) -> dict[str, np.ndarray]:
@@ -138,7 +113,6 @@ def blank_adapter(
         return {
             tensor.name: np.broadcast_to(np.float32(0), tensor.shape(k, n, rank))
             for tensor in _tensors(job)
-            if name in biases or not tensor.needs_bias
         }
 
     return _adapter(job, modules, kernels, {name: blank(name) for name in modules})
@@ -181,7 +155,7 @@ def blank_outside(
 
 
 def _tensors(job: LoraJob) -> tuple[TrainedTensor, ...]:
-    return tensors_with(lambda setting: getattr(job, setting))
+    return tensors_with(job.is_set)
 
 
 def _adapter(
@@ -196,20 +170,12 @@ def _adapter(
         )
         for name, module in modules.items()
     }
+    shapes = [kernels[name].shape for name in modules]
+    frozen = (variant.frozen(job, shapes) for variant in variants_with(job.is_set))
     return Adapter(
         modules=weights,
         use_rslora=job.use_rslora,
         dropout=job.dropout,
         keeps_start=job.keeps_start,
-        loftq_bits=job.loftq_bits,
-        vera=_vera_matrices(job, modules, kernels) if job.use_vera else None,
+        vera=next(filter(None, frozen), None),
     )
-
-
-def _vera_matrices(
-    job: LoraJob, modules: Mapping[str, ModuleLora], kernels: Mapping[str, Any]
-) -> VeraMatrices:
-    sizes = [kernels[name].shape for name in modules]
-    in_features, out_features = (max(axis) for axis in zip(*sizes, strict=True))
-    key = job.projection_prng_key
-    return VeraMatrices(key, job.rank, in_features, out_features)

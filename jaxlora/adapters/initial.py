@@ -5,10 +5,6 @@ and B on the rest: `(W - s A0 B0) + s A B`. Here, adapters share W, so it stays 
 is, and the adapter keeps its first weights: `W + s [A A0] [B; -B0]` has twice the rank,
 and its second half is fixed. That is also what PEFT saves when it is given
 `path_initial_model_for_weight_conversion`: an adapter of rank 2r on W itself.
-
-LoftQ starts from the error of a quantized weight: `s A B` is the part of rank r that is
-nearest to `W - Q(W)`. The base is Q(W) for all adapters, so it stays, too, and the
-adapter is relative to Q(W), not to W.
 """
 
 import functools
@@ -21,8 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxlora.config.starts import num_power_iterations
-from jaxlora.modules.quantized_kernel import as_dense
-from jaxlora.modules.trained_tensors import LORA_A, LORA_B
+from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.sharding.global_arrays import everywhere
 
 # A, K r; and B, r N.
@@ -84,58 +79,10 @@ def kept_start(
     return {LORA_A.name: np.hstack([a, a]), LORA_B.name: np.vstack([b, -b])}
 
 
-def loftq_start(
-    kernel: Any, weight: Float[np.ndarray, "N K"], rank: int, scaling: float
-) -> dict[str, np.ndarray]:
-    """Returns the first weights of LoftQ, by name: K r and r N.
-
-    PEFT does not divide by the scaling, so the two are equal where that is 1. Only then
-    does PEFT's adapter start nearest to W, as in the paper.
-
-    Args:
-        kernel: Quantized weight.
-        weight: The weight that was quantized, as Hugging Face stores it.
-        rank: LoRA rank r.
-        scaling: Factor of A B.
-
-    References:
-        LoftQ, arXiv 2310.08659, algorithm 1 with one iteration.
-    """
-    # Each process decomposes for itself, on one device.
-    quantized = np.asarray(everywhere(_dense(kernel)))
-    found = _nearest_part(weight.T - quantized, rank)
-    a, b = (np.asarray(x) * np.float32(scaling**-0.5) for x in found)
-    a, b = _padded(a, b, rank)
-    return {LORA_A.name: a, LORA_B.name: b}
-
-
 def _padded(a: np.ndarray, b: np.ndarray, rank: int) -> Pair:
     """Adds the ranks beyond those of the weight, which are of no use and stay zero."""
     more = rank - a.shape[1]
     return np.pad(a, ((0, 0), (0, more))), np.pad(b, ((0, more), (0, 0)))
-
-
-@jax.jit
-def _dense(kernel: Any) -> Float[Array, "K N"]:
-    return as_dense(kernel, jnp.float32)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _nearest_part(w: Float[Array, "K N"], rank: int) -> tuple[Array, Array]:
-    """Factors of the matrix of a rank that is nearest to W.
-
-    The singular vectors of the smaller side are the eigenvectors of W W^T, which is
-    much faster than a decomposition of W.
-    """
-    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    if w.shape[0] > w.shape[1]:
-        a, b = _nearest_part(w.T, rank)
-        return b.T, a.T
-    squares, vectors = jnp.linalg.eigh(product(w, w.T))
-    u = vectors[:, ::-1][:, :rank]
-    root = jnp.sqrt(jnp.sqrt(jnp.maximum(squares[::-1][:rank], 0)))
-    inverse = jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)
-    return u * root, inverse[:, None] * product(u.T, w)
 
 
 @functools.partial(jax.jit, static_argnums=1)

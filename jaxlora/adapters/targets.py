@@ -8,8 +8,7 @@ from jaxlora.adapters.adapter import lora_scaling
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.models.structure import adapted_linear
+from jaxlora.modules.variants.table import replaces_lora
 
 Wanted = str | Sequence[str]
 _FROZEN = ("model.embed_tokens", "lm_head")
@@ -168,7 +167,7 @@ def check_ranks(
 
     The product A B has at most rank min(K, N). A rank above that of some linears is
     allowed, as one rank is often given for linears of different sizes. So is any rank
-    of VeRA, of whose A and B only sums over the rank are trained.
+    of a variant that trains no A and B.
 
     Args:
         job: The job.
@@ -178,7 +177,7 @@ def check_ranks(
     Raises:
         ConfigError: A rank is above min(K, N) of every adapted linear.
     """
-    if job.use_vera:
+    if replaces_lora(job.is_set):
         return
     most = max(min(shapes[name]) for name in modules)
     for name, module in modules.items():
@@ -190,22 +189,8 @@ def check_ranks(
             )
 
 
-def check_biases(job: LoraJob, modules: Iterable[str], model: ModelConfig) -> None:
-    """Refuses `train_bias` where no adapted linear has a bias.
-
-    Raises:
-        ConfigError: There is none to train.
-    """
-    has_bias = (adapted_linear(model, n).use_bias for n in modules)
-    if job.train_bias and not any(has_bias):
-        raise ConfigError(
-            f"job {job.name!r} has train_bias, and none of the linears that it adapts "
-            "has a bias. Leave it out, or adapt others."
-        )
-
-
 def _module(job: LoraJob, name: str, patterns: Patterns) -> ModuleLora:
-    if job.use_vera:
+    if replaces_lora(job.is_set):
         return ModuleLora(rank=job.rank, lora_alpha=job.rank, scaling=1.0)
     rank = pattern_value(job.rank_pattern, name, job.rank, patterns)
     lora_alpha = pattern_value(job.alpha_pattern, name, job.lora_alpha, patterns)

@@ -45,6 +45,10 @@ _FOUR_BITS = "Set `quantize_base: nf4` for the run."
 _EIGHT_BITS = "Set `quantize_base: int8` (or fp8, on Hopper) for the run."
 _OPTIMIZER = "Set optimizer: adamw, schedule_free_adamw, lion, sgd, muon or adafactor."
 _FROZEN = "Leave it out: norms and biases stay frozen."
+NO_LOFTQ = (
+    "Set init_lora_weights to pissa or olora on a base that is not quantized, or "
+    "leave it out on one that is."
+)
 _LOSS_ON = (
     "Set loss_on in data: completion trains on the answers only, last on the last one "
     "of a chat, all on every token."
@@ -132,7 +136,6 @@ JOB_NAMES: Mapping[str, str] = {
     "lora_modules_to_save": "modules_to_save",
     "additional_target": "modules_to_save",
     "peft_init_lora_weights": "init_lora_weights",
-    "peft_loftq_config": "loftq_config",
     "peft_layers_pattern": "layers_pattern",
     "peft_layers_to_transform": "layers_to_transform",
     "peft_use_dora": "use_dora",
@@ -174,7 +177,10 @@ JOB_HINTS: Mapping[str, str] = {
     "tied.",
     "embedding_learning_rate": "Leave it out: all that an adapter trains has the "
     "job's learning_rate.",
-    "bias": "Set `train_bias: true` for lora_only; other biases stay frozen.",
+    "bias": _FROZEN,
+    "train_bias": _FROZEN,
+    "loftq_config": NO_LOFTQ,
+    "peft_loftq_config": NO_LOFTQ,
     "lora_bias": _FROZEN,
     "lora_model_dir": "Set init_from: the PEFT folder to start from.",
     "adapter_name_or_path": "Set init_from: the PEFT folder to start from.",

@@ -1,5 +1,6 @@
 """The settings of a job: one adapter, what it learns from, and how it is trained."""
 
+import dataclasses
 from typing import Annotated, Literal
 
 import pydantic
@@ -11,11 +12,7 @@ from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.rules import OF_A_JOB, WholeModule, row_tokens, whole_modules
 from jaxlora.config.schedules import ScheduleName
-from jaxlora.config.starts import (
-    LOFTQ,
-    check_start,
-    is_part_of_weight,
-)
+from jaxlora.config.starts import check_start, is_part_of_weight
 from jaxlora.config.strict import (
     Bool,
     Fraction,
@@ -31,6 +28,17 @@ from jaxlora.config.strict import (
     StrictModel,
     Texts,
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VariantFile:
+    """Marks a setting that makes the adapter a variant of LoRA.
+
+    Attributes:
+        name: The file of `jaxlora/modules/variants` that has the variant.
+    """
+
+    name: str
 
 
 class LoraJob(StrictModel):
@@ -56,10 +64,8 @@ class LoraJob(StrictModel):
         projection_prng_key: Seed of the matrices of VeRA, as in PEFT.
         d_initial: First value of the elements of VeRA's vector d.
         init_lora_weights: How A and B start, in PEFT's words: true (A uniform, B zero),
-            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N`, `olora` or `loftq`; see
+            `gaussian`, `orthogonal`, `pissa`, `pissa_niter_N` or `olora`; see
             `jaxlora.adapters.initial`.
-        loftq_config: Settings of `loftq`, as in PEFT: `loftq_bits`, those of the base's
-            format (4 of nf4, 8 of int8), and `loftq_iter`, which is 1.
         dropout: Probability of dropping an input feature of the LoRA path.
         target_modules: Suffixes (`q_proj`), one regular expression for the whole
             module name, or `all-linear`.
@@ -74,8 +80,6 @@ class LoraJob(StrictModel):
             those that `jaxlora convert --new-tokens` has added.
         modules_to_save: Modules of which the adapter trains whole copies, as in PEFT:
             `embed_tokens`, `lm_head` or both.
-        train_bias: Also train the biases of the adapted linears that have one, as
-            PEFT's `bias: lora_only`.
         rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
         alpha_pattern: lora_alpha of modules whose name matches the pattern.
         init_from: PEFT folder whose weights the adapter starts from.
@@ -98,8 +102,8 @@ class LoraJob(StrictModel):
             `{num_cycles: 3}` of `cosine_with_restarts`.
         warmup_steps: Optimizer steps of linear warm-up.
         warmup_ratio: Warm-up as a share of all steps, when `warmup_steps` is None.
-        lora_plus_ratio: Rate of B, and of the vectors of DoRA and of biases, over rate
-            of A (LoRA+, arXiv 2402.12354).
+        lora_plus_ratio: Rate of B, and of the vectors of DoRA, over rate of A (LoRA+,
+            arXiv 2402.12354).
         optimizer: How gradients change the weights: `adamw`, `schedule_free_adamw`,
             `lion`, `sgd`, `muon`, `adafactor`, or one that was registered with
             `jaxlora.register_optimizer`.
@@ -139,14 +143,13 @@ class LoraJob(StrictModel):
     rank: PositiveInt = 16
     lora_alpha: PositiveFloat = 32.0
     use_rslora: Bool = False
-    use_dora: Bool = False
-    use_vera: Bool = False
+    use_dora: Annotated[Bool, VariantFile("dora")] = False
+    use_vera: Annotated[Bool, VariantFile("vera")] = False
     projection_prng_key: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
     d_initial: PositiveFloat = 0.1
     init_lora_weights: Annotated[Literal[True] | str, BeforeValidator(check_start)] = (
         True
     )
-    loftq_config: dict[str, PositiveInt] = {}
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"
     exclude_modules: Texts = ()
@@ -159,7 +162,6 @@ class LoraJob(StrictModel):
     modules_to_save: Annotated[
         tuple[WholeModule, ...], BeforeValidator(whole_modules)
     ] = ()
-    train_bias: Bool = False
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
     init_from: InputPath | None = None
@@ -197,17 +199,14 @@ class LoraJob(StrictModel):
 
     priority: Int = 0
 
+    def is_set(self, setting: str) -> bool:
+        """Whether a setting that makes the adapter a variant of LoRA is on."""
+        return getattr(self, setting)
+
     @property
     def keeps_start(self) -> bool:
         """Whether the adapter is relative to its first weights, which it keeps."""
         return is_part_of_weight(self.init_lora_weights)
-
-    @property
-    def loftq_bits(self) -> int | None:
-        """Bits of the format from whose error LoftQ starts; None: it does not."""
-        if self.init_lora_weights != LOFTQ:
-            return None
-        return self.loftq_config.get("loftq_bits", 4)
 
     @pydantic.field_validator("lr_schedule", mode="before")
     @classmethod

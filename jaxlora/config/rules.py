@@ -132,7 +132,6 @@ NOT_OF_VERA = (
     "alpha_pattern",
     "trainable_token_indices",
     "new_special_tokens",
-    "train_bias",
 )
 
 

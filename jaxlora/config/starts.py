@@ -3,13 +3,11 @@
 import re
 from typing import Any
 
+from jaxlora.config.aliases import NO_LOFTQ
 from jaxlora.config.strict import Wrong
 
 # Starts of A and B in PEFT's words that are drawn at random.
 _DRAWN_STARTS = True, "gaussian", "orthogonal"
-LOFTQ = "loftq"
-# Formats from whose error LoftQ starts, by the bits that PEFT names.
-LOFTQ_FORMATS = {4: "nf4", 8: "int8"}
 _PISSA = re.compile(r"pissa(?:_niter_([1-9]\d?))?")
 
 
@@ -19,11 +17,12 @@ def check_start(start: object) -> object:
     Raises:
         ValueError: There is none.
     """
-    known = (*_DRAWN_STARTS, LOFTQ)
-    if start is False or not (start in known or is_part_of_weight(start)):
+    if start == "loftq":
+        raise ValueError(f"there is no LoftQ. {NO_LOFTQ}")
+    if start is False or not (start in _DRAWN_STARTS or is_part_of_weight(start)):
         raise ValueError(
             "expected true, gaussian, orthogonal, pissa, pissa_niter_N (with a number "
-            "from 1 to 99), olora or loftq."
+            "from 1 to 99) or olora."
         )
     return start
 
@@ -67,28 +66,3 @@ def start_rules(job: Any, wrong: Wrong) -> None:
                 f"{setting} and init_lora_weights={start} cannot be combined: {why}. "
                 f"Set {setting} to 0, or choose another start."
             )
-    _loftq_rules(job, wrong)
-
-
-def _loftq_rules(job: Any, wrong: Wrong) -> None:
-    given = job.loftq_config
-    if job.init_lora_weights != LOFTQ:
-        if given:
-            wrong["loftq_config"] = "it needs init_lora_weights: loftq."
-        return
-    if unknown := sorted(given.keys() - {"loftq_bits", "loftq_iter"}):
-        wrong["loftq_config"] = (
-            f"it has {unknown[0]!r}; its settings are loftq_bits and loftq_iter."
-        )
-    if (bits := given.get("loftq_bits", 4)) not in LOFTQ_FORMATS:
-        wrong["loftq_config"] = f"loftq_bits={bits} must be 4 (nf4) or 8 (int8)."
-    if (rounds := given.get("loftq_iter", 1)) > 1:
-        wrong["loftq_config"] = (
-            f"loftq_iter={rounds} would quantize the base anew for this adapter, and "
-            "adapters share it. Set loftq_iter to 1, which starts from its error."
-        )
-    if job.use_dora:
-        wrong["use_dora"] = (
-            "use_dora and init_lora_weights=loftq cannot be combined: magnitudes start "
-            "from the norms of the base without an adapter. Leave one of them out."
-        )

@@ -10,8 +10,8 @@ import operator
 
 import jax.numpy as jnp
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerLinear
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
 

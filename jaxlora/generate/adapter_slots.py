@@ -19,10 +19,7 @@ from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.slot_shape import SlotShape, largest_rows
-from jaxlora.modules.trained_tensors import (
-    tensor_of,
-    tensor_settings,
-)
+from jaxlora.modules.trained_tensors import tensor_of, tensor_settings
 
 NO_ADAPTER = 0  # the slot of the base model, which stays empty
 
@@ -44,12 +41,10 @@ def load_decoder(
     """
     shapes = linear_shapes(model.config)
     adapters = tuple(adapter.as_lora(shapes) for adapter in adapters)
-    base_format = model.base_format
     for adapter in adapters:
         adapter.check_base(model.config)
-        adapter.check_format(None if base_format is None else base_format.name)
     options = DecoderOptions(
-        dtype=model.dtype, base_format=base_format, max_segment_tokens=1
+        dtype=model.dtype, base_format=model.base_format, max_segment_tokens=1
     )
     spec = DecoderSpec(
         config=model.config,

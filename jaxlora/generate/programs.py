@@ -11,17 +11,16 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.generate.cached_attention import LayerCache, cached_attention, empty_cache
 from jaxlora.generate.choose_token import Method, choose_tokens
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.forward import SINGLE_CALLS, Base
-from jaxlora.models.layer import DecoderLayer
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
-from jaxlora.modules.attention import LayerRopes, layer_ropes
+from jaxlora.modules.cached_attention import LayerCache
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.routing import Routing
+from jaxlora.modules.rows import CachedRows, layer_ropes
 from jaxlora.modules.trained_tensors import tensor_of
 from jaxlora.modules.whole_head import with_whole_logits
 from jaxlora.programs.program import Prepared, Program
@@ -169,10 +168,9 @@ class Programs:
         return sum(function.num_compilations() for function in functions)
 
     def _zeros(self, num_rows: int, num_tokens: int) -> State:
-        config, options = self._spec.config, self._spec.options
         return State(
-            cache=empty_cache(config, num_rows, num_tokens, options.dtype),
-            logits=jnp.zeros((num_rows, config.vocab_size), jnp.float32),
+            cache=empty_cache(self._spec, num_rows, num_tokens),
+            logits=jnp.zeros((num_rows, self._spec.config.vocab_size), jnp.float32),
             is_done=jnp.zeros(num_rows, bool),
             place=jnp.zeros((), jnp.int32),
             step=jnp.zeros((), jnp.int32),
@@ -183,7 +181,7 @@ class Programs:
         # The linears would cast them anyway, and again for each token.
         cast = rounded(tables, self._spec.options.dtype)
         decoder = self._spec.bind(weights.base, cast, settings=weights.settings)
-        decoder.keep_norms()
+        decoder.keep_constants()
         return decoder
 
     def _prefill(
@@ -315,6 +313,16 @@ def rounded(
     }
 
 
+def empty_cache(
+    spec: DecoderSpec, num_rows: int, num_tokens: int
+) -> tuple[LayerCache, ...]:
+    """Returns an empty cache for each layer of a decoder, or of a stage of it."""
+    layers = spec.abstract().layers
+    return tuple(
+        layers[str(i)].empty_cache(num_rows, num_tokens) for i in spec.layer_numbers
+    )
+
+
 @functools.lru_cache(maxsize=16)
 def programs_of(spec: DecoderSpec, device: Sharding) -> Programs:
     """Returns the functions for a decoder, which all of this process share."""
@@ -348,9 +356,11 @@ def next_logits(
     h = before = decoder.embed(token_ids.reshape(-1), slots)
     updated = []
     for number, layer_cache in enumerate(cache):
-        layer, before = decoder.layers[str(number)], h
-        h, layer_cache = run_layer(layer, h, layer_cache, ropes, routing, place, starts)
-        updated.append(layer_cache)
+        rows = CachedRows(
+            ropes=ropes, routing=routing, place=place, starts=starts, cache=layer_cache
+        )
+        before, h = h, decoder.layers[str(number)](h, rows)
+        updated.append(rows.cache)
     return last_logits(decoder, h, before, slots), tuple(updated)
 
 
@@ -369,6 +379,7 @@ def last_logits(
         slots: Slot of each sequence's adapter.
     """
     last = decoder.final_norm(h.reshape(len(slots), -1, h.shape[1])[:, -1])
+    last = decoder.head_input(last)
     head, transposed = decoder.stored_head(before)
     cap, whole = decoder.config.logit_softcap, decoder.whole_heads(slots)
     logits = head_logits(
@@ -381,20 +392,3 @@ def last_logits(
     if whole is not None:
         logits = with_whole_logits(logits, last, whole, logit_softcap=cap)
     return logits
-
-
-def run_layer(
-    layer: DecoderLayer,
-    h: Float[Array, "T D"],
-    cache: LayerCache,
-    ropes: LayerRopes,
-    routing: Routing,
-    place: Int[Array, ""],
-    starts: Int[Array, " B"],
-) -> tuple[Float[Array, "T D"], LayerCache]:
-    attention = layer.self_attn
-    projected = attention.project(layer.attention_norm(h), ropes, routing)
-    q, k, v = (x.reshape(len(starts), -1, *x.shape[1:]) for x in projected)
-    out, cache = cached_attention(q, k, v, cache, place, starts, attention.scoring)
-    y = attention.o_proj(out.reshape(len(h), -1), routing)
-    return layer.feed_forward(layer.add_attention(h, y), routing), cache

@@ -12,7 +12,7 @@ from jaxlora.data.records.values import check_text
 from jaxlora.data.templates.chat import ModelChat
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import ConfigError, DataError, JaxloraError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 
 FinishReason = Literal["eos_token", "stop_sequence", "length"]
 Message = Mapping[str, Any]  # {role, content}, as chat templates take them

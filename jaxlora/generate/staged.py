@@ -18,7 +18,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxlora.generate.cached_attention import LayerCache, empty_cache
 from jaxlora.generate.choose_token import Method
 from jaxlora.generate.programs import (
     MAX_STEPS,
@@ -28,18 +27,19 @@ from jaxlora.generate.programs import (
     State,
     Tables,
     choose,
+    empty_cache,
     last_logits,
     rounded,
-    run_layer,
 )
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import DecoderLayer
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
-from jaxlora.modules.attention import layer_ropes
 from jaxlora.modules.base_param import BaseParam
+from jaxlora.modules.cached_attention import LayerCache
 from jaxlora.modules.routing import Routing
+from jaxlora.modules.rows import CachedRows, layer_ropes
 from jaxlora.sharding.mesh import STAGE_AXES
 
 _LOOK_STEPS = 8  # tokens between two looks whether all sequences have ended
@@ -116,11 +116,7 @@ class _StagePass:
 
     def empty_cache(self, num_rows: int, num_tokens: int) -> tuple[LayerCache, ...]:
         """Makes the cache of the stage's layers."""
-        numbers = self._spec.layer_numbers
-        whole = empty_cache(
-            self._spec.config, num_rows, num_tokens, self._spec.options.dtype
-        )
-        cache = tuple(whole[i] for i in numbers)
+        cache = empty_cache(self._spec, num_rows, num_tokens)
         return jax.device_put(cache, self.rows(num_rows))
 
     def __call__(self, cache, arrays, rows: Rows, x: Array, place: int):
@@ -146,11 +142,15 @@ class _StagePass:
         for number, layer_cache in zip(self._spec.layer_numbers, cache, strict=True):
             before = h
             layer, h = self._gathered(decoder.layers[str(number)], h)
-            h, layer_cache = run_layer(
-                layer, h, layer_cache, ropes, routing, place, rows.starts
+            own = CachedRows(
+                ropes=ropes,
+                routing=routing,
+                place=place,
+                starts=rows.starts,
+                cache=layer_cache,
             )
-            h = place_rows(h)
-            updated.append(LayerCache(*map(place_rows, layer_cache)))
+            h = place_rows(layer(h, own))
+            updated.append(LayerCache(*map(place_rows, own.cache)))
         if self._spec.has_head:
             h = place_rows(last_logits(decoder, h, before, rows.slots))
         return tuple(updated), h

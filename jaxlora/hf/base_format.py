@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.checkpoint import Checkpoint
 from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import (
     linear_names,
     linear_path,

@@ -14,8 +14,6 @@ import numpy as np
 
 from jaxlora.common.counted import counted
 from jaxlora.errors import ModelError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.config import model_config
 from jaxlora.hf.files import read_json, safetensor_files
 from jaxlora.hf.quantized.config import KEY, read_quantization
 from jaxlora.hf.quantized.linears import (
@@ -25,6 +23,8 @@ from jaxlora.hf.quantized.linears import (
 )
 from jaxlora.hf.quantized.stored import StorageLayout, StoredWeight
 from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import TensorSpec, linear_names, linear_path, tensor_specs
 
 logger = logging.getLogger(__name__)
@@ -201,6 +201,7 @@ def planned_checkpoint(
 def _without_files(folder: pathlib.Path) -> Checkpoint:
     config_json = read_json(folder / "config.json")
     config = model_config(config_json)
+    read_quantization(config_json)
     return Checkpoint(folder=folder, config_json=config_json, config=config, files={})
 
 

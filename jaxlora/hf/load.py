@@ -16,8 +16,7 @@ import numpy as np
 
 import jaxlora
 from jaxlora.device_check import check_device
-from jaxlora.errors import ConfigError, ModelError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.errors import ModelError
 from jaxlora.hf.base_format import find_base_format
 from jaxlora.hf.bounded_threads import Task, run_tasks
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
@@ -25,6 +24,7 @@ from jaxlora.hf.files import hub_revision, model_folder
 from jaxlora.hf.quantized.place import Place, put_linear
 from jaxlora.hf.read_tensor import read_tensor
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import TensorSpec
 from jaxlora.pallas_kernels import device
 from jaxlora.sharding.global_arrays import put_converted
@@ -310,31 +310,6 @@ def _load_weight(
         array = put_converted(weight, where, dtype, transpose=spec.transpose)
         params = {spec.path: jax.block_until_ready(array)}
     return _Loaded(params=params, hashes={name: digest}, squares=squares)
-
-
-def unquantized_reader(model: FrozenModel) -> Callable[[str], np.ndarray]:
-    """Returns a function that reads the weight of a linear before it was quantized.
-
-    It takes the linear's name in Hugging Face, and returns N K in float32.
-
-    Raises:
-        ConfigError: The checkpoint holds quantized weights only.
-        ModelError: The checkpoint cannot be read.
-    """
-    checkpoint = open_checkpoint(model.folder)
-    if checkpoint.quantized:
-        raise ConfigError(
-            f"{model.folder} holds weights that are quantized already, so their error "
-            "is not known, from which LoftQ starts. Use the checkpoint that they were "
-            "made from, with quantize_base, or leave init_lora_weights out."
-        )
-
-    def read(name: str) -> np.ndarray:
-        weight = f"{name}.weight"
-        array, _ = read_tensor(checkpoint.files[weight], weight)
-        return array.astype(np.float32)
-
-    return read
 
 
 def _is_quantized(checkpoint: Checkpoint, base: BaseFormat, spec: TensorSpec) -> bool:

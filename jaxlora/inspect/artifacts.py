@@ -95,7 +95,7 @@ def _model(source: str, console: Console, revision: str | None) -> None:
     settings: dict[str, object] = {
         key: value
         for key, value in dataclasses.asdict(config).items()
-        if key != "layer_windows"
+        if key not in ("family", "layer_windows")
     }
     windows = collections.Counter(config.layer_windows)
     extra = {

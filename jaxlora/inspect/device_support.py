@@ -10,8 +10,8 @@ from jax._src.lib import cuda_versions
 from rich.console import Console
 
 from jaxlora.device_check import check_device
-from jaxlora.hf.config import model_config
 from jaxlora.inspect.artifacts import print_rows
+from jaxlora.models.registry import model_config
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import BACKENDS, FORMATS, LinearShape
 from jaxlora.plan.job.kernel_choice import (

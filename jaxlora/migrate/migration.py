@@ -21,7 +21,6 @@ _SAME_NAME = {
     "warmup_steps",
     "warmup_ratio",
     "init_lora_weights",
-    "loftq_config",
     "layers_pattern",
     "layers_to_transform",
     "projection_prng_key",

@@ -10,7 +10,7 @@ _REASONS = {
     "auto_mapping": "It names the class of the model in transformers.",
     "task_type": "The objective decides it.",
     "inference_mode": "It does not matter for training.",
-    "bias": "Other biases than those of adapted linears stay frozen.",
+    "bias": "Biases stay frozen.",
     "peft_version": "It does not matter for training.",
     "save_projection": "The matrices are always saved beside the vectors.",
     "fan_in_fan_out": "Linears are never transposed here.",
@@ -55,8 +55,6 @@ def migrate(given: dict[str, Any]) -> Migration:
         job["rank"] = migration.take("r", 8)
         job["lora_alpha"] = migration.take("lora_alpha", 8)
         job["dropout"] = migration.take("lora_dropout", 0.0)
-    if migration.given.get("bias") == "lora_only" and kind == "LORA":
-        job["train_bias"] = bool(migration.take("bias"))
     for key in ("target_modules", "rank_pattern", "alpha_pattern", "exclude_modules"):
         if value := migration.take(key):
             job[key] = sorted(map(str, value)) if isinstance(value, list) else value

@@ -60,11 +60,14 @@ def check_model(migration: Migration) -> None:
 
 def _check_folder(folder: pathlib.Path) -> None:
     # Imported late, because most settings name a model that is not here.
-    from jaxlora.hf.config import model_config
     from jaxlora.hf.files import read_json
+    from jaxlora.hf.quantized.config import read_quantization
+    from jaxlora.models.registry import model_config
 
     try:
-        model_config(read_json(folder / "config.json"))
+        config = read_json(folder / "config.json")
+        model_config(config)
+        read_quantization(config)
     except ModelError as error:
         raise ConfigError(f"the model {folder} cannot be used: {error}") from error
 

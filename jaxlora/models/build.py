@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.options import DecoderOptions
 from jaxlora.modules.base_param import BaseParam, WeightLayout, with_layout
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
@@ -92,7 +92,6 @@ class LayerBuilder:
         use_bias: bool = False,
         role: Role,
         hf_name: str | None = None,
-        rows: tuple[int, int] | None = None,
     ) -> MultiLoraLinear:
         """Makes a frozen linear, with slots if it is adapted.
 
@@ -103,7 +102,6 @@ class LayerBuilder:
             use_bias: Whether it adds a bias.
             role: How devices divide it.
             hf_name: Its path inside a layer of a checkpoint; None: `name`.
-            rows: Rows of the checkpoint's weight [N, K] that it consists of; None: all.
         """
         linear = LayerLinear(
             name=name,
@@ -133,7 +131,7 @@ class LayerBuilder:
             output_parts=parts.get(role, 1),
             rngs=nnx.Rngs(0),
         )
-        names = {"hf_name": f"{hf_name or name}.weight", "rows": rows}
+        names = {"hf_name": f"{hf_name or name}.weight"}
         division = {"divided": linear.divides, "by_heads": role == "heads"}
         weights = [(module.kernel, ("K", "N"))]
         if isinstance(module.kernel, QuantizedKernel):
@@ -152,23 +150,19 @@ class LayerBuilder:
         self.layouts.append(with_layout(weight, **layout).layout)
         return weight
 
-    def norm(self, features: int, hf_name: str) -> RmsNorm:
+    def norm(self, hf_name: str, features: int | None = None) -> RmsNorm:
         """Makes a norm.
 
         Args:
-            features: Size of its weight.
             hf_name: Its path inside a layer of a checkpoint.
+            features: Size of its weight; None: `hidden_size`.
         """
-        norm = make_norm(self.config, features, hf_name, dtype=self.options.dtype)
+        options, config = self.options, self.config
+        norm = make_norm(
+            config, features or config.hidden_size, hf_name, dtype=options.dtype
+        )
         self.layouts.append(norm.scale.layout)
         return norm
-
-    def optional_norm(self, name: str) -> RmsNorm | None:
-        """Makes a norm of a layer by its path; None if the family has none."""
-        for norm in self.config.family.norms:
-            if norm.name == name:
-                return self.norm(getattr(self.config, norm.features), norm.hf_name)
-        return None
 
     def weight(
         self,

@@ -6,20 +6,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerBuilder, make_norm
-from jaxlora.models.layer import DecoderLayer, run_whole_layers
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.layer import run_whole_layers
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import gathered_dim, run_sharded_layers
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
-from jaxlora.modules.attention import packed_rows
 from jaxlora.modules.base_param import BaseParam, with_layout
 from jaxlora.modules.loss import HeadRows
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.routing import Place, Routing
+from jaxlora.modules.rows import PackedRows, layer_ropes
 from jaxlora.modules.shared_inputs import with_shared_inputs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.whole_head import WholeHeads
@@ -105,7 +105,7 @@ class Decoder(nnx.Module):
         self.embed_tokens = embedding() if is_first or (is_last and is_tied) else None
         self.layers = nnx.Dict(
             {
-                str(i): DecoderLayer(
+                str(i): config.family.layer(
                     config, LayerBuilder(config, i, options, slots, adapted)
                 )
                 for i in layers
@@ -154,9 +154,9 @@ class Decoder(nnx.Module):
         if self.whole_embedding is not None:
             assert tensor == 1, "whole copies are not divided"
             h = self.whole_embedding.looked_up(h, token_ids, block_adapter)
-        if self.config.family.scales_embedding:
-            # The factor is rounded to the dtype, as in transformers.
-            h *= jnp.asarray(self.config.hidden_size**0.5, h.dtype)
+        if (multiplier := self.config.embedding_multiplier) != 1:
+            # It is rounded to the dtype, as in transformers.
+            h *= jnp.asarray(multiplier, h.dtype)
         return h
 
     def run_layers(
@@ -174,15 +174,19 @@ class Decoder(nnx.Module):
             segment_ids: Which sample each row belongs to; negative: padding.
             routing: Slot of each row, and the keys of dropout masks.
         """
-        rows = packed_rows(self.config, positions, segment_ids, self.options.lengths)
-        routing = self._with_shared_inputs(routing)
+        rows = PackedRows(
+            ropes=layer_ropes(self.config, positions),
+            segment_ids=segment_ids,
+            routing=self._with_shared_inputs(routing),
+            lengths=self.options.lengths,
+        )
         layers = {i: self.layers[str(i)] for i in self._numbers}
         remat, fsdp = self.options.remat, self.options.fsdp
         if fsdp > 1:
             layerwise.check_axis(fsdp)
             number = self.config.num_layers
-            return run_sharded_layers(layers, number, remat, fsdp, h, rows, routing)
-        return run_whole_layers(layers, remat, h, rows, routing)
+            return run_sharded_layers(layers, number, remat, fsdp, h, rows)
+        return run_whole_layers(layers, remat, h, rows)
 
     def _with_shared_inputs(self, routing: Routing) -> Routing:
         linears: dict[Place, MultiLoraLinear] = {
@@ -210,15 +214,23 @@ class Decoder(nnx.Module):
         h, _ = self.run_layers(h, positions, segment_ids, routing)
         return self.final_norm(h)
 
-    def keep_norms(self) -> None:
-        """Computes the norms of DoRA once, for weights and slots that stay."""
+    def keep_constants(self) -> None:
+        """Computes once what does not change while weights and slots stay."""
         for linear in self._linears().values():
-            linear.keep_norms(self.options.dtype)
+            linear.keep_constants(self.options.dtype)
 
     def final_norm(self, h: Float[Array, "U D"]) -> Float[Array, "U D"]:
         """Normalized hidden states, as the head takes them; only on the last stage."""
         assert self.norm is not None
         return self.norm(h)
+
+    def head_input(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Hidden states after the final norm, as the head multiplies them.
+
+        In a family that multiplies the logits, it is they that are multiplied.
+        """
+        multiplier = self.config.logit_multiplier
+        return hidden if multiplier == 1 else hidden * multiplier
 
     def _linears(self) -> dict[str, MultiLoraLinear]:
         """All linears, by path, which is the order of `SlotSettings`.

@@ -132,6 +132,7 @@ def label_nll(
             for name in decoder.options.objectives
         ],
     )
+    hidden = decoder.head_input(hidden)
     head, transposed = decoder.stored_head(before)
     labels, cap = _labels(decoder, batch), decoder.config.logit_softcap
     whole, by_frozen = decoder.whole_heads(batch.block_adapter), is_target

@@ -2,21 +2,22 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.options import Remat
-from jaxlora.modules.attention import Attention, PackedRows
-from jaxlora.modules.mlp import Mlp
+from jaxlora.modules.cached_attention import LayerCache
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.producers import normed_input
 from jaxlora.modules.routing import LinearInput, Routing
+from jaxlora.modules.rows import PackedRows, Rows
 from jaxlora.modules.scoring import ATTENTION_RESULTS
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 from jaxlora.sharding.tensor import gather_rows, scatter_rows
@@ -26,59 +27,99 @@ keep_results = jax.checkpoint_policies.save_only_these_names(
 )
 
 
-class DecoderLayer(nnx.Module):
-    """`h += attention(norm(h)); h += mlp(norm(h))`.
+@runtime_checkable
+class Block(Protocol):
+    """A part of a layer, such as attention, which reads and writes hidden states."""
 
-    Some families normalize the outputs of attention and MLP before they are added. If
-    devices share the layer, h has the rows of one of them.
+    @property
+    def input_linears(self) -> tuple[MultiLoraLinear, ...]:
+        """The linears that share its input; empty if they need not share a kernel."""
+
+    def __call__(self, x: LinearInput, rows: Rows) -> Float[Array, "T D"]:
+        """Returns what the block adds to the hidden states.
+
+        Args:
+            x: Rows, and s of its input linears where the norm before has computed it.
+            rows: What rows know of each other.
+        """
+
+
+class DecoderLayer(nnx.Module):
+    """The base of the layers of all families: attention, then a feed-forward block.
+
+    A family makes the modules, and says in `attend` and `feed_forward` how their
+    outputs are added to the hidden states. If devices share the layer, h has the rows
+    of one of them.
     """
 
-    def __init__(self, config: ModelConfig, make: LayerBuilder):
+    self_attn: Attention
+
+    def __init__(self, make: LayerBuilder):
         self.tensor = make.options.tensor
-        self.attention_norm = _present(make.optional_norm("attention_norm"))
-        self.self_attn = Attention(config, make)
-        self.attention_output_norm = make.optional_norm("attention_output_norm")
-        self.mlp_norm = _present(make.optional_norm("mlp_norm"))
-        self.mlp = Mlp(config, make)
-        self.mlp_output_norm = make.optional_norm("mlp_output_norm")
 
-    def attend(
-        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
-    ) -> Float[Array, "T D"]:
+    def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
-        linears = self.self_attn.input_linears
-        h, x = self._normed(self.attention_norm, h, linears, routing)
-        heads = self.self_attn.project(x, rows.ropes, routing)
-        y = self.self_attn.attend(*heads, rows, routing)
-        return self.add_attention(h, self._sum(y))
+        raise NotImplementedError
 
-    def add_attention(
-        self, h: Float[Array, "T D"], y: Float[Array, "T D"]
-    ) -> Float[Array, "T D"]:
-        """Adds the output of attention to the hidden states before it."""
-        return h + (self.attention_output_norm or _identity)(y)
+    def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
+        """Applies the second half of the layer."""
+        raise NotImplementedError
 
-    def feed_forward(
-        self, h: Float[Array, "T D"], routing: Routing
-    ) -> Float[Array, "T D"]:
-        """Applies the second half of the layer, the MLP."""
-        h, x = self._normed(self.mlp_norm, h, self.mlp.input_linears, routing)
-        gated = self.mlp.gated(x, routing)
-        y = self._sum(self.mlp.down_proj(gated, routing))
-        return h + (self.mlp_output_norm or _identity)(y)
+    def __call__(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
+        return self.feed_forward(self.attend(h, rows), rows)
 
-    def _normed(
+    def empty_cache(self, num_sequences: int, num_tokens: int) -> LayerCache:
+        """Returns the cache of generation before its first tokens.
+
+        Args:
+            num_sequences: Number of sequences.
+            num_tokens: Tokens of each sequence that it holds.
+        """
+        return self.self_attn.empty_cache(num_sequences, num_tokens)
+
+    def add(
         self,
-        norm: RmsNorm,
+        block: Block,
+        h: Float[Array, "T D"],
+        rows: Rows,
+        *,
+        before: RmsNorm | None = None,
+        after: RmsNorm | None = None,
+        multiplier: float = 1.0,
+    ) -> Float[Array, "T D"]:
+        """Returns `h + multiplier * after(block(before(h)))`.
+
+        Args:
+            block: A part of the layer.
+            h: Hidden states.
+            rows: What rows know of each other.
+            before: Norm of the block's input; None: there is none.
+            after: Norm of its output; None: there is none.
+            multiplier: Factor of its output.
+        """
+        h, x = self._input(before, h, block.input_linears, rows.routing)
+        y = self._sum(block(x, rows))
+        if after is not None:
+            y = after(y)
+        return h + (y if multiplier == 1 else y * multiplier)
+
+    def _input(
+        self,
+        norm: RmsNorm | None,
         h: Float[Array, "T D"],
         linears: Sequence[MultiLoraLinear],
         routing: Routing,
     ) -> tuple[Float[Array, "T D"], LinearInput]:
-        """Returns h, and all normalized rows on each device that shares the layer."""
-        if self.tensor == 1:
+        """Returns h, and all rows of a block's input on each device of the layer."""
+        if norm is None or not linears:
+            x = h if norm is None else norm(h)
+        elif self.tensor == 1:
             return normed_input(norm, h, linears, routing)
-        h, x = norm.of_residual(h, linears[0].implementation, linears[0].weight)
-        return h, LinearInput.of(gather_rows(x, self.tensor))
+        else:
+            h, x = norm.of_residual(h, linears[0].implementation, linears[0].weight)
+        if self.tensor > 1:
+            x = gather_rows(x, self.tensor)
+        return h, LinearInput.of(x)
 
     def _sum(self, y: Float[Array, "T D"]) -> Float[Array, "U D"]:
         """Adds the outputs of all devices that share the layer, in the own rows."""
@@ -87,40 +128,22 @@ class DecoderLayer(nnx.Module):
         # A policy that saves the results of linears sums nothing again.
         return checkpoint_name(scatter_rows(y, self.tensor), LINEAR_RESULTS)
 
-    def __call__(
-        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
-    ) -> Float[Array, "T D"]:
-        return self.feed_forward(self.attend(h, rows, routing), routing)
-
-
-def _present(norm: RmsNorm | None) -> RmsNorm:
-    assert norm is not None
-    return norm
-
-
-def _identity(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    return x
-
 
 def run_layer(
-    layer: DecoderLayer,
-    remat: Remat,
-    h: Float[Array, "T D"],
-    rows: PackedRows,
-    routing: Routing,
+    layer: DecoderLayer, remat: Remat, h: Float[Array, "T D"], rows: PackedRows
 ) -> Float[Array, "T D"]:
     """Runs a layer, of which the backward pass recomputes a part."""
     match remat:
         case "none":
-            return layer(h, rows, routing)
+            return layer(h, rows)
         case "elementwise":
-            whole = lambda x, h: x(h, rows, routing)
+            whole = lambda x, h: x(h, rows)
             return rematerialized(whole, layer, h, policy=keep_results)
         case "mlp":
-            h = layer.attend(h, rows, routing)
-            return rematerialized(lambda x, h: x.feed_forward(h, routing), layer, h)
+            h = layer.attend(h, rows)
+            return rematerialized(lambda x, h: x.feed_forward(h, rows), layer, h)
         case "layer":
-            return rematerialized(lambda x, h: x(h, rows, routing), layer, h)
+            return rematerialized(lambda x, h: x(h, rows), layer, h)
 
 
 def run_whole_layers(
@@ -128,7 +151,6 @@ def run_whole_layers(
     remat: Remat,
     h: Float[Array, "U D"],
     rows: PackedRows,
-    routing: Routing,
 ) -> tuple[Float[Array, "U D"], Float[Array, "U D"]]:
     """Runs layers whose weights are here, not shards of them.
 
@@ -139,25 +161,20 @@ def run_whole_layers(
         layers: The layers, by their numbers in the whole model.
         remat: Part of each layer that the backward pass recomputes.
         h: Hidden states before the first of the layers.
-        rows: Attention inputs that all layers share.
-        routing: Slot of each row, and the keys of dropout masks.
+        rows: The rows, for all layers.
 
     Returns:
         Hidden states after the last layer, and before it.
     """
-    # Lengths are sizes of the program, not values; as inputs they would be traced.
-    *arrays, lengths = rows
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def run(graph, state, h, arrays, routing):
-        ropes, segment_ids = arrays
-        rows = PackedRows(ropes, segment_ids, lengths)
-        return run_layer(nnx.merge(graph, state), remat, h, rows, routing)
+    def run(graph, state, h, rows):
+        return run_layer(nnx.merge(graph, state), remat, h, rows)
 
     before = h
     for number, layer in layers.items():
         graph, state = nnx.split(layer)
-        before, h = h, run(graph, state, h, arrays, routing.for_layer(number))
+        before, h = h, run(graph, state, h, rows.for_layer(number))
     return h, before
 
 

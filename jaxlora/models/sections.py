@@ -8,14 +8,13 @@ and have nothing else in them that tells it from another one of the same kind.
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.slot_settings import SlotSettings, settings_in
 from jaxlora.models.spec import DecoderSpec
@@ -125,24 +124,17 @@ def _end(whole: DecoderSpec, *, is_head: bool) -> DecoderSpec:
     layers = range(1, 1) if is_head else range(0)
     return dataclasses.replace(
         whole,
-        config=_with_layers(whole.config, (None,) * (1 if is_head else 2)),
+        config=whole.config.of_layers((0,) * (1 if is_head else 2)),
         adapted=(),
         layers=layers,
-    )
-
-
-def _with_layers(config: ModelConfig, windows: Sequence[int | None]) -> ModelConfig:
-    return dataclasses.replace(
-        config, num_layers=len(windows), layer_windows=tuple(windows)
     )
 
 
 def _middle(whole: DecoderSpec, layers: range) -> DecoderSpec:
     """Makes a section of layers, in the middle of a decoder with two more layers."""
     shift = layers.start - _FIRST
-    config, options = whole.config, whole.options
-    windows = config.layer_windows[layers.start : layers.stop]
-    config = _with_layers(config, (None, *windows, None))
+    options = whole.options
+    config = whole.config.of_layers((0, *layers, 0))
     if (base_format := options.base_format) is not None:
         kept = _renumbered(base_format.kept, layers, shift)
         base_format = BaseFormat(options=base_format.options, kept=kept)

@@ -14,9 +14,8 @@ from jaxtyping import Array, Float
 
 from jaxlora.models.layer import DecoderLayer, run_layer
 from jaxlora.models.options import Remat
-from jaxlora.modules.attention import PackedRows
 from jaxlora.modules.base_param import BaseParam, WeightLayout
-from jaxlora.modules.routing import Routing
+from jaxlora.modules.rows import PackedRows
 from jaxlora.sharding.layerwise import end_layers, gather, run_gathered
 from jaxlora.sharding.rules import shard_dim
 
@@ -53,7 +52,6 @@ def run_sharded_layers(
     fsdp: int,
     h: Float[Array, "T D"],
     rows: PackedRows,
-    routing: Routing,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Runs layers whose linears hold shards; each is gathered one layer ahead.
 
@@ -67,14 +65,11 @@ def run_sharded_layers(
         remat: Part of each layer that the backward pass recomputes.
         fsdp: Number of devices among which weights are divided.
         h: Hidden states before the first of the layers.
-        rows: Attention inputs that all layers share.
-        routing: Slot of each row, and the keys of dropout masks.
+        rows: The rows, for all layers.
 
     Returns:
         Hidden states after the last layer, and before it.
     """
-    # Lengths are sizes of the program, not values; as inputs they would be traced.
-    *arrays, lengths = rows
     before = token = jax.lax.stop_gradient(h)
     for i, layer in layers.items():
         graph, tables, shards, rest = nnx.split(layer, nnx.LoRAParam, _is_large, ...)
@@ -82,8 +77,8 @@ def run_sharded_layers(
         found = (gathered_dim(x, fsdp) for _, x in nnx.to_flat_state(shards))
         dims = tuple(dim for dim in found if dim is not None)
         assert len(dims) == len(leaves), "a large weight is not divided"
-        run = functools.partial(_run_whole, remat, lengths, graph, tree)
-        inputs = rest, arrays, routing.for_layer(i)
+        run = functools.partial(_run_whole, remat, graph, tree)
+        inputs = rest, rows.for_layer(i)
         before = h
         if i == num_layers - 1:
             weights = gather(leaves, dims, jax.lax.stop_gradient(token))
@@ -93,12 +88,11 @@ def run_sharded_layers(
     return end_layers(h, token), jax.lax.stop_gradient(before)
 
 
-def _run_whole(remat, lengths, graph, tree, h, tables, weights, inputs):
+def _run_whole(remat, graph, tree, h, tables, weights, inputs):
     """Runs a layer whose weights were gathered."""
-    rest, (ropes, segment_ids), routing = inputs
+    rest, rows = inputs
     layer = nnx.merge(graph, tables, tree.unflatten(weights), rest)
-    rows = PackedRows(ropes, segment_ids, lengths)
-    return run_layer(layer, remat, h, rows, routing)
+    return run_layer(layer, remat, h, rows)
 
 
 def _is_large(path: tuple, variable: nnx.Variable) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlora.config import LoraJob
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables

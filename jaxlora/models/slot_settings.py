@@ -16,7 +16,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxlora.models.slot_modules import SLOT_MODULES, SlotModule
-from jaxlora.modules.trained_tensors import TRAINED_BIAS
 
 # The arrays by key, in the order of the table. That of a setting of linears is M G ...,
 # where M are the linears in the order of `DecoderSpec.adapted`; another is 1 G ...
@@ -60,24 +59,26 @@ class SlotSetting:
         return self.module is None and not self.is_shared
 
 
-def _vera(
-    name: str,
-    dtype: DTypeLike,
-    value: Callable[[Any], Any],
-    sizes: Callable[[int, int, int], tuple[int, ...]],
+def _of_variant(
+    name: str, dtype: DTypeLike, value: Callable[..., Any], *, is_shared: bool = False
 ) -> SlotSetting:
-    """A part of VeRA's matrices, by the most features K and N of a linear and R."""
+    """A setting that a variant of LoRA reads, which says its shape.
 
-    def of_spec(spec: Any) -> tuple[int, ...] | None:
-        if not spec.slots.has_vera or not spec.adapted:
-            return None
+    One that is shared has the most input and output features of a linear.
+    """
+
+    def sizes(spec: Any) -> tuple[int, ...] | None:
         linears = [spec.linear(path) for path in spec.adapted]
-        k = max(linear.in_features for linear in linears)
-        n = max(linear.out_features for linear in linears)
-        return sizes(k, n, spec.slots.rank)
+        k = max((linear.in_features for linear in linears), default=0)
+        n = max((linear.out_features for linear in linears), default=0)
+        if is_shared and not linears:
+            return None
+        read = (one.settings(spec.slots, k, n) for one in spec.slots.variants)
+        shapes = {name: shape for settings in read for name, shape in settings.items()}
+        return shapes[name].shape if name in shapes else None
 
     return SlotSetting(
-        name=name, dtype=dtype, value=value, sizes=of_spec, is_shared=True
+        name=name, dtype=dtype, value=value, sizes=sizes, is_shared=is_shared
     )
 
 
@@ -131,22 +132,15 @@ SETTINGS: tuple[SlotSetting, ...] = (
         name="rank", dtype=np.int32, value=lambda adapter, weights: weights.rank
     ),
     # The ranks after it are fixed.
-    SlotSetting(
-        name="trained_rank",
-        dtype=np.int32,
-        value=lambda adapter, weights: adapter.trained_rank(weights),
-        sizes=lambda spec: () if spec.slots.keeps_start else None,
-    ),
-    SlotSetting(
-        name="trains_bias",
-        dtype=np.bool_,
-        value=lambda adapter, weights: TRAINED_BIAS.name in weights.tensors,
-        sizes=lambda spec: () if spec.slots.trains_bias else None,
+    _of_variant(
+        "trained_rank",
+        np.int32,
+        lambda adapter, weights: adapter.trained_rank(weights),
     ),
     # Each linear takes the first features of the frozen matrices.
-    _vera("vera_a", np.float32, lambda x: x.vera and x.vera.a, lambda k, n, r: (k, r)),
-    _vera("vera_b", np.float32, lambda x: x.vera and x.vera.b, lambda k, n, r: (r, n)),
-    _vera("has_vera", np.bool_, lambda x: x.vera is not None, lambda k, n, r: ()),
+    _of_variant("vera_a", np.float32, lambda x: x.vera and x.vera.a, is_shared=True),
+    _of_variant("vera_b", np.float32, lambda x: x.vera and x.vera.b, is_shared=True),
+    _of_variant("has_vera", np.bool_, lambda x: x.vera is not None, is_shared=True),
     *(_of_module(module) for module in SLOT_MODULES.values() if module.frozen),
 )
 

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerLinear
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.sharded import layer_bytes
@@ -177,6 +177,10 @@ class DecoderSpec:
         decoder = nnx.merge(graph, nnx.from_flat_state(flat))
         decoder.options = self.options  # what is recomputed changes no module
         return decoder
+
+    def abstract(self) -> Decoder:
+        """The decoder without arrays: its variables have shapes and dtypes alone."""
+        return nnx.merge(*self._split)
 
     # ---- shapes ----------------------------------------------------------------------
 

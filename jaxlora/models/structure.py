@@ -12,10 +12,9 @@ from collections.abc import Hashable, Mapping
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.build import LayerBuilder, LayerLinear
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import Decoder
-from jaxlora.models.layer import DecoderLayer
 from jaxlora.models.options import DecoderOptions
 from jaxlora.modules.base_param import BaseParam, WeightLayout
 
@@ -33,18 +32,16 @@ class TensorSpec:
         path: Name in this library.
         shape: Shape of our array; linears are K N.
         transpose: Whether the checkpoint holds the transpose; linears are N K there.
-        rows: Rows of the checkpoint's tensor that it consists of; None: all.
     """
 
     hf_name: str
     path: str
     shape: tuple[int, ...]
     transpose: bool = False
-    rows: tuple[int, int] | None = None
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Shape of its rows in the checkpoint."""
+        """Its shape in the checkpoint."""
         return self.shape[::-1] if self.transpose else self.shape
 
 
@@ -84,7 +81,6 @@ def _tensor(path: str, layout: WeightLayout, layer: str = "") -> TensorSpec:
         path=layer + path,
         shape=layout.shape,
         transpose=layout.transpose,
-        rows=layout.rows,
     )
 
 
@@ -102,12 +98,6 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def adapted_linear(config: ModelConfig, module_name: str) -> LayerLinear:
-    """Returns a linear by Hugging Face's name of its module."""
-    _, layer, name = linear_path(module_name).split(".", 2)
-    return linears(config, int(layer))[name]
-
-
 def linear_path(module_name: str) -> str:
     """Returns our path of a linear, `layers.0.mlp.up_proj`, from its module name."""
     return module_name.removeprefix(_PREFIX)
@@ -120,9 +110,9 @@ def _layer(
     """Linears and weights of the layers of a kind, by path, in the order of making."""
     number = next(i for i in range(config.num_layers) if config.layer_kind(i) == kind)
     make = LayerBuilder(config, number, _OPTIONS)
-    found = _layouts(nnx.eval_shape(lambda: DecoderLayer(config, make)))
-    order = {(made.hf_name, made.rows): i for i, made in enumerate(make.layouts)}
-    by_order = lambda item: order[item[1].hf_name, item[1].rows]
+    found = _layouts(nnx.eval_shape(lambda: config.family.layer(config, make)))
+    order = {made.hf_name: i for i, made in enumerate(make.layouts)}
+    by_order = lambda item: order[item[1].hf_name]
     layouts = dict(sorted(found.items(), key=by_order))
     return {linear.name: linear for linear in make.linears}, layouts
 

@@ -21,8 +21,8 @@ References:
 
 import dataclasses
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import kinds_of_linears
 
 
@@ -39,6 +39,11 @@ def check_divides(
     Raises:
         ValueError: It cannot.
     """
+    if tensor > 1 and (reason := config.family.undivided) is not None:
+        raise ValueError(
+            f"tensor={tensor} and model_type={config.model_type!r}: {reason}. Leave "
+            "out tensor, and divide the weights along fsdp."
+        )
     sizes = {
         "num_attention_heads": config.num_heads,
         "intermediate_size": config.intermediate_size,

@@ -1,26 +1,15 @@
-"""Causal attention over packed rows, and the attention block of the decoder."""
+"""Causal attention over packed rows."""
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.families.model_config import ModelConfig, Rope
 from jaxlora.modules.banded_attention import banded_attention
 from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
 from jaxlora.modules.length_classes import SegmentLengths
-from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.rope import (
-    RopeTable,
-    apply_rope,
-    rope_frequencies,
-    rope_table,
-)
-from jaxlora.modules.routing import LinearInput, Routing
-from jaxlora.modules.scoring import PLAIN, Scoring, layer_scoring
-from jaxlora.modules.shared_input import apply_together
+from jaxlora.modules.scoring import PLAIN, Scoring
 from jaxlora.modules.triton_attention import triton_attention
 
 AttentionImplementation = Literal["xla", "cudnn", "triton"]
@@ -28,70 +17,6 @@ AttentionImplementation = Literal["xla", "cudnn", "triton"]
 # The product of two smaller values, summed over head_dim, is finite in float32. Larger
 # values could give infinity for a masked pair of rows, and 0 * infinity is NaN.
 _LIMIT = 2.0**56
-
-
-class LayerRopes(NamedTuple):
-    """Rotary tables of the positions of rows, for all layers.
-
-    Attributes:
-        rope: Rotary table of the rows' positions.
-        local_rope: Rotary table of layers with a window; None: they use `rope`.
-    """
-
-    rope: RopeTable
-    local_rope: RopeTable | None
-
-    def of(self, scoring: Scoring) -> RopeTable:
-        """Returns the rotary table of layers with these settings."""
-        if scoring.window is None or self.local_rope is None:
-            return self.rope
-        return self.local_rope
-
-
-def layer_ropes(config: ModelConfig, positions: Int[Array, " T"]) -> LayerRopes:
-    """Makes the rotary tables of all layers.
-
-    Args:
-        config: The model.
-        positions: Position of each row in its own sequence.
-    """
-
-    def table(rope: Rope) -> RopeTable:
-        return rope_table(positions, rope_frequencies(rope, config.head_dim))
-
-    local = None if config.local_rope is None else table(config.local_rope)
-    return LayerRopes(table(config.rope), local)
-
-
-class PackedRows(NamedTuple):
-    """Attention inputs that all layers share.
-
-    Attributes:
-        ropes: Rotary tables of the rows' positions.
-        segment_ids: Segment of each row; negative for padding.
-        lengths: Lengths of the segments.
-    """
-
-    ropes: LayerRopes
-    segment_ids: Int[Array, " T"]
-    lengths: SegmentLengths
-
-
-def packed_rows(
-    config: ModelConfig,
-    positions: Int[Array, " T"],
-    segment_ids: Int[Array, " T"],
-    lengths: SegmentLengths,
-) -> PackedRows:
-    """Makes the attention inputs that all layers share.
-
-    Args:
-        config: The model.
-        positions: Position of each row in its own segment.
-        segment_ids: Segment of each row; negative for padding.
-        lengths: Lengths of the segments.
-    """
-    return PackedRows(layer_ropes(config, positions), segment_ids, lengths)
 
 
 def compiler_options(implementation: AttentionImplementation) -> dict[str, bool]:
@@ -172,64 +97,3 @@ def packed_attention(
         out = banded_attention(q, k, v, segment_ids, lengths.longest, scoring)
         out = jnp.where(own[:, None, None], out, jnp.nan)
     return _sound_gradient(out)
-
-
-class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions; its linears take LoRA."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        make: Any,
-    ):
-        width, q, kv = config.hidden_size, config.query_features, config.kv_features
-        read = {"use_bias": config.qkv_bias}
-        self.q_proj = make.linear("self_attn.q_proj", width, q, role="column", **read)
-        self.k_proj = make.linear("self_attn.k_proj", width, kv, role="heads", **read)
-        self.v_proj = make.linear("self_attn.v_proj", width, kv, role="heads", **read)
-        self.o_proj = make.linear(
-            "self_attn.o_proj", q, width, role="row", use_bias=config.o_bias
-        )
-        self.q_norm = make.optional_norm("self_attn.q_norm")
-        self.k_norm = make.optional_norm("self_attn.k_norm")
-        self.head_dim = config.head_dim
-        self.scoring = layer_scoring(config, make.number)
-        self.implementation: AttentionImplementation = make.options.attention
-
-    @property
-    def input_linears(self) -> tuple[MultiLoraLinear, ...]:
-        """The linears that share the input."""
-        return self.q_proj, self.k_proj, self.v_proj
-
-    def project(
-        self, x: Float[Array, "T D"] | LinearInput, ropes: LayerRopes, routing: Routing
-    ) -> tuple[Float[Array, "T H E"], Float[Array, "T HK E"], Float[Array, "T HK E"]]:
-        """Computes queries, keys and values, with norms and rotary positions."""
-        q, k, v = (
-            y.reshape(len(y), -1, self.head_dim)
-            for y in apply_together(self.input_linears, x, routing)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rope = ropes.of(self.scoring)
-        return apply_rope(q, *rope), apply_rope(k, *rope), v
-
-    def attend(
-        self,
-        q: Float[Array, "T H E"],
-        k: Float[Array, "T HK E"],
-        v: Float[Array, "T HK E"],
-        rows: PackedRows,
-        routing: Routing,
-    ) -> Float[Array, "T D"]:
-        """Computes the output from queries, keys and values."""
-        out = packed_attention(
-            q,
-            k,
-            v,
-            rows.segment_ids,
-            lengths=rows.lengths,
-            scoring=self.scoring,
-            implementation=self.implementation,
-        )
-        return self.o_proj(out.reshape(len(out), -1), routing)

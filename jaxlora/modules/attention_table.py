@@ -6,7 +6,7 @@ from typing import get_args
 
 from jax.typing import DTypeLike
 
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.length_classes import SegmentLengths, length_classes

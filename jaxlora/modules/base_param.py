@@ -20,7 +20,6 @@ class WeightLayout:
         shape: Shape of the whole weight, as it is here.
         dimensions: Letter of each dimension, see docs/conventions.md.
         transpose: Whether the checkpoint holds the transpose.
-        rows: Rows of the checkpoint's tensor that the weight consists of; None: all.
         divided: The dimension that the axis `tensor` of a mesh divides; None: each of
             its devices has the whole weight.
         by_heads: Whether that dimension is one of key-value heads. If there are fewer
@@ -32,7 +31,6 @@ class WeightLayout:
     shape: tuple[int, ...]
     dimensions: tuple[str, ...]
     transpose: bool = False
-    rows: tuple[int, int] | None = None
     divided: str | None = None
     by_heads: bool = False
     gathered: tuple[int, ...] = (0, 1)

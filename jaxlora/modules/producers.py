@@ -15,6 +15,7 @@ from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import RmsNorm, residual_norm_gradient
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rowwise import sum_of_squares
+from jaxlora.modules.shared_input import lora_projection
 from jaxlora.pallas_kernels import (
     Gate,
     Projection,
@@ -107,21 +108,15 @@ def _can_serve(linears: Sequence[MultiLoraLinear]) -> bool:
     kinds = {linear.implementation for linear in linears}
     formats = {jax.tree.structure(linear.weight) for linear in linears}
     is_alike = len(kinds) == len(formats) == 1
+    adds_lora_only = all(x.slots is not None and not x.slots.settings for x in linears)
     is_whole = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1) == 1
-    return is_alike and is_whole and all(map(_adds_lora_only, linears))
-
-
-def _adds_lora_only(linear: MultiLoraLinear) -> bool:
-    slots = linear.slots
-    if slots is None or linear.has_dora:
-        return False
-    return not (slots.has_vera or slots.trains_bias)
+    return is_alike and is_whole and adds_lora_only
 
 
 def _projections(
     linears: Sequence[MultiLoraLinear], routing: Routing
 ) -> list[Projection]:
-    return [linear.lora_projection(routing) for linear in linears]
+    return [lora_projection(linear, routing) for linear in linears]
 
 
 def _arguments(h: Float[Array, "T D"], scale: Float[Array, " D"]) -> RowArguments:

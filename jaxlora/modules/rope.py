@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxlora.families.model_config import LinearRopeScaling, Llama3RopeScaling, Rope
+from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, Rope
 
 # Cosine and sine of each token's angles; P = head_dim / 2.
 RopeTable = tuple[Float[Array, "T P"], Float[Array, "T P"]]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -69,6 +70,13 @@ class Routing:
                 "takes all three, and without token_index nothing is dropped."
             )
         return self.seed, self.step
+
+
+def live_scaling(
+    scaling: Float[Array, "*P G"], rank: Int[Array, "*P G"]
+) -> Float[Array, "*P G"]:
+    """Returns the scaling of slots as kernels take it: a rank of 0 switches one off."""
+    return jnp.where(rank > 0, scaling, 0.0)
 
 
 class LinearInput(typing.NamedTuple):

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 
 # This names the output of fused attention, and what it keeps beside q, k and v. A
 # policy of `jax.checkpoint` that saves the name computes no scores again.

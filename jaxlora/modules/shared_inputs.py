@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.routing import Place, Routing
+from jaxlora.modules.routing import Place, Routing, live_scaling
 from jaxlora.pallas_kernels import (
     MaskWords,
     dropout_keys,
@@ -39,7 +39,7 @@ def with_shared_inputs(
     rank = jnp.stack([linear.rank[...] for linear in adapted])
     scaling = jnp.stack([linear.scaling[...] for linear in adapted])
     settings = kernel_settings(
-        jnp.where(rank > 0, scaling, 0.0),
+        live_scaling(scaling, rank),
         rank,
         jnp.stack([linear.dropout[...] for linear in adapted]) if drops else None,
     )

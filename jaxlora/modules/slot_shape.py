@@ -3,12 +3,8 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxlora.modules.trained_tensors import (
-    TRAINED_BIAS,
-    VERA_D,
-    TrainedTensor,
-    trained_tensors,
-)
+from jaxlora.modules.variants.table import variants
+from jaxlora.modules.variants.variant import TrainedTensor, Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +16,7 @@ class SlotShape:
         rank: R, largest rank of a slot; smaller ones are zero-padded.
         use_dropout: Whether training can drop features. It is compiled into the
             programs; the rate of each slot is data.
-        settings: The settings of jobs for which there are tables; see
-            `TrainedTensor.setting`.
+        settings: The settings of the variants for which there are tables beside LoRA.
         dora_dropout: Whether a slot can have both DoRA and dropout, which takes a
             second product with W. It is compiled into the programs.
         keeps_start: Whether a slot can hold an adapter of which half of the ranks is
@@ -56,25 +51,18 @@ class SlotShape:
         return dict(self.outside).get(name, 0)
 
     @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants for which there are tables."""
+
+        def is_here(setting: str | None) -> bool:
+            return self.has_lora if setting is None else setting in self.settings
+
+        return tuple(v for v in variants() if is_here(v.setting))
+
+    @property
     def tensors(self) -> tuple[TrainedTensor, ...]:
         """The trained tensors for which there are tables."""
-
-        def is_here(tensor: TrainedTensor) -> bool:
-            if self.has_lora and tensor.unless is not None:
-                return True
-            return tensor.is_given(self.settings.__contains__)
-
-        return tuple(filter(is_here, trained_tensors()))
-
-    @property
-    def trains_bias(self) -> bool:
-        """Whether there are tables for biases."""
-        return TRAINED_BIAS in self.tensors
-
-    @property
-    def has_vera(self) -> bool:
-        """Whether there are tables for VeRA."""
-        return VERA_D in self.tensors
+        return tuple(tensor for variant in self.variants for tensor in variant.tensors)
 
     def __post_init__(self):
         if self.num_slots < 1 or self.rank < 1:

@@ -1,190 +1,35 @@
-"""The table of the tensors that an adapter trains in each linear that it adapts.
+"""The tensors that an adapter trains in each linear that it adapts, and outside.
 
 Slots, optimizer, checkpoints, fingerprints, PEFT export and import, and the Flax module
-loop over this table, so a new trained tensor is one more entry. Only mathematics names
-single tensors: `MultiLoraLinear` in training, and `merge_adapter`.
+loop over them, so a new one is one more entry of its variant.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
+from typing import Any
 
 from jaxlora.config import LoraJob
-from jaxlora.modules.quantized_kernel import as_dense
-from jaxlora.pallas_kernels import column_norms
-from jaxlora.sharding.global_arrays import everywhere
-
-# Letters of docs/conventions.md: input features, output features and rank.
-Dimension = Literal["K", "N", "R"]
-
-# Makes the initial value from a random generator, the frozen weight (K N) and the rank.
-Start = Callable[[np.random.Generator, Any, int], np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedTensor:
-    """One of the tensors that an adapter trains in each linear, in float32.
-
-    Attributes:
-        name: Its name in paths, and the name of its variable in `MultiLoraLinear`.
-        peft_name: Its name in a PEFT folder, after the name of the linear. PEFT stores
-            the transpose of our array.
-        dimensions: Its dimensions; a slot pads those of rank with zeros.
-        start: Makes its initial value at the adapter's own rank; None: `from_weight`
-            does, or `jaxlora.adapters.fresh` by a setting of the job.
-        from_weight: Makes its initial value from the frozen weight alone, K N or a
-            quantized weight, in the dtype of the products. It runs programs on the
-            weight's devices.
-        rate_ratio: Its learning rate in a job, divided by the job's; None: always 1.
-        setting: The setting of `LoraJob` and of PEFT's adapter_config.json, true or
-            false, that gives it to an adapter; None: every adapter has it.
-        unless: A setting that takes it away from an adapter again.
-        needs_bias: Whether only linears that have a bias have it.
-    """
-
-    name: str
-    peft_name: str
-    dimensions: tuple[Dimension, ...]
-    start: Start | None
-    from_weight: Callable[[Any, DTypeLike], np.ndarray] | None = None
-    rate_ratio: Callable[[LoraJob], float] | None = None
-    setting: str | None = None
-    unless: str | None = None
-    needs_bias: bool = False
-
-    def is_given(self, is_set: Callable[[str], object]) -> bool:
-        """Whether an adapter has it.
-
-        Args:
-            is_set: Returns whether a setting, such as `use_dora`, is on.
-        """
-        is_here = self.setting is None or bool(is_set(self.setting))
-        return is_here and not (self.unless is not None and is_set(self.unless))
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether rows are multiplied by it, in their dtype."""
-        return len(self.dimensions) == 2
-
-    def shape(self, in_features: int, out_features: int, rank: int) -> tuple[int, ...]:
-        """Shape of the tensor in a linear with a weight K N, at a rank R."""
-        sizes = {"K": in_features, "N": out_features, "R": rank}
-        return tuple(sizes[letter] for letter in self.dimensions)
-
-
-def _kaiming_uniform(rng: np.random.Generator, kernel: Any, rank: int) -> np.ndarray:
-    """Draws from +-1/sqrt(K), which is PEFT's kaiming_uniform(a = sqrt 5)."""
-    in_features = kernel.shape[0]
-    bound = in_features**-0.5
-    return rng.uniform(-bound, bound, (in_features, rank))
-
-
-def _zeros(rng: np.random.Generator, kernel: Any, rank: int) -> np.ndarray:
-    return np.zeros((rank, kernel.shape[1]))
-
-
-def _lora_plus(job: LoraJob) -> float:
-    """The ratio of LoRA+ (2402.12354); PEFT gives it to B and to all vectors."""
-    return job.lora_plus_ratio
-
-
-LORA_A = TrainedTensor(
-    name="lora_a",
-    peft_name="lora_A.weight",
-    dimensions=("K", "R"),
-    start=_kaiming_uniform,
-    unless="use_vera",
-)
-LORA_B = TrainedTensor(
-    name="lora_b",
-    peft_name="lora_B.weight",
-    dimensions=("R", "N"),
-    start=_zeros,
-    rate_ratio=_lora_plus,
-    unless="use_vera",
-)
-
-
-def _norms(kernel: Any, dtype: DTypeLike) -> np.ndarray:
-    """Norms of the columns of W, as the magnitudes of DoRA start."""
-    return np.asarray(everywhere(_column_norms(kernel, jnp.dtype(dtype))))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _column_norms(kernel: Any, dtype: jnp.dtype) -> jax.Array:
-    k, n = kernel.shape
-    a, b = jnp.zeros((1, k, 1), dtype), jnp.zeros((1, 1, n), dtype)
-    return column_norms(as_dense(kernel, dtype), a, b, jnp.zeros(1))[0]
-
-
-MAGNITUDE = TrainedTensor(
-    name="lora_magnitude_vector",
-    peft_name="lora_magnitude_vector",
-    dimensions=("N",),
-    start=None,
-    from_weight=_norms,
-    rate_ratio=_lora_plus,
-    setting="use_dora",  # DoRA, arXiv 2402.09353
-)
-
-# The factors of VeRA's frozen matrices; see `jaxlora.modules.vera`.
-VERA_D = TrainedTensor(
-    name="vera_lambda_d",
-    peft_name="vera_lambda_d",
-    dimensions=("R",),
-    start=None,
-    setting="use_vera",  # VeRA, arXiv 2310.11454
-)
-VERA_B = TrainedTensor(
-    name="vera_lambda_b",
-    peft_name="vera_lambda_b",
-    dimensions=("N",),
-    start=lambda rng, kernel, rank: np.zeros(kernel.shape[1]),
-    setting="use_vera",
-)
-
-# It takes the place of the frozen bias, as which it starts.
-TRAINED_BIAS = TrainedTensor(
-    name="trained_bias",
-    peft_name="base_layer.bias",
-    dimensions=("N",),
-    start=None,
-    rate_ratio=_lora_plus,
-    setting="train_bias",
-    needs_bias=True,
-)
-
-# The initial values are drawn in this order, so new entries go to the end.
-TENSORS: tuple[TrainedTensor, ...] = (
-    *(LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B),
-    TRAINED_BIAS,
-)
+from jaxlora.modules.variants.table import variants, variants_with
+from jaxlora.modules.variants.variant import TrainedTensor
 
 
 def trained_tensors() -> tuple[TrainedTensor, ...]:
-    """All tensors that an adapter can train in a linear, in the order of the table."""
-    return TENSORS
+    """All tensors that an adapter can train in a linear, variant by variant."""
+    return tuple(tensor for variant in variants() for tensor in variant.tensors)
 
 
 def tensors_with(is_set: Callable[[str], object]) -> tuple[TrainedTensor, ...]:
-    """The tensors of an adapter, in the order of the table.
+    """The tensors of an adapter, in the same order.
 
     Args:
         is_set: Returns whether a setting, such as `use_dora`, is on.
     """
-    return tuple(t for t in trained_tensors() if t.is_given(is_set))
+    found = variants_with(is_set)
+    return tuple(tensor for variant in found for tensor in variant.tensors)
 
 
 def tensor_settings() -> tuple[str, ...]:
-    """The settings that give tensors to an adapter, in the order of the table."""
-    settings = (tensor.setting for tensor in trained_tensors())
-    return tuple(dict.fromkeys(s for s in settings if s is not None))
+    """The settings that give tensors to an adapter, in the same order."""
+    return tuple(v.setting for v in variants() if v.setting is not None)
 
 
 def rate_ratios[T](

@@ -6,8 +6,8 @@ from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.gpus import find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders, stage_seconds
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import base_dtype
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind

@@ -14,9 +14,9 @@ from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.gpus import DeviceSpeed, find_speed
 from jaxlora.costs.stages import stage_borders
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.sections import chosen_layers
 from jaxlora.models.slot_modules import EMBEDDING, TOKEN_ROWS

@@ -39,7 +39,6 @@ FIXED_IN_JOB: dict[str, str] = {
     "projection_prng_key": "the saved vectors were trained with these matrices",
     "d_initial": "the job has started by it",
     "init_lora_weights": "the job has started by it",
-    "loftq_config": "the job has started by it",
     "init_from": "the job has started from it",
     "init_from_fingerprint": "the job has started from it",
     "reference_fingerprint": "the job has been compared with it",

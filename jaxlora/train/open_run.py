@@ -24,7 +24,7 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.hf.load import FrozenModel, Place, load_model, unquantized_reader
+from jaxlora.hf.load import FrozenModel, Place, load_model
 from jaxlora.models.base_format import kernel_of
 from jaxlora.models.forward import Base
 from jaxlora.models.structure import linear_path
@@ -157,11 +157,6 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     paths = {name: linear_path(name) for name in prepared.modules}
     params, base_format = model.params, model.base_format
     given = prepared.settings, prepared.modules
-    biases = {
-        name: params[bias]
-        for name, path in paths.items()
-        if (bias := f"{path}.bias") in params
-    }
 
     def kernels() -> dict[str, Any]:
         return {
@@ -169,16 +164,14 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
             for name, path in paths.items()
         }
 
-    tokens, stored = prepared.tokens, None
-    if prepared.settings.loftq_bits is not None:
-        stored = unquantized_reader(model)
+    tokens = prepared.tokens
 
     def draw() -> Adapter:
         outside = fresh_outside(prepared.settings, tokens, model.config, params)
-        made = fresh_adapter(*given, kernels(), model.dtype, biases, stored)
+        made = fresh_adapter(*given, kernels(), model.dtype)
         return dataclasses.replace(made, outside=outside)
 
-    blank = blank_adapter(*given, kernels(), biases)
+    blank = blank_adapter(*given, kernels())
     outside = blank_outside(tokens, model.config)
     return JobState(prepared, dataclasses.replace(blank, outside=outside), draw)
 

@@ -25,8 +25,6 @@ from jaxlora.pallas_kernels.quantized.rows import quantize_rows, row_scale
 
 def unsupported(shape: LinearShape) -> str | None:
     """Returns why these kernels cannot run such a linear, or None if they can."""
-    if shape.extra:
-        return f"its kernels train A and B only, not {', '.join(shape.extra)}"
     return None
 
 

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from jaxlora.bench.shapes import config_json
 from jaxlora.config import DataConfig, LoraJob, RunConfig
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.config import model_config
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.registry import model_config
 from jaxlora.scheduler import Limits
 
 

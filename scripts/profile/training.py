@@ -19,10 +19,10 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.pack import PackedBatch
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.load import Place
 from jaxlora.models.base_format import BaseFormat, kernel_of
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_path

@@ -19,8 +19,8 @@ from jaxlora.config.run_file import run_config
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
 from jaxlora.inspect import inspect_path
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_names
 from jaxlora.problems import Source
 from tests import tiny

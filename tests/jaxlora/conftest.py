@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.files.peft_export import export_peft
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_names, linear_path, tensor_specs
 from jaxlora.modules.trained_tensors import tensors_with
 from jaxlora.train.execute.run_programs import RunPrograms

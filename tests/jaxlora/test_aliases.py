@@ -21,7 +21,6 @@ VALUES = {
     "use_rslora": True,
     "use_dora": True,
     "init_lora_weights": "gaussian",
-    "loftq_config": {"loftq_bits": 8},
     "layers_pattern": "blocks",
     "layers_to_transform": (0, 2),
     "lora_plus_ratio": 16.0,
@@ -58,8 +57,6 @@ def make(kind: type, **settings):
             del required["eval_every"]
         if any("layers_pattern" in name for name in settings):
             required["layers_to_transform"] = (0,)
-        if any("loftq_config" in name for name in settings):
-            required["init_lora_weights"] = "loftq"
     else:
         required = {"path": "p"}
     return kind(**required | settings)
@@ -117,6 +114,8 @@ def test_a_setting_that_has_to_be_converted():
         ({"completion_only_loss": None}, r"Leave it out\.$"),
         ({"gradient_checkpointing": False}, r"Leave it out\.$"),
         ({"packing": False}, r"Leave it out: samples are always packed"),
+        ({"train_bias": True}, r"Leave it out: norms and biases stay frozen"),
+        ({"loftq_config": {"loftq_bits": 4}}, r"Set init_lora_weights to pissa or"),
     ],
 )
 def test_hints_answer_the_value(setting, hint):

@@ -14,8 +14,8 @@ from jaxlora.cli.main import main
 from jaxlora.config.replicas_config import describe_list
 from jaxlora.costs.device_profile import PassCost, estimate
 from jaxlora.costs.gpus import parse_machine
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
 from jaxlora.modules.slot_shape import SlotShape

@@ -17,10 +17,9 @@ from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.files.base_name import is_hub_id, stated_base
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.families.table import FAMILIES
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.files import tokenizer_folder
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
@@ -34,7 +33,16 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }
-_LINEARS = {linear.name: linear.gguf for linear in FAMILIES["llama"].linears}
+# Names inside a layer of a GGUF file.
+GGUF_LINEARS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 # llama.cpp rotates interleaved pairs of features in these, not halves of a head.
 _INTERLEAVED = {"llama"}
 
@@ -92,12 +100,6 @@ def export_gguf(
 def _check_plain(adapter: Adapter, folder: pathlib.Path) -> None:
     more = [setting for setting in tensor_settings() if adapter.is_set(setting)]
     more += [SLOT_MODULES[name].setting for name in adapter.outside]
-    if adapter.base_format is not None:
-        raise AdapterError(
-            f"{folder} is relative to a base in {adapter.base_format} (LoftQ), which "
-            "llama.cpp does not have. Merge it into its base (jaxlora merge), and "
-            "convert the merged model."
-        )
     if more:
         raise AdapterError(
             f"{folder} has {more[0]}, and llama.cpp's adapters hold A and B only. "
@@ -190,7 +192,7 @@ def _alpha(adapter: Adapter, weights: LoraWeights) -> float:
 def gguf_name(module: str) -> str:
     """Returns the name of a linear's weight in GGUF files, `blk.0.attn_q.weight`."""
     layer, _, name = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_LINEARS[name]}.weight"
+    return f"blk.{layer}.{GGUF_LINEARS[name]}.weight"
 
 
 def rows_in_gguf(rows: np.ndarray, module: str, model: ModelConfig) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import ml_dtypes
@@ -10,19 +10,18 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.adapters.files.peft_import import PeftFolder, read_folder
 from jaxlora.adapters.files.peft_tables import BaseTables
 from jaxlora.adapters.files.tokenizer_copy import merged_tokenizer
-from jaxlora.errors import ConfigError, ModelError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.convert import log_dequantized
 from jaxlora.hf.files import model_folder
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.save import save_checkpoint
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.structure import linear_names, linear_path
-from jaxlora.modules.trained_tensors import TRAINED_BIAS
 from jaxlora.pallas_kernels import FORMATS
 
 _DTYPES = {
@@ -79,9 +78,11 @@ def merge_adapter(
     kernels = {s.path: s.shape for s in checkpoint.specs()}
     shapes = {n: kernels[f"{linear_path(n)}.kernel"] for n in linear_names(config)}
     tables = BaseTables(checkpoint.folder, config.tie_embeddings)
-    adapter = import_peft(adapter_folder, shapes, base=tables).as_lora(shapes)
+    folder = read_folder(adapter_folder, shapes, base=tables)
+    adapter = folder.adapter.as_lora(shapes)
     vocab_size = _vocab_size(adapter, config)
     adapter.check_base(dataclasses.replace(config, vocab_size=vocab_size))
+    _check_biases(folder.biases, checkpoint)
     checkpoint.check()
     if checkpoint.quantized:
         dtype = dtype or "bfloat16"
@@ -93,14 +94,24 @@ def merge_adapter(
         config_json = {**config_json, "tie_word_embeddings": False}
     if vocab_size != config.vocab_size:
         config_json = {**config_json, "vocab_size": vocab_size}
-    tensors = _merged(checkpoint, adapter, None if dtype is None else _DTYPES[dtype])
+    folder = dataclasses.replace(folder, adapter=adapter)
+    tensors = _merged(checkpoint, folder, None if dtype is None else _DTYPES[dtype])
     extra = [*merged_tokenizer(checkpoint.folder, pathlib.Path(adapter_folder))]
     return save_checkpoint(out_folder, tensors, config_json, extra)
 
 
+def _check_biases(biases: Mapping[str, np.ndarray], checkpoint: Checkpoint) -> None:
+    if missing := sorted(biases.keys() - checkpoint.files.keys()):
+        raise AdapterError(
+            f"the adapter has {missing[0]}, and this linear of the base model has no "
+            "bias. Is it an adapter of another model?"
+        )
+
+
 def _merged(
-    checkpoint: Checkpoint, adapter: Adapter, dtype: np.dtype | None
+    checkpoint: Checkpoint, folder: PeftFolder, dtype: np.dtype | None
 ) -> Iterator[tuple[str, np.ndarray]]:
+    adapter, base_format = folder.adapter, folder.base_format
     unties = _unties(adapter, checkpoint.config)
     outside = {str(SLOT_MODULES[name].frozen): name for name in adapter.outside}
     by_name = {_EMBEDDING: outside.get("embed_tokens"), _HEAD: outside.get("lm_head")}
@@ -114,16 +125,14 @@ def _merged(
         weights = adapter.modules.get(name.removesuffix(".weight"))
         if weights is not None:
             with np.errstate(over="ignore", invalid="ignore"):
-                if adapter.base_format is not None and not checkpoint.quantized:
-                    array = _quantized(array, adapter.base_format)
+                if base_format is not None and not checkpoint.quantized:
+                    array = _quantized(array, base_format)
                 scaling = np.float32(adapter.scaling(weights))
                 array = array.astype(np.float32) + (weights.a @ weights.b).T * scaling
-                if weights.magnitude is not None:
-                    array *= _column_factors(array, weights.magnitude)[:, None]
+                for variant in weights.variants:
+                    array = variant.merged(array, weights.tensors)
             check_finite(array, f"{where}, merged,", ModelError, wanted)
-        of_bias = adapter.modules.get(name.removesuffix(".bias"))
-        if of_bias is not None and TRAINED_BIAS.name in of_bias.tensors:
-            array = of_bias.tensors[TRAINED_BIAS.name]
+        array = folder.biases.get(name, array)
         if (own := by_name.get(name)) is not None:
             rows = adapter.outside[own]
             array = SLOT_MODULES[own].merged(array, rows.array, rows.tokens)
@@ -169,11 +178,3 @@ def _quantized(
         lambda x: FORMATS[base_format].quantize(x).dequantize(np.float32)
     )
     return np.asarray(dequantize(w.astype(np.float32)))
-
-
-def _column_factors(
-    w: Float[np.ndarray, "N K"], magnitude: Float[np.ndarray, " N"]
-) -> Float[np.ndarray, " N"]:
-    """Returns DoRA's magnitudes over the norms; 1 for columns of zeros."""
-    norms = np.linalg.norm(w, axis=1)
-    return np.where(norms == 0, 1, magnitude / np.where(norms == 0, 1, norms))

@@ -8,24 +8,21 @@ from typing import Any
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
 from jaxlora.config.rules import WHOLE_MODULES
-from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.errors import AdapterError
 from jaxlora.models.slot_modules import SCORE
 from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.modules.variants.table import variants
 
 # Settings that are read below, or checked against the weights.
 _READ = {
     "alpha_pattern",
-    "d_initial",
     "init_lora_weights",
     "loftq_config",
     "lora_alpha",
     "lora_dropout",
     "peft_type",
-    "projection_prng_key",
     "r",
     "rank_pattern",
-    "save_projection",
     "use_rslora",
 }
 # Settings without effect here: the weights determine which modules are adapted.
@@ -47,6 +44,8 @@ _HARMLESS = {
     "target_modules",
     "task_type",
 }
+# Formats of bases from whose error LoftQ starts, by the bits that PEFT names.
+LOFTQ_FORMATS = {4: "nf4", 8: "int8"}
 # Ways to draw the first A and B that leave the base's own weights alone.
 _INITIAL = ("gaussian", "eva", "orthogonal")
 
@@ -77,17 +76,16 @@ def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
             f"{path} cannot be read as JSON: {error}. Mend it, or copy it again."
         ) from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or kind not in ("LORA", "VERA"):
-        raise AdapterError(
-            f"{path} has peft_type={shown(kind)}; only 'LORA' and 'VERA' are read."
-        )
-    if kind == "VERA":
-        config = _as_lora_config(path, config)
+    kinds = {variant.peft_type: variant for variant in reversed(variants())}
+    if not isinstance(config, dict) or kind not in list(kinds):
+        read = " and ".join(map(repr, sorted(kinds)))
+        raise AdapterError(f"{path} has peft_type={shown(kind)}; only {read} are read.")
+    config = kinds[kind].from_peft(path, config)
     _check_numbers(path, config, "r", "rank_pattern", patterns)
     _check_numbers(path, config, "lora_alpha", "alpha_pattern", patterns)
     _check_values(path, config)
-    config["train_bias"] = config.get("bias") == "lora_only"
     known = {*_READ, *_HARMLESS, *tensor_settings(), "trainable_token_indices"}
+    known = known.union(*(variant.peft_keys for variant in variants()))
     config["modules_to_save"] = _whole_modules(path, config.get("modules_to_save"))
     known.add("modules_to_save")
     for key, value in config.items():
@@ -141,24 +139,6 @@ def _check_values(path: pathlib.Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _as_lora_config(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of VeRA under the names that LoRA has for them."""
-    given = dict(config)
-    dropout = given.pop("vera_dropout", 0.0)
-    key, is_saved = given.get("projection_prng_key"), given.get("save_projection", True)
-    if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < 2**32:
-        raise AdapterError(
-            f"{path} has projection_prng_key={shown(key)}; wanted a whole number from "
-            "0 to below 2^32."
-        )
-    if not isinstance(is_saved, bool):
-        raise AdapterError(
-            f"{path} has save_projection={shown(is_saved)}; wanted true or false."
-        )
-    own = {"use_vera": True, "lora_alpha": given.get("r"), "lora_dropout": dropout}
-    return given | own | {"save_projection": is_saved}
-
-
 def _check_numbers(
     path: pathlib.Path, config: dict, key: str, pattern: str, patterns: Patterns
 ) -> None:
@@ -184,8 +164,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def loftq_bits(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:
-    """Returns the bits of LoftQ; None: the adapter does not start by it.
+def loftq_format(path: pathlib.Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the format of a base from whose error the adapter started by LoftQ.
+
+    None: it did not, so the adapter is relative to the weights as they are.
 
     Raises:
         AdapterError: They are no bits of LoftQ.
@@ -196,4 +178,4 @@ def loftq_bits(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:
         raise AdapterError(
             f"{path} has loftq_config={shown(given)}; wanted loftq_bits 4 or 8."
         )
-    return bits
+    return None if bits is None else LOFTQ_FORMATS[bits]

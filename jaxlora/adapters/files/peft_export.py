@@ -24,7 +24,7 @@ from jaxlora.adapters.files.model_card import write_card
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.slot_modules import SCORE, SLOT_MODULES
-from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.modules.variants.table import variants
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,9 @@ def export_peft(
             tensors[f"{PREFIX}{name}.{tensor.peft_name}"] = np.ascontiguousarray(
                 weights.tensors[tensor.name].T, np.float32
             )
-    if adapter.vera is not None and adapter.vera.is_saved:
-        for matrix, name in ((adapter.vera.a, "vera_A"), (adapter.vera.b, "vera_B")):
-            tensors[f"base_model.{name}"] = np.ascontiguousarray(matrix.T, np.float32)
+    for variant in adapter.variants:
+        for name, array in variant.frozen_to_peft(adapter.vera).items():
+            tensors[name] = np.ascontiguousarray(array, np.float32)
     for name, weights in adapter.outside.items():
         key = f"{PREFIX}{SLOT_MODULES[name].peft_name}"
         tensors[key] = np.atleast_2d(weights.array).astype(np.float32)
@@ -89,8 +89,7 @@ def export_peft(
             min(scalings),
             max(scalings),
         )
-    write_config = _config if adapter.vera is None else _vera_config
-    config = write_config(adapter, base_name(base_model, revision), linear_names)
+    config = _config(adapter, base_name(base_model, revision), linear_names)
     folder = pathlib.Path(folder)
     with replace_folder(folder) as temporary:
         safetensors.numpy.save_file(
@@ -108,21 +107,18 @@ def export_peft(
     return folder
 
 
-def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> dict:
+def _lora_config(adapter: Adapter) -> dict[str, Any]:
     ranks = {name: w.rank for name, w in adapter.modules.items()}
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
-    given: dict[str, Any] = {s: adapter.is_set(s) for s in tensor_settings()}
-    # PEFT has a kind of its own for VeRA, and another word for biases.
-    del given["use_vera"]
-    given["bias"] = "lora_only" if given.pop("train_bias") else "none"
+    given: dict[str, Any] = {
+        variant.setting: adapter.is_set(variant.setting)
+        for variant in variants()
+        if variant.setting is not None and variant.peft_type == "LORA"
+    }
     if adapter.token_indices:
         given["trainable_token_indices"] = adapter.token_indices
-    if (bits := adapter.loftq_bits) is not None:
-        # PEFT ignores it beside another start, and so does not quantize again.
-        given["loftq_config"] = {"loftq_bits": bits, "loftq_iter": 1}
     return {
-        **_common_config(adapter, base, linear_names),
         "alpha_pattern": _pattern(alphas, lora_alpha),
         "init_lora_weights": True,
         "lora_alpha": _whole(lora_alpha),
@@ -130,32 +126,17 @@ def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> di
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": _pattern(ranks, rank),
-        "use_dora": False,
         "use_rslora": adapter.use_rslora,
         **given,
     }
 
 
-def _vera_config(
+def _config(
     adapter: Adapter, base: BaseName, linear_names: Sequence[str]
 ) -> dict[str, Any]:
-    vera = adapter.vera
-    assert vera is not None
-    return {
-        **_common_config(adapter, base, linear_names),
-        "d_initial": 0.1,  # of a new adapter, PEFT's own
-        "init_weights": True,
-        "peft_type": "VERA",
-        "projection_prng_key": vera.key,
-        "r": vera.rank,
-        "save_projection": vera.is_saved,
-        "vera_dropout": adapter.dropout,
-    }
-
-
-def _common_config(
-    adapter: Adapter, base: BaseName, linear_names: Sequence[str]
-) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    for variant in adapter.variants:
+        own |= variant.to_peft(adapter)
     modules = (SLOT_MODULES[name] for name in adapter.outside)
     saved = sorted(one.frozen or one.name for one in modules if not one.has_tokens)
     return {
@@ -170,6 +151,7 @@ def _common_config(
         "revision": base.revision,
         "target_modules": _target_modules(list(adapter.modules), linear_names),
         "task_type": "SEQ_CLS" if SCORE.name in adapter.outside else "CAUSAL_LM",
+        **(own or _lora_config(adapter)),
     }
 
 

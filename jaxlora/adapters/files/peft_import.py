@@ -1,5 +1,6 @@
 """Reads a PEFT LoRA folder as an adapter."""
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
 from jaxlora.adapters.files.export_record import read_record
-from jaxlora.adapters.files.peft_config import loftq_bits, read_config
+from jaxlora.adapters.files.peft_config import loftq_format, read_config
 from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.adapters.files.peft_tables import (
     BaseTables,
@@ -18,19 +19,36 @@ from jaxlora.adapters.files.peft_tables import (
     take_tables,
 )
 from jaxlora.adapters.targets import pattern_value
-from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.models.slot_modules import SCORE
 from jaxlora.modules.trained_tensors import (
-    TrainedTensor,
     tensors_with,
     trained_tensors,
 )
+from jaxlora.modules.variants.table import variant_of, variants, variants_with
+from jaxlora.modules.variants.variant import TrainedTensor
 
-_VERA_A, _VERA_B = "base_model.vera_A", "base_model.vera_B"
+_BIAS = "base_layer.bias"  # PEFT's name of a trained bias, after that of the linear
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PeftFolder:
+    """The contents of a PEFT folder.
+
+    Attributes:
+        adapter: The adapter.
+        biases: Trained biases, which replace those of the base, by their names in its
+            checkpoint. Only `merge_adapter` uses them, and the next attribute.
+        base_format: Format of the base from whose error the adapter started (LoftQ), so
+            that it is relative to the quantized weights; None: it did not.
+    """
+
+    adapter: Adapter
+    biases: dict[str, np.ndarray]
+    base_format: str | None
 
 
 def import_peft(
@@ -45,6 +63,9 @@ def import_peft(
     LoRA on the embedding or the head is read as a whole copy of the module, and so is
     a frozen weight of them that peft has saved, if the base has another one.
 
+    Folders with trained biases, and those that started by LoftQ, are refused, as they
+    can only be merged.
+
     Args:
         folder: Folder with adapter_config.json and adapter_model.safetensors.
         linear_shapes: (K, N) of each of the base model's linears, by module name.
@@ -57,26 +78,48 @@ def import_peft(
             linears, does not fit the base model, has a weight that is NaN or infinite,
             or has a pattern that takes too long to match.
     """
+    found = read_folder(folder, linear_shapes, score_size=score_size, base=base)
+    reason = None
+    if found.biases:
+        reason = "has trained biases (bias: lora_only)"
+    elif found.base_format is not None:
+        reason = f"started from the error of a base in {found.base_format} (LoftQ)"
+    if reason is not None:
+        raise AdapterError(
+            f"{folder} {reason}, and such an adapter can only be merged. Merge it into "
+            "its base (jaxlora merge), and use the merged model."
+        )
+    return found.adapter
+
+
+def read_folder(
+    folder: str | pathlib.Path,
+    linear_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    score_size: int | None = None,
+    base: BaseTables | None = None,
+) -> PeftFolder:
+    """Reads a PEFT folder as `import_peft` does, with what can only be merged."""
     folder = pathlib.Path(folder)
     try:
-        return _import(folder, linear_shapes, score_size, base)
+        return _read(folder, linear_shapes, score_size, base)
     except (ConfigError, ModelError) as error:  # of a pattern, of the weights' file
         raise AdapterError(str(error)) from error
 
 
-def _import(
+def _read(
     folder: pathlib.Path,
     linear_shapes: Mapping[str, tuple[int, ...]],
     score_size: int | None,
     base: BaseTables | None,
-) -> Adapter:
+) -> PeftFolder:
     path = folder / CONFIG_FILE
     patterns = Patterns(str(path))
     config = read_config(path, patterns)
     found, score, matrices, tables = _read_tensors(folder, config["modules_to_save"])
     wanted = tensors_with(config.get)
     dropout = float(config.get("lora_dropout") or 0.0)
-    modules = {}
+    modules, biases = {}, {}
     for name, tensors in found.items():
         if name not in linear_shapes:
             raise AdapterError(
@@ -88,6 +131,10 @@ def _import(
         )
         rank = pattern_value(ranks, name, config["r"], patterns)
         lora_alpha = pattern_value(alphas, name, config["lora_alpha"], patterns)
+        if (bias := tensors.pop(_BIAS, None)) is not None:
+            biases[f"{name}.bias"] = _checked_bias(
+                folder, name, bias, config, linear_shapes[name]
+            )
         modules[name] = LoraWeights(
             tensors=_checked(folder, name, tensors, wanted, rank, linear_shapes[name]),
             rank=rank,
@@ -100,43 +147,41 @@ def _import(
     outside = table_values(folder, config, tables, size, base, patterns)
     if score is not None:
         outside[SCORE.name] = _checked_score(folder, score, score_size)
-    vera = None
-    if config.get("use_vera"):
-        vera = _vera(folder, config, matrices, [linear_shapes[n] for n in ordered])
-    return Adapter(
+    shapes = [linear_shapes[name] for name in ordered]
+    frozen = (
+        variant.frozen_from_peft(folder, config, matrices, shapes)
+        for variant in variants_with(config.get)
+    )
+    adapter = Adapter(
         modules=ordered,
         use_rslora=use_rslora,
         dropout=dropout,
         outside=outside,
-        vera=vera,
-        loftq_bits=loftq_bits(path, config),
+        vera=next(filter(None, frozen), None),
         chat_template_kwargs={} if record is None else record.chat_template_kwargs,
     )
+    base_format = loftq_format(path, config)
+    return PeftFolder(adapter=adapter, biases=biases, base_format=base_format)
 
 
-def _vera(
+def _checked_bias(
     folder: pathlib.Path,
+    name: str,
+    bias: np.ndarray,
     config: Mapping[str, Any],
-    matrices: Mapping[str, np.ndarray],
-    shapes: Sequence[tuple[int, ...]],
-) -> VeraMatrices:
-    """Returns the matrices, and checks that those of the file are drawn as PEFT's."""
-    rank, key = config["r"], config["projection_prng_key"]
-    k, n = (max(sizes) for sizes in zip(*shapes, strict=True))
-    drawn = VeraMatrices(key, rank, k, n, is_saved=config["save_projection"])
-    if not drawn.is_saved:
-        return drawn
-    for name, wanted in ((_VERA_A, drawn.a.T), (_VERA_B, drawn.b.T)):
-        array = matrices.get(name)
-        if array is None or not np.array_equal(array, wanted):
-            there = "is not there" if array is None else "has other values"
-            raise AdapterError(
-                f"{folder}: {name} {there} than projection_prng_key={key} gives for "
-                f"this base model and rank {rank}, {list(wanted.shape)} in float32. If "
-                "it was rounded to another dtype, set save_projection to false in "
-                f"{CONFIG_FILE}, and it is drawn again."
-            )
-    return drawn
+    linear_shape: tuple[int, ...],
+) -> np.ndarray:
+    if config.get("bias") != "lora_only":
+        raise AdapterError(
+            f"{folder} holds {name}.{_BIAS}, but its {CONFIG_FILE} does not set bias: "
+            "lora_only. Correct the file."
+        )
+    if bias.shape != linear_shape[1:]:
+        raise AdapterError(
+            f"{folder}: {name}.{_BIAS} has shape {list(bias.shape)}; the base model "
+            f"calls for {list(linear_shape[1:])}."
+        )
+    return bias
 
 
 def _checked_score(
@@ -171,7 +216,7 @@ def _read_tensors(
         copied: The modules in `modules_to_save`.
 
     Returns:
-        The tensors, the score head if there is one, the matrices of VeRA by key, and
+        The tensors, the score head if there is one, what the linears share by key, and
         what there is of the embedding and the head.
     """
     path = folder / WEIGHTS_FILE
@@ -187,8 +232,8 @@ def _read_tensors(
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
     score = arrays.pop(f"{PREFIX}{SCORE.peft_name}", None)
-    names = arrays.keys() & {_VERA_A, _VERA_B}
-    matrices = {name: arrays.pop(name) for name in names}
+    frozen = {name for variant in variants() for name in variant.peft_tensors}
+    matrices = {name: arrays.pop(name) for name in arrays.keys() & frozen}
     tables = take_tables(folder, arrays, copied)
     modules: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
@@ -207,7 +252,7 @@ def _split_key(path: pathlib.Path, key: str) -> tuple[str, str]:
     # Older versions of peft keep the adapter's name in the key.
     name = key.removeprefix(PREFIX).replace(".default.", ".")
     peft_names = [tensor.peft_name for tensor in trained_tensors()]
-    for peft_name in peft_names:
+    for peft_name in (*peft_names, _BIAS):
         if name.endswith(f".{peft_name}"):
             return name.removesuffix(f".{peft_name}"), peft_name
     *others, last = peft_names
@@ -227,20 +272,18 @@ def _checked(
 ) -> dict[str, np.ndarray]:
     """Returns a module's tensors in our layout, float32, by our names."""
     for tensor in wanted:
-        if tensor.peft_name not in tensors and not tensor.needs_bias:
+        if tensor.peft_name not in tensors:
             raise AdapterError(f"{folder} lacks {name}.{tensor.peft_name}.")
     for tensor in trained_tensors():
         if tensor not in wanted and tensor.peft_name in tensors:
-            given = tensor.setting or "peft_type: LORA"
+            given = variant_of(tensor).setting or "peft_type: LORA"
             raise AdapterError(
                 f"{folder} holds {name}.{tensor.peft_name}, but its {CONFIG_FILE} does "
                 f"not set {given}. Correct the file."
             )
     checked = {}
     for tensor in wanted:
-        array = tensors.get(tensor.peft_name)
-        if array is None:
-            continue
+        array = tensors[tensor.peft_name]
         k, n = linear_shape
         shape = tensor.shape(k, n, rank)[::-1]  # PEFT stores the transpose
         if array.shape != shape:

@@ -14,7 +14,7 @@ import optax
 from jaxlora.adapters.optimizers.state import transformation
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer, OptimizerSetting
 from jaxlora.errors import ConfigError
-from jaxlora.modules.trained_tensors import LORA_A, LORA_B
+from jaxlora.modules.variants.lora import LORA_A, LORA_B
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RATES = ("learning_rate", "weight_decay")

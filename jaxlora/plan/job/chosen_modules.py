@@ -12,7 +12,6 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.fresh import fresh_outside
 from jaxlora.adapters.targets import (
     ModuleLora,
-    check_biases,
     check_ranks,
     resolve_targets,
 )
@@ -20,7 +19,7 @@ from jaxlora.config import LoraJob
 from jaxlora.config.rules import NOT_OF_VERA
 from jaxlora.data.objectives import find_objective, smallest_batch
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SCORE, Tokens, asked_modules
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
@@ -81,7 +80,6 @@ def choose_modules(
     if job.init_from is None:
         modules = resolve_targets(job, tuple(shapes))
         check_ranks(job, modules, shapes)
-        check_biases(job, modules, model)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
         reference = _read_reference(job, model, None)

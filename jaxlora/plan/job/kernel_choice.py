@@ -7,18 +7,10 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.attention_table import ATTENTIONS
-from jaxlora.modules.trained_tensors import (
-    LORA_A,
-    LORA_B,
-    MAGNITUDE,
-    TRAINED_BIAS,
-    VERA_B,
-    VERA_D,
-)
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
 from jaxlora.pallas_kernels.device import device_kind, planned_device
 
@@ -156,7 +148,6 @@ def kernels_unsupported(
     backend: Backend,
     spec: DecoderSpec,
     block_tokens: int,
-    extra: tuple[str, ...] | None = None,
 ) -> str | None:
     """Returns why a back end cannot run some adapted linear, or None if it can.
 
@@ -164,13 +155,8 @@ def kernels_unsupported(
         backend: The back end.
         spec: The decoder.
         block_tokens: Rows of a token block.
-        extra: Trained tensors beside A and B; None: those of the slots.
     """
     assert spec.slots is not None
-    # VeRA's vectors are applied before the kernels, magnitudes and biases after them.
-    own = LORA_A, LORA_B, MAGNITUDE, VERA_D, VERA_B, TRAINED_BIAS
-    if extra is None:
-        extra = tuple(t.name for t in spec.slots.tensors if t not in own)
     for path in spec.adapted:
         linear = spec.linear(path)
         shape = LinearShape(
@@ -179,7 +165,6 @@ def kernels_unsupported(
             out_features=linear.out_features,
             rank=spec.slots.rank,
             block_tokens=block_tokens,
-            extra=extra,
             weight_format=spec.options.weight_format(path),
         )
         if (reason := backend.unsupported(shape)) is not None:

@@ -13,11 +13,11 @@ from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
 from jaxlora.config.base_settings import BaseSettings
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import change_settings, find_base_format, kept_linears
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.load import FrozenModel, base_dtype
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import Base
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import WeightOptions

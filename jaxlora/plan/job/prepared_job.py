@@ -16,7 +16,6 @@ from jaxlora.adapters.optimizers.table import find_optimizer
 from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.config.starts import LOFTQ
 from jaxlora.config.strict import MOST_STEPS
 from jaxlora.data.kto_objective import recombined
 from jaxlora.data.objective import Objective
@@ -29,7 +28,7 @@ from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.plan.job.chosen_modules import (
     ChosenModules,
     check_objective,
@@ -177,8 +176,8 @@ class PreparedJob(ChosenModules):
         match self.objective_settings.get("reference"):
             case None:
                 return False
-            case "base":  # all fresh adapters but LoftQ's change nothing
-                return start is None and self.settings.init_lora_weights != LOFTQ
+            case "base":  # fresh adapters change nothing
+                return start is None
         if start is None or reference is None:
             return False
         return start.product_fingerprint() == reference.product_fingerprint()

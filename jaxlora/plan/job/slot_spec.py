@@ -7,7 +7,6 @@ from typing import Any
 from jaxlora.adapters.targets import Targets, choose_linears
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import RunConfig
-from jaxlora.config.starts import LOFTQ_FORMATS
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.models.options import DecoderOptions
@@ -18,6 +17,7 @@ from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.slot_shape import SlotShape, largest_rows
 from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.modules.variants.table import replaces_lora
 from jaxlora.plan.job.kernel_choice import (
     choose_attention,
     choose_kernels,
@@ -100,7 +100,7 @@ def needed(job: PreparedJob) -> SlotShape:
         dora_dropout=settings.use_dora and settings.dropout > 0,
         optimizers=(settings.optimizer,),
         outside=largest_rows(one.tokens for one in held),
-        has_lora=any("use_vera" not in names for names in has),
+        has_lora=any(not replaces_lora(names.__contains__) for names in has),
         has_references=job.needs_reference_table,
     )
 
@@ -215,9 +215,6 @@ def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
 
 
 def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
-    for adapter in filter(None, (prepared.start, *prepared.further_references)):
-        for module in adapter.modules:
-            adapter.check_format(spec.options.weight_format(linear_path(module)))
     for module in prepared.adapted:
         if linear_path(module) not in spec.adapted:
             raise ConfigError(
@@ -227,7 +224,7 @@ def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
 
 
 def _check_start(prepared: PreparedJob, spec: DecoderSpec) -> None:
-    """Checks that weights are quantized if, and only if, the job starts from that."""
+    """Checks that no weight of which the job takes a part is quantized."""
     name, settings = prepared.name, prepared.settings
     for module in prepared.modules:
         weight_format = spec.options.weight_format(linear_path(module))
@@ -237,16 +234,6 @@ def _check_start(prepared: PreparedJob, spec: DecoderSpec) -> None:
                 f"which takes a part of {module}, and this weight is quantized. Use a "
                 "base that is not, or leave init_lora_weights out."
             )
-        if (bits := settings.loftq_bits) is None or (
-            wanted := LOFTQ_FORMATS[bits]
-        ) == weight_format:
-            continue
-        raise ConfigError(
-            f"job {name!r} has init_lora_weights=loftq, which starts from the error of "
-            f"weights in {wanted}, and {module} is {weight_format or 'not quantized'}. "
-            f"Set quantize_base: {wanted}, exclude the module, or leave "
-            "init_lora_weights out."
-        )
 
 
 def _check_lengths(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:

@@ -20,7 +20,6 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linears
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
-from jaxlora.modules.trained_tensors import MAGNITUDE
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
 from jaxlora.plan.memory import planned
@@ -207,11 +206,7 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
 
 
 def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
-    config = dataclasses.replace(
-        spec.config,
-        num_layers=num_layers,
-        layer_windows=spec.config.layer_windows[:num_layers],
-    )
+    config = spec.config.of_layers(range(num_layers))
     options = dataclasses.replace(spec.options, remat=remat)
     adapted = spec.stage(0, num_layers).adapted
     return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
@@ -368,16 +363,16 @@ def _mask_bytes(spec: DecoderSpec) -> int:
 def scratch_bytes(spec: DecoderSpec) -> int:
     """Returns the bytes that the largest call of linears takes beside its results.
 
-    These are dequantized weights, transposed ones, the products of which the norms of
-    DoRA are made, and the matrices of VeRA. They are freed when the call has ended.
+    These are dequantized weights, transposed ones, and what the variants of LoRA make.
+    They are freed when the call has ended.
 
     Args:
         spec: The decoder, or one stage of it.
     """
-    base, of_norms = spec.options.base_format, _norm_bytes(spec)
-    of_vera = _vera_bytes(spec)
+    base = spec.options.base_format
+    of_linear, of_call = _variant_bytes(spec)
     if base is None:
-        return of_norms + of_vera
+        return of_linear + of_call
     each = _bytes_per_weight(spec, base)
     calls: dict[tuple[int, str], int] = {}
     for number in spec.layer_numbers:
@@ -385,34 +380,25 @@ def scratch_bytes(spec: DecoderSpec) -> int:
             call = number, _TOGETHER.get(linear.name, linear.name)
             size = each * linear.in_features * linear.out_features
             calls[call] = calls.get(call, 0) + size
-    return max(of_norms, *calls.values(), 0) + of_vera
+    return max(of_linear, *calls.values(), 0) + of_call
 
 
-def _vera_bytes(spec: DecoderSpec) -> int:
-    """Bytes of the matrices of VeRA of one call of linears, and of their gradients."""
-    if spec.slots is None or not spec.slots.has_vera:
-        return 0
-    calls: dict[tuple[str, str], int] = {}
+def _variant_bytes(spec: DecoderSpec) -> tuple[int, int]:
+    """Most bytes that variants take in one linear, and in one call of linears."""
+    of_linear, calls = 0, {"": 0}
+    if (slots := spec.slots) is None:
+        return 0, 0
     for path in spec.adapted:
         _, layer, name = path.split(".", 2)
-        linear, call = spec.linear(path), (layer, _TOGETHER.get(name, name))
-        size = linear.in_features + linear.out_features
-        calls[call] = calls.get(call, 0) + size
-    each = 2 * 4 * spec.slots.num_slots * spec.slots.rank  # two in float32
-    return each * max(calls.values(), default=0)
-
-
-def _norm_bytes(spec: DecoderSpec) -> int:
-    """Bytes for the norms of DoRA of one linear: see `column_norms`."""
-    if spec.slots is None or MAGNITUDE not in spec.slots.tensors:
-        return 0
-    products = 2 * 4 * spec.slots.num_slots * spec.slots.rank  # two in float32
-    sizes = [0]
-    for path in spec.adapted:
-        linear, is_dense = spec.linear(path), not spec.options.weight_format(path)
-        copy = 0 if is_dense else linear.in_features * spec.options.dtype.itemsize
-        sizes.append(linear.out_features * (products + copy))
-    return max(sizes)
+        linear, call = spec.linear(path), f"{layer} {_TOGETHER.get(name, name)}"
+        sizes = slots, linear.in_features, linear.out_features
+        is_dense = not spec.options.weight_format(path)
+        copied = 0 if is_dense else spec.options.dtype.itemsize
+        own = sum(variant.linear_bytes(*sizes, copied) for variant in slots.variants)
+        of_linear = max(of_linear, own)
+        together = sum(variant.call_bytes(*sizes) for variant in slots.variants)
+        calls[call] = calls.get(call, 0) + together
+    return of_linear, max(calls.values())
 
 
 def _bytes_per_weight(spec: DecoderSpec, base: BaseFormat) -> int:

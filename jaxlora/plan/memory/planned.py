@@ -30,7 +30,7 @@ def traceable(spec: DecoderSpec, block_tokens: int) -> DecoderSpec:
         name = options.implementation
     else:
         with planned_for(TRACED_ON):
-            why = kernels_unsupported(get_backend(name), spec, block_tokens, extra=())
+            why = kernels_unsupported(get_backend(name), spec, block_tokens)
         name = name if why is None else "xla"
     options = dataclasses.replace(
         options, implementation=name, attention=attention.name

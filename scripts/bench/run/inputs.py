@@ -16,7 +16,7 @@ import yaml
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlora.bench.shapes import config_json
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import TensorSpec, tensor_specs
 from jaxlora.profile.tokens import SIGMA, fill
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import find_speed, parse_machine
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
 from jaxlora.modules.multi_lora_linear import SlotShape

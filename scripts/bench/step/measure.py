@@ -27,7 +27,7 @@ from jaxlora.bench.step import peers
 from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
 from jaxlora.data.pack import PackedBatch
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.pallas_kernels import compile_program
 from jaxlora.plan.job.prepared_job import PreparedJob

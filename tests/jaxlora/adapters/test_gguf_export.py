@@ -10,7 +10,7 @@ from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.cli.main import main
 from jaxlora.errors import AdapterError
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from tests import tiny
 
 gguf_file = pytest.importorskip("jaxlora.hf.gguf_file")

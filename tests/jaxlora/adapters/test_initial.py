@@ -97,6 +97,7 @@ def test_a_kept_start_has_the_scaling_of_its_rank():
             "expected true, gaussian, orthogonal, pissa, pissa_niter_N",
         ),
         ({"start": "eva"}, "expected true, gaussian"),
+        ({"start": "loftq"}, "there is no LoftQ. Set init_lora_weights to pissa or"),
         ({"start": False}, "expected true, gaussian"),
         ({"start": "pissa_niter_0"}, "expected true, gaussian"),
         ({"start": "orthogonal", "rank": 3}, "needs even ranks, and there is 3"),

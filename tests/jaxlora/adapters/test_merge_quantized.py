@@ -4,6 +4,7 @@ import io
 import json
 import logging
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from rich.console import Console
 
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.errors import AdapterError
 from jaxlora.hf.convert import convert
 from jaxlora.inspect import inspect_path
+from jaxlora.pallas_kernels import FORMATS
+from tests import tiny
 from tests.jaxlora.hf.loading import load_model
 from tests.jaxlora.hf.quantized_checkpoints import CONFIG, LINEARS, write_quantized
 
@@ -113,6 +117,26 @@ def test_merged_in_bfloat16_unless_told_otherwise(tmp_path, qlora, caplog):
         error = np.abs(array.astype(np.float64) - expected)
         # Half a unit in the last of bfloat16's 8 digits, and float32's own rounding.
         assert np.all(error <= 2.0**-8 * np.abs(expected) + 1e-6)
+
+
+@pytest.mark.parametrize(("bits", "name"), [(4, "nf4"), (8, "int8")])
+def test_an_adapter_of_loftq_is_merged_into_the_quantized_weights(
+    tmp_path, qlora, bits, name
+):
+    """It is relative to them, and so can be merged only."""
+    folder, updates = qlora
+    config = folder / "adapter_config.json"
+    loftq = {"loftq_bits": bits, "loftq_iter": 1}
+    config.write_text(json.dumps(QLORA | {"loftq_config": loftq}))
+    with pytest.raises(AdapterError, match=f"of a base in {name} .* can only be merg"):
+        import_peft(folder, SHAPES)
+    tiny.write_model(tmp_path / "base", config=CONFIG)
+    found = read(merge_adapter(tmp_path / "base", folder, tmp_path / "out"))
+    for key, w in read(tmp_path / "base").items():
+        if key in updates:
+            quantized = FORMATS[name].quantize(jnp.asarray(w))
+            w = np.asarray(quantized.dequantize(jnp.float32)) + updates[key]
+        np.testing.assert_allclose(found[key], w, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["int8-channel", "fp8-blocks", "nf4"])

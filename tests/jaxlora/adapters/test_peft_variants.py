@@ -41,8 +41,11 @@ from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 BASE = GOLDEN / "peft_run" / "base"
+BIASED = "bias00", "bias01"  # with trained biases, which are merged only
 FOLDERS = sorted(
-    path for path in (GOLDEN / "variant_folders").iterdir() if path.is_dir()
+    path
+    for path in (GOLDEN / "variant_folders").iterdir()
+    if path.is_dir() and path.name not in BIASED
 )
 WANTED = np.load(GOLDEN / "variant_folders" / "wanted.npz")
 NUM_TOKENS = 8
@@ -67,7 +70,7 @@ def base_of(name: str) -> str:
     """The base model of a golden adapter."""
     if name in ("rows01", "rows03", "whole01", "whole03", "whole05"):
         return "tied"
-    return "biased" if name.startswith("bias") else "plain"
+    return "biased" if name in BIASED else "plain"
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,8 @@ def test_all_mean_what_peft_means(bases, adapters):
     """In one microbatch, with different ranks, layers and linears."""
     assert len(adapters) >= 40
     found = {}
-    for word, folder in bases.items():
+    for word in ("plain", "tied"):
+        folder = bases[word]
         own = {name: a for name, a in adapters.items() if base_of(name) == word}
         found |= logits_of(load_model(folder, dtype="float32"), own)
     assert found.keys() == adapters.keys()
@@ -162,7 +166,6 @@ def test_the_same_settings_select_the_same_linears(model, adapters):
         config = json.loads(path.read_text())
         given = {key: config[key] for key in same if config.get(key) is not None}
         given["use_vera"] = config["peft_type"] == "VERA"
-        given["train_bias"] = config["bias"] == "lora_only"
         num_with_layers += "layers_to_transform" in given
         job = LoraJob(name="a", data={"path": "x"}, **given)
         chosen = resolve_targets(job, list(linear_shapes(model.config)))
@@ -174,6 +177,7 @@ def test_the_same_settings_select_the_same_linears(model, adapters):
 
 def test_merged_models_equal_those_of_peft(model, bases, adapters, tmp_path):
     merged, names = {}, [n for n in adapters if n.endswith(("00", "01"))]
+    names += BIASED
     for name in names:
         folder = GOLDEN / "variant_folders" / name
         folder = merge_adapter(bases[base_of(name)], folder, tmp_path / name)
@@ -197,6 +201,19 @@ def test_merged_models_equal_those_of_peft(model, bases, adapters, tmp_path):
         found = run(own.params, WANTED[f"{name}.tokens"], own.config)
         assert relative_error(found, WANTED[f"{name}.merged"]) < 2e-5, name
         assert relative_error(found, WANTED[f"{name}.logits"]) < 2e-5, name
+
+
+def test_trained_biases_are_merged_only(model, bases, tmp_path):
+    folder, shapes = GOLDEN / "variant_folders" / BIASED[0], linear_shapes(model.config)
+    with pytest.raises(AdapterError, match=r"trained biases .* Merge it into its base"):
+        import_peft(folder, shapes)
+    with pytest.raises(AdapterError, match=r"_proj.bias, and this linear .* no bias"):
+        merge_adapter(bases["plain"], folder, tmp_path / "merged")
+    shutil.copytree(folder, tmp_path / "a")
+    path = tmp_path / "a" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bias": "none"}))
+    with pytest.raises(AdapterError, match=r"base_layer.bias, but its .* lora_only"):
+        import_peft(tmp_path / "a", shapes)
 
 
 def test_round_trips_keep_every_byte(model, adapters, tmp_path):

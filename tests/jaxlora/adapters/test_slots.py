@@ -13,8 +13,8 @@ from jaxlora.adapters.optimizer import OptimizerInputs
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape

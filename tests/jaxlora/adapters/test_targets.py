@@ -5,7 +5,7 @@ import pytest
 from jaxlora.adapters.targets import pattern_value, resolve_targets
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_names
 from tests import tiny
 

@@ -1,4 +1,4 @@
-"""A third trained tensor is one entry of the table: everything else carries it."""
+"""A variant with a third trained tensor: all that is no mathematics carries it."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,14 @@ from jaxlora.adapters.optimizer import OptimizerInputs, optimizer_step
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules import trained_tensors as tensors
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import TrainedTensor
+from jaxlora.modules.trained_tensors import rate_ratios
+from jaxlora.modules.variants import lora
+from jaxlora.modules.variants import table as variant_table
+from jaxlora.modules.variants.variant import TrainedTensor, Variant
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import SavedRun
 from jaxlora.train.execute.step import CompiledSteps
@@ -38,9 +40,28 @@ MAGNITUDE = TrainedTensor(
     name="lora_example",
     peft_name="lora_example",
     dimensions=("N",),
-    start=lambda rng, kernel, rank: np.linalg.norm(np.asarray(kernel), axis=0),
+    start=lambda job, rng, kernel, rank: np.linalg.norm(np.asarray(kernel), axis=0),
     rate_ratio=lambda job: 3.0,
 )
+
+
+class Always(Variant):
+    """All adapters have the third tensor."""
+
+    tensors = (MAGNITUDE,)
+
+
+class BySetting(Always):
+    """A setting of the job gives it to an adapter."""
+
+    setting = "use_example"
+
+
+def add(monkeypatch, variant: Variant) -> None:
+    found = *variant_table.variants(), variant
+    monkeypatch.setattr(variant_table, "_loaded", lambda: found)
+
+
 JOB = LoraJob.model_validate(
     {
         "name": "job",
@@ -54,8 +75,8 @@ JOB = LoraJob.model_validate(
 
 @pytest.fixture
 def spec(monkeypatch):
-    """A decoder made while the table has a third entry."""
-    monkeypatch.setattr(tensors, "TENSORS", (*tensors.TENSORS, MAGNITUDE))
+    """A decoder made while the table has such a variant."""
+    add(monkeypatch, Always())
     return DecoderSpec(
         config=model_config(tiny.CONFIG),
         options=DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
@@ -87,7 +108,7 @@ def stepped(spec, adapter) -> SlotTable:
         step_mask=row(True, np.bool_),
         count=row(0, np.int32),
         learning_rate=row(0.01),
-        rate_ratio=tensors.rate_ratios(lambda ratio: row(ratio(JOB))),
+        rate_ratio=rate_ratios(lambda ratio: row(ratio(JOB))),
         weight_decay=row(0),
         settings={"adamw": {"b1": row(0.9), "b2": row(0.999), "eps": row(1e-8)}},
         optimizer=np.zeros(2, np.int32),
@@ -103,7 +124,7 @@ def stepped(spec, adapter) -> SlotTable:
 def test_slots_and_the_optimizer_carry_a_third_tensor(spec, start):
     after = stepped(spec, start).read(1, start)
     for name, weights in after.modules.items():
-        for tensor, ratio in ((tensors.LORA_A, 1), (tensors.LORA_B, 2), (MAGNITUDE, 3)):
+        for tensor, ratio in ((lora.LORA_A, 1), (lora.LORA_B, 2), (MAGNITUDE, 3)):
             moved = weights.tensors[tensor.name]
             moved = moved - start.modules[name].tensors[tensor.name]
             np.testing.assert_allclose(moved, -0.01 * ratio, rtol=1e-3)
@@ -153,8 +174,7 @@ class ExampleJob(LoraJob):
 
 
 def test_a_setting_gives_a_tensor(monkeypatch, tmp_path, linear_shapes):
-    tensor = dataclasses.replace(MAGNITUDE, setting="use_example")
-    monkeypatch.setattr(tensors, "TENSORS", (*tensors.TENSORS, tensor))
+    add(monkeypatch, BySetting())
     kernels = {name: np.ones(shape) for name, shape in linear_shapes.items()}
     spec = DecoderSpec(
         config=model_config(tiny.CONFIG),
@@ -192,6 +212,6 @@ def test_an_unknown_tensor_is_refused(linear_shapes, spec, start, tmp_path):
         start, tmp_path / "a", base_model="b", linear_names=list(linear_shapes)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "TENSORS", tensors.TENSORS[:2])
+        patch.setattr(variant_table, "_loaded", lambda: (lora.VARIANT,))
         with pytest.raises(AdapterError, match=r"only lora_A\.weight and lora_B\.we"):
             import_peft(folder, linear_shapes)

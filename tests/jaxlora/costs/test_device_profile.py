@@ -25,8 +25,8 @@ from jaxlora.costs.device_profile import (
 )
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from tests.tiny import CONFIG
 

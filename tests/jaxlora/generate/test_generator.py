@@ -12,14 +12,14 @@ import jaxlora
 from jaxlora import Generator, Prompt, load_model, merge_adapter
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
-from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError, DataError, JaxloraError, ModelError
 from jaxlora.generate.generator import end_ids
 from jaxlora.generate.prompt import as_prompts, prompt_ids
 from jaxlora.hf.load import OpenedModel
-from jaxlora.modules.trained_tensors import MAGNITUDE, VERA_B, VERA_D
+from jaxlora.modules.variants.dora import MAGNITUDE
+from jaxlora.modules.variants.vera import VERA_B, VERA_D, VeraMatrices
 from jaxlora.programs.program import Program
 
 LIVELY = GenerationSettings(max_new_tokens=12, temperature=2.0, top_p=0.95, seed=3)

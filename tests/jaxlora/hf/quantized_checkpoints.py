@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_names
 from tests import tiny
 

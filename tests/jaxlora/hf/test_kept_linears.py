@@ -4,7 +4,7 @@ import pytest
 
 from jaxlora.errors import ConfigError
 from jaxlora.hf.base_format import kept_linears
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from tests import tiny
 
 MODEL = model_config(tiny.CONFIG)

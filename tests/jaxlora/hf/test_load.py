@@ -322,7 +322,7 @@ def write_big(folder: pathlib.Path) -> dict[str, int]:
     """Writes 110 MB in four shards; returns the number of values by tensor."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 16000}
     config = {**tiny.CONFIG, **sizes, "num_hidden_layers": 4}
-    from jaxlora.hf.config import model_config
+    from jaxlora.models.registry import model_config
 
     specs = tensor_specs(model_config(config))
     values = np.random.default_rng(0).normal(size=16000 * 1024).astype(BF16)

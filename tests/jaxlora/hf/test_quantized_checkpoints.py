@@ -189,6 +189,7 @@ def test_the_planned_format_needs_no_weights(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "change", "match"),
     [
+        ("fp8-channel", {"quant_method": None}, "quant_method=None, which is not"),
         ("fp8-channel", {"quant_method": "gptq"}, "quant_method='gptq', which is not"),
         ("fp8-channel", {"quant_method": "mxfp4"}, "Supported: compressed-tensors"),
         ("fp8-channel", {"format": "pack-quantized"}, "format='pack-quantized'"),

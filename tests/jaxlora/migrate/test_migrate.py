@@ -222,15 +222,15 @@ def test_llama_factory(migrated):
     assert {"template", "val_size"} <= migration.left_out.keys()
 
 
-def test_tokens_and_biases_of_peft(migrated):
+def test_tokens_of_peft(migrated):
     given = json.loads(PEFT) | {
         "bias": "lora_only",
         "trainable_token_indices": {"embed_tokens": [7, 5]},
     }
     migration, run = migrated(json.dumps(given))
     (job,) = run.jobs
-    assert job.train_bias and job.trainable_token_indices == (7, 5)
-    assert not {"bias", "trainable_token_indices"} & migration.left_out.keys()
+    assert job.trainable_token_indices == (7, 5)
+    assert migration.left_out["bias"] == "Biases stay frozen."
 
 
 def test_vera_of_peft(migrated):

@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.data.pack import PackedBatch
-from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.llama import Llama
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
@@ -37,7 +38,7 @@ ROWS = PartitionSpec("fsdp")
 
 def decoder_spec(num_layers: int, fsdp: int = NUM_DEVICES) -> DecoderSpec:
     config = ModelConfig(
-        model_type="llama",
+        family=Llama.FAMILY,
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,

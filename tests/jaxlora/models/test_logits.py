@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, load_model
-from jaxlora.families.table import FAMILIES
+from jaxlora.models.registry import FAMILIES
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.scoring import softcap
 from tests.oracle import relative_error

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
-from jaxlora.hf.config import model_config
 from jaxlora.models.forward import job_losses
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig, Rope
 from jaxlora.models.build import LayerBuilder
-from jaxlora.models.layer import DecoderLayer
+from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import FAMILIES
 from jaxlora.models.structure import linears
-from jaxlora.modules import attention
+from jaxlora.modules import rows
+from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.multi_lora_linear import Routing, SlotShape
 
 # All sizes differ, so a shape identifies an array.
@@ -32,7 +33,7 @@ stand_in.defvjp(stand_in_forward, lambda kept, dy: (dy, kept[1], kept[2]))
 
 def residuals(model_type: str) -> list[jax.Array]:
     config = ModelConfig(
-        model_type=model_type,
+        family=FAMILIES[model_type].FAMILY,
         vocab_size=50,
         hidden_size=D,
         intermediate_size=F,
@@ -50,16 +51,18 @@ def residuals(model_type: str) -> list[jax.Array]:
     slots = SlotShape(num_slots=3, rank=R)
     adapted = {f"layers.0.{name}" for name in linears(config)}
     make = LayerBuilder(config, 0, options, slots, adapted)
-    layer = DecoderLayer(config, make)
+    layer = config.family.layer(config, make)
     graph, adapters, rest = nnx.split(layer, nnx.LoRAParam, ...)
-    lengths = attention.SegmentLengths(T, T)
-    ids = jnp.zeros(T, jnp.int32)
-    rows = attention.packed_rows(config, jnp.arange(T), ids, lengths)
-    routing = Routing(block_adapter=jnp.array([0, 1, 2]))
+    packed = rows.PackedRows(
+        ropes=rows.layer_ropes(config, jnp.arange(T)),
+        segment_ids=jnp.zeros(T, jnp.int32),
+        routing=Routing(block_adapter=jnp.array([0, 1, 2])),
+        lengths=SegmentLengths(T, T),
+    )
 
     def run(adapters, h):
         layer = nnx.merge(graph, adapters, rest)
-        return layer(h, rows, routing)
+        return layer(h, packed)
 
     _, vjp = jax.vjp(run, adapters, jnp.ones((T, D), jnp.bfloat16))
     leaves = [x for x in jax.tree.leaves(vjp) if x.ndim > 1]
@@ -71,7 +74,7 @@ def residuals(model_type: str) -> list[jax.Array]:
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_a_layer_keeps_each_value_once_and_narrow(monkeypatch, model_type):
     monkeypatch.setattr(
-        attention, "packed_attention", lambda q, k, v, *_, **__: stand_in(q, k, v)
+        rows, "packed_attention", lambda q, k, v, *_, **__: stand_in(q, k, v)
     )
     kept = residuals(model_type)
     residual_stream = 2 * D  # the inputs of the layer and of the MLP

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.stage_sharding import ONE_DEVICE
-from jaxlora.hf.config import model_config
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import SlotKeys
+from jaxlora.models.registry import model_config
 from jaxlora.models.residuals import pull_back
 from jaxlora.models.sections import chosen_layers, sections
 from jaxlora.models.spec import DecoderSpec

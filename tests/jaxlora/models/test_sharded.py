@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxlora.data.pack import PackedBatch
-from jaxlora.hf.config import model_config
 from jaxlora.models.forward import SlotKeys, job_losses, run_stage
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.residuals import Pullback, pull_back
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec

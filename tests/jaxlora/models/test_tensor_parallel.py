@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
-from jaxlora.hf.config import model_config
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import SlotKeys, job_losses
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec
@@ -41,7 +41,7 @@ ROUNDING = 5e-6
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 EACH_KIND = ("q", "o", "up", "down")  # divided by outputs and by inputs
 DORA = {"settings": ("use_dora",), "dora_dropout": True}
-BIASES_AND_VERA = {"settings": ("use_vera", "train_bias")}
+VERA = {"settings": ("use_vera",)}
 ROWS = {"outside": (("head_rows", 2), ("token_rows", 3))}
 
 
@@ -121,8 +121,6 @@ def settings(spec: DecoderSpec) -> SlotSettings:
     scaling[:] = np.linspace(1, 2, scaling.size).reshape(scaling.shape)
     found["dropout"][:] = [0.3, 0.0, 0.1]
     found["rank"][:] = [4, 3, 2]
-    if "trains_bias" in found:
-        found["trains_bias"][:] = [True, True, False]
     for name in sorted(found.keys() & {"vera_a", "vera_b"}):
         found[name][:] = rng.normal(size=found[name].shape)
         found["has_vera"][:] = [True, False, True]
@@ -174,7 +172,7 @@ SPECS = {
     "vera": {
         "layers": 1,
         "adapted": EACH_KIND,
-        "shape": tuple((BIASES_AND_VERA | ROWS).items()),
+        "shape": tuple((VERA | ROWS).items()),
     },
     "dora": {"layers": 1, "adapted": EACH_KIND, "shape": tuple(DORA.items())},
     "int8": {

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlora.modules.mlp import geglu, swiglu
+from jaxlora.models.blocks.mlp import geglu, swiglu
 from jaxlora.modules.norm import rms_norm
 from jaxlora.modules.rope import apply_rope
 from tests.oracle import assert_as_accurate_as

@@ -189,7 +189,7 @@ def test_dora_on_any_base_with_a_bias(name, kept):
     layer.load_slot(0, *tensors, scaling=0.5)
     layer.load_slot(1, *tensors[:2], np.zeros(n, np.float32), scaling=0.5)
     if kept:
-        layer.keep_norms(jnp.float32)
+        layer.keep_constants(jnp.float32)
     x = rng.normal(size=(2 * BLOCK, k)).astype(np.float32)
     y = jax.jit(lambda x: layer(x, Routing(block_adapter=jnp.array([0, 1]))))(x)
     whole = w + 0.5 * tensors[0].astype(np.float64) @ tensors[1]

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxlora.families.model_config import ModelConfig, Rope
-from jaxlora.models.build import make_norm
+from jaxlora.models.blocks.mlp import Mlp
+from jaxlora.models.build import LayerBuilder, make_norm
+from jaxlora.models.config import ModelConfig, Rope
+from jaxlora.models.llama import Llama
 from jaxlora.modules import norm, producers
-from jaxlora.modules.mlp import Mlp
+from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.producers import normed_input
 from jaxlora.modules.routing import Routing
+from jaxlora.modules.rows import PackedRows, layer_ropes
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
 from tests.pallas_kernels.fused import ON_HOPPER, mosaic_kernels
@@ -20,7 +23,7 @@ from tests.pallas_kernels.fused import ON_HOPPER, mosaic_kernels
 T, D, F, RANK = 192, 128, 128, 8
 SLOTS = np.array([1, 0, -1], np.int32)
 CONFIG = ModelConfig(
-    model_type="llama",
+    family=Llama.FAMILY,
     vocab_size=64,
     hidden_size=D,
     intermediate_size=F,
@@ -35,6 +38,17 @@ CONFIG = ModelConfig(
 )
 
 
+class Builder(LayerBuilder):
+    """Makes the linears of a block."""
+
+    def __init__(self, block):
+        self._block = block
+
+    def linear(self, name, in_features, out_features, **layout):
+        del layout
+        return self._block.linear(name, in_features, out_features)
+
+
 class Block(nnx.Module):
     """The second half of a layer, with random adapters in two slots."""
 
@@ -45,10 +59,9 @@ class Block(nnx.Module):
         self.norm = make_norm(
             CONFIG, CONFIG.hidden_size, "norm", dtype=jnp.dtype(jnp.bfloat16)
         )
-        self.mlp = Mlp(CONFIG, self)
+        self.mlp = Mlp(CONFIG, Builder(self))
 
-    def linear(self, name, in_features, out_features, *, use_bias, role):
-        del use_bias, role
+    def linear(self, name, in_features, out_features):
         is_adapted = name.removeprefix("mlp.") in self._adapted
         kernel, projection = None, 4 + ALL.index(name.removeprefix("mlp."))
         if self._weight is not None:
@@ -74,28 +87,34 @@ class Block(nnx.Module):
             made.dropout[...] = jnp.array([0.3, 0.0])
         return made
 
-    def __call__(self, h, routing):
-        h, x = normed_input(self.norm, h, self.mlp.input_linears, routing)
-        return h + self.mlp.down_proj(self.mlp.gated(x, routing), routing)
+    def __call__(self, h, rows):
+        h, x = normed_input(self.norm, h, self.mlp.input_linears, rows.routing)
+        return h + self.mlp(x, rows)
 
 
-def make_routing():
-    return Routing(
-        block_adapter=jnp.asarray(SLOTS),
-        token_index=jnp.arange(T, dtype=jnp.int32),
-        seed=jnp.array([3, 4]),
-        step=jnp.array([0, 7]),
+def make_rows():
+    tokens = jnp.arange(T, dtype=jnp.int32)
+    return PackedRows(
+        ropes=layer_ropes(CONFIG, tokens),
+        segment_ids=jnp.zeros_like(tokens),
+        routing=Routing(
+            block_adapter=jnp.asarray(SLOTS),
+            token_index=tokens,
+            seed=jnp.array([3, 4]),
+            step=jnp.array([0, 7]),
+        ),
+        lengths=SegmentLengths(T),
     )
 
 
 def both_ways(block):
     """Returns the result, and the gradients of the input and of the adapters."""
-    routing = make_routing()
+    rows = make_rows()
     graph, tables, rest = nnx.split(block, nnx.LoRAParam, ...)
 
     @jax.jit
     def run(tables, h, dy):
-        y, vjp = jax.vjp(lambda t, h: nnx.merge(graph, t, rest)(h, routing), tables, h)
+        y, vjp = jax.vjp(lambda t, h: nnx.merge(graph, t, rest)(h, rows), tables, h)
         return jax.tree.leaves((y, vjp(dy)))
 
     h, dy = jax.random.normal(jax.random.key(1), (2, T, D), jnp.bfloat16)
@@ -154,11 +173,11 @@ def test_the_results_are_the_same(adapted, weight, used, monkeypatch):
         np.testing.assert_allclose(one, other, rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("setting", ["use_dora", "use_vera", "train_bias"])
+@pytest.mark.parametrize("setting", ["use_dora", "use_vera"])
 def test_not_with_other_adapters(setting, monkeypatch):
     found, block = calls(monkeypatch), Block(ALL, settings=(setting,))
     h = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
-    jax.eval_shape(lambda h: block(h, make_routing()), h)
+    jax.eval_shape(lambda h: block(h, make_rows()), h)
     assert not found
 
 
@@ -169,7 +188,7 @@ def test_not_where_linears_are_divided(axis, monkeypatch):
     h = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
     mesh = jax.sharding.AbstractMesh((2,), (axis,))
     on_each = jax.shard_map(
-        lambda h: block(h, make_routing()),
+        lambda h: block(h, make_rows()),
         mesh=mesh,
         in_specs=jax.P(),
         out_specs=jax.P(),

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxlora import MultiLoraLinear, Routing, SlotShape
-from jaxlora.modules.trained_tensors import LORA_A, LORA_B, VERA_B, VERA_D
+from jaxlora.modules.variants.lora import LORA_A, LORA_B
+from jaxlora.modules.variants.vera import VERA_B, VERA_D
 from tests.oracle import relative_error
 
 K, N, BLOCK = 12, 20, 8

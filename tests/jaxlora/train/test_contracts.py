@@ -12,7 +12,9 @@ from jaxlora.adapters.optimizer import OptimizerInputs
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.models.forward import SlotKeys
-from jaxlora.modules.trained_tensors import LORA_B, VERA_B, rate_ratios
+from jaxlora.modules.trained_tensors import rate_ratios
+from jaxlora.modules.variants.lora import LORA_B
+from jaxlora.modules.variants.vera import VERA_B
 from jaxlora.scheduler.algorithms import greedy
 from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.layout import Layout

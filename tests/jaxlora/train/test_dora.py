@@ -13,18 +13,18 @@ from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import MAGNITUDE, TRAINED_BIAS, VERA_B
+from jaxlora.modules.variants.dora import MAGNITUDE
+from jaxlora.modules.variants.vera import VERA_B
 from jaxlora.pallas_kernels import Nf4Weight
 from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.estimate import scratch_bytes, step_bytes
 from jaxlora.plan.memory.footprint import StageUse, stage_resident
 from tests import tiny
-from tests.golden_base import biased
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.jaxlora.train.test_vera import vera
@@ -46,7 +46,8 @@ def test_jobs_train_beside_dora_as_if_alone(train, jobs):
     with_dropout = train([first], max_concurrent_jobs=3, **slots)
     assert_same_training(together, lora, [second.name])
     assert_same_training(together, with_dropout, [first.name])
-    assert all(w.magnitude is None for w in together.adapters[second.name].values())
+    plain = together.adapters[second.name].values()
+    assert all(MAGNITUDE.name not in weights.tensors for weights in plain)
     trainer = together.trainer
     slots = dataclasses.replace(trainer.layout.stages[0].spec.slots, dora_dropout=False)
     spec = dataclasses.replace(trainer.layout.stages[0].spec, slots=slots)
@@ -79,10 +80,8 @@ def train_on(jobs, tmp_path_factory):
     weights = safetensors.numpy.load_file(model / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     safetensors.numpy.save_file(weights, model / "model.safetensors", {"format": "pt"})
-    model = biased(model, model)
     rows = {"embed_tokens": (100, 101, 110), "lm_head": (100, 111)}
     run[0] = run[0].replace(trainable_token_indices=rows)
-    run[2] = run[2].replace(train_bias=True)
     run[3] = vera(run[3], rank=6, projection_prng_key=5)
     run[3] = run[3].replace(modules_to_save=["embed_tokens", "lm_head"])
     copy = {"name": "copy", "clone_of": {"job": run[3].name, "step": 2}}
@@ -120,7 +119,7 @@ EVERY = "job0", "job4", "job2", "job3", "copy"
 @pytest.mark.parametrize(
     ("mesh", "names"),
     [
-        # Biases and Adafactor on meshes: test_tensor.py and test_optimizers.py.
+        # Adafactor on meshes: test_optimizers.py.
         ("stage=2", ("job0", "job3", "copy")),
         pytest.param("stage=2,fsdp=2", EVERY, marks=pytest.mark.grid),
         pytest.param("data=2,stage=2,fsdp=2", EVERY, marks=pytest.mark.grid),
@@ -143,8 +142,6 @@ def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, mesh, names):
         for module in (one for one in SLOT_MODULES.values() if one.frozen):
             wanted = is_vera if module.is_whole else name == "job0"
             assert (f"{PREFIX}{module.peft_name}" in tensors) == wanted
-        has_bias = any(TRAINED_BIAS.peft_name in key for key in tensors)
-        assert has_bias == (name == "job2")
         for key, array in tensors.items():
             assert relative_error(other[name][key], array) < ROUNDING, key
 
@@ -162,7 +159,7 @@ def test_magnitudes_start_from_the_norms_of_what_is_multiplied(linear_shapes):
         found = fresh_adapter(job, targets, dict.fromkeys(targets, kernel))
         norms = np.linalg.norm(np.asarray(dense, np.float64), axis=0)
         for weights in found.modules.values():
-            assert relative_error(weights.magnitude, norms) < 1e-6
+            assert relative_error(weights.tensors[MAGNITUDE.name], norms) < 1e-6
 
 
 def test_memory_counts_the_magnitudes():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora.hf.config import model_config
 from jaxlora.hf.load import FrozenModel, load_model
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import tensor_specs
 from tests import tiny
 from tests.jaxlora.train.test_contracts import assert_same_training

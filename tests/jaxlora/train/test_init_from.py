@@ -9,18 +9,16 @@ import yaml
 
 from jaxlora import LoraJob, export_peft
 from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
-from jaxlora.adapters.vera import VeraMatrices
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensors_with
+from jaxlora.modules.variants.vera import VeraMatrices
 from jaxlora.plan.job.chosen_modules import choose_modules
 from tests import tiny
 
-# Every linear that a test adapts has a bias, and the head has rows of its own.
-UNTIED = model_config(
-    tiny.CONFIG | {"attention_bias": True, "tie_word_embeddings": False}
-)
+# The head has rows of its own.
+UNTIED = model_config(tiny.CONFIG | {"tie_word_embeddings": False})
 TIED = dataclasses.replace(UNTIED, tie_embeddings=True)
 SHAPES = linear_shapes(UNTIED)
 V, D = UNTIED.vocab_size, UNTIED.hidden_size
@@ -59,8 +57,7 @@ FOLDERS = {
     "rslora": {"use_rslora": True},
     "mlp": {"suffixes": ("up_proj",)},
     "dora": {"settings": ("use_dora",)},
-    "bias": {"settings": ("train_bias",)},
-    "dora and bias": {"settings": ("use_dora", "train_bias"), "rank": 3},
+    "dora of rank 3": {"settings": ("use_dora",), "rank": 3},
     "vera": VERA,
     "vera of a key": VERA | {"key": 7},
     "rows": {"outside": outside(token_rows=(5, 3))},
@@ -81,7 +78,6 @@ JOBS = {
     "layers": {"layers_to_transform": [1]},
     "excluded": {"exclude_modules": ["up_proj"]},
     "dora": {"use_dora": True, "lora_plus_ratio": 4.0},
-    "bias": {"train_bias": True},
     "vera": {"use_vera": True, "projection_prng_key": 3, "rank": 8},
     "rows": {"trainable_token_indices": [5]},
     "head": {"trainable_token_indices": {"lm_head": [5], "embed_tokens": [1]}},

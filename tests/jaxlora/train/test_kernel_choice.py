@@ -10,8 +10,8 @@ import pytest
 from jaxlora.config import RunConfig
 from jaxlora.data.pack import split_by_segment_limit
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.length_classes import shortest_class

@@ -20,8 +20,8 @@ from jaxlora.adapters.optimizers.table import ADAMW, LION, find_optimizer
 from jaxlora.adapters.slot_state import zero_state
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.memory.footprint import StageUse, stage_resident

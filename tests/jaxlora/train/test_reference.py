@@ -168,7 +168,6 @@ MOVED = dataclasses.replace(
         (None, {}, {}, {0}, {0}),
         (None, {}, {"warmup_steps": 3}, {0, 1}, {0, 1}),
         (None, {}, {"warmup_steps": 3, "continue_from": "runs/a"}, {0}, {0}),
-        (None, {}, {"init_lora_weights": "loftq", "use_dora": False}, set(), set()),
         (MOVED, {}, {"init_from": "a"}, set(), set()),
         (MOVED, {"reference": "start"}, {"init_from": "a", "dropout": 0.0}, {0}, {0}),
         (MOVED, {"reference": "start"}, {"init_from": "a"}, set(), {0}),

@@ -222,7 +222,9 @@ def test_slots_hold_references_and_their_memory_is_counted(model, references, pa
     )
     assert planned(model, job("own", "dpo", pairs, {})).spec.slots.rank == 4
     slots = kept.spec.slots
-    assert slots.rank == 6 and slots.has_vera and not slots.has_references
+    assert (
+        slots.rank == 6 and slots.settings == ("use_vera",) and not slots.has_references
+    )
 
     def adapter_bytes(plan: RunPlan) -> int:
         return stage_resident(plan.spec, plan.stages.use(0)).adapter_bytes

@@ -64,8 +64,8 @@ def test_optimizers_that_combine_elements_and_dora(meshes, mesh_jobs):
 
 @pytest.fixture(scope="module")
 def variants(mesh_jobs, tmp_path_factory):
-    """Jobs with VeRA, trained biases, rows of the embedding and of the head, and a
-    base that has them; with dropout and evaluations."""
+    """Jobs with VeRA, and with rows of the embedding and of the head, and a base with
+    biases; with dropout and evaluations."""
     folder = tmp_path_factory.mktemp("variants") / "base"
     config = CONFIG | {"num_hidden_layers": 1, "attention_bias": True}
     write_untied(folder, config)
@@ -81,7 +81,7 @@ def variants(mesh_jobs, tmp_path_factory):
     rows = {"embed_tokens": [67, 68, 97], "lm_head": [35, 97, 200]}
     vera = {"use_vera": True, "lora_alpha": 32.0, "use_rslora": False, "rank": 6}
     plain = {"weight_decay": 0.0, "lora_plus_ratio": 1.0}
-    kinds = vera, {"train_bias": True, "trainable_token_indices": rows}
+    kinds = vera, {"trainable_token_indices": rows}
     jobs = [
         job.replace(**targets | {"dropout": 0.1} | plain | kind)
         for job, kind in zip(mesh_jobs, kinds, strict=False)
@@ -96,7 +96,7 @@ def variants(mesh_jobs, tmp_path_factory):
 
 
 def assert_same_tensors(one: Outcome, other: Outcome) -> None:
-    """Compares whole folders, with rows of tokens and biases."""
+    """Compares whole folders, with rows of tokens."""
     for name in one.bytes:
         ours, theirs = (safetensors.numpy.load(x.bytes[name]) for x in (one, other))
         assert ours.keys() == theirs.keys()

@@ -1,4 +1,4 @@
-"""Trained rows of tokens and biases in a run, each job as if it were alone."""
+"""Trained rows of tokens in a run, each job as if it were alone."""
 
 import json
 
@@ -13,7 +13,6 @@ from jaxlora import (
     RunConfig,
     Trainer,
     import_peft,
-    load_model,
     merge_adapter,
 )
 from jaxlora.adapters.files.gguf_export import export_gguf
@@ -21,10 +20,8 @@ from jaxlora.adapters.files.peft_export import PREFIX
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.models.slot_modules import EMBEDDING, TOKEN_ROWS
-from jaxlora.models.structure import linear_path, linear_shapes
-from jaxlora.modules.trained_tensors import TRAINED_BIAS
+from jaxlora.models.structure import linear_shapes
 from jaxlora.train.execute.step import CompiledSteps
-from tests.golden_base import biased
 from tests.jaxlora.train.outcome import assert_generates_alike
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
@@ -43,19 +40,9 @@ def rows_of(outcome, name: str) -> np.ndarray:
     return safetensors.numpy.load_file(path)[ROWS_KEY]
 
 
-@pytest.fixture(scope="module")
-def model(model, tmp_path_factory):
-    """With biases in attention, which jobs train, too, and a tied head."""
-    folder = tmp_path_factory.mktemp("base")
-    for path in model.folder.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return load_model(biased(model.folder, folder), dtype="float32")
-
-
-def test_jobs_train_their_own_rows_and_biases_as_if_alone(train, jobs, model, tmp_path):
-    biases = {"train_bias": True, "target_modules": ("q_proj", "down_proj")}
+def test_jobs_train_their_own_rows_as_if_alone(train, jobs, model, tmp_path):
     first, second = with_rows(jobs[0]), with_rows(jobs[1], TOKENS[3:])
-    first = first.replace(**biases)
+    first = first.replace(target_modules=("q_proj", "down_proj"))
     plain = jobs[3].replace(steps=2)
     together = train([first, second, plain], microbatch_tokens=256)
     alone = train([first, plain], microbatch_tokens=256, max_concurrent_jobs=3)
@@ -65,14 +52,6 @@ def test_jobs_train_their_own_rows_and_biases_as_if_alone(train, jobs, model, tm
     start = np.asarray(model.params[EMBEDDING], np.float32)[list(TOKENS)]
     assert (np.abs(found - start).max(axis=1) > 0).all()
     assert relative_error(rows_of(together, second.name), start[3:]) > 1e-3
-    for name, weights in together.adapters[first.name].items():
-        has_bias = "self_attn" in name
-        assert (TRAINED_BIAS.name in weights.tensors) == has_bias
-        if has_bias:
-            frozen = np.asarray(model.params[f"{linear_path(name)}.bias"])
-            assert (weights.tensors[TRAINED_BIAS.name] != frozen).all()
-    for weights in together.adapters[second.name].values():
-        assert TRAINED_BIAS.name not in weights.tensors
     spec = alone.trainer.layout.stages[0].spec
     assert spec.slots.outside == (("token_rows", len(TOKENS)),)
     with pytest.raises(ConfigError, match="has 21 trainable_token_indices of embed"):
@@ -97,7 +76,7 @@ def _check_uses(folder, model, tmp_path):
     merged = merge_adapter(model.folder, folder, tmp_path / "merged")
     merged = jaxlora.load_model(merged, dtype="float32")
     assert_generates_alike(model, folder, merged)
-    with pytest.raises(AdapterError, match="has train_bias, and llama"):
+    with pytest.raises(AdapterError, match="has trainable_token_indices, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -165,16 +144,6 @@ def test_a_tied_head_on_replicas_and_shards(two_layers, jobs, tmp_path):
 def test_settings_that_do_not_fit(settings, match):
     with pytest.raises((ConfigError, pydantic.ValidationError), match=match):
         LoraJob(name="a", data={"path": "x"}, **settings)
-
-
-def test_a_base_without_biases_has_none_to_train(two_layers, jobs, tmp_path):
-    config = RunConfig(
-        model=str(two_layers.folder),
-        output_dir=str(tmp_path),
-        jobs=[jobs[0].replace(train_bias=True)],
-    )
-    with pytest.raises(ConfigError, match="none of the linears that it adapts has a b"):
-        Trainer(config)
 
 
 def test_both_forms_of_peft_are_read():

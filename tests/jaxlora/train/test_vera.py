@@ -10,12 +10,13 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.adapters.optimizers.adafactor import adafactor
 from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.slot_settings import shared_settings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import LORA_A, VERA_B, VERA_D
+from jaxlora.modules.variants.lora import LORA_A
+from jaxlora.modules.variants.vera import VERA_B, VERA_D
 from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.estimate import scratch_bytes
 from jaxlora.plan.memory.footprint import StageUse, num_bytes, stage_resident

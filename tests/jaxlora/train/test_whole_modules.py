@@ -16,7 +16,7 @@ from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from jaxlora.models.slot_modules import EMBEDDING, SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_shapes

@@ -10,8 +10,8 @@ import pytest
 from jaxlora.bench.shapes import config_json
 from jaxlora.bench.step.cases import FROZEN, ROWS, Case, microbatches
 from jaxlora.bench.step.measure import BaseAlone, plan_row
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.profile.training import SCORES, random_base
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.config import RunConfig
-from jaxlora.hf.config import model_config
 from jaxlora.models.options import DecoderOptions, Remat
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.slot_shape import SlotShape

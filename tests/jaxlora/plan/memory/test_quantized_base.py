@@ -7,9 +7,9 @@ import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import UNKNOWN_DEVICE
-from jaxlora.hf.config import model_config
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels import BACKENDS

@@ -19,8 +19,8 @@ from jaxlora.adapters.targets import ModuleLora
 from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, parse_machine
 from jaxlora.forecast.forecast import foretell
-from jaxlora.hf.config import model_config
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.registry import model_config
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.memory.device_memory import DeviceMemory

@@ -8,7 +8,7 @@ import pytest
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import ConfigError
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.config import ModelConfig
 from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.mesh.candidates import MARGIN

@@ -8,7 +8,7 @@ from jaxlora.bench.shapes import config_json
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_profile import estimate, model_digest
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
-from jaxlora.hf.config import model_config
+from jaxlora.models.registry import model_config
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.memory.footprint import num_bytes
 from jaxlora.plan.mesh import predict

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxlora.errors import ModelError
-from jaxlora.families.model_config import LinearRopeScaling, Rope
-from jaxlora.hf.config import model_config
-from tests.jaxlora.hf.test_config import SHAPE, read
+from jaxlora.models.config import LinearRopeScaling, Rope
+from jaxlora.models.registry import model_config
+from tests.jaxlora.models.test_config import SHAPE, read
 
 GEMMA2 = {"model_type": "gemma2", **SHAPE}
 GEMMA3 = {"model_type": "gemma3_text", **SHAPE, "num_hidden_layers": 7}
@@ -104,7 +104,7 @@ def test_gemma_3_rope_in_both_spellings():
         ({"final_logit_softcapping": "a"}, "final_logit_softcapping='a'; wanted a num"),
         (
             {"query_pre_attn_scalar": None},
-            "query_pre_attn_scalar=null; wanted a number",
+            "query_pre_attn_scalar=None; wanted a number",
         ),
         (
             {"query_pre_attn_scalar": 0},

@@ -4,10 +4,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.scoring import Scoring, softcap
 
 # It is finite, as a query of the padding sees nothing, and would get NaN from infinity.
@@ -27,17 +25,6 @@ class LayerCache(NamedTuple):
 
     keys: Float[Array, "B HK C E"]
     values: Float[Array, "B HK C E"]
-
-
-def empty_cache(
-    config: ModelConfig, num_rows: int, num_tokens: int, dtype: DTypeLike
-) -> tuple[LayerCache, ...]:
-    """Returns an empty cache for every layer of a model."""
-    shape = num_rows, config.num_kv_heads, num_tokens, config.head_dim
-    return tuple(
-        LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-        for _ in range(config.num_layers)
-    )
 
 
 def cached_attention(

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxlora.errors import ModelError
-from tests.jaxlora.hf.test_config import QWEN_WINDOW, read
+from tests.jaxlora.models.test_config import QWEN_WINDOW, read
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

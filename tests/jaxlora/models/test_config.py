@@ -3,8 +3,8 @@
 import pytest
 
 from jaxlora.errors import ModelError
-from jaxlora.families.model_config import LinearRopeScaling, Llama3RopeScaling, Rope
-from jaxlora.hf.config import model_config
+from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, Rope
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import tensor_specs
 from tests import tiny
 
@@ -246,10 +246,6 @@ def test_rope_in_both_spellings(v4, v5, theta, scaling):
         ({"tie_word_embeddings": "false"}, "'false'; wanted true or false"),
         ({"attention_bias": "no"}, "attention_bias='no'; wanted true or false"),
         ({"mlp_bias": 1}, "mlp_bias=1; wanted true or false"),
-        (
-            {"quantization_config": {"bits": 4}},
-            "quantization_config with quant_method=N",
-        ),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which is"),
         ({"num_attention_heads": 7}, "hidden_size=64, not a multiple of"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),

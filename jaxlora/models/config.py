@@ -1,9 +1,8 @@
-"""The configuration of a decoder, as a frozen value."""
+"""The configuration of a decoder, as a frozen value, and what its family is made of."""
 
 import dataclasses
-from collections.abc import Hashable
-
-from jaxlora.families.table import FAMILIES, Family
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +35,41 @@ class Rope:
     scaling: Llama3RopeScaling | LinearRopeScaling | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Properties that all models of one `model_type` share.
+
+    Attributes:
+        model_type: Hugging Face's name of the family.
+        models: Names of the models, for error messages.
+        layer: Makes a layer, a `DecoderLayer`, of a `ModelConfig` with a
+            `LayerBuilder`.
+        norm_offset: Whether norms multiply by 1 + weight, in float32, instead of by the
+            weight.
+        scales_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        undivided: Why a layer cannot be divided along the axis `tensor` of a mesh;
+            None: it can.
+    """
+
+    model_type: str
+    models: str
+    layer: Callable[[Any, Any], Any]
+    norm_offset: bool = False
+    scales_embedding: bool = False
+    undivided: str | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The mathematics of one decoder.
 
+    A family whose layers need more values has a subclass. One with a value for each
+    layer names it in `LAYERWISE`.
+
     Attributes:
-        model_type: Hugging Face's name of the family, a key of `FAMILIES`.
+        family: What the model shares with its family. It is not in the `repr`, which
+            names the model in checkpoints.
+        model_type: Hugging Face's name of the family.
         vocab_size: V, rows of the embedding.
         hidden_size: D, model width.
         intermediate_size: F, MLP width.
@@ -64,10 +92,13 @@ class ModelConfig:
             included; None sees all of its segment.
 
     Raises:
-        ValueError: The family is unknown, or the sizes contradict each other.
+        ValueError: The sizes contradict each other.
     """
 
-    model_type: str
+    LAYERWISE: ClassVar[tuple[str, ...]] = ("layer_windows",)
+
+    family: Family = dataclasses.field(repr=False)
+    model_type: str = dataclasses.field(init=False)
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -89,11 +120,7 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
 
     def __post_init__(self):
-        if self.model_type not in FAMILIES:
-            raise ValueError(
-                f"model_type={self.model_type!r} is unknown; wanted one of: "
-                f"{', '.join(FAMILIES)}."
-            )
+        object.__setattr__(self, "model_type", self.family.model_type)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of "
@@ -106,11 +133,6 @@ class ModelConfig:
             )
 
     @property
-    def family(self) -> Family:
-        """Properties that the model shares with its family."""
-        return FAMILIES[self.model_type]
-
-    @property
     def query_features(self) -> int:
         """Out features of the q projection."""
         return self.num_heads * self.head_dim
@@ -120,7 +142,25 @@ class ModelConfig:
         """Out features of the k projection, and of the v projection."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def embedding_multiplier(self) -> float:
+        """Factor of the embeddings."""
+        return self.hidden_size**0.5 if self.family.scales_embedding else 1.0
+
+    @property
+    def logit_multiplier(self) -> float:
+        """Factor of the logits."""
+        return 1.0
+
     def layer_kind(self, layer: int) -> Hashable:
         """Returns a value that layers with weights of the same shapes share."""
         del layer
         return None
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """Returns the model that consists of some layers, by their numbers."""
+        values = {
+            name: tuple(getattr(self, name)[i] for i in layers)
+            for name in self.LAYERWISE
+        }
+        return dataclasses.replace(self, num_layers=len(layers), **values)

@@ -1,53 +1,86 @@
-"""The gated MLP of the decoder."""
+"""The gated MLP, a block of decoder layers."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.families.table import Activation
+from jaxlora.models.build import LayerBuilder
+from jaxlora.models.config import ModelConfig
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.producers import gated_input
 from jaxlora.modules.routing import LinearInput, Routing
+from jaxlora.modules.rows import Rows
 from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
 from jaxlora.modules.shared_input import apply_together
 from jaxlora.pallas_kernels import Gate
 
 
 class Mlp(nnx.Module):
-    """`down(activation(gate(x)) * up(x))`; its linears take LoRA.
+    """`down(activation(gate(x)) * up(x))`; its linears take LoRA."""
 
-    `down_proj` takes what `gated` returns.
-    """
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: LayerBuilder,
+        *,
+        name: str = "mlp",
+        features: int | None = None,
+        activation: Literal["silu", "gelu_tanh"] = "silu",
+        fused: bool = False,
+    ):
+        """Makes the modules.
 
-    def __init__(self, config: ModelConfig, make: Any):
-        width, inner = config.hidden_size, config.intermediate_size
+        Args:
+            config: The model.
+            make: Makes them.
+            name: Path inside the layer.
+            features: F, its width; None: `intermediate_size`.
+            activation: Activation of the gate.
+            fused: Whether one linear, `gate_up_proj`, makes gate and up.
+        """
+        width, inner = config.hidden_size, features or config.intermediate_size
         bias = {"use_bias": config.mlp_bias}
-        read = {**bias, "role": "column"}
-        self.gate_proj = make.linear("mlp.gate_proj", width, inner, **read)
-        self.up_proj = make.linear("mlp.up_proj", width, inner, **read)
-        self.down_proj = make.linear("mlp.down_proj", inner, width, **bias, role="row")
-        self.activation: Activation = config.family.activation
+        read: dict[str, Any] = {"role": "column", **bias}
+        self.fused, self.activation = fused, activation
+        if fused:
+            self.gate_up_proj = make.linear(
+                f"{name}.gate_up_proj", width, 2 * inner, **read
+            )
+        else:
+            self.gate_proj = make.linear(f"{name}.gate_proj", width, inner, **read)
+            self.up_proj = make.linear(f"{name}.up_proj", width, inner, **read)
+        self.down_proj = make.linear(
+            f"{name}.down_proj", inner, width, role="row", **bias
+        )
 
     @property
     def input_linears(self) -> tuple[MultiLoraLinear, ...]:
         """The linears that share the input."""
+        if self.fused:
+            return (self.gate_up_proj,)
         return self.gate_proj, self.up_proj
 
-    def gated(
+    def __call__(
+        self, x: Float[Array, "T D"] | LinearInput, rows: Rows
+    ) -> Float[Array, "T D"]:
+        return self.down_proj(self._gated(x, rows.routing), rows.routing)
+
+    def _gated(
         self, x: Float[Array, "T D"] | LinearInput, routing: Routing
     ) -> Float[Array, "T F"] | LinearInput:
         """Computes the rows that `down` takes."""
-        if self.activation == "silu":
+        if self.activation == "silu" and not self.fused:
             gate = Gate(swiglu_rows, swiglu_gradient_rows)
             h = gated_input(self.input_linears, gate, self.down_proj, x, routing)
             if h is not None:
                 return h
-        gated = swiglu if self.activation == "silu" else geglu
-        return gated(*apply_together(self.input_linears, x, routing))
+        read = apply_together(self.input_linears, x, routing)
+        if self.fused:
+            read = jnp.split(read[0], 2, axis=-1)
+        return (swiglu if self.activation == "silu" else geglu)(*read)
 
 
 @jax.custom_vjp

@@ -1,0 +1,105 @@
+"""Self-attention, a block of decoder layers."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxlora.models.build import LayerBuilder
+from jaxlora.models.config import ModelConfig
+from jaxlora.modules.attention import AttentionImplementation
+from jaxlora.modules.cached_attention import LayerCache
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear
+from jaxlora.modules.rope import apply_rope
+from jaxlora.modules.routing import LinearInput
+from jaxlora.modules.rows import Rows
+from jaxlora.modules.scoring import layer_scoring
+from jaxlora.modules.shared_input import apply_together
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with rotary positions; its linears take LoRA."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: LayerBuilder,
+        *,
+        norms: Literal["none", "head", "all"] = "none",
+        rotates: bool = True,
+        fused: bool = False,
+    ):
+        """Makes the modules.
+
+        Args:
+            config: The model.
+            make: Makes them.
+            norms: Whether queries and keys are normalized: no, each head by itself, or
+                all heads together.
+            rotates: Whether queries and keys know their positions.
+            fused: Whether one linear, `qkv_proj`, makes queries, keys and values.
+        """
+        width, q, kv = config.hidden_size, config.query_features, config.kv_features
+        read = {"use_bias": config.qkv_bias}
+        self.fused = fused
+        if fused:
+            self.qkv_proj = make.linear(
+                "self_attn.qkv_proj", width, q + 2 * kv, role="column", **read
+            )
+        else:
+            heads: dict[str, Any] = {"role": "heads", **read}
+            self.q_proj = make.linear(
+                "self_attn.q_proj", width, q, role="column", **read
+            )
+            self.k_proj = make.linear("self_attn.k_proj", width, kv, **heads)
+            self.v_proj = make.linear("self_attn.v_proj", width, kv, **heads)
+        self.o_proj = make.linear(
+            "self_attn.o_proj", q, width, role="row", use_bias=config.o_bias
+        )
+        self.norms, self.rotates = norms, rotates
+        if norms != "none":
+            features = (config.head_dim,) * 2 if norms == "head" else (q, kv)
+            self.q_norm = make.norm("self_attn.q_norm", features[0])
+            self.k_norm = make.norm("self_attn.k_norm", features[1])
+        self.query_features, self.kv_features = q, kv
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.scoring = layer_scoring(config, make.number)
+        self.implementation: AttentionImplementation = make.options.attention
+        self.dtype = make.options.dtype
+
+    @property
+    def input_linears(self) -> tuple[MultiLoraLinear, ...]:
+        """The linears that share the input."""
+        if self.fused:
+            return (self.qkv_proj,)
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def __call__(
+        self, x: Float[Array, "T D"] | LinearInput, rows: Rows
+    ) -> Float[Array, "T D"]:
+        read = apply_together(self.input_linears, x, rows.routing)
+        if self.fused:
+            ends = self.query_features, self.query_features + self.kv_features
+            read = jnp.split(read[0], ends, axis=-1)
+        q, k, v = read
+        if self.norms == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.reshape(len(y), -1, self.head_dim) for y in (q, k, v))
+        if self.norms == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotates:
+            rope = rows.rope(self.scoring)
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        out = rows.attend(q, k, v, self.scoring, self.implementation)
+        return self.o_proj(out.reshape(len(out), -1), rows.routing)
+
+    def empty_cache(self, num_sequences: int, num_tokens: int) -> LayerCache:
+        """Returns the cache of generation before its first tokens.
+
+        Args:
+            num_sequences: Number of sequences.
+            num_tokens: Tokens of each sequence that it holds.
+        """
+        shape = num_sequences, self.num_kv_heads, num_tokens, self.head_dim
+        return LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))

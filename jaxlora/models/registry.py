@@ -1,0 +1,62 @@
+"""The table of model families, and how a config.json is read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlora.common.json_file import shown
+from jaxlora.errors import ModelError
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.gemma import Gemma2, Gemma3
+from jaxlora.models.hf_config import HfConfig
+from jaxlora.models.llama import Llama
+from jaxlora.models.mistral import Mistral
+from jaxlora.models.qwen import Qwen2, Qwen3
+
+FAMILIES: Mapping[str, type[HfConfig]] = {
+    kind.FAMILY.model_type: kind
+    for kind in (Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3)
+}
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+)
+
+
+def model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Reads a config.json.
+
+    Args:
+        config: The file's contents, in the spelling of transformers 4 or 5.
+
+    Raises:
+        ModelError: The family is unknown, a value is missing or unsupported, or a field
+            is set that this library does not read and that may change the mathematics.
+    """
+    return _family(config).read(config)
+
+
+def _family(config: Mapping[str, Any]) -> type[HfConfig]:
+    model_type = config.get("model_type")
+    experts = [key for key in _EXPERTS if config.get(key)]
+    if experts:
+        raise ModelError(
+            f"config.json sets {experts[0]}={shown(config[experts[0]])}: "
+            "mixture-of-experts models are not supported. Supported: "
+            f"{', '.join(FAMILIES)}."
+        )
+    if model_type == "gemma3":
+        raise ModelError(
+            "config.json has model_type='gemma3': the text model is one part of the "
+            "checkpoint, its tensors have other names (language_model.) and its "
+            "settings lie in text_config. Only gemma3_text is supported: save the text "
+            "model alone, as a Gemma3ForCausalLM."
+        )
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        names = (kind.FAMILY.models for kind in FAMILIES.values())
+        raise ModelError(
+            f"config.json has model_type={shown(model_type)}. Supported: "
+            f"{', '.join(FAMILIES)} ({', '.join(names)})."
+        )
+    return FAMILIES[model_type]
