@@ -28,6 +28,11 @@ def files_of(patch: pathlib.Path) -> list[str]:
     return re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(encoding="utf-8"), re.M)
 
 
+def sources_of(patch: pathlib.Path) -> list[str]:
+    """Those that are no tests."""
+    return [name for name in files_of(patch) if not name.startswith("tests/")]
+
+
 def copy_of_tree(folder: pathlib.Path) -> pathlib.Path:
     """Copies the sources, and what the check imports of the tests."""
     for name in COPIED:
@@ -65,8 +70,8 @@ def test_every_file_exists():
 
 def test_the_table_has_the_numbers_of_the_patches():
     rows = re.findall(r"^\| .+ \| `tests/extend/(\w+\.patch)` \| (\d+) \|", TEXT, re.M)
-    counts = {patch.name: len(files_of(patch)) for patch in PATCHES}
-    assert len(counts) == 5
+    counts = {patch.name: len(sources_of(patch)) for patch in PATCHES}
+    assert len(counts) == 6
     assert {name: int(number) for name, number in rows} == counts
     assert max(counts.values()) <= MOST
 
@@ -76,15 +81,15 @@ def test_each_patch_changes_what_its_section_says(tree, patch):
     """And applies to the tree as it is."""
     apply(patch, tree, "--check")
     titles = {
-        "adapter": "An adapter variant",
         "family": "A model family",
         "format": "A quantized format",
         "objective": "An objective",
         "optimizer": "An optimizer",
         "setting": "A setting of the slots",
+        "variant": "An adapter variant",
     }
     section = TEXT.split(f"\n## {titles[patch.stem]}\n")[1].split("\n## ")[0]
-    missing = [name for name in files_of(patch) if f"`{name}`" not in section]
+    missing = [name for name in sources_of(patch) if f"`{name}`" not in section]
     assert not missing, f"docs/extend.md: {titles[patch.stem]}: add {missing}"
 
 
@@ -104,11 +109,10 @@ def test_the_changes_apply_together(changed):
         compile(path.read_text(encoding="utf-8"), path, "exec")
 
 
-@pytest.mark.grid  # above, they apply, and Python reads them
-def test_the_changes_work_together(changed, tmp_path):
-    """Each trains beside a job without it; they share one process."""
+def run_in(changed: pathlib.Path, tmp_path: pathlib.Path, *arguments: str) -> str:
+    """Runs Python in the changed tree; returns what it prints."""
     run = subprocess.run(
-        [sys.executable, "tests/extend/check.py"],
+        [sys.executable, *arguments],
         cwd=changed,
         env={
             "PYTHONPATH": str(changed),
@@ -123,4 +127,19 @@ def test_the_changes_work_together(changed, tmp_path):
         check=False,
     )
     assert not run.returncode, run.stdout + run.stderr
-    assert "all changes work" in run.stdout
+    return run.stdout
+
+
+@pytest.mark.grid  # above, they apply, and Python reads them
+def test_the_changes_work_together(changed, tmp_path):
+    """Each trains beside a job without it; they share one process."""
+    assert "all changes work" in run_in(changed, tmp_path, "tests/extend/check.py")
+
+
+@pytest.mark.grid
+def test_the_tests_of_the_changes_pass(changed, tmp_path):
+    tests = {name for p in PATCHES for name in files_of(p)} - {
+        name for p in PATCHES for name in sources_of(p)
+    }
+    options = "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"
+    assert " passed" in run_in(changed, tmp_path, *options, *tests)

@@ -165,7 +165,7 @@ def _template_kwargs(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 def _check_output(arguments: argparse.Namespace) -> None:
     from jaxlora.cli.outputs import check_output
-    from jaxlora.generate.adapter_names import named_folders
+    from jaxlora.generate.adapters import named_folders
 
     if arguments.output is None:
         return
@@ -189,7 +189,7 @@ def _prompts(arguments: argparse.Namespace) -> "list[Prompt]":
 
 
 def _generator(arguments: argparse.Namespace) -> "Generator":
-    from jaxlora.generate.adapter_names import named_folders
+    from jaxlora.generate.adapters import named_folders
     from jaxlora.generate.generator import Generator
     from jaxlora.hf.load import open_model
     from jaxlora.train.saved.run_adapters import load_run_adapters

@@ -8,7 +8,7 @@ import pydantic
 
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.errors import ConfigError
-from jaxlora.generate.adapter_names import Adapters
+from jaxlora.generate.adapters import Adapters
 from jaxlora.generate.generator import Generator
 from jaxlora.generate.prompt import Generation, Prompts, as_prompts
 from jaxlora.hf.load import FrozenModel

@@ -2,8 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,68 +9,89 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from jaxlora.config.generation_settings import GenerationSettings
-from jaxlora.generate.batch_shape import BatchShape, batch_shape
 from jaxlora.generate.choose_token import method_of
-from jaxlora.generate.programs import (
-    MAX_STEPS,
-    NO_TOKEN,
-    Programs,
-    Rows,
-    Sampling,
-    Tables,
-    Weights,
-    programs_of,
-)
+from jaxlora.generate.loaded import LoadedDecoder
+from jaxlora.generate.programs import MAX_STEPS, NO_TOKEN, Sampling, Sequences
 from jaxlora.generate.prompt import FinishReason
-from jaxlora.hf.load import FrozenModel
-from jaxlora.models.forward import Base
-from jaxlora.models.slot_settings import SlotSettings
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import announce, counting, finish
 
 _END_IDS_MULTIPLE = 8
+# XLA runs products of a matrix and a single row badly on a GPU: it would first convert
+# the whole head of a model to float32, for example.
+_LEAST_ROWS = 2
+# Smallest prompt and cache that programs are compiled for, in tokens.
+_LEAST_PROMPT, _LEAST_CACHE = 16, 64
+# Most rows of tokens that one call of `prefill` runs, which bounds its memory.
+_MAX_PREFILL_ROWS = 2048
+# A chat grows with every answer. These sizes keep its programs the same.
+_CHAT_PART, _CHAT_CACHE = 64, 2048
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedDecoder:
-    """A decoder on its device, ready to generate as soon as its base is loaded.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchShape:
+    """The shape of a batch: one of a small set, as each is compiled.
 
     Attributes:
-        spec: The whole decoder.
-        base: The frozen weights, or the model that is being loaded.
-        adapters: Slot tables, by name of the stack; empty without slots.
-        settings: Settings of the slots; None without slots.
+        num_rows: Number of sequences.
+        part_tokens: Tokens of each prompt that one call of `prefill` runs.
+        prompt_tokens: Tokens of each prompt with its padding; a multiple of
+            `part_tokens`.
+        cache_tokens: Tokens of each sequence that the cache holds.
     """
 
-    spec: DecoderSpec
-    base: Base | Future[FrozenModel]
-    adapters: Tables
-    settings: SlotSettings | None
+    num_rows: int
+    part_tokens: int
+    prompt_tokens: int
+    cache_tokens: int
 
-    @property
-    def weights(self) -> Weights:
-        """Its arrays; waits until they are loaded."""
-        base = self.base
-        if isinstance(base, Future):
-            base = base.result().params
-        return Weights(base, self.adapters, self.settings)
 
-    @property
-    def weight_shapes(self) -> Any:
-        """Its arrays, or their shapes if they are not loaded yet."""
-        base: Any = self.base
-        if isinstance(base, Future):
-            base = self.spec.base_shapes()
-        return Weights(base, self.adapters, self.settings)
+def batch_shape(num_prompts: int, longest: int, max_new_tokens: int) -> BatchShape:
+    """Returns the smallest shape for some prompts.
 
-    @property
-    def programs(self) -> Programs:
-        """The functions that run it."""
-        if isinstance(self.base, Future):  # to JAX's default device
-            device = jnp.zeros(()).sharding
-        else:
-            device = next(iter(self.base.values())).sharding
-        return programs_of(self.spec, device)
+    The number of sequences is a power of two, at least 2. So is the length of the
+    prompts, unless they are so long that they run in several parts.
+
+    Args:
+        num_prompts: Number of prompts.
+        longest: Tokens of the longest prompt.
+        max_new_tokens: Most tokens to generate for one of them.
+    """
+    num_rows = max(1 << (num_prompts - 1).bit_length(), _LEAST_ROWS)
+    part = max(_MAX_PREFILL_ROWS // num_rows, _LEAST_PROMPT)
+    part = min(part, max(1 << (longest - 1).bit_length(), _LEAST_PROMPT))
+    return _shape(num_rows, part, longest, max_new_tokens)
+
+
+def chat_shape(longest: int, max_new_tokens: int, max_positions: int) -> BatchShape:
+    """Returns a shape for one prompt that the next prompts of a chat can share.
+
+    Args:
+        longest: Tokens of the prompt.
+        max_new_tokens: Most tokens to generate.
+        max_positions: Most tokens that the model has positions for.
+    """
+    least = min(_CHAT_CACHE, max_positions)
+    return _shape(_LEAST_ROWS, _CHAT_PART, longest, max_new_tokens, least)
+
+
+def _shape(
+    num_rows: int, part: int, longest: int, max_new_tokens: int, least_cache: int = 0
+) -> BatchShape:
+    prompt_tokens = -(-longest // part) * part
+    return BatchShape(
+        num_rows=num_rows,
+        part_tokens=part,
+        prompt_tokens=prompt_tokens,
+        cache_tokens=_cache_tokens(max(prompt_tokens + max_new_tokens, least_cache)),
+    )
+
+
+def _cache_tokens(num_tokens: int) -> int:
+    """Returns the size of the cache: 64, 96, 128, 192, 256, 384 and so on."""
+    size = _LEAST_CACHE
+    while size < num_tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -135,27 +154,6 @@ class Answer:
             del self.token_ids[num:], self.logprobs[num:]
 
 
-@runtime_checkable
-class GeneratingDecoder(Protocol):
-    """A decoder on one device (`LoadedDecoder`) or on a mesh (`StagedDecoder`)."""
-
-    @property
-    def spec(self) -> DecoderSpec:
-        """The decoder, whose configuration is that of the whole model."""
-
-    @property
-    def weights(self) -> Any:
-        """Its arrays; waits until they are loaded."""
-
-    @property
-    def weight_shapes(self) -> Any:
-        """Its arrays, or their shapes if they are not loaded yet."""
-
-    @property
-    def programs(self) -> Any:
-        """The functions that run it: `empty`, `prepare`, `prefill` and `decode`."""
-
-
 class Batch:
     """A batch of prompts whose tokens are generated together.
 
@@ -167,7 +165,7 @@ class Batch:
 
     def __init__(
         self,
-        decoder: GeneratingDecoder,
+        decoder: LoadedDecoder,
         requests: Sequence[Request],
         settings: GenerationSettings,
         end_ids: Sequence[int],
@@ -186,8 +184,7 @@ class Batch:
         """
         self.answers = [Answer() for _ in requests]
         self._requests, self._end_ids = requests, frozenset(end_ids)
-        programs = decoder.programs
-        self._programs = programs
+        self._programs = decoder.programs
         self._method = method_of(settings.temperature, settings.top_p)
         self._sampling = Sampling(
             temperature=jnp.float32(settings.temperature),
@@ -197,7 +194,7 @@ class Batch:
         )
         self._run_prompts(decoder, shape or _smallest_shape(requests))
 
-    def _run_prompts(self, decoder: GeneratingDecoder, shape: BatchShape) -> None:
+    def _run_prompts(self, decoder: LoadedDecoder, shape: BatchShape) -> None:
         token_ids = np.zeros((shape.num_rows, shape.prompt_tokens), np.int32)
         starts = np.full(shape.num_rows, shape.prompt_tokens, np.int32)
         slots, seeds = np.zeros((2, shape.num_rows), np.int32)
@@ -205,22 +202,22 @@ class Batch:
             starts[i] -= len(request.token_ids)
             token_ids[i, starts[i] :] = request.token_ids
             slots[i], seeds[i] = request.slot, request.seed
-        self._rows = Rows(*map(jnp.asarray, (starts, slots, seeds)))
+        self._sequences = Sequences(*map(jnp.asarray, (starts, slots, seeds)))
         programs = self._programs
         state = programs.empty(shape.num_rows, shape.cache_tokens)
         parts = range(0, shape.prompt_tokens, shape.part_tokens)
         ids = [jnp.asarray(token_ids[:, i : i + shape.part_tokens]) for i in parts]
-        args = state, decoder.weight_shapes, self._rows
+        args = state, decoder.weights(wait=False), self._sequences
         is_done = jnp.zeros(shape.num_rows, bool)
         # They are compiled side by side, and while the base is loaded.
         own = ids[0], self._sampling, is_done, self._method
         prepared = programs.prepare(*args, *own)
         announce(prepared)
-        self._weights = decoder.weights
+        self._weights = decoder.weights()
         with counting(prepared):
             finish(prepared)
         for part in ids:
-            state = programs.prefill(state, self._weights, self._rows, part)
+            state = programs.prefill(state, self._weights, self._sequences, part)
         self._state = state
 
     @property
@@ -241,13 +238,13 @@ class Batch:
             if answer.finish_reason is None
         )
         num_steps = min(num_steps, MAX_STEPS, left)
-        is_done = np.ones(len(self._rows.slots), bool)
+        is_done = np.ones(len(self._sequences.slots), bool)
         for i, answer in enumerate(self.answers):
             is_done[i] = answer.finish_reason is not None
         self._state, *made = self._programs.decode[self._method](
             self._state,
             self._weights,
-            self._rows,
+            self._sequences,
             self._sampling._replace(num_steps=jnp.int32(num_steps)),
             jnp.asarray(is_done),
         )

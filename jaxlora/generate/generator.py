@@ -24,12 +24,10 @@ from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.data.tokenizer_files import model_eos_ids
 from jaxlora.device_check import check_device
 from jaxlora.errors import ConfigError, DataError
-from jaxlora.generate.adapter_names import Adapters, named_adapters
-from jaxlora.generate.adapter_slots import NO_ADAPTER, load_decoder
-from jaxlora.generate.adapter_tokenizers import own_tokenizers
+from jaxlora.generate.adapters import Adapters, named_adapters, own_tokenizers
 from jaxlora.generate.answer_text import AnswerText
-from jaxlora.generate.batch import Answer, Batch, GeneratingDecoder, Request
-from jaxlora.generate.batch_shape import chat_shape
+from jaxlora.generate.batch import Answer, Batch, Request, chat_shape
+from jaxlora.generate.loaded import NO_ADAPTER, LoadedDecoder, load_decoder
 from jaxlora.generate.prompt import (
     Generation,
     OnePrompt,
@@ -58,7 +56,7 @@ class TextDecoder:
             end their texts.
     """
 
-    decoder: GeneratingDecoder
+    decoder: LoadedDecoder
     tokenizer: Tokenizer
     slots: Mapping[str, int]
     end_ids: tuple[int, ...]

@@ -23,6 +23,19 @@ class LinearRopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LongRopeScaling:
+    """Wavelengths stretched one by one (`rope_type: longrope`, arXiv 2402.13753).
+
+    Attributes:
+        factors: Factor of each wavelength, in sequences up to the original maximum.
+        magnitude: Factor of the rotated queries and keys.
+    """
+
+    factors: tuple[float, ...]
+    magnitude: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
     """Rotary position embedding of a layer.
 
@@ -32,7 +45,26 @@ class Rope:
     """
 
     theta: float
-    scaling: Llama3RopeScaling | LinearRopeScaling | None = None
+    scaling: Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | None = None
+
+    def num_rotated(self, head_dim: int) -> int:
+        """Returns how many of a head's features rotate, the first ones."""
+        return head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PartialRope(Rope):
+    """Rotary position embedding that leaves some features of a head as they are.
+
+    Attributes:
+        share: Share of the features that rotate.
+    """
+
+    share: float
+
+    def num_rotated(self, head_dim: int) -> int:
+        """Returns how many of a head's features rotate, the first ones."""
+        return int(head_dim * self.share)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

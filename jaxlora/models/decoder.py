@@ -176,9 +176,10 @@ class Decoder(nnx.Module):
         """
         rows = PackedRows(
             ropes=layer_ropes(self.config, positions),
-            segment_ids=segment_ids,
             routing=self._with_shared_inputs(routing),
+            segment_ids=segment_ids,
             lengths=self.options.lengths,
+            implementation=self.options.attention,
         )
         layers = {i: self.layers[str(i)] for i in self._numbers}
         remat, fsdp = self.options.remat, self.options.fsdp

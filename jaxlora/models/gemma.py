@@ -2,30 +2,23 @@
 
 from typing import Annotated, Any, ClassVar
 
-import pydantic
 from jaxtyping import Array, Float
 
-from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig, Rope
 from jaxlora.models.hf_config import (
-    FULL,
-    SLIDING,
     Count,
     Flag,
     HeadDim,
     Heads,
     HfConfig,
-    Object,
     Theta,
     Windows,
     number,
     only,
-    read_rope,
-    validated,
 )
 from jaxlora.models.layer import DecoderLayer
 from jaxlora.modules.rows import Rows
@@ -127,11 +120,6 @@ class Gemma2(_Gemma):
         return super().build(score_softcap=self.attn_logit_softcapping, **fields)
 
 
-class _Ropes(pydantic.BaseModel):
-    full_attention: Object = {}
-    sliding_attention: Object = {}
-
-
 class Gemma3(_Gemma):
     """The config.json of a text model of Gemma 3.
 
@@ -155,21 +143,5 @@ class Gemma3(_Gemma):
         return self.sliding_window_pattern or 6
 
     def ropes(self) -> tuple[Rope, Rope]:
-        """Layers with a window have frequencies of their own.
-
-        Version 4 of transformers scales the other layers alone, and version 5 has an
-        object for each type of layer.
-        """
-        given = self.rope_parameters
-        if unread := given.keys() - {FULL, SLIDING}:
-            raise ModelError(
-                f"config.json sets {shown(sorted(unread))} in rope_parameters; wanted "
-                f"an object for {FULL} and one for {SLIDING}."
-            )
-        kinds = validated(_Ropes, given)
-        full, sliding = kinds.full_attention, kinds.sliding_attention
         theta, local_theta = self.rope_theta or 1e6, self.rope_local_base_freq or 1e4
-        return (
-            read_rope({"rope_theta": theta, **full, **self.rope_scaling}),
-            read_rope({"rope_theta": local_theta, **sliding}),
-        )
+        return self.ropes_by_type(theta, local_theta)

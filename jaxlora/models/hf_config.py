@@ -218,7 +218,7 @@ class HfConfig(pydantic.BaseModel):
             num_layers=self.num_hidden_layers,
             num_heads=self.num_attention_heads,
             num_kv_heads=self._kv_heads(),
-            head_dim=self._head_dim(),
+            head_dim=self.features_of_head(),
             max_positions=self.max_position_embeddings,
             rms_eps=self.rms_norm_eps or 1e-6,
             rope=rope,
@@ -237,6 +237,29 @@ class HfConfig(pydantic.BaseModel):
         theta = self.rope_theta or 10000.0
         given = {"rope_theta": theta, **self.rope_scaling, **self.rope_parameters}
         return read_rope(given), None
+
+    def ropes_by_type(self, theta: float, local_theta: float) -> tuple[Rope, Rope]:
+        """Returns the rotary positions of layers without a window, and with one.
+
+        Version 4 of transformers scales the former alone, and version 5 has an object
+        for each type of layer.
+
+        Args:
+            theta: Base of the frequencies of layers without a window.
+            local_theta: Base of those of layers with a window.
+        """
+        given = self.rope_parameters
+        if unread := given.keys() - {FULL, SLIDING}:
+            raise ModelError(
+                f"config.json sets {shown(sorted(unread))} in rope_parameters; wanted "
+                f"an object for {FULL} and one for {SLIDING}."
+            )
+        kinds = validated(_Ropes, given)
+        full, sliding = kinds.full_attention, kinds.sliding_attention
+        return (
+            read_rope({"rope_theta": theta, **full, **self.rope_scaling}),
+            read_rope({"rope_theta": local_theta, **sliding}),
+        )
 
     def layer_windows(self) -> Windows:
         """Returns the attention window of each layer; None for a layer without one."""
@@ -297,7 +320,8 @@ class HfConfig(pydantic.BaseModel):
             )
         return kv_heads
 
-    def _head_dim(self) -> int:
+    def features_of_head(self) -> int:
+        """Returns `head_dim`, which is hidden_size / num_attention_heads by default."""
         width, heads = self.hidden_size, self.num_attention_heads
         if (not self.head_dim or self.DIVIDES_WIDTH) and width % heads:
             remedy = "" if self.DIVIDES_WIDTH else ", and no head_dim"
@@ -318,54 +342,75 @@ class HfConfig(pydantic.BaseModel):
         return head_dim
 
 
-class _DefaultRope(pydantic.BaseModel):
+class _Ropes(pydantic.BaseModel):
+    full_attention: Object = {}
+    sliding_attention: Object = {}
+
+
+class DefaultRope(pydantic.BaseModel):
+    """The keys of rotary positions, of one `rope_type`."""
+
     rope_theta: Theta
     partial_rotary_factor: Annotated[Any, only(1.0)] = 1.0
 
-    def scaling(self) -> LinearRopeScaling | Llama3RopeScaling | None:
-        return None
+    def build(self) -> Rope:
+        """Returns the rotary positions."""
+        return Rope(theta=self.rope_theta)
 
 
-class _LinearRope(_DefaultRope):
+class _LinearRope(DefaultRope):
     factor: Annotated[float, number(1e6)]
 
-    def scaling(self) -> LinearRopeScaling:
-        return LinearRopeScaling(factor=self.factor)
+    def build(self) -> Rope:
+        scaling = LinearRopeScaling(factor=self.factor)
+        return Rope(theta=self.rope_theta, scaling=scaling)
 
 
-class _Llama3Rope(_DefaultRope):
+class _Llama3Rope(DefaultRope):
     factor: Annotated[float, number(1e6)]
     low_freq_factor: Annotated[float, number(1e9)]
     high_freq_factor: Annotated[float, number(1e9)]
     original_max_position_embeddings: Count
 
-    def scaling(self) -> Llama3RopeScaling:
+    def build(self) -> Rope:
         low, high = self.low_freq_factor, self.high_freq_factor
         if low >= high:
             raise ModelError(
                 f"config.json has high_freq_factor={high:g}, which must be above "
                 f"low_freq_factor={low:g}."
             )
-        return Llama3RopeScaling(
+        scaling = Llama3RopeScaling(
             factor=self.factor,
             low_freq_factor=low,
             high_freq_factor=high,
             original_max_positions=self.original_max_position_embeddings,
         )
+        return Rope(theta=self.rope_theta, scaling=scaling)
 
 
-_ROPES = {"default": _DefaultRope, "linear": _LinearRope, "llama3": _Llama3Rope}
+ROPES: Mapping[str, type[DefaultRope]] = {
+    "default": DefaultRope,
+    "linear": _LinearRope,
+    "llama3": _Llama3Rope,
+}
 
 
-def read_rope(rope: dict[str, Any]) -> Rope:
-    """Reads one object of rotary positions, which has at least a `rope_theta`."""
+def read_rope(
+    rope: dict[str, Any], kinds: Mapping[str, type[DefaultRope]] = ROPES
+) -> Rope:
+    """Reads one object of rotary positions, which has at least a `rope_theta`.
+
+    Args:
+        rope: The object.
+        kinds: The keys of each `rope_type` that the family has.
+    """
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPES:
+    if not isinstance(kind, str) or kind not in kinds:
         raise ModelError(
-            f"config.json has rope_type={shown(kind)}; supported: {', '.join(_ROPES)}."
+            f"config.json has rope_type={shown(kind)}; supported: {', '.join(kinds)}."
         )
     missing = f"config.json has rope_type={kind!r} without {{key!r}}."
-    read = validated(_ROPES[kind], rope, missing)
+    read = validated(kinds[kind], rope, missing)
     if unread := rope.keys() - type(read).model_fields.keys():
         raise ModelError(
             f"config.json sets {shown(sorted(unread))} for rope_type={kind!r}, which "
@@ -375,7 +420,7 @@ def read_rope(rope: dict[str, Any]) -> Rope:
         raise ModelError(
             f"config.json has rope_theta={read.rope_theta:g}; wanted at least 1."
         )
-    return Rope(theta=read.rope_theta, scaling=read.scaling())
+    return read.build()
 
 
 def validated[T: pydantic.BaseModel](

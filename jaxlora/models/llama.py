@@ -9,7 +9,7 @@ from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig
 from jaxlora.models.hf_config import Count, Flag, HfConfig, only
-from jaxlora.models.layer import DecoderLayer
+from jaxlora.models.layer import Block, DecoderLayer
 from jaxlora.modules.rows import Rows
 
 
@@ -28,7 +28,11 @@ class LlamaLayer(DecoderLayer):
         self.attention_norm = make.norm("input_layernorm")
         self.self_attn = Attention(config, make, **attention)
         self.mlp_norm = make.norm("post_attention_layernorm")
-        self.mlp = Mlp(config, make)
+        self.mlp = self.make_mlp(config, make)
+
+    def make_mlp(self, config: Any, make: LayerBuilder) -> Block:
+        """Makes the block that follows attention."""
+        return Mlp(config, make)
 
     def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
         return self.add(self.self_attn, h, rows, before=self.attention_norm)

@@ -7,14 +7,32 @@ from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.gemma import Gemma2, Gemma3
+from jaxlora.models.granite import Granite
 from jaxlora.models.hf_config import HfConfig
 from jaxlora.models.llama import Llama
 from jaxlora.models.mistral import Mistral
+from jaxlora.models.olmo import Olmo2, Olmo3
+from jaxlora.models.phi import Phi3
 from jaxlora.models.qwen import Qwen2, Qwen3
+from jaxlora.models.qwen_moe import Qwen3Moe
+from jaxlora.models.smollm3 import SmolLM3
 
 FAMILIES: Mapping[str, type[HfConfig]] = {
     kind.FAMILY.model_type: kind
-    for kind in (Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3)
+    for kind in (
+        Llama,
+        Mistral,
+        Qwen2,
+        Qwen3,
+        Gemma2,
+        Gemma3,
+        SmolLM3,
+        Granite,
+        Olmo2,
+        Olmo3,
+        Phi3,
+        Qwen3Moe,
+    )
 }
 _EXPERTS = (
     "num_experts",
@@ -39,12 +57,14 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def _family(config: Mapping[str, Any]) -> type[HfConfig]:
     model_type = config.get("model_type")
-    experts = [key for key in _EXPERTS if config.get(key)]
+    known = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    read = () if known is None else known.model_fields
+    experts = [key for key in _EXPERTS if config.get(key) and key not in read]
     if experts:
         raise ModelError(
             f"config.json sets {experts[0]}={shown(config[experts[0]])}: "
-            "mixture-of-experts models are not supported. Supported: "
-            f"{', '.join(FAMILIES)}."
+            "mixture-of-experts models are not supported, except qwen3_moe. "
+            f"Supported: {', '.join(FAMILIES)}."
         )
     if model_type == "gemma3":
         raise ModelError(

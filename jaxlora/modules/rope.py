@@ -7,15 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, Rope
+from jaxlora.models.config import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    Rope,
+)
 
-# Cosine and sine of each token's angles; P = head_dim / 2.
+# Cosine and sine of each token's angles; P pairs of a head's features rotate.
 RopeTable = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Radians per position, for each of the head_dim / 2 pairs of features; float32."""
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    """Radians per position, for each of the pairs of features; float32."""
+    rotated = rope.num_rotated(head_dim)
+    exponent = np.arange(0, rotated, 2, dtype=np.float32) / rotated
     frequencies = (1.0 / rope.theta**exponent).astype(np.float32)
     match rope.scaling:
         case None:
@@ -24,6 +30,8 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
             return frequencies / np.float32(factor)
         case Llama3RopeScaling() as scaling:
             return _llama3(frequencies, scaling)
+        case LongRopeScaling(factors=factors):
+            return frequencies / np.asarray(factors, np.float32)
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
@@ -40,17 +48,20 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
     return np.where(between, blended, out).astype(np.float32)
 
 
-def rope_table(positions: Int[Array, " T"], frequencies: np.ndarray) -> RopeTable:
+def rope_table(positions: Int[Array, " T"], rope: Rope, head_dim: int) -> RopeTable:
     """Returns cosine and sine of positions times frequencies."""
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(rope, head_dim)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(rope.scaling, LongRopeScaling):
+        return rope.scaling.magnitude * cos, rope.scaling.magnitude * sin
+    return cos, sin
 
 
 @jax.custom_vjp
 def apply_rope(
     x: Float[Array, "T H E"], cos: Float[Array, "T P"], sin: Float[Array, "T P"]
 ) -> Float[Array, "T H E"]:
-    """Rotates feature i with feature i + head_dim / 2.
+    """Rotates feature i with feature i + P; the features after 2 P stay.
 
     The backward pass rotates back, so it keeps only the table. The table itself gets no
     gradient, because it depends on positions alone.
@@ -59,9 +70,14 @@ def apply_rope(
 
 
 def _rotate(x, cos, sin):
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    pairs = cos.shape[-1]
+    first, second, others = jnp.split(
+        x.astype(jnp.float32), [pairs, 2 * pairs], axis=-1
+    )
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = [first * cos - second * sin, second * cos + first * sin]
+    if others.shape[-1]:
+        turned.append(others)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 

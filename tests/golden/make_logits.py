@@ -8,8 +8,13 @@ Each folder under models/ then holds config.json, model.safetensors (float32) an
 logits.npz, which holds of two sequences of unequal lengths, each computed alone:
 
     tokens_0, logits_0 (T V), tokens_1, logits_1
-    gradient_0 (D)      gradient of the first one's summed loss by the first norm
+    gradient_0 (D)      gradient of the first one's summed loss by the first norm of a
+                        layer, which in OLMo is the one after attention
     bfloat16_error_1    largest error of the second one's logits in bfloat16
+
+Those with experts also have lora.safetensors: a LoRA of rank `RANK`, of scaling 1, on
+each linear of the layers, experts included, and with it the first sequence's logits and
+the gradients of its summed loss by A (r K) and B (N r).
 
 transformers reads the same config.json that jaxlora reads; some are in the spelling of
 transformers 4, some in that of version 5.
@@ -61,6 +66,19 @@ GEMMA = {
     "attention_dropout": 0.0,
     "cache_implementation": "hybrid",
     "pad_token_id": 0,
+}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "max_window_layers": 3,
+    "sliding_window": None,
+    "use_sliding_window": False,
 }
 
 # After each config come changes of it. The script checks that each changes the logits.
@@ -242,9 +260,188 @@ CASES = {
         {"layer_types": ["sliding_attention", "full_attention"]},
         {"sliding_window": 9},
     ),
+    "smollm3": (
+        {
+            **V4,
+            "model_type": "smollm3",
+            "architectures": ["SmolLM3ForCausalLM"],
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000.0,
+            "rope_scaling": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "layer_types": ["full_attention"] * 3,
+            "no_rope_layers": [1, 0, 1],
+            # Without no_rope_layers, each third layer would have no rotary positions.
+            "no_rope_layer_interval": 3,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": 28,
+            "pad_token_id": 0,
+            "pretraining_tp": 2,
+            "tie_word_embeddings": True,
+        },
+        {"no_rope_layers": None},
+        {"no_rope_layers": [1, 1, 1]},
+        {"rope_theta": 10000.0},
+    ),
+    "granite": (
+        {
+            **V5,
+            "model_type": "granite",
+            "architectures": ["GraniteForCausalLM"],
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+            "attention_multiplier": 0.21875,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 1.75,
+            "residual_multiplier": 0.625,
+            "tie_word_embeddings": False,
+        },
+        {"attention_multiplier": 0.35355339059327373},
+        {"embedding_multiplier": 1.0},
+        {"logits_scaling": 1.0},
+        {"residual_multiplier": 1.0},
+    ),
+    "olmo2": (
+        {
+            **V4,
+            "model_type": "olmo2",
+            "pad_token_id": 0,
+            "architectures": ["Olmo2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-3,
+            "rope_theta": 500000.0,
+            "rope_scaling": None,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+        },
+        {"rms_norm_eps": 1e-6},
+        {"rope_theta": 10000.0},
+    ),
+    "olmo3": (
+        {
+            **V5,
+            "model_type": "olmo3",
+            "pad_token_id": 0,
+            "architectures": ["Olmo3ForCausalLM"],
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ],
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "linear",
+                    "factor": 2.0,
+                    "rope_theta": 10000.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+        },
+        {"layer_types": None},
+        {"sliding_window": 9},
+        {"rope_parameters": None},
+    ),
+    "phi3": (
+        {
+            **V5,
+            "model_type": "phi3",
+            "architectures": ["Phi3ForCausalLM"],
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "original_max_position_embeddings": 256,
+            "sliding_window": 8,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+        {"sliding_window": 9},
+    ),
+    "phi4_mini": (
+        {
+            **V4,
+            "model_type": "phi3",
+            "architectures": ["Phi3ForCausalLM"],
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.25, 1.75],
+                "long_factor": [1.0, 3.0, 7.0],
+            },
+            # It is longer than both sequences, so that short_factor holds.
+            "original_max_position_embeddings": 128,
+            "sliding_window": 262144,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "mlp_bias": False,
+            "lm_head_bias": False,
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+        },
+        {"rope_scaling": None},
+        {"original_max_position_embeddings": 64},
+    ),
+    "qwen3_moe": (
+        {
+            **V4,
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 12,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            **EXPERTS,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+            "tie_word_embeddings": False,
+        },
+        {"norm_topk_prob": False},
+        {"num_experts_per_tok": 3},
+    ),
+    "qwen3_moe_dense": (
+        {
+            **V5,
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **EXPERTS,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
+        {"norm_topk_prob": True},
+    ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
+RANK = 2
 
 
 def write_weights(folder: pathlib.Path, seed: int) -> None:
@@ -256,18 +453,29 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
     weights = {}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim == 2 and "embed" not in name:
+        if parameter.ndim >= 2 and "embed" not in name:
             # The gain is a little above 1, so that attention is not flat.
-            noise *= 1.5 * parameter.shape[1] ** -0.5
+            noise *= 1.5 * parameter.shape[-1] ** -0.5
         elif name.endswith("norm.weight"):
             # Gemma multiplies by 1 + weight.
             noise = 0.3 * noise + (0 if "gemma" in config.model_type else 1)
         elif name.endswith(".bias"):
             noise *= 0.5
-        weights[name] = noise
+        weights |= unfused(name, noise) if parameter.ndim == 3 else {name: noise}
     file = folder / "model.safetensors"
     safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)
+
+
+def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the linears of the experts, which each have a tensor in a checkpoint."""
+    prefix, kind = name.rsplit(".", 1)
+    found = {}
+    for i, weight in enumerate(stacked):
+        kinds = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+        for linear, part in zip(kinds, weight.chunk(len(kinds)), strict=True):
+            found[f"{prefix}.{i}.{linear}.weight"] = part.contiguous()
+    return found
 
 
 def load(folder: pathlib.Path, dtype: torch.dtype = torch.float32):
@@ -296,7 +504,60 @@ def gradient_of(folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
     model, ids = load(folder), torch.from_numpy(tokens)
     logits = model(ids[None]).logits[0, :-1]
     torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").backward()
-    return model.model.layers[0].input_layernorm.weight.grad.numpy()
+    layer = model.model.layers[0]
+    norm = getattr(layer, "input_layernorm", layer.post_attention_layernorm)
+    return norm.weight.grad.numpy()
+
+
+def write_lora(folder: pathlib.Path, tokens: np.ndarray, seed: int) -> None:
+    """Writes lora.safetensors."""
+    model, ids = load(folder), torch.from_numpy(tokens)
+    generator = torch.Generator().manual_seed(seed)
+    arrays, used = {}, {}
+
+    def changed(name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Returns a linear's weight with its LoRA."""
+        n, k = weight.shape
+        a = torch.randn(RANK, k, generator=generator) * k**-0.5
+        b = torch.randn(n, RANK, generator=generator) * 0.3
+        arrays[f"{name}.lora_A"], arrays[f"{name}.lora_B"] = a, b
+        return weight + b.requires_grad_() @ a.requires_grad_()
+
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(False)
+        if weight.ndim == 3:
+            parts = [
+                changed(key.removesuffix(".weight"), part)
+                for key, part in unfused(name, weight).items()
+            ]
+            fused = torch.cat(parts).reshape(weight.shape)
+            used[name] = fused
+        elif name.endswith("_proj.weight"):
+            used[name] = changed(name.removesuffix(".weight"), weight)
+    logits = torch.func.functional_call(model, used, (ids[None],)).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+    loss.backward()
+    gradients = {f"{name}.gradient": array.grad for name, array in arrays.items()}
+    found = {"logits": logits, **arrays, **gradients}
+    file = folder / "lora.safetensors"
+    safetensors.torch.save_file({k: v.detach() for k, v in found.items()}, file)
+    file.chmod(0o644)
+
+
+def check_choices(folder: pathlib.Path, tokens: np.ndarray) -> None:
+    """Checks that rounding cannot change which experts a token goes to."""
+    model, gaps = load(folder), []
+
+    def hook(module, inputs, outputs):
+        ordered = outputs[0].softmax(-1).sort(descending=True).values
+        gaps.append((ordered[:, module.top_k - 1] - ordered[:, module.top_k]).min())
+
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.gate.register_forward_hook(hook)
+    with torch.no_grad():
+        model(torch.from_numpy(tokens)[None])
+    assert min(gaps) > 1e-4, f"{folder}: {gaps}; take another seed"
 
 
 def write_config(folder: pathlib.Path, config: dict) -> None:
@@ -324,6 +585,10 @@ def make(name: str, seed: int) -> None:
     narrow = logits_of(folder, sequences[1], torch.bfloat16)
     arrays["bfloat16_error_1"] = np.abs(narrow - logits[1]).max()
     np.savez(folder / "logits.npz", **arrays)
+    if "num_experts" in config:
+        for tokens in sequences:
+            check_choices(folder, tokens)
+        write_lora(folder, sequences[0], seed)
     for change in changes:
         write_config(folder, {**config, **change})
         changed = [logits_of(folder, tokens) for tokens in sequences]

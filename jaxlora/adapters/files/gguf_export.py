@@ -65,7 +65,8 @@ def export_gguf(
 
     Raises:
         JaxloraError: The adapter or the base's config.json cannot be read, they do not
-            fit, float32 cannot hold a scaling, or the `gguf` package is missing.
+            fit, the model is of another kind than llama.cpp's converter has here,
+            float32 cannot hold a scaling, or the `gguf` package is missing.
         FileExistsError: `out` exists.
     """
     adapter_folder, out = pathlib.Path(adapter_folder), pathlib.Path(out)
@@ -84,6 +85,12 @@ def export_gguf(
         )
     _check_free(out)
     model = planned_checkpoint(tokenizer_folder(base, revision)).config
+    if model.model_type not in _ARCHITECTURES:
+        raise AdapterError(
+            f"{base} has model_type={model.model_type!r}, whose adapters are not "
+            f"written as GGUF; those of these are: {', '.join(_ARCHITECTURES)}. Merge "
+            "it into its base (jaxlora merge), and convert the merged model."
+        )
     shapes = linear_shapes(model)
     adapter = import_peft(adapter_folder, shapes).as_lora(shapes)
     _check_plain(adapter, adapter_folder)

@@ -143,7 +143,7 @@ def _read(
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
     record = read_record(folder)
     use_rslora = bool(config.get("use_rslora"))
-    size = next(k for name, (k, _) in linear_shapes.items() if name.endswith("q_proj"))
+    size, _ = next(iter(linear_shapes.values()))  # the first reads the hidden states
     outside = table_values(folder, config, tables, size, base, patterns)
     if score is not None:
         outside[SCORE.name] = _checked_score(folder, score, score_size)

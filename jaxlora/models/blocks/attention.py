@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ModelConfig
-from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cached_attention import LayerCache
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.rope import apply_rope
@@ -65,7 +64,6 @@ class Attention(nnx.Module):
         self.query_features, self.kv_features = q, kv
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.scoring = layer_scoring(config, make.number)
-        self.implementation: AttentionImplementation = make.options.attention
         self.dtype = make.options.dtype
 
     @property
@@ -91,7 +89,7 @@ class Attention(nnx.Module):
         if self.rotates:
             rope = rows.rope(self.scoring)
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        out = rows.attend(q, k, v, self.scoring, self.implementation)
+        out = rows.attend(q, k, v, self.scoring)
         return self.o_proj(out.reshape(len(out), -1), rows.routing)
 
     def empty_cache(self, num_sequences: int, num_tokens: int) -> LayerCache:

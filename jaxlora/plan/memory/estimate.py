@@ -46,11 +46,11 @@ _GRADIENT_COPIES = 2.5
 _INPUT_FOR_GRADIENT: tuple[Remat, ...] = ("none", "mlp")
 # Linears that share their input run in one call; see `apply_together`.
 _TOGETHER = {
-    "self_attn.q_proj": "q, k and v",
-    "self_attn.k_proj": "q, k and v",
-    "self_attn.v_proj": "q, k and v",
-    "mlp.gate_proj": "gate and up",
-    "mlp.up_proj": "gate and up",
+    "q_proj": "q, k and v",
+    "k_proj": "q, k and v",
+    "v_proj": "q, k and v",
+    "gate_proj": "gate and up",
+    "up_proj": "gate and up",
 }
 
 
@@ -377,10 +377,16 @@ def scratch_bytes(spec: DecoderSpec) -> int:
     calls: dict[tuple[int, str], int] = {}
     for number in spec.layer_numbers:
         for linear in _quantized(spec, base, number):
-            call = number, _TOGETHER.get(linear.name, linear.name)
+            call = number, _call(linear.name)
             size = each * linear.in_features * linear.out_features
             calls[call] = calls.get(call, 0) + size
     return max(of_linear, *calls.values(), 0) + of_call
+
+
+def _call(linear: str) -> str:
+    """Names the call in which a linear of a layer runs, see `_TOGETHER`."""
+    module, _, name = linear.rpartition(".")
+    return f"{module}.{_TOGETHER.get(name, name)}"
 
 
 def _variant_bytes(spec: DecoderSpec) -> tuple[int, int]:
@@ -390,7 +396,7 @@ def _variant_bytes(spec: DecoderSpec) -> tuple[int, int]:
         return 0, 0
     for path in spec.adapted:
         _, layer, name = path.split(".", 2)
-        linear, call = spec.linear(path), f"{layer} {_TOGETHER.get(name, name)}"
+        linear, call = spec.linear(path), f"{layer} {_call(name)}"
         sizes = slots, linear.in_features, linear.out_features
         is_dense = not spec.options.weight_format(path)
         copied = 0 if is_dense else spec.options.dtype.itemsize

@@ -14,12 +14,11 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 from jaxlora.generate.answer_text import AnswerText
-from jaxlora.generate.batch import Batch, GeneratingDecoder, LoadedDecoder, Request
-from jaxlora.generate.batch_shape import batch_shape
+from jaxlora.generate.batch import Batch, Request, batch_shape
 from jaxlora.generate.generator import TextDecoder, end_ids
+from jaxlora.generate.loaded import LoadedDecoder, LoadedStage
 from jaxlora.generate.metrics import metric_function, value_of
 from jaxlora.generate.prompt import prompt_text, sample_prompts
-from jaxlora.generate.staged import LoadedStage, StagedDecoder
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.forward import Base
 from jaxlora.models.spec import DecoderSpec
@@ -49,7 +48,7 @@ class SlotDecoder:
         self._layout, self._base = layout, base
         self._bases: list[Base] | None = None
 
-    def loaded(self, tables: Sequence[SlotTable]) -> GeneratingDecoder:
+    def loaded(self, tables: Sequence[SlotTable]) -> LoadedDecoder:
         """Returns a decoder of the present weights, which a step would invalidate.
 
         Args:
@@ -57,21 +56,19 @@ class SlotDecoder:
         """
         if self._bases is None:
             self._bases = self._layout.bases(self._base)
-        stages = []
-        for stage, base, table in zip(
-            self._layout.stages, self._bases, tables, strict=True
-        ):
-            spec, mesh = _plain(stage.spec), stage.placement.mesh
-            own: dict[str, Any] = {
-                "spec": spec,
-                "base": base,
-                "adapters": table.weights,
-                "settings": table.settings,
-            }
-            if mesh is None:
-                return LoadedDecoder(**own)
-            stages.append(LoadedStage(mesh=mesh, **own))
-        return StagedDecoder(stages=tuple(stages))
+        stages = [
+            LoadedStage(
+                spec=_plain(stage.spec),
+                base=base,
+                adapters=table.weights,
+                settings=table.settings,
+                mesh=stage.placement.mesh,
+            )
+            for stage, base, table in zip(
+                self._layout.stages, self._bases, tables, strict=True
+            )
+        ]
+        return LoadedDecoder(stages=tuple(stages))
 
 
 def _plain(spec: DecoderSpec) -> DecoderSpec:

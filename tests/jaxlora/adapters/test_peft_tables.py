@@ -19,8 +19,8 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.files.peft_tables import BaseTables
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.errors import AdapterError
-from jaxlora.generate.adapter_slots import load_decoder
 from jaxlora.generate.batch import Batch, Request
+from jaxlora.generate.loaded import load_decoder
 from jaxlora.models.structure import linear_shapes
 from tests.golden_base import tied
 from tests.oracle import relative_error

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlora import Generation, Prompt
 from jaxlora.cli.main import main
-from jaxlora.generate.adapter_names import named_folders
+from jaxlora.generate.adapters import named_folders
 from jaxlora.generate.prompt_file import read_prompts
 from jaxlora.generate.write import describe
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from jaxlora.generate.batch import Answer, Request
-from jaxlora.generate.batch_shape import batch_shape, chat_shape
+from jaxlora.generate.batch import Answer, Request, batch_shape, chat_shape
 
 
 def shape(*sizes):

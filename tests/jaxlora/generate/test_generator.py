@@ -149,14 +149,6 @@ def test_chats_go_through_the_chat_template(model):
     assert one == same
 
 
-def test_another_chat_template_than_the_models(model):
-    chat, text = [{"role": "user", "content": "ab"}], "Q: ab\nA: "
-    template = "{% for m in messages %}Q: {{ m.content }}\nA: {% endfor %}"
-    generator = Generator(model, chat_template=template)
-    out = generator.generate([Prompt(chat), Prompt(text)], LIVELY)
-    assert out[0].token_ids == out[1].token_ids
-
-
 @pytest.fixture
 def unchecked(monkeypatch):
     """Types in signatures are not checked, as for a user."""
@@ -249,6 +241,15 @@ def test_tools_go_to_the_chat_template(folder):
         prompt_ids(Prompt(CHAT), load_tokenizer(folder), 512)
 
 
+def chats(generator) -> dict[str, str]:
+    """The text of a chat by the base and by each adapter, before the answer."""
+    decoder, found = generator._text_decoder, {}
+    for name in ("base", *generator.adapters):
+        request, _ = decoder._encode(Prompt(CHAT, adapter=name), LIVELY)
+        found[name] = decoder.tokenizer.decode(request.token_ids)
+    return found
+
+
 def test_chats_have_the_template_kwargs_of_the_adapters_training(folder, adapters):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ mood }}")
     calm = {"chat_template_kwargs": {"mood": "calm"}}
@@ -257,10 +258,7 @@ def test_chats_have_the_template_kwargs_of_the_adapters_training(folder, adapter
     model = load_model(folder, dtype="float32")
 
     def texts(**options):
-        decoder = Generator(model, given, **options)._text_decoder
-        prompts = [Prompt(CHAT, adapter=name) for name in ("base", "one", "two")]
-        requests = [decoder._encode(prompt, LIVELY)[0] for prompt in prompts]
-        return [decoder.tokenizer.decode(one.token_ids) for one in requests]
+        return [*chats(Generator(model, given, **options)).values()]
 
     assert texts() == ["ab", "abcalm", "ab"]
     assert texts(chat_template_kwargs={"mood": "low"}) == ["ablow"] * 3
@@ -275,12 +273,17 @@ def test_chats_have_the_template_kwargs_of_the_adapters_training(folder, adapter
 def test_prompts_and_answers_of_other_lengths_reuse_the_programs(model):
     generator = Generator(model, batch_size=2)
     programs = generator._text_decoder.decoder.programs
+    functions = programs.prefill, *programs.decode.values()
+
+    def num_compiled():
+        return sum(len(function._prepared) for function in functions)
+
     generator.generate([Prompt(text) for text in TEXTS[:2]], LIVELY)
-    before = programs.num_compilations()
+    before = num_compiled()
     shorter = LIVELY.replace(max_new_tokens=5, temperature=1.0, top_p=0.5, seed=8)
     generator.generate(["pqr", "seventeen letters"], shorter)
     generator.generate(["a" * 32, "b"], shorter)
-    assert programs.num_compilations() == before
+    assert num_compiled() == before
 
 
 def test_an_answer_ends_at_the_models_last_position(model):
@@ -370,23 +373,12 @@ def test_chats_have_the_template_beside_the_adapter(
     seen = chats(Generator(model, given, templates=templates))
     usual = seen.pop("base")
     assert seen == {
-        **{"plain": usual, "other": usual, "bare": "hi!"},
-        **{"own": "mine: hi", "job": "run: hi"},
+        **{"plain": usual, "other": usual, "bare": "ab!"},
+        **{"own": "mine: ab", "job": "run: ab"},
     }
     asked = "x{{ messages[0].content }}"
     for_all = Generator(model, given, templates=templates, chat_template=asked)
-    assert set(chats(for_all).values()) == {"xhi"}
-
-
-def chats(generator) -> dict[str, str]:
-    """The text of a chat by the base and by each adapter, before the answer."""
-    decoder = generator._text_decoder
-    found = {}
-    for name in ("base", *generator.adapters):
-        prompt = Prompt([{"role": "user", "content": "hi"}], adapter=name)
-        request, _ = decoder._encode(prompt, LIVELY)
-        found[name] = decoder.tokenizer.decode(request.token_ids)
-    return found
+    assert set(chats(for_all).values()) == {"xab"}
 
 
 def test_an_adapter_ends_its_texts_as_its_tokenizer_says(

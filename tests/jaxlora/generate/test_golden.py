@@ -1,21 +1,17 @@
 """Greedy generation equals that of transformers; see tests/golden."""
 
-import pathlib
-
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from jaxlora import load_model
 from jaxlora.config.generation_settings import GenerationSettings
-from jaxlora.generate.adapter_slots import load_decoder
 from jaxlora.generate.batch import Batch, Request
+from jaxlora.generate.loaded import load_decoder
 from tests import tiny
-from tests.jaxlora.models.test_logits import packed_logits
+from tests.jaxlora.models.test_logits import CASES, MODELS, packed_logits
 from tests.oracle import relative_error
 
-MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
-CASES = sorted(path.name for path in MODELS.iterdir())
 # With soft caps and windows of some layers; and another rope. The logits of all models
 # are compared in `test_logits.py`.
 ALWAYS = ("gemma2", "llama3", "qwen2_window")

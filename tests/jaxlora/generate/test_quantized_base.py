@@ -9,8 +9,8 @@ import pytest
 
 from jaxlora import Routing, load_model
 from jaxlora.config.generation_settings import GenerationSettings
-from jaxlora.generate.adapter_slots import load_decoder
 from jaxlora.generate.batch import Batch, Request
+from jaxlora.generate.loaded import load_decoder
 from jaxlora.modules.loss import head_logits
 from tests import tiny
 from tests.oracle import relative_error
@@ -32,7 +32,7 @@ def uncached_logits(decoder, token_ids):
         head, transposed = bound.stored_head(hidden)
         return head_logits(hidden[-1:], head, head_transposed=transposed)[0]
 
-    return np.asarray(run(decoder.weights.base, jnp.asarray(token_ids)))
+    return np.asarray(run(decoder.weights()[0].base, jnp.asarray(token_ids)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.generate.generator import TextDecoder
 from jaxlora.generate.prompt import Prompt
-from jaxlora.generate.staged import StagedDecoder
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_path
@@ -55,7 +54,7 @@ def made(model, make_adapter):
         for slot, adapter in zip(SLOTS.values(), adapters, strict=True):
             slots.load(slot, adapter, "adamw")
         decoder = SlotDecoder(layout, model.params).loaded(slots.tables)
-        assert isinstance(decoder, StagedDecoder) == (mesh != "data=1")
+        assert (decoder.stages[0].mesh is None) == (mesh == "data=1")
         texts = TextDecoder(
             decoder=decoder,
             tokenizer=load_tokenizer(model.folder),

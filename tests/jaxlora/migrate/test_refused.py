@@ -119,7 +119,7 @@ def test_models_that_are_supported_are_not(model):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"model_type": "phi3"}, "model_type='phi3'. Supported: llama"),
+        ({"model_type": "phi"}, "model_type='phi'. Supported: llama"),
         ({"num_local_experts": 8}, "mixture-of-experts models are not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq', which"),
     ],

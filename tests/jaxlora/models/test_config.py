@@ -213,7 +213,7 @@ def test_rope_in_both_spellings(v4, v5, theta, scaling):
         ({"model_type": ["llama"]}, r"model_type=\['llama'\]\. Supported"),
         ({"num_local_experts": 8}, "num_local_experts=8: mixture-of-experts"),
         (
-            {"model_type": "qwen3_moe", "num_experts": 128},
+            {"model_type": "mixtral", "num_experts": 128},
             "num_experts=128: mixture-of-experts",
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu' is supported"),

@@ -15,12 +15,18 @@ from jaxlora.modules.scoring import softcap
 from tests.oracle import relative_error
 
 MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
-CASES = sorted(path.name for path in MODELS.iterdir())
 NO_ADAPTER = Routing(block_adapter=jnp.full(1, -1))
 
 
 def load_config(folder: pathlib.Path) -> dict:
     return json.loads((folder / "config.json").read_text())
+
+
+CASES = sorted(
+    path.name
+    for path in MODELS.iterdir()
+    if load_config(path)["model_type"] in FAMILIES
+)
 
 
 def pack(samples, *, total):
@@ -50,13 +56,15 @@ def packed_logits(model, samples, *, total):
 def logits_and_gradient(model, samples, total):
     """Logits, and the first sample's gradient of the loss by the first norm."""
     spec, (token_ids, *rest) = spec_of(model), pack(samples, total=total)
-    name = "layers.0.attention_norm.scale"
+    norms = ("attention_norm", "attention_output_norm")
+    paths = (f"layers.0.{norm}.scale" for norm in norms)
+    name = next(path for path in paths if path in model.params)
     is_target = jnp.arange(total) < len(samples[0]) - 1
     softcap_of_logits = model.config.logit_softcap
 
     def loss(scale, params):
         decoder = spec.bind({**params, name: scale})
-        hidden = decoder(token_ids, *rest, NO_ADAPTER)
+        hidden = decoder.head_input(decoder(token_ids, *rest, NO_ADAPTER))
         head, transposed = decoder.stored_head(hidden)
         nll = target_nll(
             hidden,

@@ -22,8 +22,40 @@ SIZES = {
 }
 
 
+LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+FUSED = (
+    "self_attn.qkv_proj",
+    "self_attn.o_proj",
+    "mlp.gate_up_proj",
+    "mlp.down_proj",
+)
+OF_EXPERTS = (
+    *LINEARS[:4],
+    *(
+        f"mlp.experts.{i}.{name}_proj"
+        for i in (0, 1)
+        for name in ("gate", "up", "down")
+    ),
+)
+OTHER_LINEARS = {"phi3": FUSED, "qwen3_moe": OF_EXPERTS}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 96,
+}
+
+
 def config_of(family: str) -> ModelConfig:
-    return model_config({"model_type": family, **SIZES})
+    more = EXPERTS if family == "qwen3_moe" else {}
+    return model_config({"model_type": family, **SIZES, **more})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,27 +64,31 @@ def test_the_order_of_the_projections_never_changes(family):
     projections = {
         name: linear.projection for name, linear in linears(config_of(family)).items()
     }
-    assert projections == {
-        "self_attn.q_proj": 0,
-        "self_attn.k_proj": 1,
-        "self_attn.v_proj": 2,
-        "self_attn.o_proj": 3,
-        "mlp.gate_proj": 4,
-        "mlp.up_proj": 5,
-        "mlp.down_proj": 6,
-    }
+    wanted = OTHER_LINEARS.get(family, LINEARS)
+    assert projections == {name: number for number, name in enumerate(wanted)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_and_norm_has_its_size(family):
     config = config_of(family)
-    found = {linear.name: linear for linear in linears(config).values()}
-    assert found["self_attn.q_proj"].out_features == 8 * 24
-    assert found["self_attn.v_proj"].out_features == 2 * 24
-    assert found["self_attn.o_proj"].in_features == 8 * 24
-    assert found["mlp.down_proj"].in_features == 96
-    norms = [x.shape for x in tensor_specs(config) if x.path.endswith(".scale")]
-    assert set(norms) <= {(64,), (24,)}
+    q, kv, inner = 8 * 24, 2 * 24, 96
+    sizes = {
+        "q_proj": (64, q),
+        "k_proj": (64, kv),
+        "v_proj": (64, kv),
+        "qkv_proj": (64, q + 2 * kv),
+        "o_proj": (q, 64),
+        "gate_proj": (64, inner),
+        "up_proj": (64, inner),
+        "gate_up_proj": (64, 2 * inner),
+        "down_proj": (inner, 64),
+    }
+    for name, linear in linears(config).items():
+        wanted = sizes[name.rpartition(".")[2]]
+        assert (linear.in_features, linear.out_features) == wanted
+    norms = {x.shape for x in tensor_specs(config) if x.path.endswith(".scale")}
+    of_heads = {(q,), (kv,)} if family.startswith("olmo") else {(24,)}
+    assert norms <= {(64,)} | of_heads
 
 
 @pytest.mark.parametrize("family", FAMILIES)

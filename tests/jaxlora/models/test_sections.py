@@ -21,10 +21,10 @@ from jaxlora.scheduler import Limits
 from jaxlora.train.execute.step import CompiledSteps
 from tests import tiny
 from tests.jaxlora.models.test_tensor_parallel import (
-    BIASES_AND_VERA,
     DORA,
     ROUNDING,
     ROWS,
+    VERA,
     arguments,
     make_spec,
 )
@@ -35,7 +35,7 @@ from tests.oracle import relative_error
 SPECS = {
     "tied": {"tied": True, "adapted": ("q", "down"), "remat": "mlp"},
     "dora": {"adapted": ("v",), "shape": tuple(DORA.items()), "remat": "layer"},
-    "vera": {"adapted": ("o",), "shape": tuple((BIASES_AND_VERA | ROWS).items())},
+    "vera": {"adapted": ("o",), "shape": tuple((VERA | ROWS).items())},
     "whole": {
         "adapted": (),
         "shape": (("outside", (("whole_embedding", 1), ("whole_head", 1))),),

@@ -1,5 +1,6 @@
-"""Loads adapters for generation, each into a slot of its own."""
+"""Decoders that are ready to generate: the base with adapters in slots of their own."""
 
+import dataclasses
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, Sharding
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.adapters.slot_state import padded_rows
-from jaxlora.generate.batch import LoadedDecoder
-from jaxlora.generate.programs import Tables
+from jaxlora.generate.programs import Programs, Tables, Weights, programs_of
 from jaxlora.hf.load import FrozenModel, OpenedModel
+from jaxlora.models.forward import Base
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
@@ -22,6 +24,73 @@ from jaxlora.modules.slot_shape import SlotShape, largest_rows
 from jaxlora.modules.trained_tensors import tensor_of, tensor_settings
 
 NO_ADAPTER = 0  # the slot of the base model, which stays empty
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedStage:
+    """A stage of a decoder, ready to generate as soon as its base is loaded.
+
+    Attributes:
+        spec: Its layers, with weights as a whole.
+        base: Its frozen weights, which a mesh may divide; or the model that is being
+            loaded, whose only stage it is.
+        adapters: Its slot tables, by name of the stack, which a mesh may divide; empty
+            without slots.
+        settings: Settings of its slots; None without slots.
+        mesh: Its devices; None: a single one, without a mesh.
+    """
+
+    spec: DecoderSpec
+    base: Base | Future[FrozenModel]
+    adapters: Tables
+    settings: SlotSettings | None
+    mesh: Mesh | None = None
+
+    def weights(self, *, wait: bool) -> Weights:
+        """Returns its arrays; of a base that is not loaded, shapes or what will be."""
+        base: Any = self.base
+        if isinstance(base, Future):
+            base = base.result().params if wait else self.spec.base_shapes()
+        return Weights(base, self.adapters, self.settings)
+
+    @property
+    def place(self) -> Mesh | Sharding:
+        """Its mesh, or where its weights are."""
+        if self.mesh is not None:
+            return self.mesh
+        if isinstance(self.base, Future):  # to JAX's default device
+            return jnp.zeros(()).sharding
+        return next(iter(self.base.values())).sharding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedDecoder:
+    """A decoder on one device, or on the devices of a mesh.
+
+    Attributes:
+        stages: The stages, from the embedding to the head.
+    """
+
+    stages: tuple[LoadedStage, ...]
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The first stage, which has the configuration of the whole model."""
+        return self.stages[0].spec
+
+    def weights(self, *, wait: bool = True) -> tuple[Weights, ...]:
+        """Returns the arrays of each stage.
+
+        Args:
+            wait: Whether to wait for a base that is being loaded, or else to return
+                its shapes.
+        """
+        return tuple(stage.weights(wait=wait) for stage in self.stages)
+
+    @property
+    def programs(self) -> Programs:
+        """The functions that run it."""
+        return programs_of(tuple((stage.spec, stage.place) for stage in self.stages))
 
 
 def load_decoder(
@@ -60,7 +129,8 @@ def load_decoder(
     tables, settings = {}, None
     if adapters:
         tables, settings = _tables(spec, adapters), _settings(spec, adapters)
-    return LoadedDecoder(spec=spec, base=base, adapters=tables, settings=settings)
+    stage = LoadedStage(spec=spec, base=base, adapters=tables, settings=settings)
+    return LoadedDecoder(stages=(stage,))
 
 
 def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:

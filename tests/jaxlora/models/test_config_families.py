@@ -1,0 +1,98 @@
+"""The keys of config.json that only some families have."""
+
+import math
+
+import pytest
+
+from jaxlora.errors import ModelError
+from jaxlora.models.config import LongRopeScaling, PartialRope
+from jaxlora.models.registry import model_config
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+LONG = {"type": "longrope", "short_factor": [1.0, 2], "long_factor": [3.0, 4.0]}
+HALF = {"rope_scaling": LONG, "partial_rotary_factor": 0.5}
+
+
+def read(family: str, **more):
+    return model_config({**SHAPE, "model_type": family, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "rotates"),
+    [
+        ({}, (True, True, True, False)),
+        ({"no_rope_layer_interval": 2}, (True, False, True, False)),
+        ({"no_rope_layers": [0, 1, 1, 0, 1]}, (False, True, True, False)),
+    ],
+)
+def test_layers_without_positions(more, rotates):
+    assert read("smollm3", **more).rotates == rotates
+
+
+def test_layers_without_positions_have_the_windows():
+    config = read("smollm3", use_sliding_window=True, sliding_window=8)
+    assert config.layer_windows == (None, None, None, 8)
+
+
+def test_each_fourth_layer_of_olmo3_has_no_window():
+    assert read("olmo3").layer_windows == (4096, 4096, 4096, None)
+    assert read("olmo3").rope.theta == read("olmo3").local_rope.theta == 5e5
+
+
+def test_rotary_positions_of_phi():
+    config = read("phi3", **HALF, max_position_embeddings=131072)
+    # Longer sequences have other frequencies.
+    assert config.max_positions == 4096
+    magnitude = math.sqrt(1 + math.log(32) / math.log(4096))
+    scaling = LongRopeScaling(factors=(1.0, 2.0), magnitude=magnitude)
+    assert config.rope == PartialRope(theta=10000.0, share=0.5, scaling=scaling)
+    given = {"rope_scaling": {**LONG, "attention_factor": 1.5}}
+    assert read("phi3", **{**HALF, **given}).rope.scaling.magnitude == 1.5
+    assert read("phi3", max_position_embeddings=131072).max_positions == 131072
+
+
+def test_layers_with_experts():
+    config = read("qwen3_moe", mlp_only_layers=[3], decoder_sparse_step=2)
+    assert config.has_experts == (False, True, False, False)
+    assert read("qwen3_moe").has_experts == (True,) * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "match"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]; wanted for"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers=.* a 1 if it"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0; wanted a number above 0"),
+        ("olmo3", {"sliding_window": None}, "lacks 'sliding_window'"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1; only 0 is supported"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5; wanted"),
+        ("phi3", {"partial_rotary_factor": 0.4}, "by which 3 features rotate; wanted"),
+        ("phi3", {"rope_scaling": LONG}, "2 values in short_factor; wanted 4"),
+        (
+            "phi3",
+            {"rope_scaling": {**LONG, "short_factor": [1.0, "2"]}},
+            "wanted a list of numbers above 0",
+        ),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "without 'short_factor'"),
+        ("phi3", {"rope_scaling": {"type": "linear"}}, "supported: default, longrope"),
+        ("llama", {"rope_scaling": LONG}, "supported: default, linear, llama3"),
+        ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok=8, more than num_expe"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [4]},
+            r"mlp_only_layers=\[4\]; wanted a list",
+        ),
+        ("qwen3_moe", {"output_router_logits": True}, "only False is supported"),
+        ("qwen3_moe", {"n_routed_experts": 4}, "n_routed_experts=4: mixture-of-exp"),
+    ],
+)
+def test_refused(family, more, match):
+    with pytest.raises(ModelError, match=match):
+        read(family, **more)

@@ -1,0 +1,66 @@
+"""LoRA on every linear of a model with experts equals torch's; see tests/golden."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxlora import DecoderOptions, DecoderSpec, Routing, SlotShape, load_model
+from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.structure import linear_path, linear_shapes
+from jaxlora.modules.loss import target_nll
+from tests.jaxlora.models.test_logits import MODELS, pack
+from tests.oracle import relative_error
+
+CASES = sorted(path.parent.name for path in MODELS.glob("*/lora.safetensors"))
+RANK = 2  # of make_logits.py
+OF_PEFT = {"lora_a": "lora_A", "lora_b": "lora_B"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_those_of_torch(case):
+    model = load_model(MODELS / case, dtype="float32")
+    golden = safetensors.numpy.load_file(MODELS / case / "lora.safetensors")
+    sample = np.load(MODELS / case / "logits.npz")["tokens_0"]
+    names = {linear_path(name): name for name in linear_shapes(model.config)}
+    spec = DecoderSpec(
+        config=model.config,
+        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=128),
+        slots=SlotShape(num_slots=1, rank=RANK),
+        adapted=tuple(sorted(names)),
+    )
+    ones = np.ones((len(names), 1), np.float32)
+    settings = SlotSettings(
+        scaling=ones, dropout=0 * ones, rank=np.full_like(ones, RANK, np.int32)
+    )
+    tables = {
+        f"{path}.{table}": golden[f"{name}.{theirs}"].T[None]
+        for path, name in names.items()
+        for table, theirs in OF_PEFT.items()
+    }
+    tokens, positions, segments = pack([sample], total=128)
+    is_target = jnp.arange(128) < len(sample) - 1
+
+    @jax.jit
+    def run(tables, base):
+        def loss(tables):
+            decoder = spec.bind(base, tables, settings=settings)
+            routing = Routing(block_adapter=jnp.zeros(1, jnp.int32))
+            hidden = decoder(tokens, positions, segments, routing)
+            head, transposed = decoder.stored_head(hidden)
+            labels = jnp.roll(tokens, -1)
+            nll = target_nll(
+                hidden, head, labels, is_target, head_transposed=transposed
+            )
+            return nll.sum(), hidden @ (head.T if transposed else head)
+
+        return jax.grad(loss, has_aux=True)(tables)
+
+    gradients, logits = run(tables, model.params)
+    assert relative_error(logits[: len(sample)], golden["logits"]) < 1e-5
+    for path, name in names.items():
+        for table, theirs in OF_PEFT.items():
+            wanted = golden[f"{name}.{theirs}.gradient"]
+            actual = np.asarray(gradients[f"{path}.{table}"][0]).T
+            assert relative_error(actual, wanted) < 1e-4, name
