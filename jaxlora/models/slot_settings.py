@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -74,8 +73,7 @@ def _of_variant(
         if is_shared and not linears:
             return None
         read = (one.settings(spec.slots, k, n) for one in spec.slots.variants)
-        shapes = {name: shape for settings in read for name, shape in settings.items()}
-        return shapes[name].shape if name in shapes else None
+        return next((found[name].shape for found in read if name in found), None)
 
     return SlotSetting(
         name=name, dtype=dtype, value=value, sizes=sizes, is_shared=is_shared
@@ -92,25 +90,18 @@ def _of_module(module: SlotModule) -> SlotSetting:
             return None
         return (num_rows,) if module.has_tokens else ()
 
-    if module.is_whole:
-        return SlotSetting(
-            name="is_trained",
-            dtype=np.bool_,
-            value=lambda adapter: module.name in adapter.outside,
-            sizes=sizes,
-            module=module.name,
-        )
-
-    def tokens(adapter: Any) -> Any:
-        rows = adapter.outside.get(module.name)
-        return None if rows is None else np.asarray(rows.tokens, np.int32)
+    def value(adapter: Any) -> Any:
+        own = adapter.outside.get(module.name)
+        if own is not None and module.has_tokens:
+            return np.asarray(own.tokens, np.int32)
+        return None if own is None else True
 
     return SlotSetting(
-        name="ids",
-        dtype=np.int32,
-        value=tokens,
+        name="ids" if module.has_tokens else "is_trained",
+        dtype=np.int32 if module.has_tokens else np.bool_,
+        value=value,
         sizes=sizes,
-        fill=-1,
+        fill=-1 if module.has_tokens else 0,
         module=module.name,
     )
 
@@ -149,23 +140,6 @@ def settings_in(keys: Iterable[str]) -> list[SlotSetting]:
     """Returns the entries of some settings, in the order of the table."""
     keys = set(keys)
     return [setting for setting in SETTINGS if setting.key in keys]
-
-
-def shapes_of_settings(spec: Any) -> SlotSettings:
-    """Returns shapes of the settings that a decoder, or one stage of it, reads.
-
-    Args:
-        spec: The `DecoderSpec`.
-    """
-    found = SlotSettings()
-    if spec.slots is None:
-        return found
-    for setting in SETTINGS:
-        if (sizes := setting.sizes(spec)) is not None:
-            first = len(spec.adapted) if setting.is_of_linears else 1
-            shape = first, spec.slots.num_slots, *sizes
-            found[setting.key] = jax.ShapeDtypeStruct(shape, setting.dtype)
-    return found
 
 
 def settings_of_base(

@@ -16,11 +16,7 @@ from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.slot_modules import SLOT_MODULES
-from jaxlora.models.slot_settings import (
-    SlotSettings,
-    settings_by_path,
-    shapes_of_settings,
-)
+from jaxlora.models.slot_settings import SETTINGS, SlotSettings, settings_by_path
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.models.structure import linears
 from jaxlora.models.tensor_parallel import part_config
@@ -344,8 +340,16 @@ class DecoderSpec:
         return frozenset(path.rpartition(".")[0] for path in tables)
 
     def settings_shapes(self) -> SlotSettings:
-        """Shapes of the settings of the slots, by key."""
-        return shapes_of_settings(self)
+        """Shapes of the settings of the slots that are read here, by key."""
+        found, slots = SlotSettings(), self.slots
+        if slots is None:
+            return found
+        for setting in SETTINGS:
+            if (sizes := setting.sizes(self)) is not None:
+                first = len(self.adapted) if setting.is_of_linears else 1
+                shape = first, slots.num_slots, *sizes
+                found[setting.key] = jax.ShapeDtypeStruct(shape, setting.dtype)
+        return found
 
     @property
     def whole_copies(self) -> frozenset[str]:
