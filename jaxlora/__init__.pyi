@@ -8,6 +8,8 @@ from .config import DataConfig, LoraJob, RunConfig
 from .config.generation_settings import GenerationSettings
 from .config.run_file import load_run
 from .config.sweep_config import Sweep
+from .data.formats.example import Example
+from .data.formats.register import register_format
 from .errors import JaxloraError
 from .fuse.api import fuse
 from .fuse.explain import explain
@@ -23,6 +25,8 @@ from .modules.base_param import BaseParam
 from .modules.multi_lora_linear import MultiLoraLinear, SlotVariable
 from .modules.routing import Routing
 from .modules.slot_shape import SlotShape
+from .objectives.base import Objective, ObjectiveSettings
+from .objectives.register import register_objective
 from .run.callback import Callback
 from .sweeps.control import Trainer
 from .sweeps.files import print_summary
@@ -36,6 +40,7 @@ __all__ = [
     "Decoder",
     "DecoderOptions",
     "DecoderSpec",
+    "Example",
     "FrozenModel",
     "Generation",
     "GenerationSettings",
@@ -46,6 +51,8 @@ __all__ = [
     "LoraWeights",
     "ModelConfig",
     "MultiLoraLinear",
+    "Objective",
+    "ObjectiveSettings",
     "Prompt",
     "Routing",
     "RunConfig",
@@ -64,5 +71,7 @@ __all__ = [
     "load_run",
     "merge_adapter",
     "print_summary",
+    "register_format",
+    "register_objective",
     "register_optimizer",
 ]

@@ -4,8 +4,13 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_device, add_revision, positive_int, use_device
+from jaxlora.cli.options import (
+    Command,
+    add_device,
+    add_revision,
+    positive_int,
+    use_device,
+)
 from jaxlora.common.console import complain
 from jaxlora.errors import ConfigError
 from jaxlora.printable import KEPT_IN_TEXTS, printable

@@ -10,6 +10,7 @@ import pathlib
 import re
 import stat
 from collections.abc import Callable
+from typing import BinaryIO
 
 import pydantic
 
@@ -57,6 +58,55 @@ def check_private(found: os.stat_result, path: pathlib.Path) -> None:
         mode = stat.S_IMODE(found.st_mode)
         why = f"other users may write to it (mode {mode:o}). If it is yours"
         raise OSError(errno.EPERM, f"{why}, run: chmod go-w {path}")
+
+
+def open_private(path: pathlib.Path) -> BinaryIO:
+    """Opens a file to read its bytes, if only this user may have written it.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It is no regular file, or others may write to it or its folder.
+    """
+    check_private(path.parent.stat(), path.parent)
+    # A link may lead to a file that somebody else chooses.
+    file = open_regular_file(path, follow=False)
+    try:
+        check_private(os.fstat(file.fileno()), path)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def remove_oldest(
+    folder: pathlib.Path,
+    suffix: str,
+    max_bytes: int,
+    keep: pathlib.Path | None = None,
+) -> None:
+    """Removes the files used least recently, until the rest is small enough.
+
+    Args:
+        folder: The folder.
+        suffix: End of the names of its files.
+        max_bytes: Bound on the size of all.
+        keep: A file that stays, whatever its size.
+    """
+    entries = []
+    for path in folder.glob(f"*{suffix}"):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:  # another process has removed it
+            continue
+        if stat.S_ISREG(found.st_mode):
+            entries.append((found.st_mtime_ns, found.st_size, path))
+    excess = sum(size for _, size, _ in entries) - max_bytes
+    for _, size, path in sorted(entries):
+        if excess <= 0:
+            return
+        if path != keep:
+            path.unlink(missing_ok=True)
+            excess -= size
 
 
 # ---- files of a kind of device -------------------------------------------------------
@@ -123,9 +173,7 @@ def read_private[T](
     except RuntimeError:
         return None
     try:
-        check_private(path.parent.stat(), path.parent)
-        with open_regular_file(path, follow=False) as file:
-            check_private(os.fstat(file.fileno()), path)
+        with open_private(path) as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")

@@ -137,18 +137,6 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | str)
 
 
-# The kinds of records that a data set may have.
-RecordKind = Literal[
-    "prompt_completion",
-    "messages",
-    "text",
-    "alpaca",
-    "preference",
-    "unpaired",
-    "distill",
-]
-
-
 class DataConfig(StrictModel):
     """The location of a job's records, and how a record becomes tokens.
 
@@ -169,6 +157,7 @@ class DataConfig(StrictModel):
             `input` and `output`; `preference` a chosen and a rejected answer, and
             `unpaired` one answer with a label, and `distill` tokens with a teacher's
             log-probabilities, which `auto` does for objectives that learn from them.
+            Others are registered with `jaxlora.register_format`.
         prompt: Field of the prompt, or a Jinja template over the record's fields
             (anything that contains `{{`).
         completion: Field of the completion, or a Jinja template.
@@ -226,7 +215,7 @@ class DataConfig(StrictModel):
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
-    kind: Literal["auto", RecordKind] = "auto"
+    kind: str = "auto"
     prompt: str = "prompt"
     completion: str = "completion"
     messages: str = "messages"

@@ -90,7 +90,8 @@ class LoraJob(StrictModel):
             this job starts as a copy of its whole state. What may differ is
             `jaxlora.config.clone.CHANGEABLE`.
         objective: What the loss is: `next_token`, or of preferences `dpo`, `simpo`,
-            `cpo`, `orpo`, `kto` or `reward`; see `jaxlora.data.objectives`.
+            `cpo`, `orpo`, `kto` or `reward`; see `jaxlora.objectives.table`. Others are
+            made known with `jaxlora.register_objective`.
         objective_args: Settings of the objective, by name, such as `{beta: 0.5}`.
         batch_size: Samples (groups of them, if the objective has groups) in a global
             batch: one optimizer step.

@@ -40,7 +40,8 @@ _ROOM = 400  # for what a run writes into its folder
 _LARGEST_INT = 2**53
 
 
-def _check_number(value: Any) -> Any:
+def check_number(value: Any) -> Any:
+    """Refuses true and texts as numbers, such as "8"."""
     if isinstance(value, bool | np.bool_ | str | bytes):
         raise PydanticCustomError("number", "expected a number")
     return value
@@ -77,7 +78,7 @@ def _num_bytes(text: str) -> int:
 
 
 # This validator must come after the constraints of a number.
-Number = BeforeValidator(_check_number)
+Number = BeforeValidator(check_number)
 
 Texts = str | tuple[str, ...]
 InputPath = Annotated[str, AfterValidator(_check_path)]

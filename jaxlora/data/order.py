@@ -4,8 +4,9 @@
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,17 +14,6 @@ from jaxtyping import Float, Int
 
 # A product of floats such as 0.1 * 30 is slightly above the intended integer.
 _ROUNDING = 1e-9
-
-
-def batches_of(num_samples: int, batch_size: int, smallest_batch: int = 1) -> int:
-    """Returns the number of global batches that samples are cut into; see `JobOrder`.
-
-    Args:
-        num_samples: Number of samples, at least one.
-        batch_size: Number of samples in a global batch.
-        smallest_batch: Fewest samples of a batch, if there are as many.
-    """
-    return max(1, -(-(num_samples - smallest_batch + 1) // batch_size))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,28 +43,16 @@ class JobOrder:
     epochs: float = 1.0
     steps: int | None = None
     smallest_batch: int = 1
-    # The last epochs' permutations. Planning runs ahead of training, in a thread of its
-    # own and possibly in the next epoch, so there are two. They never change a result.
-    _cache: dict = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self):
-        for name in ("num_samples", "batch_size", "epochs", "steps"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be positive.")
-        for name in ("num_samples", "batch_size"):
-            if (value := getattr(self, name)) < self.smallest_batch:
-                raise ValueError(
-                    f"{name}={value} must be at least smallest_batch="
-                    f"{self.smallest_batch}."
-                )
+        assert min(self.num_samples, self.batch_size) >= max(1, self.smallest_batch)
+        assert self.epochs > 0 and (self.steps is None or self.steps > 0)
 
     @property
     def batches_per_epoch(self) -> int:
         """Number of global batches in an epoch."""
-        return batches_of(self.num_samples, self.batch_size, self.smallest_batch)
+        most = self.num_samples - self.smallest_batch + 1
+        return max(1, math.ceil(most / self.batch_size))
 
     @property
     def num_steps(self) -> int:
@@ -85,8 +63,7 @@ class JobOrder:
 
     def batch(self, step: int) -> Int[np.ndarray, " B"]:
         """Returns the indices of the samples of global batch `step`, from 0."""
-        if not 0 <= step < self.num_steps:
-            raise ValueError(f"{step=} must be in [0, {self.num_steps}).")
+        assert 0 <= step < self.num_steps
         epoch, batch = divmod(step, self.batches_per_epoch)
         places = self._places(batch)
         if not self.shuffle:
@@ -112,15 +89,15 @@ class JobOrder:
             out[batch] = np.roll(batch, 1)
         return out
 
-    def _epoch(self, epoch: int) -> Int[np.ndarray, " N"]:
-        found = self._cache.get(epoch)
-        if found is None:
-            found = permutation(self.num_samples, self.seed, epoch)
-            for other in list(self._cache):
-                if abs(other - epoch) > 1:
-                    self._cache.pop(other, None)
-            self._cache[epoch] = found
-        return found
+    @functools.cached_property
+    def _epoch(self) -> Callable[[int], Int[np.ndarray, " N"]]:
+        """Makes an epoch's permutation.
+
+        Planning runs ahead of training, in a thread of its own and possibly in the next
+        epoch, so two are kept.
+        """
+        make = functools.partial(permutation, self.num_samples, self.seed)
+        return functools.lru_cache(maxsize=2)(make)
 
 
 def permutation(num: int, seed: int, stream: int) -> Int[np.ndarray, " N"]:

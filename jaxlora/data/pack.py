@@ -3,52 +3,18 @@
 import dataclasses
 import functools
 import itertools
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
 
-from jaxlora.data.objective import Objective, Terms
-from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES, has_reference
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.models.packed_batch import PackedBatch
+from jaxlora.objectives.base import Objective, Terms
+from jaxlora.objectives.next_token import NEXT_TOKEN
+from jaxlora.objectives.sample import TokenizedSample
+from jaxlora.objectives.table import OBJECTIVES, has_groups, has_reference
 from jaxlora.scheduler import Limits, Microbatch, Sample
-
-
-@typing.no_type_check  # JAX also instantiates it with objects that are not arrays
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedBatch:
-    """Token rows of several jobs. The rows of a job fill a whole number of blocks.
-
-    Attributes:
-        token_ids: Token ids; 0 in padding rows.
-        positions: Position of each token in its sample.
-        segment_ids: Index of the sample that each row belongs to; -1 in padding rows.
-        labels: The token that each row should predict, which is the next one of its
-            sample.
-        loss_inputs: What each objective of the run reads of its rows, by name of the
-            objective; 0 in other rows.
-        group_ids: Index of the group of samples that each row belongs to; -1 in padding
-            rows. None: every group of the run is one sample.
-        token_index: Index of each token in the global batch of its job.
-        block_adapter: Slot of each token block; -1 for padding blocks.
-        reference_nll: Negative log likelihood of each row's label by the reference of
-            its job, in nats; 0 if no sample needs it. None: no objective of the run
-            has a reference.
-    """
-
-    token_ids: Int[Array, " T"]
-    positions: Int[Array, " T"]
-    segment_ids: Int[Array, " T"]
-    labels: Int[Array, " T"]
-    loss_inputs: dict[str, dict[str, Float[Array, "T ..."]]]
-    group_ids: Int[Array, " T"] | None = None
-    token_index: Int[Array, " T"]
-    block_adapter: Int[Array, " NB"]
-    reference_nll: Float[Array, " T"] | None = None
 
 
 def runs_reference(packed: PackedBatch) -> bool:
@@ -77,7 +43,7 @@ class JobBatch:
     samples: Sequence[TokenizedSample]
     weight: float
     objective: Objective = NEXT_TOKEN
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Any = None
     is_reference: bool = False
 
     @functools.cached_property
@@ -223,156 +189,108 @@ def pack_microbatch(
     Returns:
         NumPy arrays.
     """
-    packed, pads = _rows(microbatch, batches, limits)
-    if not packed:
-        return _padding(limits, objectives)
-    # All rows are runs, of a sample or of padding, in the order of their first rows.
-    runs = [(p.row, len(p.sample.token_ids), p) for p in packed]
-    runs += [(first, length, None) for first, length in pads]
-    runs.sort(key=lambda run: run[0])
-    starts, lengths = (np.array([run[i] for run in runs], np.int32) for i in (0, 1))
+    runs = _runs(microbatch, batches, limits)
+    lengths = np.array([run.length for run in runs])
+    ends = np.cumsum(lengths)
+    starts = (ends - lengths).tolist()
 
-    def by_row(values: Iterable[int]) -> np.ndarray:
+    def by_row(values: Iterable[int]) -> Any:
         return np.repeat(np.array([*values], np.int32), lengths)
 
-    token_ids = np.concatenate(
-        [np.zeros(n, np.int32) if p is None else p.sample.token_ids for _, n, p in runs]
+    token_ids: Any = np.concatenate(
+        [
+            np.zeros(run.length, np.int32) if run.of is None else run.of[1].token_ids
+            for run in runs
+        ]
     )
-    labels = np.zeros_like(token_ids)
+    labels: Any = np.zeros_like(token_ids)
     labels[:-1] = token_ids[1:]
-    labels[starts + lengths - 1] = 0  # nothing follows the last token of a sample
-    positions = np.arange(limits.capacity, dtype=np.int32) - np.repeat(starts, lengths)
-    for first, length in pads:
-        positions[first : first + length] = 0
-    parts = [p for _, _, p in runs]
-    group_ids = None
-    if has_groups(objectives):
-        group_ids = by_row(-1 if p is None else p.group for p in parts)
-    arrays: dict[str, Any] = {
-        "token_ids": token_ids,
-        "positions": positions,
-        "segment_ids": by_row(-1 if p is None else p.number for p in parts),
-        "labels": labels,
-        "loss_inputs": _loss_inputs(packed, limits.capacity, objectives),
-        "group_ids": group_ids,
-        "token_index": positions + by_row(0 if p is None else p.index for p in parts),
-        # The rows of a job begin with a block.
-        "block_adapter": by_row(-1 if p is None else p.batch.slot for p in parts)[
-            :: limits.block_tokens
-        ].copy(),
-        "reference_nll": _no_reference(limits, objectives),
-    }
-    return PackedBatch(**arrays)
+    labels[ends - 1] = 0  # nothing follows the last token of a sample
+    positions = np.arange(limits.capacity, dtype=np.int32) - by_row(starts)
+    positions[by_row(run.of is None for run in runs) > 0] = 0
+    slots = by_row(-1 if run.of is None else run.of[0].slot for run in runs)
+    reference: Any = np.zeros(limits.capacity, np.float32)
+    return PackedBatch(
+        token_ids=token_ids,
+        positions=positions,
+        segment_ids=by_row(run.sample for run in runs),
+        labels=labels,
+        loss_inputs=_loss_inputs(runs, starts, limits.capacity, objectives),
+        group_ids=(
+            by_row(run.group for run in runs) if has_groups(objectives) else None
+        ),
+        token_index=positions + by_row(run.first_token for run in runs),
+        block_adapter=slots[:: limits.block_tokens].copy(),  # a job begins with a block
+        reference_nll=reference if has_reference(objectives) else None,
+    )
 
 
-class _Rows(NamedTuple):
-    """The rows of a sample in a microbatch.
+class _Run(NamedTuple):
+    """Consecutive rows of a microbatch: those of a sample, or padding.
 
     Attributes:
-        number: Index of the sample in the microbatch.
-        group: Index of its group in the microbatch.
-        row: Its first row.
-        index: Index of its first token in the global batch.
-        batch: Its global batch.
-        sample: Its tokens.
+        length: Number of rows.
+        sample: Index of the sample in the microbatch; -1: padding.
+        group: Index of its group in the microbatch; -1: padding.
+        first_token: Index of its first token in the global batch.
+        of: The global batch and the sample; None: padding.
     """
 
-    number: int
-    group: int
-    row: int
-    index: int
-    batch: JobBatch
-    sample: TokenizedSample
+    length: int
+    sample: int = -1
+    group: int = -1
+    first_token: int = 0
+    of: tuple[JobBatch, TokenizedSample] | None = None
 
 
-def _rows(
+def _runs(
     microbatch: Microbatch, batches: Mapping[int, JobBatch], limits: Limits
-) -> tuple[list[_Rows], list[tuple[int, int]]]:
-    """Returns the rows of each sample, and the first row and length of each padding."""
-    packed: list[_Rows] = []
-    pads: list[tuple[int, int]] = []
+) -> list[_Run]:
+    """Returns the rows of a microbatch, in order."""
+    runs: list[_Run] = []
     row = num_samples = 0
-
-    def pad(end: int) -> None:
-        if end > row:
-            pads.append((row, end - row))
-
     for number, group in enumerate(microbatch):
         if number and group.owner != microbatch[number - 1].owner:
-            pad(limits.padded(row))
+            runs.append(_Run(limits.padded(row) - row))
             row = limits.padded(row)
+        row += group.num_tokens
         if (batch := batches.get(group.owner)) is None:
-            pad(row + group.num_tokens)
-            row, num_samples = row + group.num_tokens, num_samples + 1
-            continue
-        first, in_batch = row, batch.starts[group.index]
-        for sample in batch.group(group.index):
-            index = in_batch + row - first
-            packed.append(_Rows(num_samples, number, row, index, batch, sample))
-            row += len(sample.token_ids)
+            runs.append(_Run(group.num_tokens))
             num_samples += 1
-    pad(limits.capacity)
-    return packed, pads
-
-
-def has_groups(objectives: Sequence[str]) -> bool:
-    """Whether an objective reads the groups of rows."""
-    read = (OBJECTIVES[name] for name in objectives)
-    return any(one.group_size > 1 or one.sums_groups for one in read)
-
-
-def input_shapes(objective: str, num_rows: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each input of an objective's rows, by name."""
-    found = OBJECTIVES[objective]
-    return {
-        name: (num_rows, found.widths[name]) if name in found.widths else (num_rows,)
-        for name in found.input_names
-    }
+            continue
+        first_token = int(batch.starts[group.index])
+        for sample in batch.group(group.index):
+            length, of = len(sample.token_ids), (batch, sample)
+            runs.append(_Run(length, num_samples, number, first_token, of))
+            first_token += length
+            num_samples += 1
+    runs.append(_Run(limits.capacity - row))
+    return [run for run in runs if run.length]
 
 
 def _loss_inputs(
-    packed: Sequence[_Rows], num_rows: int, objectives: Sequence[str]
-) -> dict[str, dict[str, np.ndarray]]:
+    runs: Sequence[_Run],
+    starts: Sequence[int],
+    num_rows: int,
+    objectives: Sequence[str],
+) -> dict[str, dict[str, Any]]:
     """Lays out what each objective reads of the rows of its jobs."""
-    inputs = {
+    inputs: dict[str, dict[str, Any]] = {
         name: {
             key: np.zeros(shape, np.float32)
-            for key, shape in input_shapes(name, num_rows).items()
+            for key, shape in OBJECTIVES[name].input_shapes(num_rows).items()
         }
         for name in objectives
     }
-    for _, parts in itertools.groupby(packed, lambda part: part.group):
-        first, *others = parts
-        group = [first.sample, *(part.sample for part in others)]
-        batch = first.batch
+    pairs = zip(starts, runs, strict=True)
+    for _, members in itertools.groupby(pairs, lambda pair: pair[1].group):
+        of_group = [(start, *run.of) for start, run in members if run.of is not None]
+        if not of_group:
+            continue
+        first, batch, _ = of_group[0]
+        group = [sample for *_, sample in of_group]
+        end = first + sum(len(sample.token_ids) for sample in group)
         values = batch.objective.row_inputs(group, batch.terms)
-        end = first.row + sum(len(sample.token_ids) for sample in group)
         for key, of_rows in values.items():
-            inputs[batch.objective.name][key][first.row : end] = of_rows
+            inputs[batch.objective.name][key][first:end] = of_rows
     return inputs
-
-
-def _padding(limits: Limits, objectives: Sequence[str]) -> PackedBatch:
-    """Returns a microbatch without samples."""
-    num_rows, num_blocks = limits.capacity, limits.capacity // limits.block_tokens
-    zeros: Any = np.zeros(num_rows, np.int32)
-    none: Any = np.full(num_rows, -1, np.int32)
-    inputs: Any = _loss_inputs((), num_rows, objectives)
-    blocks: Any = np.full(num_blocks, -1, np.int32)
-    return PackedBatch(
-        token_ids=zeros,
-        positions=zeros,
-        segment_ids=none,
-        labels=zeros,
-        loss_inputs=inputs,
-        group_ids=none if has_groups(objectives) else None,
-        token_index=zeros,
-        block_adapter=blocks,
-        reference_nll=_no_reference(limits, objectives),
-    )
-
-
-def _no_reference(limits: Limits, objectives: Sequence[str]) -> Any:
-    if not has_reference(objectives):
-        return None
-    return np.zeros(limits.capacity, np.float32)

@@ -158,8 +158,8 @@ def read_chat(messages: Sequence[Any], *, is_columnar: bool = False) -> list[Mes
     """
     # Nothing is trained on, so it does not matter whether an answer is empty.
     unweighted = [{**m, "weight": 0} if isinstance(m, Mapping) else m for m in messages]
-    record = {"messages": unweighted}
-    return [*read_messages(record, "messages", is_columnar=is_columnar).messages]
+    read = read_messages(unweighted, "messages", is_columnar=is_columnar)
+    return [*read.messages]
 
 
 def prompt_text(prompt: Prompt) -> str:

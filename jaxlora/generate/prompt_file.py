@@ -5,9 +5,9 @@ import pathlib
 from typing import Any
 
 from jaxlora.common.json_file import check_regular_file
+from jaxlora.data.formats import alpaca
 from jaxlora.data.records.files import READERS, Record, read_file
 from jaxlora.data.records.tool_calls import read_tools
-from jaxlora.data.rendering.prompts import AlpacaPrompts
 from jaxlora.errors import DataError
 from jaxlora.generate.prompt import Message, Prompt, errors_in, read_chat
 
@@ -57,7 +57,7 @@ class _RecordFile:
     def __init__(self, path: pathlib.Path, *, chat: bool):
         self._path = path
         self._is_columnar = path.suffix not in _OF_FILES
-        self._alpaca = AlpacaPrompts(chat=chat)
+        self._chat = chat
         self._num_answered = 0
 
     def read(self) -> list[Prompt]:
@@ -97,11 +97,7 @@ class _RecordFile:
 
     def _text(self, key: str, fields: Record) -> str | list[Message]:
         if key == "instruction":
-            # The answer may be absent.
-            (pair,) = self._alpaca.read([{**fields, "output": "-"}])
-            if isinstance(pair, DataError):
-                raise pair
-            return pair.prompt
+            return alpaca.make_prompt(fields, chat=self._chat)
         if key == "prompt" and not isinstance(fields[key], list):
             return str(_check(fields, key, str))
         return self._question(_check(fields, key, list))

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.data.objective import RowInputs
-from jaxlora.data.objectives import OBJECTIVES, has_baseline
-from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import Decoder
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import SoftLabels, target_nll
 from jaxlora.modules.routing import Routing
 from jaxlora.modules.whole_head import whole_nll
+from jaxlora.objectives.base import RowInputs
+from jaxlora.objectives.table import OBJECTIVES, has_baseline
 from jaxlora.sharding.tensor import gather_rows, whole_rows
 
 Base = dict[str, Array]

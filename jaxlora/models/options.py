@@ -5,10 +5,10 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxlora.data.objectives import NEXT_TOKEN
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.length_classes import SegmentLengths
+from jaxlora.objectives.table import NEXT_TOKEN
 
 # The part of each layer that the backward pass recomputes instead of keeping it, from
 # the weakest on.

@@ -12,11 +12,11 @@ from typing import Any
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.data.objectives import OBJECTIVES
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.length_classes import shortest_class
+from jaxlora.objectives.table import OBJECTIVES
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.lanes import replica_lanes, run_lanes, window_cost

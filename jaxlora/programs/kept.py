@@ -16,8 +16,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from jaxlora.common.atomic import new_file, remove_leftovers
-from jaxlora.common.cache_home import check_private, make_private
-from jaxlora.common.json_file import open_regular_file
+from jaxlora.common.cache_home import make_private, open_private, remove_oldest
 from jaxlora.errors import StorageError
 
 logger = logging.getLogger(__name__)
@@ -56,10 +55,7 @@ class KeptPrograms:
         """
         path = self.path(key)
         try:
-            # A link may lead to a file that somebody else chooses.
-            with open_regular_file(path, follow=False) as file:
-                check_private(self.folder.stat(), self.folder)
-                check_private(os.fstat(file.fileno()), path)
+            with open_private(path) as file:
                 os.utime(file.fileno())  # the time of its last use
                 data = file.read()
         except FileNotFoundError:
@@ -83,27 +79,9 @@ class KeptPrograms:
                 file.write(_HEADER + hashlib.sha256(payload).digest())
                 file.write(payload)
             remove_leftovers(self.folder)
-            self._remove_old()
+            remove_oldest(self.folder, _SUFFIX, self.max_bytes)
         except (OSError, StorageError) as error:
             logger.warning("a compiled program is not kept: %s", error)
-
-    def _remove_old(self) -> None:
-        """Removes the entries used least recently, until the rest is small enough."""
-        entries = []
-        for path in self.folder.iterdir():
-            if path.suffix != _SUFFIX:
-                continue
-            try:
-                found = path.lstat()
-            except FileNotFoundError:  # another process has removed it
-                continue
-            entries.append((found.st_mtime_ns, found.st_size, path))
-        excess = sum(size for _, size, _ in entries) - self.max_bytes
-        for _, size, path in sorted(entries):
-            if excess <= 0:
-                return
-            path.unlink(missing_ok=True)
-            excess -= size
 
 
 def serialize(compiled: jax.stages.Compiled, what: str) -> bytes | None:

@@ -13,9 +13,9 @@ from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.config.clone import CloneOf
 from jaxlora.config.schedules import learning_rate
-from jaxlora.data.objective import Objective
 from jaxlora.data.pack import JobBatch
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.objectives.base import Objective, reference_of
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.run.events import JobInfo
 from jaxlora.run.job_progress import JobProgress
@@ -263,7 +263,7 @@ class JobState:
     def reference_source(self) -> dict[str, str]:
         """Returns what `references` are computed from, besides the base."""
         names = ["data_fingerprint", "eval_data_fingerprint"]
-        match self.prepared.objective_settings.get("reference"):
+        match reference_of(self.prepared.objective_settings):
             case "start":
                 names.append("init_from_fingerprint")
             case str(folder) if folder != "base":

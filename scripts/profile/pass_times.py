@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.data.pack import PackedBatch, pack_tick
+from jaxlora.data.pack import pack_tick
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.profile.tokens import shared_batches
 from jaxlora.profile.training import Start, Training, time_steps
 from jaxlora.scheduler import AffineCost, CostModel, Limits, StageCost

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlora.data.pack import JobBatch, PackedBatch, pack_microbatch
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.pack import JobBatch, pack_microbatch
+from jaxlora.models.packed_batch import PackedBatch
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.scheduler import Limits
 
 TARGET_SHARE = 0.3  # share of a sample's tokens that are targets: the last ones

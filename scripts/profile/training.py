@@ -16,16 +16,16 @@ from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.optimizer import OptimizerInputs, Pending
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.data.pack import PackedBatch
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.load import Place
 from jaxlora.models.base_format import BaseFormat, kernel_of
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import SlotKeys
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_path
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.planned_model import PlannedModel, run_format
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import Machine

@@ -418,32 +418,32 @@ _SLOTS = (
     ),
     _mutant(
         "the last token of a sample predicts the first of the next",
-        "    labels[starts + lengths - 1] = 0",
+        "    labels[ends - 1] = 0",
         "    labels[-1] = 0",
         "tests/jaxlora/data/test_pack.py",
     ),
     _mutant(
         "rows of a job begin within the block of another",
-        "            row = limits.padded(row)\n        if (batch",
-        "        if (batch",
+        "            row = limits.padded(row)\n        row +=",
+        "        row +=",
         "tests/jaxlora/data/test_pack.py",
     ),
     _mutant(
         "padding has the positions of a long sample",
-        "        positions[first : first + length] = 0\n",
-        "        pass\n",
+        "    positions[by_row(run.of is None for run in runs) > 0] = 0\n",
+        "",
         "tests/jaxlora/data/test_pack.py",
     ),
     _mutant(
         "the blocks of a microbatch are all of the first job",
-        "p.batch.slot for p in parts)[",
-        "parts[0].batch.slot for p in parts)[",
+        "run.of[0].slot for run",
+        "runs[0].of[0].slot for run",
         "tests/jaxlora/data/test_pack.py",
     ),
     _mutant(
         "the masks of a job depend on what precedes it in a microbatch",
-        "first, in_batch = row, batch.starts[group.index]",
-        "first, in_batch = row, row",
+        "first_token = int(batch.starts[group.index])",
+        "first_token = row",
         "tests/jaxlora/data/test_pack.py",
     ),
 )
@@ -691,8 +691,8 @@ _PLANS = (
     ),
     _mutant(
         "a program that others may write is loaded",
-        "                check_private(os.fstat(file.fileno()), path)\n",
-        "",
+        "        check_private(os.fstat(file.fileno()), path)\n",
+        "        pass\n",
         "tests/jaxlora/programs/test_kept.py",
     ),
 )

@@ -5,7 +5,6 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora.data.records.read import Record
 from jaxlora.data.records.tool_calls import read_calls, read_said_calls
 from jaxlora.data.records.values import check_text, without_nulls
 from jaxlora.errors import DataError
@@ -42,38 +41,37 @@ class Conversation:
     Attributes:
         messages: {role, content} messages. The content is null where a message only
             calls tools.
-        untrained: Indices of the messages that have the weight 0.
-        weights: Weights that are neither 0 nor 1, by the index of the message.
+        weights: For each message the weight of its loss; 0: it is not trained on.
         tools: The tools that the assistant may call, or None.
     """
 
     messages: Sequence[Message]
-    untrained: tuple[int, ...] = ()
-    weights: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    weights: Sequence[float]
     tools: list[Any] | None = None
 
 
 def read_messages(
-    record: Record,
+    messages: Any,
     field: str,
     *,
     is_columnar: bool,
     roles: Mapping[str, str] = types.MappingProxyType({}),
+    start: int = 0,
 ) -> Conversation:
     """Reads a record's messages, but not its tools.
 
     Args:
-        record: The record.
-        field: Name of the field with the messages: {role, content}, or {from, value} as
-            in ShareGPT. The content is text, or a list of {type: text, text} parts. The
-            value of a `function_call` is JSON text.
+        messages: A list of {role, content}, or {from, value} as in ShareGPT. The
+            content is text, or a list of {type: text, text} parts. The value of a
+            `function_call` is JSON text.
+        field: Name of their field, for errors.
         is_columnar: Whether null stands for an absent key, at any depth.
         roles: Roles of the chat template, by the role or speaker in the record.
+        start: Index of the first one in the field.
 
     Raises:
-        DataError: The field does not hold a list of messages.
+        DataError: They are not a list of messages.
     """
-    messages = record[field]
     if not isinstance(messages, list) or not messages:
         raise DataError(
             f"field {field!r} is {messages!r:.80}, not a list of messages. Write "
@@ -81,32 +79,30 @@ def read_messages(
         )
     if is_columnar:
         messages = without_nulls(messages)
-    read = [_read_message(m, f"{field}[{i}]", roles) for i, m in enumerate(messages)]
-    weights = [weight for _, weight in read]
-    return Conversation(
-        [message for message, _ in read],
-        untrained=tuple(i for i, weight in enumerate(weights) if not weight),
-        weights={i: w for i, w in enumerate(weights) if w not in (0, 1)},
-    )
+    read = [
+        _read_message(message, f"{field}[{i}]", roles)
+        for i, message in enumerate(messages, start)
+    ]
+    return Conversation([one for one, _ in read], [weight for _, weight in read])
 
 
 def without_earlier_answers(conversation: Conversation) -> Conversation:
     """Returns a conversation of which only the assistant's last message is trained."""
-    answers = [
-        i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"
+    answers = list(map(_is_answer, conversation.messages))
+    last = max((i for i, is_answer in enumerate(answers) if is_answer), default=0)
+    weights = [
+        0.0 if is_answer and i != last else weight
+        for i, (is_answer, weight) in enumerate(
+            zip(answers, conversation.weights, strict=True)
+        )
     ]
-    untrained = sorted({*conversation.untrained, *answers[:-1]})
-    return dataclasses.replace(conversation, untrained=tuple(untrained))
+    return dataclasses.replace(conversation, weights=weights)
 
 
 def with_system(conversation: Conversation, text: str) -> Conversation:
     """Returns a conversation that begins with a system message."""
-    return dataclasses.replace(
-        conversation,
-        messages=[{"role": "system", "content": text}, *conversation.messages],
-        untrained=tuple(i + 1 for i in conversation.untrained),
-        weights={i + 1: weight for i, weight in conversation.weights.items()},
-    )
+    messages = [{"role": "system", "content": text}, *conversation.messages]
+    return Conversation(messages, [1.0, *conversation.weights])
 
 
 def join_prompt(
@@ -123,24 +119,22 @@ def join_prompt(
     Raises:
         DataError: There is no answer in the completion.
     """
-    if all(message["role"] != "assistant" for message in completion.messages):
+    if not any(map(_is_answer, completion.messages)):
         roles = ", ".join(message["role"] for message in completion.messages)
         raise DataError(
             "the completion has no message with the role 'assistant', so there is "
             f"nothing to learn (roles: {roles}). {RENAME_CURE}."
         )
-    untrained = prompt.untrained
+    weights = prompt.weights
     if not is_prompt_trained:
-        untrained = tuple(
-            i for i, m in enumerate(prompt.messages) if m["role"] == "assistant"
-        )
-    num = len(prompt.messages)
-    weights = {num + i: weight for i, weight in completion.weights.items()}
-    return Conversation(
-        [*prompt.messages, *completion.messages],
-        untrained=(*untrained, *(num + i for i in completion.untrained)),
-        weights={**prompt.weights, **weights},
-    )
+        pairs = zip(prompt.messages, weights, strict=True)
+        weights = [0.0 if _is_answer(one) else weight or 1.0 for one, weight in pairs]
+    messages = [*prompt.messages, *completion.messages]
+    return Conversation(messages, [*weights, *completion.weights])
+
+
+def _is_answer(message: Message) -> bool:
+    return message["role"] == "assistant"
 
 
 def _read_message(

@@ -1,10 +1,7 @@
-"""Records of preferences: recognizes them, and splits answers that hold the prompt."""
+"""Recognizes records of preferences, which only some objectives learn from."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
-
-from jaxlora.errors import DataError
 
 # Parts of the names of the two answers of a pair: TRL, LLaMA-Factory and Axolotl;
 # OpenAI; others.
@@ -26,69 +23,7 @@ _LABEL_CURE = (
     "which objective: next_token does not learn from. Set the job's objective to kto; "
     "`jaxlora data show` has --kind unpaired"
 )
-# The speaker of an answer in a text.
-_SPEAKER = (
-    r"(?:[#*]+ *)?(?:assistant|answer|response|output|chatbot|bot|ai|gpt|(?-i:A))"
-    r" *\**:(?: *\*+)?\n*"
-)
-# Marks that chat templates print before an answer.
-_MARKS = (
-    r"\[/INST\]|<\|assistant\|>\n?|<\|im_start\|>assistant\n|<start_of_turn>model\n"
-    r"|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
-)
-# Where an answer begins, by preference: in a new line, within one, after any names.
-_TURNS = (
-    re.compile(rf"(?:^|\n){_SPEAKER}|{_MARKS}", re.IGNORECASE),
-    re.compile(rf"\s{_SPEAKER}", re.IGNORECASE),
-    re.compile(r"(?:^|\n)\w+ *:\n*"),
-)
 _ONLY = "which no objective learns from"
-
-# A field that holds a text, or a list of messages.
-Answer = str | list[Any]
-
-
-def split_prompt(chosen: Any, rejected: Any) -> tuple[Answer, ...] | DataError:
-    """Splits two answers that begin with their prompt: what both begin with.
-
-    As in TRL, a space at the end of a text's prompt is part of the answers. If one
-    answer begins the other, they are split after the last common turn begins.
-
-    Args:
-        chosen: The chosen answer: a text, or a list of messages.
-        rejected: The rejected answer.
-
-    Returns:
-        The prompt and the rest of both answers, or what is wrong.
-    """
-    is_text = isinstance(chosen, str) and isinstance(rejected, str)
-    if not is_text and not (isinstance(chosen, list) and isinstance(rejected, list)):
-        return DataError(
-            f"the chosen answer is {chosen!r:.80} and the rejected one "
-            f"{rejected!r:.80}. Write two texts, or two lists of messages."
-        )
-    pairs = zip(chosen, rejected, strict=False)
-    length = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if length is None:
-        length = min(len(chosen), len(rejected))
-        if len(chosen) == len(rejected):
-            return DataError("both answers are the same. Remove the record.")
-        shorter = min(chosen, rejected, key=len)
-        length = _last_turn(shorter) if isinstance(shorter, str) else length - 1
-    if is_text and chosen[:length].endswith(" "):
-        length -= 1
-    if not length:
-        return DataError(
-            "the answers do not begin with the same prompt and the same speaker, and "
-            "the record has no field for the prompt. Name it in data.prompt."
-        )
-    return chosen[:length], chosen[length:], rejected[length:]
-
-
-def _last_turn(text: str) -> int:
-    """Returns where the text of the last turn begins, after its speaker; 0: nowhere."""
-    found = (list(turns.finditer(text)) for turns in _TURNS)
-    return next((turns[-1].end() for turns in found if turns), 0)
 
 
 def describe_preference(record: Mapping[str, Any]) -> str | None:

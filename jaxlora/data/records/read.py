@@ -105,7 +105,7 @@ def open_records(data: DataConfig) -> Records:
     Raises:
         DataError: The data is missing, damaged or of an unknown form.
     """
-    files = _find_files(data)
+    files = find_files(data)
     if not files:
         read, feed = open_hub(data)
     elif files[0].is_dir():
@@ -117,22 +117,14 @@ def open_records(data: DataConfig) -> Records:
     return Records(path=data.path, read=read, feed=feed, limit=data.limit)
 
 
-def check_found(data: DataConfig) -> None:
-    """Checks that the records exist, in a form that can be read; reads none.
-
-    Raises:
-        DataError: They do not. Ids on the hub are not looked up.
-    """
-    _find_files(data)
-
-
-def _find_files(data: DataConfig) -> list[Path]:
+def find_files(data: DataConfig) -> list[Path]:
     """Returns the files of records by name, or the folder of a saved dataset.
 
-    There are none if the path is a dataset id on the hub.
+    There are none if the path is a dataset id on the hub, which is not looked up.
 
     Raises:
-        DataError: There is nothing of the kind that the path names.
+        DataError: There is nothing of the kind that the path names, or not in a form
+            that can be read.
     """
     path, mode = _find(data.path)
     if stat.S_ISREG(mode):
@@ -191,26 +183,20 @@ def _check_files(files: Sequence[Path], data: DataConfig) -> None:
 
 def _find(name: str) -> tuple[Path, int]:
     """Returns the path and its file type from `stat`, 0 if nothing exists there."""
+    path = Path(name)
     try:
-        path = Path(name).expanduser()
-        return path, _mode(path) if name else 0
+        path = path.expanduser()
+        with os_errors(str(path)):
+            return path, path.stat().st_mode if name else 0
+    except DataError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return path, 0
+        raise
     # The user in ~user is unknown, or the name holds a NUL or a lone surrogate.
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(
             f"data.path {name!r:.200} cannot be a path: {error}. Correct it."
         ) from error
-
-
-def _mode(path: Path) -> int:
-    try:
-        with os_errors(str(path)):
-            return path.stat().st_mode
-    except DataError as error:
-        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            return 0
-        raise
 
 
 def _is_no_hub_id(path: str) -> bool:

@@ -1,6 +1,5 @@
 """A model's chat template, which renders conversations and marks the text to learn."""
 
-import dataclasses
 import datetime
 import functools
 import hashlib
@@ -10,32 +9,11 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jaxlora.data.formats.example import Rendered
 from jaxlora.data.records.messages import RENAME_CURE, Conversation, Message
 from jaxlora.data.templates.template import Answer, Failure, run_task
 from jaxlora.data.templates.template_task import Payload, Task
 from jaxlora.errors import DataError, ModelError
-
-Span = tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chat:
-    """A rendered conversation, and the spans of its target characters.
-
-    Attributes:
-        text: The conversation.
-        target_spans: First character and end of each span.
-        weights: Weight of each span; empty: all are 1.
-        num_cut: Answers that are not trained on and whose thoughts are left out.
-        num_thoughtless: Answers that are trained on after an empty thought, which the
-            template prints and the generation prompt does not have.
-    """
-
-    text: str
-    target_spans: tuple[Span, ...]
-    weights: tuple[float, ...] = ()
-    num_cut: int = 0
-    num_thoughtless: int = 0
 
 
 class ModelChat:
@@ -170,7 +148,7 @@ class ModelChat:
         self,
         conversations: Sequence[Conversation],
         loss_on: Literal["completion", "last", "all"],
-    ) -> list[Chat | DataError]:
+    ) -> list[Rendered | DataError]:
         """Renders conversations, each with the spans of its target characters.
 
         Args:
@@ -186,7 +164,7 @@ class ModelChat:
             ModelError: There is no template, or it does not parse.
         """
         wanted = "all" if loss_on == "all" else "answers"
-        chats: list[Chat | DataError] = [DataError("")] * len(conversations)
+        chats: list[Rendered | DataError] = [DataError("")] * len(conversations)
         for has_tools, task in enumerate(self._tasks):
             chosen = [
                 i for i, c in enumerate(conversations) if bool(c.tools) == has_tools
@@ -204,17 +182,18 @@ class ModelChat:
         """
         self._choose_template("default")
 
-    def _chat(self, answer: Answer, weight_of: Mapping[int, float]) -> Chat | DataError:
+    def _chat(self, answer: Answer, weight_of: Sequence[float]) -> Rendered | DataError:
         if isinstance(answer, Failure):
             error = self._error(answer)
             if isinstance(error, DataError):
                 return error
             raise error
         spans = tuple((start, end) for start, end, _ in answer["spans"])
-        found = tuple(weight_of.get(index, 1.0) for _, _, index in answer["spans"])
+        indices = [index for _, _, index in answer["spans"]]
+        found = tuple(1.0 if i is None else weight_of[i] for i in indices)
         weights = found if set(found) - {1.0} else ()
         counts = {name: answer[name] for name in ("num_cut", "num_thoughtless")}
-        return Chat(answer["text"], spans, weights, **counts)
+        return Rendered(answer["text"], spans, weights=weights, **counts)
 
     @property
     def _name(self) -> str:
@@ -286,6 +265,7 @@ def _payload(wanted: Literal["answers", "all"], conversation: Conversation) -> P
         "add_generation_prompt": False,
         "tools": conversation.tools,
     }
-    skip = conversation.untrained
-    weighted = sorted(conversation.weights.keys() - set(skip))
+    weights = list(enumerate(conversation.weights))
+    skip = [i for i, weight in weights if not weight]
+    weighted = [i for i, weight in weights if weight not in (0, 1)]
     return Payload(wanted, values, skip, weighted)

@@ -19,7 +19,7 @@ from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
-from jaxlora.data.templates.absent_text import tests_of_none, without_absent
+from jaxlora.data.templates.call_arguments import tests_of_none, without_absent
 from jaxlora.data.templates.inner_values import check_printed, unprintable
 
 Span = tuple[int, int]

@@ -2,43 +2,22 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Int32
 
 from jaxlora.config import DataConfig
-from jaxlora.data.rendering.distillation import GivenTokens, TopLogprobs
-from jaxlora.data.rendering.prompts import PromptCompletion
-from jaxlora.data.rendering.render import PlainText, Rendered
-from jaxlora.data.templates.chat import Span
+from jaxlora.data.formats.example import Rendered, Span
 from jaxlora.data.tokenizer import Encoded, Tokenizer
 from jaxlora.data.tokens.boundary import (
     BoundaryEncoder,
     BoundaryText,
 )
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample
 
 _Ids = Int32[np.ndarray, "..."]
 _Flags = Bool[np.ndarray, "..."]
-
-
-class MarkedTokens(NamedTuple):
-    """One record's tokens.
-
-    Attributes:
-        token_ids: The tokens.
-        is_target: Whether each token is a target of the loss. The first token is never
-            one, because there is no token before it to predict it.
-        weights: Weight of each token's loss; None: all are 1.
-        top: A teacher's most likely tokens in the place of each target, if there is a
-            teacher.
-    """
-
-    token_ids: Int32[np.ndarray, " T"]
-    is_target: Bool[np.ndarray, " T"]
-    weights: Float32[np.ndarray, " T"] | None = None
-    top: TopLogprobs | None = None
 
 
 class Encoder:
@@ -63,41 +42,36 @@ class Encoder:
         self._boundaries = BoundaryEncoder(tokenizer.encode_batch)
         self._marks_start = self._boundaries.marks_start
 
-    def __call__(
-        self, records: Sequence[Rendered | GivenTokens | DataError]
-    ) -> list[MarkedTokens | DataError]:
-        """Encodes each record; the result for an invalid record is its error.
+    def __call__(self, texts: Sequence[Rendered]) -> list[TokenizedSample | DataError]:
+        """Encodes each text; the result for one without tokens is its error.
 
         Raises:
             DataError: `append_eos` is set, and the tokenizer has no end-of-sequence
                 token.
         """
-        results: list[MarkedTokens | DataError] = [DataError("")] * len(records)
-        separate: dict[int, PromptCompletion] = {}
+        results: list[TokenizedSample | DataError] = [DataError("")] * len(texts)
+        separate: dict[int, tuple[str, str]] = {}
         joined: dict[int, Rendered] = {}
-        for i, record in enumerate(records):
-            if isinstance(record, DataError):
-                results[i] = record
-            elif isinstance(record, GivenTokens):
-                ids, is_target = record.token_ids, record.is_target
-                results[i] = MarkedTokens(ids, is_target, top=record.top)
-            elif isinstance(record, PromptCompletion) and not self._marks_start:
-                separate[i] = record
+        for i, text in enumerate(texts):
+            if text.tokens is not None:
+                results[i] = text.tokens
+            elif text.prompt is not None and not self._marks_start:
+                separate[i] = text.prompt, text.text
             else:
-                joined[i] = record
+                joined[i] = text
         pairs = self._separate(list(separate.values()))
         for i, tokens in zip(separate, pairs, strict=True):
             results[i] = tokens
-        texts = list(map(_with_boundaries, joined.values()))
-        encodings = self._boundaries.encode(texts) if texts else []
-        for (i, record), encoded in zip(joined.items(), encodings, strict=True):
+        bounded = list(map(_with_boundaries, joined.values()))
+        encodings = self._boundaries.encode(bounded) if bounded else []
+        for (i, text), encoded in zip(joined.items(), encodings, strict=True):
             is_bad = isinstance(encoded, DataError)
-            results[i] = encoded if is_bad else self._mark(record, encoded)
+            results[i] = encoded if is_bad else self._mark(text, encoded)
         return results
 
-    def _separate(self, records: Sequence[PromptCompletion]) -> list[MarkedTokens]:
+    def _separate(self, pairs: Sequence[tuple[str, str]]) -> list[TokenizedSample]:
         """Encodes prompts and completions separately, which needs no spans."""
-        texts = [text for r in records for text in (r.prompt, r.completion)]
+        texts = [text for pair in pairs for text in pair]
         parts = self._tokenizer.encode_ids(texts)
         for i, part in enumerate(parts):
             # A completion begins a text only if the prompt is empty.
@@ -108,49 +82,51 @@ class Encoder:
             self._head,
             self._eos_id() if texts and self._data.append_eos else None,
             learns_all=self._data.loss_on == "all",
-            has_end=[self._tokenizer.has_end(r.prompt + r.completion) for r in records],
+            has_end=[self._tokenizer.has_end("".join(pair)) for pair in pairs],
         )
-        return [MarkedTokens(*sample) for sample in joined]
+        return [TokenizedSample(*sample) for sample in joined]
 
-    def _mark(self, record: Rendered, encoded: Encoded) -> MarkedTokens:
+    def _mark(self, text: Rendered, encoded: Encoded) -> TokenizedSample:
         weights = None
-        if isinstance(record, PromptCompletion):
-            ids, is_target = self._pair(record, encoded)
-        elif isinstance(record, PlainText):
-            ids, is_target = self._plain(record, encoded.ids)
+        if text.prompt is not None:
+            ids, is_target = self._pair(text.prompt, text.text, encoded)
+        elif text.target_spans is None:
+            ids, is_target = self._plain(text.text, encoded.ids)
         else:
-            ids, is_target = encoded.ids, _within(encoded, record.target_spans)
-            if record.weights:
+            ids, is_target = encoded.ids, _within(encoded, text.target_spans)
+            if text.weights:
                 weights = np.ones(len(ids), np.float32)
-                pairs = zip(record.target_spans, record.weights, strict=True)
+                pairs = zip(text.target_spans, text.weights, strict=True)
                 for span, weight in pairs:
                     weights[_within(encoded, [span])] = weight
         is_target[:1] = False
-        return MarkedTokens(ids, is_target, weights)
+        return TokenizedSample(ids, is_target, weights=weights)
 
-    def _pair(self, pair: PromptCompletion, encoded: Encoded) -> tuple[_Ids, _Flags]:
+    def _pair(
+        self, prompt: str, completion: str, encoded: Encoded
+    ) -> tuple[_Ids, _Flags]:
         # The tokenizer's suffix ids are left out, because the text does not end here.
         head = self._head
         given = self._tokenizer.num_given(encoded.ids)
-        text = self._ended(pair.prompt + pair.completion, encoded.ids[given:])
+        text = self._ended(prompt + completion, encoded.ids[given:])
         ids = np.concatenate([head, text])
         is_target = np.ones(len(ids), bool)
         if self._data.loss_on == "all":
             return ids, is_target
-        is_learned = encoded.spans[given:, 0] >= len(pair.prompt)
+        is_learned = encoded.spans[given:, 0] >= len(prompt)
         is_target[: len(head)] = False
         is_target[len(head) : len(head) + len(is_learned)] = is_learned
         return ids, is_target
 
-    def _plain(self, record: PlainText, ids: _Ids) -> tuple[_Ids, _Flags]:
+    def _plain(self, text: str, ids: _Ids) -> tuple[_Ids, _Flags]:
         if not len(ids):
             return ids, np.zeros(0, bool)
         suffix = np.array(self._tokenizer.suffix_ids, np.int32)
-        if self._tokenizer.has_end(record.text):
+        if self._tokenizer.has_end(text):
             suffix = suffix[:0]
         given = self._tokenizer.num_given(ids)
         ids = np.concatenate([self._head, ids[given:], suffix])
-        ids = self._ended(record.text, ids)
+        ids = self._ended(text, ids)
         return ids, np.ones(len(ids), bool)
 
     def _ended(self, text: str, ids: _Ids) -> _Ids:
@@ -223,13 +199,10 @@ def join_pairs(
     ]
 
 
-def _with_boundaries(record: Rendered) -> BoundaryText:
-    if isinstance(record, PromptCompletion):
-        text = record.prompt + record.completion
-        return BoundaryText(text, (len(record.prompt),))
-    if isinstance(record, PlainText):
-        return BoundaryText(record.text, ())
-    return BoundaryText(record.text, tuple(start for start, _ in record.target_spans))
+def _with_boundaries(text: Rendered) -> BoundaryText:
+    if text.prompt is not None:
+        return BoundaryText(text.prompt + text.text, (len(text.prompt),))
+    return BoundaryText(text.text, tuple(start for start, _ in text.target_spans or ()))
 
 
 def _within(encoded: Encoded, spans: Iterable[Span]) -> _Flags:

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import logging
 import threading
@@ -15,30 +16,24 @@ import numpy as np
 
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
+from jaxlora.data.formats.example import Rendered
+from jaxlora.data.formats.table import choose_reading, has_kind
 from jaxlora.data.records.files import BadLineError, Record
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import Records
-from jaxlora.data.rendering.distillation import GivenTokens
-from jaxlora.data.rendering.kinds import (
-    SAMPLES_PER_RECORD,
-    choose_reading,
-    has_kind,
-)
-from jaxlora.data.rendering.preferences import Valued, make_renderer
-from jaxlora.data.rendering.render import Rendered
-from jaxlora.data.templates.chat import Chat
+from jaxlora.data.rendering.render import Renderer, attempt_all
 from jaxlora.data.templates.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.dataset import EncodedRecords, RecordWriter
 from jaxlora.data.tokens.encode import Encoder
 from jaxlora.data.tokens.marked_text import describe_sample
-from jaxlora.data.tokens.record_writer import RecordWriter
-from jaxlora.data.tokens.samples import EncodedRecords, TokenizedSample
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample
 
 logger = logging.getLogger(__name__)
 
-# A record as it is rendered, or why it cannot be used.
-_Rendered = Valued | Rendered | GivenTokens | DataError
+# For each record the texts of its samples, or why it cannot be used.
+_Rendered = list[tuple[Rendered, ...] | DataError]
 
 _SAMPLE = "; the first, with what is trained on in [[ ]]: "
 _NO_SAMPLE = "; none has a token to predict"
@@ -119,10 +114,10 @@ class _RecordEncoder:
         first = _representative(data, records)
         try:
             self._reading = choose_reading(data, first)
-            self._render = make_renderer(data, self._reading, tokenizer, notes)
+            self._render = Renderer(self._reading, tokenizer, notes)
         except DataError as error:
             raise DataError(f"{data.path}: {error}") from error
-        self.size = SAMPLES_PER_RECORD.get(self._reading.kind, 1)
+        self.size = self._reading.format.num_samples
         self._tokenizer, self._bad = tokenizer, _BadRecords(data, notes)
         self._notes, self._num_cut, self._num_thoughtless = notes, 0, 0
         self._encode = Encoder(data, tokenizer)
@@ -159,11 +154,9 @@ class _RecordEncoder:
         Raises:
             DataError: A record cannot be used.
         """
-        with contextlib.closing(
-            _render_ahead(self._rendered, _chunks(records))
-        ) as chunks:
-            for valued in chunks:
-                self._add_chunk(valued, writer)
+        with contextlib.closing(_render_ahead(self._render, _chunks(records))) as made:
+            for chunk in made:
+                self._add_chunk(chunk, writer)
                 on_chunk()
         self._note_thoughts()
 
@@ -184,50 +177,38 @@ class _RecordEncoder:
                 logging.INFO,
             )
 
-    def _rendered(self, chunk: Sequence[Record | BadLineError]) -> Sequence[_Rendered]:
-        """Renders records; each line that cannot be read stays its error."""
-        good = [record for record in chunk if not isinstance(record, BadLineError)]
-        rendered = iter(self._render(good))
-        out: list[_Rendered] = []
-        for record in chunk:
-            if isinstance(record, BadLineError):
-                out += [record] * self.size
-            else:
-                out += itertools.islice(rendered, self.size)
-        return out
-
-    def _add_chunk(self, chunk: Sequence[_Rendered], writer: RecordWriter) -> None:
-        numbers = [
-            (one.value, one.weight) if isinstance(one, Valued) else (0.0, 1.0)
-            for one in chunk
-        ]
-        rendered = [one.text if isinstance(one, Valued) else one for one in chunk]
-        samples = zip(self._encode(rendered), numbers, strict=True)
-        firsts = rendered[:: self.size]
-        for first, record in zip(
-            firsts, itertools.batched(samples, self.size), strict=True
-        ):
-            errors = [one for one, _ in record if isinstance(one, DataError)]
-            if errors:
-                self._bad.add(len(writer) // self.size + 1, errors[0])
-            elif isinstance(first, Chat):
-                # The samples of a record have a prompt in common.
-                self._num_cut += first.num_cut
-                self._num_thoughtless += first.num_thoughtless
-            for tokens, (value, factor) in record:
-                if errors or isinstance(tokens, DataError):
+    def _add_chunk(self, rendered: _Rendered, writer: RecordWriter) -> None:
+        for record in attempt_all(self._tokens, rendered):
+            if isinstance(record, DataError):
+                self._bad.add(len(writer) // self.size + 1, record)
+                for _ in range(self.size):
                     writer.add_bad()
-                    continue
-                ids, is_target, weights, top = tokens
-                if factor != 1:
-                    weights = np.ones(len(ids)) if weights is None else weights
-                    weights = (weights * factor).astype(np.float32)
-                sample = TokenizedSample(
-                    ids, is_target, value, weights=weights, top=top
-                )
+                continue
+            # The samples of a record have a prompt in common.
+            self._num_cut += record[0][0].num_cut
+            self._num_thoughtless += record[0][0].num_thoughtless
+            for text, sample in record:
+                if text.weight != 1:
+                    weights = sample.weights
+                    if weights is None:
+                        weights = np.ones(len(sample.token_ids))
+                    weights = (weights * text.weight).astype(np.float32)
+                    sample = dataclasses.replace(sample, weights=weights)
+                if text.value:
+                    sample = dataclasses.replace(sample, value=text.value)
                 if self._first is None and sample.is_target.any():
                     self._first = sample
                 writer.add(sample)
+
+    def _tokens(
+        self, records: Sequence[tuple[Rendered, ...]]
+    ) -> Iterator[list[tuple[Rendered, TokenizedSample]] | DataError]:
+        """Encodes the texts of records; the result of one is a text's first error."""
+        texts = [text for record in records for text in record]
+        samples = zip(texts, self._encode(texts), strict=True)
+        for record in itertools.batched(samples, self.size):
+            good = [(text, m) for text, m in record if not isinstance(m, DataError)]
+            yield next((m for _, m in record if isinstance(m, DataError)), good)
 
 
 def _representative(data: DataConfig, records: Records) -> Record:
@@ -240,9 +221,9 @@ def _representative(data: DataConfig, records: Records) -> Record:
 
 
 def _render_ahead(
-    render: Callable[[list[Record | BadLineError]], Sequence[_Rendered]],
+    render: Callable[[list[Record | BadLineError]], _Rendered],
     chunks: Iterable[list[Record | BadLineError]],
-) -> Generator[Sequence[_Rendered]]:
+) -> Generator[_Rendered]:
     """Renders chunks of records in several threads, and yields them in order.
 
     Most of the time the threads wait for the processes that run the templates.

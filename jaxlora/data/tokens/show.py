@@ -15,14 +15,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxlora.common import console as consoles
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
+from jaxlora.data.formats.table import format_of
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.read import open_records
-from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD
 from jaxlora.data.templates.known import CHATML
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.dataset import EncodedRecords, Samples
 from jaxlora.data.tokens.encode_records import encode_records, without_sample
 from jaxlora.data.tokens.marked_text import mark, marked_parts
-from jaxlora.data.tokens.samples import EncodedRecords, Samples
 from jaxlora.printable import printable
 
 # Tokens that are trained on, in turn, so that two neighbours differ; and the others.
@@ -73,7 +73,8 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
     used = used.with_setting(data.chat_template, data.chat_template_kwargs)
     with _less_log():
         records = encode_records(data, open_records(data), used, max_length)
-    size = SAMPLES_PER_RECORD.get(data.kind, 1)
+    form = format_of(data.kind)
+    size = form.num_samples
     lines = [text for level, text in records.notes if level == logging.INFO]
     line = f"{data.path}: {without_sample(lines[-1])}"
     consoles.show(console, line, soft_wrap=True)
@@ -82,12 +83,12 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
         title = f"\nrecord {number // size + 1}"
         if size == 2:
             title += ", rejected" if number % size else ", chosen"
-        if data.kind == "unpaired":
+        if form.gives == "unpaired":
             title += ", desirable" if records.values[number] else ", undesirable"
         if tokenizer:
             title += f": {_counts(records, number, max_length)}"
         consoles.show(console, title, style="bold", soft_wrap=True)
-        _print_sample(Samples(records, np.array([number])), used, console)
+        _print_sample(Samples([records], np.array([number])), used, console)
     if shown.reads_all:
         totals = _totals(records, max_length, size, has_tokens=tokenizer is not None)
         if records.is_bad.any() and shown.data.bad_records == "error":
@@ -115,7 +116,9 @@ def _counts(records: EncodedRecords, number: int, max_length: int) -> str:
     text = f"{counted(int(length), 'token')}, {num_targets:,} of them trained on"
     if length > max_length:
         text += f"; longer than max_length={max_length}, and cut here"
-    if (weights := Samples(records, np.array([number]))[0].target_weights) is not None:
+    if (
+        weights := Samples([records], np.array([number]))[0].target_weights
+    ) is not None:
         text += f", with weights from {weights.min():g} to {weights.max():g}"
     return text + ("" if num_targets else "; such a sample is dropped")
 

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,32 +26,22 @@ import tokenizers
 import xxhash
 
 from jaxlora.common import atomic
-from jaxlora.common.cache_home import cache_home, check_private, make_private
+from jaxlora.common.cache_home import (
+    cache_home,
+    check_private,
+    make_private,
+    open_private,
+    remove_oldest,
+)
 from jaxlora.config import DataConfig
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.record_writer import TOKENS_IN_MEMORY
-from jaxlora.data.tokens.samples import EncodedRecords
+from jaxlora.data.tokens.dataset import COLUMNS, TOKENS_IN_MEMORY, EncodedRecords
 from jaxlora.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
 _MAX_BYTES = 10 * 2**30
-# The arrays of an entry, of which those with larger elements come first.
-_ARRAYS: dict[str, type] = {
-    "offsets": np.int64,
-    "lengths": np.int64,
-    "num_targets": np.int64,
-    "values": np.float64,
-    "run_offsets": np.int64,
-    "run_ends": np.int64,
-    "top_counts": np.int64,
-    "tokens": np.int32,
-    "run_weights": np.float32,
-    "top_ids": np.int32,
-    "top_logprobs": np.float32,
-    "is_bad": np.bool_,
-}
 _NAMES = {"l": "I64", "d": "F64", "i": "I32", "f": "F32", "?": "BOOL"}
 # Where the data and the chat template lie does not affect the tokens.
 _PLACES = {"path", "split", "subset", "revision", "chat_template"}
@@ -140,17 +129,19 @@ class TokenCache:
         entry = self._entry(key)
         try:
             check_private(self._folder.stat(), self._folder)
-            records = _read(entry)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._warn("read", error)
             return None
-        # No step runs code of the file.
-        except ValueError as error:
-            what = "not trusted" if isinstance(error, _UntrustedError) else "damaged"
-            text = "%s: these kept tokens are %s (%s), so they are made again."
-            _log.warning(text, entry, what, error)
+        try:
+            records = _read(entry)  # which runs no code of the file
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            text = "%s: these kept tokens cannot be used (%s), so they are made again."
+            _log.warning(text, entry, why)
             return None
         _log.info("%s: its tokens are taken from %s", path, self._folder)
         return records
@@ -163,31 +154,12 @@ class TokenCache:
             with atomic.new_file(self._entry(key), mode=0o600) as file:
                 for part in _format(records):
                     file.write(part)
-            self._evict(keep=self._entry(key))
+            remove_oldest(self._folder, _SUFFIX, self._max_bytes, keep=self._entry(key))
         except (OSError, StorageError) as error:
             self._warn("written", error)
 
     def _entry(self, key: str) -> Path:
         return self._folder / f"{key}{_SUFFIX}"
-
-    def _evict(self, keep: Path) -> None:
-        """Removes the entries that were used least recently, until the size fits."""
-        entries = []
-        for path in self._folder.glob(f"*{_SUFFIX}"):
-            try:
-                status = path.lstat()
-            except FileNotFoundError:  # another process removed it
-                continue
-            if not stat.S_ISREG(status.st_mode):
-                continue
-            entries.append((status.st_mtime, status.st_size, path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
-            if total <= self._max_bytes:
-                return
-            if path != keep:
-                path.unlink(missing_ok=True)
-                total -= size
 
     def _warn(self, what: str, error: Exception) -> None:
         reason = error.strerror if isinstance(error, OSError) else None
@@ -213,7 +185,7 @@ def _format(records: EncodedRecords) -> Iterator[bytes | memoryview]:
     """Yields the bytes of an entry, which may be more than the memory holds."""
     arrays = {
         name: np.ascontiguousarray(getattr(records, name), dtype)
-        for name, dtype in _ARRAYS.items()
+        for name, dtype in COLUMNS.items()
     }
     parts = [memoryview(x).cast("B") if x.size else b"" for x in arrays.values()]
     ends = itertools.accumulate(map(len, parts), initial=0)
@@ -243,16 +215,10 @@ def _read(entry: Path) -> EncodedRecords:
     """Reads an entry, whose arrays are mapped if it is large.
 
     Raises:
-        OSError: It cannot be read.
-        _UntrustedError: It is no file that only this user may have written.
+        OSError: It cannot be read, or others may have written it.
         ValueError: It has not the bytes that were written.
     """
-    # Opening a pipe or a device may wait, or have an effect.
-    _check_entry(entry.lstat(), entry)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    with os.fdopen(os.open(entry, flags), "rb") as file:
-        found = os.fstat(file.fileno())
-        _check_entry(found, entry)
+    with open_private(entry) as file:
         os.utime(file.fileno())
         try:
             with safetensors.safe_open(entry, framework="numpy") as checked:
@@ -261,32 +227,19 @@ def _read(entry: Path) -> EncodedRecords:
             raise ValueError(str(error)) from error
         start = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(start - 8))
-        if found.st_size <= 8 * TOKENS_IN_MEMORY:
+        if os.fstat(file.fileno()).st_size <= 8 * TOKENS_IN_MEMORY:
             content = np.frombuffer(file.read(), np.uint8)
         else:
             content = np.memmap(file, np.uint8, "r")[start:]
-    if header.keys() - {"__metadata__"} != _ARRAYS.keys():
+    if header.keys() - {"__metadata__"} != COLUMNS.keys():
         raise ValueError("it has other arrays")
     parts = {
         name: np.asarray(content[slice(*header[name]["data_offsets"])])
-        for name in _ARRAYS
+        for name in COLUMNS
     }
     lines = metadata.get("lines", "")
     if _checksum(lines, parts.values()) != metadata.get("checksum"):
         raise ValueError("its checksum is wrong")
     first_bad, notes = json.loads(lines)
-    arrays: dict[str, Any] = {n: x.view(_ARRAYS[n]) for n, x in parts.items()}
+    arrays: dict[str, Any] = {n: x.view(COLUMNS[n]) for n, x in parts.items()}
     return EncodedRecords(first_bad=first_bad, notes=tuple(map(tuple, notes)), **arrays)
-
-
-class _UntrustedError(ValueError):
-    """Somebody else may have made an entry."""
-
-
-def _check_entry(found: os.stat_result, entry: Path) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise _UntrustedError("it is not a regular file")
-    try:
-        check_private(found, entry)
-    except OSError as error:
-        raise _UntrustedError(error.strerror) from error

@@ -1,5 +1,6 @@
 """A job's records as token arrays, with the tokens to be learned marked."""
 
+import dataclasses
 import logging
 import math
 from typing import Literal
@@ -7,25 +8,19 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool
 
+from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.objectives import find_objective
+from jaxlora.data.formats.table import format_of, has_kind
 from jaxlora.data.order import permutation
 from jaxlora.data.records.notes import log_notes
 from jaxlora.data.records.read import Record, open_records
-from jaxlora.data.rendering.kinds import SAMPLES_PER_RECORD, SPECIAL_KINDS, has_kind
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.choose import (
-    check_some,
-    choose_samples,
-    grouped,
-    sample_form,
-)
+from jaxlora.data.tokens.dataset import EncodedRecords, Samples
 from jaxlora.data.tokens.encode_records import encode_records
-from jaxlora.data.tokens.mixture import mix
-from jaxlora.data.tokens.samples import EncodedRecords
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key
-from jaxlora.data.tokens.tokenized_data import TokenizedData
+from jaxlora.data.tokens.tokenized_data import TokenizedData, mix
 from jaxlora.errors import DataError
+from jaxlora.objectives.table import find_objective, smallest_batch
 
 _Flags = Bool[np.ndarray, "..."]
 
@@ -35,6 +30,8 @@ logger = logging.getLogger(__name__)
 _MARGIN = "margin"
 # The random stream of the held-out records; no epoch number is as large.
 _HELD_OUT_STREAM = 2**63
+# TRL takes so many pairs apart at a time.
+_PAIRS_AT_ONCE = 1000
 
 
 class DataReader:
@@ -108,17 +105,17 @@ class DataReader:
         data = with_kind(data, job)
         key, records = self._encode(data, job.max_length)
         split = (which, fraction, job.eval_seed) if fraction else ()
-        choice = (key, data.path, split, job.too_long, sample_form(job))
+        choice = (key, data.path, split, job.too_long, _sample_form(job))
         if choice not in self._tokenized:
-            size = SAMPLES_PER_RECORD.get(data.kind, 1)
+            size = format_of(data.kind).num_samples
             num_records = len(records.lengths) // size
             is_included = np.ones(num_records, bool)
             if split:
                 is_held_out = _choose_held_out(job, data.path, num_records)
                 is_included = is_held_out == (which == "eval")
-            chosen = choose_samples(records, is_included, job, data.path, size)
-            check_some(chosen, job, records.first_bad)
-            self._tokenized[choice] = grouped(chosen, job)
+            chosen = _choose(records, is_included, job, data.path, size)
+            _check_some(chosen, job, records.first_bad)
+            self._tokenized[choice] = _grouped(chosen, job)
         return self._tokenized[choice]
 
     def _encode(self, data: DataConfig, max_length: int) -> tuple[str, EncodedRecords]:
@@ -131,9 +128,11 @@ class DataReader:
         key = cache_key(data, content, tokenizer, max_length)
         if key in self._encoded:
             return key, self._encoded[key]
-        found = None
-        if self._cache is not None:
-            found = self._cache.load(key, data.path)
+        found, cache = None, self._cache
+        if not format_of(data.kind).is_built_in:
+            cache = None  # the key does not have the user's function
+        if cache is not None:
+            found = cache.load(key, data.path)
         if found is not None:
             log_notes(data.path, found.notes)
         else:
@@ -143,8 +142,8 @@ class DataReader:
                     f"{data.path}: changed while it was read. Do not change data while "
                     "they are read."
                 )
-            if self._cache is not None:
-                self._cache.store(key, found)
+            if cache is not None:
+                cache.store(key, found)
         self._encoded[key] = found
         return key, found
 
@@ -160,7 +159,7 @@ def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
             record cannot be read.
     """
     objective = find_objective(job.objective)
-    kinds, has_margin = objective.kinds, objective.has_score
+    kinds, has_margin = objective.kinds, objective.reads_margin
     leaves_open = kinds if data.kind == "auto" else ()
     first: Record = {}
     if len(leaves_open) > 1 or (has_margin and data.margin is None):
@@ -168,15 +167,16 @@ def with_kind(data: DataConfig, job: LoraJob) -> DataConfig:
     if data.kind == "auto" and kinds:
         fits = [kind for kind in kinds if has_kind(data.replace(kind=kind), first)]
         data = data.replace(kind=(*fits, *kinds)[0])
-    if has_margin and data.margin is None and _MARGIN in first:
+    form = format_of(data.kind)
+    if has_margin and data.margin is None and _MARGIN in first and form.is_built_in:
         data = data.replace(margin=_MARGIN)
     if data.margin is not None and not has_margin:
         raise DataError(
             f"job {job.name!r} has data.margin {data.margin!r}, which objective "
             f"{job.objective} does not use. Leave it out."
         )
-    is_special = data.kind in SPECIAL_KINDS
-    if data.kind in kinds or not (kinds or is_special):
+    is_wanted = data.kind in kinds or form.gives in kinds
+    if is_wanted or not (kinds or form.gives != "completion"):
         return data
     raise DataError(
         f"job {job.name!r} has objective {job.objective}, which does not learn from "
@@ -204,3 +204,130 @@ def _choose_held_out(job: LoraJob, path: str, num_records: int) -> _Flags:
     is_held_out = np.zeros(num_records, bool)
     is_held_out[held_out[:num_held_out]] = True
     return is_held_out
+
+
+def _choose(
+    records: EncodedRecords,
+    is_included: Bool[np.ndarray, " R"],
+    job: LoraJob,
+    path: str,
+    size: int,
+) -> TokenizedData:
+    """Applies `too_long` to the records of a split, and counts the affected ones.
+
+    Args:
+        records: The tokens of all records.
+        is_included: Whether each record belongs to the split.
+        job: The job.
+        path: Path of the records, for errors.
+        size: Samples of a record, which are used together or not at all.
+
+    Raises:
+        DataError: A sample is too long, and `too_long` is `error`.
+    """
+    is_bad = is_included & records.is_bad.reshape(-1, size).any(axis=1)
+    is_usable = is_included & ~is_bad
+    is_long_sample = records.lengths > job.max_length
+    is_long = is_usable & is_long_sample.reshape(-1, size).any(axis=1)
+    if job.too_long == "error" and is_long.any():
+        is_first = is_long_sample & np.repeat(is_long, size)
+        raise _too_long(records, int(is_first.argmax()), job, path, size)
+    is_dropped = is_long if job.too_long == "drop" else np.zeros_like(is_long)
+    has_targets = (records.num_targets > 0).reshape(-1, size).all(axis=1)
+    is_sample = is_usable & ~is_dropped & has_targets
+    return TokenizedData(
+        source=path,
+        samples=Samples([records], np.flatnonzero(np.repeat(is_sample, size))),
+        group_size=size,
+        max_length=job.max_length,
+        num_records=int(is_included.sum()),
+        num_truncated=int((is_sample & is_long).sum()),
+        num_dropped=int(is_dropped.sum()),
+        num_without_target=int((is_usable & ~is_dropped & ~is_sample).sum()),
+        num_bad=int(is_bad.sum()),
+    )
+
+
+def _sample_form(job: LoraJob) -> tuple[int, bool]:
+    """Returns what `_grouped` depends on, for jobs that share samples."""
+    objective = find_objective(job.objective)
+    return objective.group_size, objective.baseline is not None
+
+
+def _grouped(data: TokenizedData, job: LoraJob) -> TokenizedData:
+    """Takes pairs apart for an objective that learns from single samples.
+
+    As in TRL, all chosen answers of 1000 pairs come before their rejected ones. A
+    chosen answer gets the label 1, and a rejected one 0.
+    """
+    objective = find_objective(job.objective)
+    is_recombined = objective.baseline is not None
+    if (data.group_size, objective.group_size) != (2, 1):
+        return dataclasses.replace(data, is_recombined=is_recombined)
+    samples = data.samples
+    assert isinstance(samples, Samples), "the reader makes them"
+    pair, is_rejected = np.divmod(samples.numbers, 2)
+    order = np.lexsort((pair, is_rejected, pair // _PAIRS_AT_ONCE))
+    values = 1.0 - is_rejected[order]
+    counts = ("num_records", "num_truncated", "num_dropped", "num_without_target")
+    return dataclasses.replace(
+        data,
+        samples=Samples(samples.sets, samples.numbers[order], values),
+        group_size=1,
+        is_recombined=is_recombined,
+        **{name: 2 * getattr(data, name) for name in (*counts, "num_bad")},
+    )
+
+
+def _check_some(data: TokenizedData, job: LoraJob, first_bad: str) -> None:
+    """Checks that samples are left.
+
+    Args:
+        data: The samples.
+        job: The job.
+        first_bad: Describes the first record that cannot be used.
+
+    Raises:
+        DataError: None is left.
+    """
+    if not len(data.samples):
+        bad = f", and {data.num_bad} cannot be used (the first: {first_bad})"
+        raise DataError(
+            f"{data.source}: none of {counted(data.num_records, 'record')} can be used "
+            f"by job {job.name!r}: {data.num_dropped} are longer than max_length="
+            f"{job.max_length}, and {data.num_without_target} have no token to predict "
+            f"within it{bad if data.num_bad else ''}. Raise max_length or give other "
+            "records."
+        )
+
+
+def check_enough(data: TokenizedData, job: LoraJob) -> None:
+    """Checks that there are as many samples as a batch of the objective has at least.
+
+    Args:
+        data: All training samples of the job, or all held-out ones.
+        job: The job.
+
+    Raises:
+        DataError: There are fewer.
+    """
+    found = len(data.group_lengths)
+    fewest = smallest_batch(job.objective, job.objective_args)
+    if found < fewest:
+        raise DataError(
+            f"{data.source}: job {job.name!r} has {counted(found, data.noun)} there, "
+            f"and {job.objective} needs {fewest} or more, for training and in held-out "
+            "data, as its baseline has the prompt of each with the answer of another "
+            "one. Give more records, or choose a loss_type without a baseline."
+        )
+
+
+def _too_long(
+    records: EncodedRecords, index: int, job: LoraJob, path: str, size: int
+) -> DataError:
+    return DataError(
+        f"{path}: record {index // size + 1} has {records.lengths[index]} tokens, more "
+        f"than max_length="
+        f"{job.max_length} of job {job.name!r}. Raise max_length, shorten the record, "
+        "or set too_long to truncate or drop."
+    )

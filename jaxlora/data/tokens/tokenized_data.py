@@ -1,17 +1,45 @@
-"""A job's samples, and what is counted of them."""
+"""A job's samples, of one data set or of several, and what is counted of them."""
 
 import dataclasses
 import functools
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
 from jaxtyping import Int, UInt64
 
 from jaxlora.common.counted import counted
-from jaxlora.data.tokens.samples import Samples, TokenizedSample
+from jaxlora.config import DataConfig
+from jaxlora.data.order import MOST_INTERLEAVED, expected_draws, interleave
+from jaxlora.data.tokens.dataset import Samples
+from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Mixture:
+    """What samples of several data sets are made of.
+
+    Attributes:
+        parts: The samples of each data set, by name.
+        sources: Number of the data set of each group of samples.
+        indices: Number of each group in its data set.
+        order: Describes their order.
+    """
+
+    parts: Mapping[str, "TokenizedData"]
+    sources: Int[np.ndarray, " N"]
+    indices: Int[np.ndarray, " N"]
+    order: str
+
+    def of_samples(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `sources` and `indices` of samples, so many of which are a group."""
+        in_group = np.tile(np.arange(size), len(self.sources))
+        indices = np.repeat(size * self.indices, size) + in_group
+        return np.repeat(self.sources, size), indices
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -20,8 +48,9 @@ class TokenizedData:
 
     Attributes:
         source: Path of the records.
-        samples: The samples, in the order of the records. `DataReader` returns
-            `Samples`, which hold millions of samples in little memory.
+        samples: The samples, in the order of the records or of the mixture.
+            `DataReader` returns `Samples`, which hold millions of samples in little
+            memory.
         max_length: Longest allowed sample, in tokens.
         num_records: Number of records, each of which became a sample or was dropped;
             or the samples of a group.
@@ -33,6 +62,7 @@ class TokenizedData:
             (`data.bad_records`).
         group_size: Consecutive samples that the job's objective takes together.
         is_recombined: Whether prompts are also used with the completions of others.
+        mixture: What they are made of, if there are several data sets.
     """
 
     source: str
@@ -45,16 +75,21 @@ class TokenizedData:
     num_bad: int = 0
     group_size: int = 1
     is_recombined: bool = False
-
-    @property
-    def parts(self) -> Mapping[str, "TokenizedData"]:
-        """The samples of each data set by name, if there are several data sets."""
-        return {}
+    mixture: Mixture | None = None
 
     @property
     def ranges(self) -> Mapping[str, range]:
-        """The groups of each data set by name, if there are several data sets."""
-        return {}
+        """The groups of each data set by name, if there are several data sets.
+
+        Each comes after the one before.
+        """
+        if self.mixture is None:
+            return {}
+        parts = self.mixture.parts
+        ends = np.cumsum([0, *(len(part.group_lengths) for part in parts.values())])
+        assert (np.diff(self.mixture.sources) >= 0).all(), "they are interleaved"
+        pairs = zip(parts, itertools.pairwise(ends.tolist()), strict=True)
+        return {name: range(start, end) for name, (start, end) in pairs}
 
     @functools.cached_property
     def lengths(self) -> Int[np.ndarray, " S"]:
@@ -115,8 +150,17 @@ class TokenizedData:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of every token, and of whether it is a target."""
+        """A hash of every token, and of whether it is a target.
+
+        That of a mixture is of its data sets, and of the order of their samples.
+        """
         digest = hashlib.sha256()
+        if self.mixture is not None:
+            for part in self.mixture.parts.values():
+                digest.update(part.fingerprint.encode())
+            for numbers in self.mixture.of_samples(self.group_size):
+                digest.update(numbers.astype("<i8").tobytes())
+            return digest.hexdigest()
         for sample in self.samples:
             digest.update(len(sample.token_ids).to_bytes(8, "little"))
             digest.update(sample.token_ids.tobytes())
@@ -152,12 +196,22 @@ class TokenizedData:
         return "pair" if self.group_size == 2 else "sample"
 
     def summary(self) -> str:
-        """Describes the size of the data and the dropped records in one line."""
-        line = (
-            f"{self.source}: {counted(len(self.group_lengths), self.noun)}, "
+        """Describes the size of the data and the dropped records in one line.
+
+        The line of a mixture is without the records of each data set.
+        """
+        groups = counted(len(self.group_lengths), self.noun)
+        tokens = (
             f"{counted(self.num_tokens, 'token')}, {self.num_target_tokens:,} of them "
             "to predict"
         )
+        if (mixture := self.mixture) is not None:
+            counts = np.bincount(mixture.sources, minlength=len(mixture.parts)).tolist()
+            pairs = zip(counts, mixture.parts, strict=True)
+            shares = ", ".join(f"{num:,} of {name}" for num, name in pairs)
+            sets = f"{mixture.order} of {len(counts)} data sets"
+            return f"{sets}: {groups} ({shares}), {tokens}."
+        line = f"{self.source}: {groups}, {tokens}"
         longer = f"longer than max_length={self.max_length}"
         for number, what in (
             (self.num_truncated, f"{longer}: truncated"),
@@ -173,4 +227,69 @@ class TokenizedData:
 
     def summaries(self) -> list[str]:
         """Returns the summary of each data set, and of what is made of several."""
-        return [self.summary()]
+        parts = {} if self.mixture is None else self.mixture.parts
+        return [*(part.summary() for part in parts.values()), self.summary()]
+
+
+def mix(parts: Sequence[TokenizedData], data: DataConfig, seed: int) -> TokenizedData:
+    """Makes one list of the samples of several data sets.
+
+    Args:
+        parts: The samples of each data set, as `DataReader` makes them.
+        data: Says how they are mixed.
+        seed: Seed of the draws.
+
+    Raises:
+        DataError: It would have too many samples.
+    """
+    num_groups = [len(part.group_lengths) for part in parts]
+    order = "concatenation"
+    if data.mix == "concat":
+        sources = np.repeat(np.arange(len(parts)), num_groups)
+        indices = np.concatenate([np.arange(num) for num in num_groups])
+    else:
+        _check_ends(num_groups, data)
+        shares, rule = data.probabilities, data.stopping_strategy
+        sources, indices = interleave(
+            num_groups, probabilities=shares, stopping_strategy=rule, seed=seed
+        )
+        shown = "in turn"
+        if shares is not None:
+            shown = ", ".join(f"{share:g}" for share in shares)
+        order = f"interleaving ({shown}; {rule})"
+    names = dict(zip(data.set_names, parts, strict=True))
+    mixture = Mixture(parts=names, sources=sources, indices=indices, order=order)
+    places = mixture.of_samples(parts[0].group_size)
+    samples: list[Any] = [part.samples for part in parts]
+    counts = "records", "truncated", "dropped", "without_target", "bad"
+    totals: Any = {
+        f"num_{name}": sum(getattr(part, f"num_{name}") for part in parts)
+        for name in counts
+    }
+    return dataclasses.replace(
+        parts[0],
+        source=", ".join(dict.fromkeys(part.source for part in parts)),
+        samples=Samples.mixed(samples, *places),
+        mixture=mixture,
+        **totals,
+    )
+
+
+def _check_ends(num_groups: Sequence[int], data: DataConfig) -> None:
+    """Refuses probabilities by which some data set is exhausted only very late.
+
+    Raises:
+        DataError: They are such.
+    """
+    shares = data.probabilities
+    if shares is None or data.stopping_strategy == "first_exhausted":
+        return
+    expected = expected_draws(num_groups, shares)
+    if expected > MOST_INTERLEAVED:
+        lengths = ", ".join(f"{num:,}" for num in num_groups)
+        raise DataError(
+            f"probabilities {list(shares)} of data sets of {lengths} samples: about "
+            f"{expected:.1e} draws exhaust all of them, and {MOST_INTERLEAVED:,} is "
+            "the most. Raise the smallest probability, or set stopping_strategy to "
+            "first_exhausted."
+        )

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 
 from jaxlora.config import LoraJob
 from jaxlora.modules.variants.variant import (
-    AdaptedLinear,
     Pair,
     TrainedTensor,
     Variant,
@@ -65,12 +64,12 @@ class Lora(Variant):
         """An adapter that is loaded by hand trains all of its ranks."""
         return {"trained_rank": rank}
 
-    def matrices(self, linear: AdaptedLinear, made: Pair | None) -> Pair:
+    def matrices(self, linear: Any, made: Pair | None) -> Pair:
         """A and B as they are trained."""
         return _trainable(linear, LORA_A), _trainable(linear, LORA_B)
 
 
-def _trainable(linear: AdaptedLinear, tensor: TrainedTensor) -> Float[Array, "G ..."]:
+def _trainable(linear: Any, tensor: TrainedTensor) -> Float[Array, "G ..."]:
     """The table of A or B, without a gradient of the ranks that are fixed."""
     table = linear.table(tensor.name)
     if not linear.slots.keeps_start:

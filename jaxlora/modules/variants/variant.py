@@ -7,7 +7,7 @@ PEFT folders and `MultiLoraLinear` loop over the variants of a run and name none
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxlora.config import LoraJob
-from jaxlora.pallas_kernels import DoraGain, QuantizedWeight
+from jaxlora.pallas_kernels import DoraGain
 
 # Letters of docs/conventions.md: input features, output features and rank.
 Dimension = Literal["K", "N", "R"]
@@ -70,42 +70,12 @@ def lora_plus(job: LoraJob) -> float:
     return job.lora_plus_ratio
 
 
-@runtime_checkable
-class AdaptedLinear(Protocol):
-    """The parts of a `MultiLoraLinear` that variants read.
-
-    Attributes:
-        slots: Its `SlotShape`.
-        in_features: K, on this device.
-        input_parts: Parts into which devices divide the input features.
-        output_parts: Parts into which they divide the output features.
-    """
-
-    slots: Any
-    in_features: int
-    input_parts: int
-    output_parts: int
-
-    @property
-    def weight(self) -> Float[Array, "K N"] | QuantizedWeight:
-        """The frozen weight."""
-        ...
-
-    def table(self, name: str) -> Array:
-        """A trained tensor, or a setting, of all slots."""
-        ...
-
-    def constant(self, name: str) -> Array | None:
-        """What `Variant.constants` made for weights that stay; None: they may not."""
-        ...
-
-
 class Variant:
     """One of the ways in which adapters change a linear.
 
     The kernels compute `x W + scaling * dropout(x) A B`. A variant makes A and B of
-    what it trains (`matrices`), or scales the output after that (`gain`). What it does
-    not override has no part in it.
+    what it trains (`matrices`), or scales the output after that (`gain`). It takes no
+    part in what it does not override. A `linear` is a `MultiLoraLinear` with slots.
 
     Attributes:
         setting: The setting of `LoraJob` and of PEFT's adapter_config.json, true or
@@ -151,17 +121,17 @@ class Variant:
         """
         return {}
 
-    def matrices(self, linear: AdaptedLinear, made: Pair | None) -> Pair | None:
+    def matrices(self, linear: Any, made: Pair | None) -> Pair | None:
         """A and B of all slots; those of slots without the variant stay as they are.
 
         Args:
-            linear: The linear.
+            linear: The linear, whose `table` has what slots train and read.
             made: What the variants before it made; None: there are none.
         """
         return made
 
     def gain(
-        self, linear: AdaptedLinear, x: Float[Array, "T K"], *, drops: bool
+        self, linear: Any, x: Float[Array, "T K"], *, drops: bool
     ) -> DoraGain | None:
         """Gains of the output features, which are applied after the kernels.
 
@@ -172,7 +142,7 @@ class Variant:
         """
         return None
 
-    def constants(self, linear: AdaptedLinear, dtype: DTypeLike) -> dict[str, Array]:
+    def constants(self, linear: Any, dtype: DTypeLike) -> dict[str, Array]:
         """What is computed once where weights and slots stay, by name.
 
         Args:

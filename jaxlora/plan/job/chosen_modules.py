@@ -17,12 +17,13 @@ from jaxlora.adapters.targets import (
 )
 from jaxlora.config import LoraJob
 from jaxlora.config.rules import NOT_OF_VERA
-from jaxlora.data.objectives import find_objective, smallest_batch
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SCORE, Tokens, asked_modules
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.objectives.base import reference_of
+from jaxlora.objectives.table import find_objective, smallest_batch
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +286,7 @@ def check_objective(job: LoraJob) -> None:
         AdapterError: The folder of its reference is not there.
     """
     settings = find_objective(job.objective).settings_of(job.objective_args)
-    reference = settings.get("reference")
+    reference = reference_of(settings)
     if reference == "start" and job.init_from is None:
         raise ConfigError(
             f"objective_args: reference=start is the adapter of init_from, and job "
@@ -329,7 +330,7 @@ def _read_reference(
     It is None if that is the base, or if the objective compares with nothing.
     """
     settings = find_objective(job.objective).settings_of(job.objective_args)
-    reference = settings.get("reference")
+    reference = reference_of(settings)
     if reference in _NO_FOLDERS:
         return start if reference == "start" else None
     try:

@@ -21,7 +21,7 @@ def missing_inputs(values: Mapping[str, Any]) -> list[tuple[Path, JaxloraError]]
         For each missing file or folder, the path of the setting and the error. Ids on
         the hub are not looked up.
     """
-    from jaxlora.data.records.read import check_found
+    from jaxlora.data.records.read import find_files
     from jaxlora.hf.files import find_local
 
     found: list[tuple[Path, JaxloraError]] = []
@@ -35,7 +35,7 @@ def missing_inputs(values: Mapping[str, Any]) -> list[tuple[Path, JaxloraError]]
     if isinstance(model := values.get("model"), str) and model:
         look(("model",), find_local, model)
     for path, data in data_sets(values.get("jobs")):
-        look((*path, "path"), check_found, data)
+        look((*path, "path"), find_files, data)
     for path, job in _jobs(values.get("jobs")):
         for key, check in _FOLDERS.items():
             if isinstance(folder := job.get(key), str):

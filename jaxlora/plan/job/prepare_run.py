@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from jaxlora.adapters.optimizers.table import find_optimizer
 from jaxlora.common.note import log_notes
 from jaxlora.config import DataConfig, LoraJob, RunConfig
-from jaxlora.data.rendering.fields import check_template
+from jaxlora.data.formats.table import formats_of
+from jaxlora.data.rendering.fields import TEMPLATES, check_template
 from jaxlora.data.templates.known import find_template
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
@@ -117,7 +118,9 @@ def _check_jobs(
 def _check_data(
     data: DataConfig, tokenizer: Tokenizer | None, path: Path, problems: Problems
 ) -> None:
-    for key in ("prompt", "completion", "text", "chosen", "rejected", "system"):
+    with problems.at(*path, "kind"):
+        formats_of(data.kind)
+    for key in TEMPLATES:
         with problems.at(*path, key):
             check_template(getattr(data, key) or "")
     if data.chat_template is not None:

@@ -17,18 +17,17 @@ from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.strict import MOST_STEPS
-from jaxlora.data.kto_objective import recombined
-from jaxlora.data.objective import Objective
-from jaxlora.data.objectives import find_objective, smallest_batch
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.choose import check_enough
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.token_cache import user_token_cache
-from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.data.tokens.tokenize import DataReader, check_enough
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.models.config import ModelConfig
+from jaxlora.objectives.base import Objective, reference_of
+from jaxlora.objectives.kto import recombined
+from jaxlora.objectives.sample import TokenizedSample
+from jaxlora.objectives.table import find_objective, smallest_batch
 from jaxlora.plan.job.chosen_modules import (
     ChosenModules,
     check_objective,
@@ -141,8 +140,8 @@ class PreparedJob(ChosenModules):
         return find_objective(self.settings.objective)
 
     @functools.cached_property
-    def objective_settings(self) -> dict[str, float | str]:
-        """Values of the settings of the job's objective."""
+    def objective_settings(self) -> Any:
+        """The settings of the job's objective, of its own class."""
         return self.objective.settings_of(self.settings.objective_args)
 
     @property
@@ -161,7 +160,7 @@ class PreparedJob(ChosenModules):
 
     def describe_reference(self) -> str:
         """Names what the objective compares with."""
-        match self.objective_settings.get("reference"):
+        match reference_of(self.objective_settings):
             case "base":
                 return "the base"
             case "start":
@@ -173,7 +172,7 @@ class PreparedJob(ChosenModules):
     def starts_as_reference(self) -> bool:
         """Whether the job's first weights are those with which it compares."""
         start, reference = self.start, self.reference
-        match self.objective_settings.get("reference"):
+        match reference_of(self.objective_settings):
             case None:
                 return False
             case "base":  # fresh adapters change nothing
@@ -190,16 +189,19 @@ class PreparedJob(ChosenModules):
         delay and for nothing: no sample is used twice. The job alone decides, so that
         the choice is the same when it is resumed beside others.
         """
-        how = self.objective_settings.get("reference_logps")
         if not self.chooses_reference:
-            return how is not None and how != "kept"
+            settings = self.objective_settings
+            has_reference = self.objective.needs_reference
+            return has_reference and settings.reference_logps == "in_step"
         is_used_once = self.num_steps <= self.order.batches_per_epoch
         return is_used_once and self.has_many_tokens
 
     @property
     def chooses_reference(self) -> bool:
         """Whether `runs_reference` is chosen by cost."""
-        return self.objective_settings.get("reference_logps") == "auto"
+        settings = self.objective_settings
+        has_reference = self.objective.needs_reference
+        return has_reference and settings.reference_logps == "auto"
 
     @property
     def needs_reference_table(self) -> bool:
@@ -364,7 +366,7 @@ def _warnings(job: PreparedJob, model: ModelConfig) -> Iterator[Note]:
 
 def _describe_runs_reference(job: PreparedJob) -> str:
     why = "as reference_logps says"
-    if job.objective_settings["reference_logps"] == "auto":
+    if job.chooses_reference:
         why = (
             f"as no sample is used twice, and {job.train_data.num_tokens:,} tokens "
             "would delay the first step. To compute them once, such as for several "

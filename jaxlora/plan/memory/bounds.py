@@ -11,9 +11,9 @@ from typing import get_args
 
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.data.objectives import find_objective
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.options import Remat
+from jaxlora.objectives.table import find_objective
 from jaxlora.pallas_kernels.device import planned_device, platform
 from jaxlora.plan.stages import MeshFootprint
 

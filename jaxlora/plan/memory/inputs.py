@@ -7,10 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
-from jaxlora.data.objectives import NEXT_TOKEN, has_baseline, has_reference
-from jaxlora.data.pack import PackedBatch, has_groups, input_shapes
 from jaxlora.models.forward import SlotKeys
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.objectives.table import (
+    NEXT_TOKEN,
+    OBJECTIVES,
+    has_baseline,
+    has_groups,
+    has_reference,
+)
 from jaxlora.scheduler import Limits
 
 
@@ -41,7 +47,7 @@ def batch_shapes(
         loss_inputs={
             name: {
                 key: shape(sizes, jnp.float32)
-                for key, sizes in input_shapes(name, num_rows).items()
+                for key, sizes in OBJECTIVES[name].input_shapes(num_rows).items()
             }
             for name in objectives
         },

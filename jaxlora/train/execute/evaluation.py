@@ -11,8 +11,9 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.staged_slots import StagedSlots
-from jaxlora.data.pack import JobBatch, PackedBatch, runs_reference
+from jaxlora.data.pack import JobBatch, runs_reference
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.plan.memory.inputs import baseline_shape
 from jaxlora.scheduler import Limits, Sample
@@ -32,7 +33,7 @@ class Evaluator:
 
     Attributes:
         no_baseline: Baselines of slots without any; None: no objective of the run has
-            one. See `jaxlora.data.objective.Objective`.
+            one. See `jaxlora.objectives.base.Objective`.
     """
 
     def __init__(

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxlora.data.pack import (
     JobBatch,
-    PackedBatch,
     pack_tick,
     runs_reference,
     split_by_segment_limit,
 )
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.plan.stream_plan import StreamTick
 from jaxlora.scheduler import Limits, Microbatch, Sample

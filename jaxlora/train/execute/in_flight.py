@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.sharding.pipeline import RUN_AHEAD, Pass
 from jaxlora.train.execute.feed import ReplicaRows
 from jaxlora.train.execute.layout import Stage

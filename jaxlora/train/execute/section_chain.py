@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.common.counted import counted
-from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.sections import Position, sections
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.plan.memory.footprint import StagePrograms

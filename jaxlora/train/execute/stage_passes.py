@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
-from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys, run_stage
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.residuals import Pullback, pull_back
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec

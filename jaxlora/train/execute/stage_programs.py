@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
-from jaxlora.data.objectives import has_reference
 from jaxlora.models.forward import (
     SlotKeys,
     evaluation_options,
@@ -24,6 +23,7 @@ from jaxlora.models.sections import (
     with_own_tables,
 )
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.objectives.table import OBJECTIVES, has_reference
 from jaxlora.plan.memory.footprint import StagePrograms
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.train.execute.stage_passes import StagePasses
@@ -120,10 +120,12 @@ class Arguments:
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """Tells the code of optimizers apart that is not in this package."""
-        slots = self.spec.slots
+        """Tells the code of optimizers and objectives apart that users registered."""
+        slots, objectives = self.spec.slots, self.spec.options.objectives
         names = () if slots is None else slots.optimizers
-        return tuple(OPTIMIZERS[name].fingerprint for name in names)
+        optimizers = tuple(OPTIMIZERS[name].fingerprint for name in names)
+        own = (OBJECTIVES[name].fingerprint for name in objectives)
+        return optimizers + tuple(filter(None, own))
 
     def program(
         self,

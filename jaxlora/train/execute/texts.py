@@ -11,7 +11,6 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.config.generation_settings import GenerationSettings, SamplesConfig
 from jaxlora.config.sweep_config import Metric
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.batch import Batch, Request, batch_shape
@@ -22,6 +21,7 @@ from jaxlora.generate.prompt import prompt_text, sample_prompts
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.forward import Base
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
 

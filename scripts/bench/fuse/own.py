@@ -10,10 +10,11 @@ from flax import nnx
 
 from jaxlora.bench.fuse.programs import RANK, Program, Shape
 from jaxlora.bench.shapes import LARGE, config_json
-from jaxlora.data.pack import PackedBatch, pack_microbatch
+from jaxlora.data.pack import pack_microbatch
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import SlotKeys, run_stage, training_options
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
 from jaxlora.models.slot_settings import settings_of_base
 from jaxlora.models.spec import DecoderSpec

@@ -25,8 +25,8 @@ from jaxlora.bench.report import Timing, about, needs_gpu
 from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.costs.work import head_work, layer_work
-from jaxlora.data.pack import PackedBatch
 from jaxlora.errors import JaxloraError
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.profile.device_trace import busy_ms, is_exchange, trace
 from jaxlora.profile.pass_times import Probe, make_probe, measure_passes

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jaxlora.bench.report import needs_gpu, triton_code
 from jaxlora.bench.step import peers
 from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
-from jaxlora.data.pack import PackedBatch
 from jaxlora.errors import ConfigError
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.pallas_kernels import compile_program
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxlora.bench.report import needs_gpu
 from jaxlora.bench.shapes import config_json
 from jaxlora.bench.step.cases import Case, Row, microbatches, result
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.profile.training import GIB, time_steps
 
 if TYPE_CHECKING:

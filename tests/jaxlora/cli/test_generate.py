@@ -25,16 +25,7 @@ def test_prompts_of_a_file_go_to_every_adapter(
     prompts = tmp_path / "prompts.jsonl"
     records = [{"prompt": "ab", "completion": "-"}, {"prompt": "c", "adapter": "base"}]
     prompts.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    options = [
-        "--max-new-tokens",
-        "4",
-        "--temperature",
-        "1.5",
-        "--top-p",
-        "0.9",
-        "--seed",
-        "3",
-    ]
+    options = "--max-new-tokens", 4, "--temperature", 1.5, "--top-p", 0.9, "--seed", 3
     adapters = "--adapter", one, "--adapter", f"other={other}"
     out = tmp_path / "out.jsonl"
     status, printed, _ = run(
@@ -93,10 +84,7 @@ def test_an_output_that_is_read_is_refused(folder, tmp_path, monkeypatch, capsys
         (["m", "--system", "a", "--prompt", "a"], "add --chat"),
         (["m", "--chat-template", "chatml", "--prompt", "a"], "add --chat"),
         (["m", "--chat-template-kwargs", "{a: 1}", "--prompt", "a"], "add --chat"),
-        (
-            ["m", "--chat-template", "no", "--prompt", "a"],
-            "'no' is neither a name",
-        ),
+        (["m", "--chat-template", "no", "--prompt", "a"], "'no' is neither a name"),
         (
             ["m", "--chat-template-kwargs", "{tools: 1}", "--prompt", "a"],
             "--chat-template-kwargs: 'tools' is given to chat templates by the program",

@@ -3,6 +3,8 @@
 import datetime
 import json
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -96,9 +98,12 @@ def tight_limits(monkeypatch):
 def run(tmp_path, make_tokenizer):
     """Tokenizes records: `data` has options of the data, the rest are the job's."""
 
-    def run(records, tokenizer=None, which="train", data=None, **job):
-        path = tmp_path / "records.jsonl"
-        path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    def run(records, tokenizer=None, which="train", data=None, suffix=".jsonl", **job):
+        path = tmp_path / f"records{suffix}"
+        if suffix == ".jsonl":
+            path.write_text("".join(json.dumps(r) + "\n" for r in records))
+        else:
+            pyarrow.parquet.write_table(pa.Table.from_pylist(records), path)
         config = DataConfig(path=str(path), **(data or {}))
         reader = DataReader(tokenizer or make_tokenizer())
         return reader.read(LoraJob(name="job", data=config, **job), which)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlora.data.pack import JobBatch, pack_microbatch, split_by_segment_limit
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.scheduler import Limits, Sample
 
 lengths_of = st.lists(st.integers(1, 40), max_size=60)

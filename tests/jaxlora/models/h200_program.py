@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlora.data.pack import PackedBatch
 from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.llama import Llama
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linears

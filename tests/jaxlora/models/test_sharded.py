@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import SlotKeys, job_losses, run_stage
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
 from jaxlora.models.residuals import Pullback, pull_back
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base

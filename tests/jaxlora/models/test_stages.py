@@ -13,9 +13,9 @@ from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.adapters.slot_state import write_slot
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import JobLosses, SlotKeys, job_losses, run_stage
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 
 from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.data.pack import PackedBatch
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import SlotKeys, job_losses
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base

@@ -8,10 +8,10 @@ import numpy as np
 from jaxlora import LoraJob
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.fresh import fresh_adapter, fresh_outside
-from jaxlora.data.objectives import find_objective
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.slot_modules import asked_modules
 from jaxlora.models.structure import linear_names, linear_path
+from jaxlora.objectives.table import find_objective
 from jaxlora.plan.job.chosen_modules import choose_modules
 
 # Ranks and linears differ from those of the jobs that compare with them.

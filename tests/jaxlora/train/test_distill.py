@@ -12,13 +12,13 @@ import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer, load_model
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.data.distill_objective import DISTILL
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.data.tokens import record_writer
+from jaxlora.data.tokens import dataset
 from jaxlora.data.tokens.token_cache import TokenCache
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError, DataError
 from jaxlora.models.structure import linear_shapes
+from jaxlora.objectives.distill import DISTILL
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from tests import tiny
@@ -174,7 +174,7 @@ def test_layouts_and_resuming(jobs, model, tmp_path):
 
 def test_what_is_stored_is_what_the_records_say(tmp_path, model, monkeypatch):
     """Long records are cut; so they are from the cache, and in a file on disk."""
-    monkeypatch.setattr(record_writer, "TOKENS_IN_MEMORY", 4)
+    monkeypatch.setattr(dataset, "TOKENS_IN_MEMORY", 4)
     records = random_records(8, seed=5)
     path = write(tmp_path / "data.jsonl", records)
     job = LoraJob(name="a", data={"path": path}, **JOB | {"max_length": 30})
@@ -244,7 +244,7 @@ def test_settings_that_are_refused(tmp_path, model):
     for args, message in (
         ({"kd_ce_alpha": 1.0, "temperature": 2.0}, "needs a temperature of 1"),
         ({"kd_alpha": 0.0}, "so nothing is learned"),
-        ({"temperature": 0.0}, "temperature=0.0 must be a number above 0"),
+        ({"temperature": 0.0}, "temperature: must be greater than 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             DISTILL.settings_of(args)

@@ -10,8 +10,8 @@ import pytest
 from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.costs.gpus import find_speed
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.memory.device_memory import DeviceMemory

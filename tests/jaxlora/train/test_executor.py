@@ -13,9 +13,9 @@ from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.common.background import StopRequest
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.registry import model_config
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine

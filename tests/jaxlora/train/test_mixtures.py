@@ -73,7 +73,7 @@ def test_losses_are_reported_by_set(train, paths, caplog, capsys):
     of_both = [e for e in evals if e["job"] == "both"]
     assert len(of_both) == len(alone) == 3
     (prepared,) = (j.prepared for j in found.trainer.jobs if j.name == "both")
-    parts = prepared.eval_data.parts
+    parts = prepared.eval_data.mixture.parts
     weights = [parts[name].num_target_tokens for name in ("a", "b")]
     for event, loss in zip(of_both, alone, strict=True):
         by_set = [event["eval_loss/a"], event["eval_loss/b"]]

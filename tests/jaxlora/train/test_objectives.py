@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.data.objective import Objective, Terms, next_token_targets
-from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES
 from jaxlora.data.pack import JobBatch, pack_microbatch
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
+from jaxlora.objectives.base import Objective, Terms, next_token_targets
+from jaxlora.objectives.sample import TokenizedSample
+from jaxlora.objectives.table import NEXT_TOKEN, OBJECTIVES
 from jaxlora.scheduler import Limits
 from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.test_contracts import assert_same_training

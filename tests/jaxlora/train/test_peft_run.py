@@ -13,9 +13,9 @@ from jaxlora import LoraJob, import_peft, load_model
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from jaxlora.config import RunConfig
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.structure import linear_path, linear_shapes
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.chosen_modules import choose_modules
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.scheduler import Limits

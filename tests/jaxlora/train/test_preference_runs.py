@@ -13,9 +13,9 @@ import pytest
 
 from jaxlora import LoraJob, load_model
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.data.tokens.tokenize import TokenizedData
 from jaxlora.models.structure import linear_shapes
+from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from tests.jaxlora.train.golden_runs import (
@@ -31,7 +31,7 @@ from tests.oracle import relative_error
 FILE = json.loads((GOLDEN / "preference_runs" / "runs.json").read_text())
 ABOUT, RUNS = FILE["about"], FILE["runs"]
 # A run of each objective with its own settings, and one of each further kind of loss.
-# `test_preference_objectives.py` compares the values of all losses with TRL's.
+# `test_losses.py` compares the values of all losses with TRL's.
 ALWAYS = (
     *(name for name in RUNS if "random" not in name),
     *("dpo-random3", "dpo-random5", "dpo-random6", "kto-random0"),

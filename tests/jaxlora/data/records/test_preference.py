@@ -2,13 +2,9 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
-from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.records.preference import describe_preference
-from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError
 
 ASKED = [{"role": "user", "content": "Hi"}]
@@ -64,13 +60,10 @@ def test_a_preference_record_among_others_is_named(run):
         run([RECORDS["TRL"]], data={"kind": "prompt_completion"})
 
 
-def test_columns_hold_preferences_too(make_tokenizer, tmp_path):
+def test_columns_hold_preferences_too(run):
     rows = [{"prompt": "Hi", "completion": "Hello!", "label": True}] * 2
-    path = tmp_path / "kto.parquet"
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
-    job = LoraJob(name="job", data=DataConfig(path=str(path)))
     with pytest.raises(DataError, match="this is a preference record"):
-        DataReader(make_tokenizer()).read(job)
+        run(rows, suffix=".parquet")
 
 
 @pytest.mark.parametrize(

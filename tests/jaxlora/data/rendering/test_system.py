@@ -1,11 +1,7 @@
 """Tests system messages from a field of the records, a template, or the setting."""
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
-from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
 
@@ -160,14 +156,12 @@ def test_records_of_open_orca_are_known(texts, caplog):
     assert "Set data.system to system_prompt" in caplog.records[-1].getMessage()
 
 
-def test_columns_hold_nulls(tmp_path, make_tokenizer):
-    path = tmp_path / "a.parquet"
+def test_columns_hold_nulls(run, make_tokenizer):
     rows = [{"messages": [ASK, ANSWER], "about": about} for about in (None, "A")]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
-    data = DataConfig(path=str(path), system="about")
     tokenizer = make_tokenizer(chat_templates.CHATML)
-    samples = DataReader(tokenizer).read(LoraJob(name="job", data=data)).samples
-    starts = [tokenizer.decode(s.token_ids).partition("<|im_end|>")[0] for s in samples]
+    read = run(rows, tokenizer, data={"system": "about"}, suffix=".parquet")
+    texts = [tokenizer.decode(sample.token_ids) for sample in read.samples]
+    starts = [text.partition("<|im_end|>")[0] for text in texts]
     assert starts == ["<|im_start|>user\nHi", "<|im_start|>system\nA"]
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxlora.data.objective import Terms
-from jaxlora.data.objectives import NEXT_TOKEN
 from jaxlora.data.tokens.token_cache import TokenCache
 from jaxlora.errors import DataError
+from jaxlora.objectives.base import Terms
+from jaxlora.objectives.table import NEXT_TOKEN
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.chat_templates import TALK
 
@@ -74,7 +74,7 @@ def test_weights_are_kept_and_cut_with_tokens(run, make_tokenizer, tmp_path):
         for one, other in zip(whole.samples, list(whole.samples), strict=True)
     )
     cache = TokenCache(tmp_path / "cache")
-    cache.store("a", whole.samples.records)
+    cache.store("a", whole.samples.sets[0])
     found = cache.load("a", "x")
     assert found.weights(1) is None
     assert np.array_equal(found.weights(0), first.weights)

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from jaxlora.data.formats.example import Rendered
 from jaxlora.data.records.messages import read_messages
 from jaxlora.data.records.tool_calls import read_tools
-from jaxlora.data.templates.chat import Chat, ModelChat
+from jaxlora.data.templates.chat import ModelChat
 from jaxlora.errors import DataError
 from jaxlora.generate.prompt import Prompt
 from tests.jaxlora.data import chat_templates
@@ -39,13 +40,13 @@ def model_chat(template):
 
 
 def render(template, *messages, tools=None):
-    conversation = read_messages({"m": list(messages)}, "m", is_columnar=False)
+    conversation = read_messages(list(messages), "m", is_columnar=False)
     tools = read_tools(tools, "tools", is_columnar=False)
     conversation = dataclasses.replace(conversation, tools=tools)
     (chat,) = model_chat(template).render_all([conversation], "completion")
     if isinstance(chat, DataError):
         raise chat
-    assert isinstance(chat, Chat)
+    assert isinstance(chat, Rendered)
     return [chat.text[start:end] for start, end in chat.target_spans]
 
 
@@ -233,11 +234,11 @@ def test_a_result_within_the_turn_of_a_call_is_not_trained_on():
     with pytest.raises(DataError, match=match):
         render(template, *talk)
     talk = USER, calling(None, call(city="x")) | {"weight": 0}, RESULT, ANSWER
-    conversation = read_messages({"m": list(talk)}, "m", is_columnar=False)
+    conversation = read_messages(list(talk), "m", is_columnar=False)
     chats = model_chat(template).render_all([conversation], "completion")
-    assert isinstance(chats[0], Chat)
+    assert isinstance(chats[0], Rendered)
     (chat,) = model_chat(template).render_all([conversation], "all")
-    assert isinstance(chat, Chat)
+    assert isinstance(chat, Rendered)
 
 
 def test_lost_tools_are_named():
@@ -263,14 +264,6 @@ def test_thoughts_beside_a_call_that_is_not_trained_on_may_be_left_out():
     with pytest.raises(DataError, match=match):
         render(chat_templates.QWEN3, USER, called, *talk)
     assert len(render(chat_templates.QWEN3, USER, called | {"weight": 0}, *talk)) == 2
-
-
-def test_an_old_function_call_is_an_error_also_with_text():
-    message = ANSWER | {"function_call": {"name": "f", "arguments": "{}"}}
-    with pytest.raises(
-        DataError, match=r"has function_call, which OpenAI has replaced"
-    ):
-        render(chat_templates.QWEN3, USER, message)
 
 
 # --- Policies, and prompts -----------------------------------------------------------

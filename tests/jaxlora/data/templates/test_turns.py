@@ -4,8 +4,9 @@ import datetime
 
 import pytest
 
+from jaxlora.data.formats.example import Rendered
 from jaxlora.data.records.messages import read_messages
-from jaxlora.data.templates.chat import Chat, ModelChat
+from jaxlora.data.templates.chat import ModelChat
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
 
@@ -49,21 +50,23 @@ CALLS = [
 ]
 
 
-def render(template, messages, loss_on="completion", tools=None) -> Chat | DataError:
+def render(
+    template, messages, loss_on="completion", tools=None
+) -> Rendered | DataError:
     chat = ModelChat(
         template,
         {"bos_token": "<s>", "eos_token": "</s>"},
         source="model",
         now=datetime.datetime(2024, 7, 26),
     )
-    conversation = read_messages({"m": messages}, "m", is_columnar=False)
+    conversation = read_messages(messages, "m", is_columnar=False)
     (rendered,) = chat.render_all([conversation], loss_on)
     return rendered
 
 
 def answers(template, messages) -> list[str]:
     chat = render(template, messages)
-    assert isinstance(chat, Chat), chat
+    assert isinstance(chat, Rendered), chat
     return [chat.text[start:end] for start, end in chat.target_spans]
 
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxlora.config import DataConfig
-from jaxlora.data.rendering.prompts import PromptCompletion
-from jaxlora.data.rendering.render import PlainText
-from jaxlora.data.templates.chat import Chat
+from jaxlora.data.formats.example import Rendered
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.data.tokens.boundary import BoundaryEncoder, BoundaryText
 from jaxlora.data.tokens.encode import Encoder
@@ -94,9 +92,9 @@ PLAIN = [("byte-level", "plain"), ("bpe", "never"), ("unigram", "never")]
 
 def encode(tokenizer, record, **options):
     encoder = Encoder(DataConfig(path="x", **options), tokenizer)
-    ((*tokens, weights, top),) = encoder([record])
-    assert weights is None and top is None
-    return tokens
+    (sample,) = encoder([record])
+    assert sample.weights is None and sample.top is None
+    return sample.token_ids, sample.is_target
 
 
 def learned(tokenizer, record, **options) -> tuple[str, str]:
@@ -125,7 +123,7 @@ def learned(tokenizer, record, **options) -> tuple[str, str]:
 )
 def test_completion_has_no_space_of_its_own(model, start, prompt, completion):
     tokenizer = make_tokenizer(model, start)
-    before, after = learned(tokenizer, PromptCompletion(prompt, completion))
+    before, after = learned(tokenizer, Rendered(completion, prompt=prompt))
     whole = tokenizer.decode([*tokenizer.encode(prompt + completion), 2])
     assert before + after == whole
     # After a special token, some put a space before the next word: so in inference.
@@ -142,7 +140,7 @@ def test_prompt_is_encoded_as_in_inference(model, start, data):
     texts = pieces.map("".join)
     prompt, completion = data.draw(texts), data.draw(texts.filter(bool))
     ids, is_target = encode(
-        tokenizer, PromptCompletion(prompt, completion), append_eos=False
+        tokenizer, Rendered(completion, prompt=prompt), append_eos=False
     )
     alone = tokenizer.encode(prompt)
     if prompt:
@@ -164,7 +162,7 @@ def test_plain_tokenizers_encode_both_parts_separately(
     model, start, prompt, completion
 ):
     tokenizer = make_tokenizer(model, start)
-    ids, is_target = encode(tokenizer, PromptCompletion(prompt, completion))
+    ids, is_target = encode(tokenizer, Rendered(completion, prompt=prompt))
     apart = [tokenizer.encode(text) for text in (prompt, completion)]
     assert ids.tolist() == [*apart[0], *apart[1], 2]
     expected = [False] * len(apart[0]) + [True] * (len(apart[1]) + 1)
@@ -176,7 +174,7 @@ def test_plain_tokenizers_encode_both_parts_separately(
 def test_loss_on_all_has_the_same_tokens(model, start, loss_on):
     tokenizer = make_tokenizer(model, start)
     ids, is_target = encode(
-        tokenizer, PromptCompletion("Answer:\n", "blue"), loss_on=loss_on
+        tokenizer, Rendered("blue", prompt="Answer:\n"), loss_on=loss_on
     )
     joint = [*tokenizer.encode("Answer:\nblue"), 2]
     assert ids.tolist() == joint
@@ -188,17 +186,17 @@ def test_loss_on_all_has_the_same_tokens(model, start, loss_on):
 @pytest.mark.parametrize("start", ["always", "first", "legacy", "never"])
 def test_characters_of_several_tokens(start, prompt, completion):
     tokenizer = make_tokenizer("bpe", start)
-    before, after = learned(tokenizer, PromptCompletion(prompt, completion))
+    before, after = learned(tokenizer, Rendered(completion, prompt=prompt))
     assert (before.strip(" "), after) == (prompt.strip(" "), f"{completion}</s>")
 
 
 @pytest.mark.parametrize(("model", "start"), SPACED)
 def test_empty_prompt_begins_as_a_text(model, start):
     tokenizer = make_tokenizer(model, start)
-    ids, is_target = encode(tokenizer, PromptCompletion("", "blue"))
+    ids, is_target = encode(tokenizer, Rendered("blue", prompt=""))
     assert ids.tolist() == [*tokenizer.encode("blue"), 2]
     assert is_target.tolist() == [False] + [True] * (len(ids) - 1)
-    assert encode(tokenizer, PlainText("blue"))[0].tolist() == ids.tolist()
+    assert encode(tokenizer, Rendered("blue"))[0].tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize(("model", "start"), SPACED + PLAIN)
@@ -209,7 +207,7 @@ def test_answers_in_a_chat_begin_after_the_prompt(model, start):
         (text.index(answer), text.index(answer) + len(answer))
         for answer in ("blue</s>", "red sky</s>")
     )
-    ids, is_target = encode(tokenizer, Chat(text, spans))
+    ids, is_target = encode(tokenizer, Rendered(text, spans))
     assert tokenizer.decode(ids) == tokenizer.decode(tokenizer.encode(text))
     prompt = tokenizer.encode(text[: spans[0][0]])
     assert ids[: len(prompt)].tolist() == prompt
@@ -225,7 +223,7 @@ def test_chats_of_byte_level_tokenizers_keep_their_ids():
     tokenizer = make_tokenizer("byte-level", "plain")
     text = "<s>sky\nblue</s>é\nred🙂</s>"
     spans = tuple((text.index(a), text.index(a) + len(a)) for a in ("blue", "red🙂"))
-    ids, is_target = encode(tokenizer, Chat(text, spans))
+    ids, is_target = encode(tokenizer, Rendered(text, spans))
     assert ids.tolist() == tokenizer.encode(text)
     assert tokenizer.decode(ids[is_target]) == "bluered🙂"
 
@@ -236,7 +234,7 @@ def test_a_token_that_the_prompt_lacks_belongs_to_the_answer():
     backend = tokenizers.Tokenizer.from_str(make_backend("bpe", "always"))
     backend.normalizer = normalizers.Strip(left=False, right=True)
     tokenizer = Tokenizer(backend, {"eos_token": "</s>"})
-    ids, is_target = encode(tokenizer, PromptCompletion("Answer: ", "blue"))
+    ids, is_target = encode(tokenizer, Rendered("blue", prompt="Answer: "))
     assert ids.tolist() == [*tokenizer.encode("Answer: blue"), 2]
     assert tokenizer.decode(ids[is_target]) == " blue</s>"
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxlora.data.tokens import record_writer as module
-from jaxlora.data.tokens.record_writer import RecordWriter
-from jaxlora.data.tokens.samples import Samples, TokenizedSample
+from jaxlora.data.tokens import dataset as module
+from jaxlora.data.tokens.dataset import RecordWriter, Samples
 from jaxlora.errors import DataError
+from jaxlora.objectives.sample import TokenizedSample
 
 
 def sample(ids, targets, weights=None):
@@ -29,7 +29,7 @@ def write(given: list[TokenizedSample]) -> Samples:
     for one in given:
         writer.add(one)
     assert len(writer) == len(given)
-    return Samples(writer.finish(), np.arange(len(given)))
+    return Samples([writer.finish()], np.arange(len(given)))
 
 
 def same(got, wanted) -> bool:
@@ -89,7 +89,7 @@ def test_some_of_the_records():
     assert records.num_targets.tolist() == [1, 0, 1, 0]
     assert records.is_bad.tolist() == [False, True, False, False]
     assert (records.first_bad, records.notes) == ("record 2: bad", ((20, "a note"),))
-    some = Samples(records, np.array([2, 0]))
+    some = Samples([records], np.array([2, 0]))
     assert [s.token_ids.tolist() for s in some] == [[6, 7], [1, 2, 3]]
     assert some[1].is_target.tolist() == [False, False, True]
     assert some.lengths.tolist() == [2, 3] and some.num_targets.sum() == 2

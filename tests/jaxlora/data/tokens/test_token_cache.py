@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxlora.common import cache_home
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens import token_cache, tokenize
-from jaxlora.data.tokens.record_writer import RecordWriter
-from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.dataset import RecordWriter
 from jaxlora.data.tokens.token_cache import TokenCache, cache_key, user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.objectives.sample import TokenizedSample
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.conftest import NOW
 
@@ -82,7 +83,7 @@ def test_jobs_share_the_tokens_of_a_data_set(path, make_tokenizer, encodings):
     assert reader.read(make_job("other.jsonl", eval_data=same_file), "eval")
     dropped = reader.read(make_job(path, too_long="drop"))
     assert len(encodings) == 1
-    assert dropped.samples.records is first.samples.records
+    assert dropped.samples.sets == first.samples.sets
 
 
 @pytest.mark.parametrize(
@@ -150,29 +151,6 @@ def damage_byte(entry, place):
     entry.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda entry: entry.write_bytes(b""),
-        lambda entry: entry.write_bytes(entry.read_bytes()[:-70]),
-        lambda entry: damage_byte(entry, 3),
-        lambda entry: damage_byte(entry, 300),
-        lambda entry: damage_byte(entry, -1),
-    ],
-)
-def test_a_damaged_entry_is_made_again(
-    path, tmp_path, make_tokenizer, encodings, cache, caplog, damage
-):
-    wanted = DataReader(make_tokenizer(), cache).read(make_job(path))
-    (entry,) = entries(tmp_path)
-    damage(entry)
-    for _ in range(2):
-        assert same(wanted, DataReader(make_tokenizer(), cache).read(make_job(path)))
-    assert len(encodings) == 2
-    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(said) == 1 and f"{entry}: these kept tokens are damaged" in said[0]
-
-
 def replace_by(make):
     def replace(entry):
         entry.unlink()
@@ -184,6 +162,11 @@ def replace_by(make):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
+        (lambda entry: entry.write_bytes(b""), "header"),
+        (lambda entry: entry.write_bytes(entry.read_bytes()[:-70]), "header"),
+        (lambda entry: damage_byte(entry, 3), "header"),
+        (lambda entry: damage_byte(entry, 300), "it has other arrays"),
+        (lambda entry: damage_byte(entry, -1), "its checksum is wrong"),
         (replace_by(os.mkfifo), "it is not a regular file"),
         (replace_by(lambda entry: entry.symlink_to("/dev/zero")), "is not a regular"),
         (replace_by(lambda entry: entry.symlink_to("nothing")), "is not a regular"),
@@ -191,7 +174,7 @@ def replace_by(make):
         (lambda entry: entry.chmod(0o602), r"chmod go-w"),
     ],
 )
-def test_an_entry_that_is_not_trusted_is_made_again(
+def test_an_entry_that_is_damaged_or_not_trusted_is_made_again(
     path, tmp_path, make_tokenizer, encodings, cache, caplog, change, why
 ):
     wanted = DataReader(make_tokenizer(), cache).read(make_job(path))
@@ -201,25 +184,25 @@ def test_an_entry_that_is_not_trusted_is_made_again(
         assert same(wanted, DataReader(make_tokenizer(), cache).read(make_job(path)))
     assert len(encodings) == 2
     (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert f"{entry}: these kept tokens are not trusted" in said and why in said
+    assert f"{entry}: these kept tokens cannot be used" in said and why in said
     assert entry.stat().st_mode & 0o777 == 0o600
 
 
 def test_an_entry_of_another_user_is_not_used(tmp_path, monkeypatch, caplog):
     cache = TokenCache(tmp_path)
     cache.store("a", encoded(10))
-    check = token_cache.check_private
+    check = cache_home.check_private
 
     def check_as_another_user(found, path):
         if not path.is_dir():
             monkeypatch.setattr(os, "geteuid", lambda: found.st_uid + 1)
         check(found, path)
 
-    monkeypatch.setattr(token_cache, "check_private", check_as_another_user)
+    monkeypatch.setattr(cache_home, "check_private", check_as_another_user)
     assert cache.load("a", "x") is None
     user = tmp_path.stat().st_uid
     assert (
-        f"these kept tokens are not trusted (it belongs to user {user})" in caplog.text
+        f"these kept tokens cannot be used (it belongs to user {user})" in caplog.text
     )
 
 
@@ -246,18 +229,18 @@ def test_a_folder_that_others_may_write_to_is_not_used(
 def test_an_entry_without_an_array_is_made_again(tmp_path, caplog, monkeypatch):
     cache = TokenCache(tmp_path)
     with monkeypatch.context() as patch:
-        fewer = {n: t for n, t in token_cache._ARRAYS.items() if n != "values"}
-        patch.setattr(token_cache, "_ARRAYS", fewer)
+        fewer = {n: t for n, t in token_cache.COLUMNS.items() if n != "values"}
+        patch.setattr(token_cache, "COLUMNS", fewer)
         cache.store("a", encoded(30))
     assert cache.load("a", "x") is None
-    assert "these kept tokens are damaged (it has other arrays)" in caplog.text
+    assert "these kept tokens cannot be used (it has other arrays)" in caplog.text
 
 
 def test_an_entry_is_a_safetensors_file(tmp_path):
     wanted = encoded(30)
     TokenCache(tmp_path).store("a", wanted)
     found = safetensors.numpy.load_file(tmp_path / "a.safetensors")
-    assert found.keys() == token_cache._ARRAYS.keys()
+    assert found.keys() == token_cache.COLUMNS.keys()
     for name, array in found.items():
         np.testing.assert_array_equal(array, getattr(wanted, name))
 
@@ -309,7 +292,7 @@ def test_large_entries_are_mapped(tmp_path, monkeypatch):
     cache.store("a", wanted)
     found = cache.load("a", "x")
     assert found.notes == wanted.notes
-    for name in token_cache._ARRAYS:
+    for name in token_cache.COLUMNS:
         array = getattr(found, name)
         assert array.dtype == getattr(wanted, name).dtype
         np.testing.assert_array_equal(array, getattr(wanted, name))

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -32,33 +33,40 @@ def show(tokenizer, sample) -> list[tuple[bool, str]]:
 # --- Prompt and completion ---------------------------------------------------
 
 
-@pytest.mark.parametrize("around", ["$A", "<s> $A", "<s> $A </s>"])
-def test_pair(run, make_tokenizer, around):
+PLAIN = {"append_eos": False}
+CHAT = {"chat": True, "system": "Be brief."}
+IN_CHATML = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+    "How are you? <|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "around", "data", "expected"),
+    [
+        (PAIR, "$A", {}, ["How are you? ", "Fine.</s>"]),
+        (PAIR, "<s> $A", {}, ["<s>How are you? ", "Fine.</s>"]),
+        (PAIR, "<s> $A </s>", {}, ["<s>How are you? ", "Fine.</s>"]),
+        (PAIR, "<s> $A", PLAIN | {"loss_on": "all"}, ["<s>", "How are you? Fine."]),
+        ({"prompt": "a", "completion": "b</s>"}, "$A", {}, ["a", "b</s>"]),
+        # No token predicts the first one.
+        ({"prompt": "", "completion": "xyz"}, "$A", {}, ["x", "yz</s>"]),
+        (PAIR, "$A", CHAT, [IN_CHATML, "Fine.<|im_end|>", "\n"]),
+        ({"text": "xyz"}, "$A", {}, ["x", "yz</s>"]),
+        ({"text": "xyz"}, "<s> $A", {}, ["<s>", "xyz</s>"]),
+        ({"text": "xyz"}, "<s> $A", PLAIN, ["<s>", "xyz"]),
+        ({"text": "xyz"}, "<s> $A </s>", {}, ["<s>", "xyz</s>"]),
+        ({"text": "xyz"}, "<s> $A </s>", PLAIN, ["<s>", "xyz</s>"]),
+    ],
+)
+def test_what_is_trained_on(run, make_tokenizer, record, around, data, expected):
+    """Parts that are context and parts that are trained on, in turn."""
     tokenizer = make_tokenizer(around=around)
-    (sample,) = run([PAIR], tokenizer).samples
-    bos = "<s>" if around != "$A" else ""
-    prompt = bos + "How are you? "
-    assert show(tokenizer, sample) == [(False, prompt), (True, "Fine.</s>")]
+    (sample,) = run([record], tokenizer, data=data).samples
+    flags = itertools.cycle([False, True])
+    assert show(tokenizer, sample) == list(zip(flags, expected, strict=False))
     assert sample.token_ids.dtype == np.int32
     assert sample.is_target.dtype == np.bool_
-
-
-def test_pair_on_all_tokens_and_without_eos(run, make_tokenizer):
-    tokenizer = make_tokenizer(around="<s> $A")
-    options = {"loss_on": "all", "append_eos": False}
-    (sample,) = run([PAIR], tokenizer, data=options).samples
-    assert show(tokenizer, sample) == [(False, "<s>"), (True, "How are you? Fine.")]
-
-
-def test_eos_is_not_doubled(run, make_tokenizer):
-    records = [{"prompt": "a", "completion": "b</s>"}]
-    (sample,) = run(records).samples
-    assert show(make_tokenizer(), sample) == [(False, "a"), (True, "b</s>")]
-
-
-def test_empty_prompt_gives_no_target_to_the_first_token(run, make_tokenizer):
-    (sample,) = run([{"prompt": "", "completion": "xyz"}]).samples
-    assert show(make_tokenizer(), sample) == [(False, "x"), (True, "yz</s>")]
 
 
 def test_templates_over_fields(run, make_tokenizer):
@@ -251,26 +259,6 @@ def test_a_prompt_of_generation_has_one_start(make_tokenizer, text, around, expe
     )
 
 
-# --- Text --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("around", "append_eos", "first", "rest"),
-    [
-        ("$A", True, "x", "yz</s>"),
-        ("<s> $A", True, "<s>", "xyz</s>"),
-        ("<s> $A", False, "<s>", "xyz"),
-        ("<s> $A </s>", True, "<s>", "xyz</s>"),
-        ("<s> $A </s>", False, "<s>", "xyz</s>"),
-    ],
-)
-def test_text(run, make_tokenizer, around, append_eos, first, rest):
-    tokenizer = make_tokenizer(around=around)
-    options = {"append_eos": append_eos}
-    (sample,) = run([{"text": "xyz"}], tokenizer, data=options).samples
-    assert show(tokenizer, sample) == [(False, first), (True, rest)]
-
-
 def test_empty_texts_are_counted(run):
     result = run([{"text": ""}, {"text": "xyz"}, {"text": ""}])
     assert len(result.samples) == 1
@@ -313,12 +301,7 @@ def test_drop(run):
     )
 
 
-def test_too_long_is_an_error(run):
-    match = (
-        r"record 2 has 10 tokens, more than max_length=6 of job 'job'\. Raise max_le"
-    )
-    with pytest.raises(DataError, match=match):
-        run(LENGTHS, max_length=6, too_long="error")
+def test_nothing_is_too_long(run):
     result = run(LENGTHS, max_length=23, too_long="error")
     assert "max_length" not in result.summary()
 
@@ -375,16 +358,6 @@ def test_progress_is_logged_at_intervals(run, monkeypatch, caplog):
     assert len(caplog.records) == 3 + 1  # the last one says how they were read
 
 
-def test_nothing_left(run):
-    match = r"none of 4 records can be used by job 'job': 4 are longer .* and 0 have no"
-    with pytest.raises(DataError, match=match):
-        run(LENGTHS, max_length=2, too_long="drop")
-    with pytest.raises(
-        DataError, match="0 are longer than max_length=2, and 4 have no"
-    ):
-        run(LENGTHS, max_length=2)
-
-
 # --- Held-out records --------------------------------------------------------
 
 NUMBERED = [{"text": f"number {i}"} for i in range(41)]
@@ -410,12 +383,6 @@ def test_held_out_records(run, make_tokenizer):
     assert side("eval") == held_out
     assert side("eval", seed=1) == held_out
     assert side("eval", eval_seed=1) != held_out
-
-
-def test_numbers_of_records_survive_the_split(run):
-    records = [*NUMBERED[:5], {"text": 5}, *NUMBERED[6:]]
-    with pytest.raises(DataError, match="record 6: field 'text' is 5"):
-        run(records, eval_fraction=0.01, eval_seed=1)
 
 
 def test_share_is_rounded_up_but_not_by_floats(run):
@@ -446,16 +413,49 @@ def test_held_out_records_that_are_trained_on_are_counted(run):
     )
 
 
-def test_nothing_held_out(run):
-    match = r"eval_fraction=1e-10 of 2 records holds out none of them. Use a larger"
-    with pytest.raises(DataError, match=match):
-        run(NUMBERED[:2], eval_fraction=1e-10)
+BAD = [*NUMBERED[:5], {"text": 5}, *NUMBERED[6:]]
 
 
-def test_nothing_left_to_train_on(run):
-    match = r"eval_fraction=0.5 of 1 records holds out all of them"
-    with pytest.raises(DataError, match=match):
-        run(NUMBERED[:1], eval_fraction=0.5)
+@pytest.mark.parametrize(
+    ("records", "options", "message"),
+    [
+        (
+            LENGTHS,
+            {"max_length": 6, "too_long": "error"},
+            r"record 2 has 10 tokens, more than max_length=6 of job 'job'\. Raise",
+        ),
+        (
+            LENGTHS,
+            {"max_length": 2, "too_long": "drop"},
+            "none of 4 records can be used by job 'job': 4 are longer .* and 0 have no",
+        ),
+        (
+            LENGTHS,
+            {"max_length": 2},
+            "0 are longer than max_length=2, and 4 have no",
+        ),
+        # The number is that in the file.
+        (
+            BAD,
+            {"eval_fraction": 0.01, "eval_seed": 1},
+            "record 6: field 'text' is 5",
+        ),
+        (
+            NUMBERED[:2],
+            {"eval_fraction": 1e-10},
+            "eval_fraction=1e-10 of 2 records holds out none of them. Use a larger",
+        ),
+        (
+            NUMBERED[:1],
+            {"eval_fraction": 0.5},
+            "eval_fraction=0.5 of 1 records holds out all of them",
+        ),
+        (NUMBERED, {"which": "eval"}, "job 'job' has no held-out records"),
+    ],
+)
+def test_records_of_which_nothing_can_be_made(run, records, options, message):
+    with pytest.raises(DataError, match=message):
+        run(records, **options)
 
 
 def test_records_that_change_during_reading(run, monkeypatch, tmp_path):
@@ -477,11 +477,6 @@ def test_eval_data(run, tmp_path, make_tokenizer):
     assert texts_of(result, tokenizer) == ["held out</s>"]
     assert result.source == str(path)
     assert run(NUMBERED, tokenizer, eval_data=held_out).num_records == 41
-
-
-def test_no_eval(run):
-    with pytest.raises(DataError, match="job 'job' has no held-out records"):
-        run(NUMBERED, which="eval")
 
 
 def test_many_records_keep_their_order(run, make_tokenizer):
