@@ -57,7 +57,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from jaxlora.data.tokenizer import load_tokenizer
-    from jaxlora.data.tokens.show import Shown, show_data
+    from jaxlora.data.tokens.show import show_data
     from jaxlora.data.tokens.tokenize import with_kind
     from jaxlora.hf.files import tokenizer_folder
 
@@ -68,13 +68,14 @@ def _run(arguments: argparse.Namespace) -> None:
     console = stdout()
     for job in jobs:
         for data in job.data.sets:
-            shown = Shown(
-                data=with_kind(data, job),
+            show_data(
+                with_kind(data, job),
+                tokenizer,
+                console,
                 max_length=job.max_length,
                 num_samples=arguments.samples,
                 reads_all=arguments.all,
             )
-            show_data(shown, tokenizer, console)
 
 
 def _jobs(

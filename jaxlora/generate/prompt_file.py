@@ -8,13 +8,13 @@ from jaxlora.common.json_file import check_regular_file
 from jaxlora.data.formats import alpaca
 from jaxlora.data.records.files import READERS, Record, read_file
 from jaxlora.data.records.tool_calls import read_tools
+from jaxlora.data.records.values import is_columnar
 from jaxlora.errors import DataError
 from jaxlora.generate.prompt import Message, Prompt, errors_in, read_chat
 
 logger = logging.getLogger(__name__)
 
 _FIELDS = ("prompt", "messages", "conversations", "instruction")
-_OF_FILES = (".json", ".jsonl")  # in files of columns, null stands for an absent key
 
 
 def read_prompts(path: str | pathlib.Path, *, chat: bool = False) -> list[Prompt]:
@@ -56,7 +56,7 @@ class _RecordFile:
 
     def __init__(self, path: pathlib.Path, *, chat: bool):
         self._path = path
-        self._is_columnar = path.suffix not in _OF_FILES
+        self._is_columnar = is_columnar(path)
         self._chat = chat
         self._num_answered = 0
 

@@ -231,7 +231,7 @@ def safetensor_files(folder: pathlib.Path) -> dict[str, TensorFile]:
     # A dangling link is an error, unlike a missing file.
     is_single = os.path.lexists(folder / _SINGLE)
     weight_map = {} if is_single else _weight_map(folder)
-    names = [_SINGLE] if is_single else _distinct(weight_map.values())
+    names = [_SINGLE] if is_single else sorted({*weight_map.values()})
     files = {name: TensorFile(folder / name) for name in names}
     if is_single:
         return dict.fromkeys(files[_SINGLE].names(), files[_SINGLE])
@@ -278,11 +278,12 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map.")
-    for name in _distinct(weight_map.values()):
+    for name in weight_map.values():
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
             raise ModelError(
                 f"{index} names {shown(name)}, which is not a plain file name."
             )
+    for name in sorted({*weight_map.values()}):
         if not os.path.lexists(folder / name):
             raise ModelError(f"{index} names {name}, which is missing from {folder}.")
     return weight_map
@@ -300,9 +301,3 @@ def _no_weights(folder: pathlib.Path) -> ModelError:
         f"{folder} holds neither model.safetensors nor {_INDEX}. Only safetensors are "
         "read, and fetched from the hub; pickled weights (.bin, .pt) can run any code."
     )
-
-
-def _distinct(names: Iterable[Any]) -> list[Any]:
-    """Removes duplicates from an index's names, which may be unhashable if damaged."""
-    by_text = {str(name): name for name in names}
-    return [by_text[text] for text in sorted(by_text)]

@@ -78,6 +78,9 @@ _LLAMA_FACTORY = {
     "dpo_label_smoothing": "label_smoothing",
     "simpo_gamma": "simpo_gamma",
 }
+# Those of one objective only, although others have a setting of our name.
+_OF_ONE = dict.fromkeys(("dpo_loss_type", "dpo_label_smoothing", "pref_loss"), "dpo")
+_OF_ONE["orpo_alpha"] = "orpo"
 _SMOOTHED = (
     "objective_args.label_smoothing: TRL ignores it with the loss `sigmoid` since "
     "0.29, and here it is used, as before. Remove it, or choose loss_type: robust."
@@ -219,13 +222,9 @@ def _take_args(
     own, args = find_objective(objective).settings.model_fields, {}
     for key, ours in names.items():
         value = migration.take(key)
-        is_other = key == "orpo_alpha" and objective != "orpo"
-        if value is not None and ours in own and not is_other:
-            args.setdefault(ours, value)
-    if objective != "dpo":
-        args = {
-            n: v for n, v in args.items() if n not in ("loss_type", "label_smoothing")
-        }
+        if value is None or ours not in own or objective != _OF_ONE.get(key, objective):
+            continue
+        args.setdefault(ours, value)
     return args
 
 

@@ -12,7 +12,8 @@ _QUANTIZED = (
 )
 _OTHER = (
     "{what} are not supported, and {model} is one by its name. Use a model of a family "
-    "that is: Llama, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3, Gemma 2 and Gemma 3 text."
+    "that is: Llama, SmolLM2, SmolLM3, Mistral, Qwen2, Qwen2.5, Qwen3, Gemma 2, "
+    "Gemma 3 text, Granite 3, OLMo 2, OLMo 3, Phi-3 and Phi-4-mini."
 )
 # How the names of models are written whose weights are in a format that is not read.
 _FORMATS = {
@@ -30,8 +31,9 @@ _FORMATS = {
 }
 # How the names of models are written whose architecture is not built.
 _ARCHITECTURES = {
-    "Mixtures of experts": r"mixtral|moe|a\d+(\.\d+)?b|llama4|llama-4|gpt-oss|grok"
+    "Mixtures of experts": r"mixtral|moe|llama4|llama-4|gpt-oss|grok"
     r"|(?<!distill-)deepseek-?(v[2-9]|r1)(?!-distill)|dbrx|arctic|kimi|jamba"
+    r"|(?<!qwen3-30b-)(?<!qwen3-coder-30b-)(?<!qwen3-235b-)a\d+(\.\d+)?b"
     r"|maverick|scout|glm-?4\.[5-9]|minimax|ernie-?4\.5|llada",
     "Models of images, speech or video": r"vl|vision|llava|pixtral|internvl|omni"
     r"|audio|minicpm-?[vo]|paligemma|idefics|smolvlm|mllama|gemma-?3n|gemma-?3-(4|12|27)b|voxtral|ocr",
@@ -42,7 +44,10 @@ _ARCHITECTURES = {
     r"|gemma-?4|lfm2?|ministral-?3|seed-oss|exaone|bitnet",
 }
 # Such names hold a word of the tables, but are of models that are supported.
-_SUPPORTED = re.compile(r"gemma-?[23](?![nb])|qwen-?([23](?!\.5|-next)|2\.5)|distill-")
+_SUPPORTED = re.compile(
+    r"gemma-?[23](?![nb])|qwen-?([23](?!\.5|-next)|2\.5)|distill-|olmo-?[23]"
+    r"|granite-3\.\d-[28]b|phi-?(3|3\.5|4)-mini|phi-?3-medium"
+)
 
 
 def check_model(migration: Migration) -> None:

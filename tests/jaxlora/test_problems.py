@@ -72,9 +72,10 @@ def test_valid_settings_and_wrong_inputs(here, capsys):
     """The model and its tokenizer are here, so targets are checked as well."""
     model = tiny.write_model(here / "model")
     data = tiny.write_records(here / "data.jsonl", 6, seed=0)
+    wrong = {"path": str(data), "prompt": "{{ a", "kind": "x"}
     jobs = [
         {"name": "a", "data": {"path": "gone.jsonl"}, "target_modules": ["query"]},
-        {"name": "b", "data": {"path": str(data), "prompt": "{{ a"}, "rank": 4000},
+        {"name": "b", "data": wrong, "rank": 4000},
     ]
     run = {"model": str(model), "output_dir": "out", "jobs": jobs}
     with pytest.raises(JaxloraError) as caught:
@@ -82,11 +83,12 @@ def test_valid_settings_and_wrong_inputs(here, capsys):
     starts = [
         "jobs.0.data.path: gone.jsonl: no such file",
         "jobs.1.data.prompt: the template '{{ a' does not parse",
+        "jobs.1.data.kind: data.kind is 'x', and there are auto, prompt_completion",
         "jobs.0.target_modules: job 'a': target_modules entry 'query' matches no",
         "jobs.1.target_modules: job 'b' has rank 4000",
     ]
     lines = str(caught.value).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     for start in starts:
         assert any(line.startswith(f"RunConfig: {start}") for line in lines), lines
     text = (

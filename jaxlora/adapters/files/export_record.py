@@ -158,7 +158,7 @@ def is_ours(folder: pathlib.Path) -> bool:
     """Whether this program wrote everything in a folder, or it is empty or missing."""
     try:
         return _look(folder, _is_ours)
-    except (AdapterError, OSError, ValueError):
+    except (AdapterError, FileNotFoundError):
         return False
 
 
@@ -183,7 +183,10 @@ def _is_ours(folder: pathlib.Path) -> bool:
     from jaxlora.adapters.files.peft_config import written_settings
 
     # peft writes more settings than this program does.
-    config = read_json_file(folder / CONFIG_FILE)
+    try:
+        config = read_json_file(folder / CONFIG_FILE)
+    except (OSError, ValueError):
+        return False
     if not isinstance(config, dict):
         return False
     keys = config.keys() - {"loftq_config", "trainable_token_indices"}

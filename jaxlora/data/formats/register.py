@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxlora.data.formats.example import Example
+from jaxlora.data.formats.example import NO_PROMPT, Example
 from jaxlora.data.formats.format import (
     Format,
     Gives,
@@ -32,7 +32,8 @@ def register_format(
     """Makes a function a format of records, which `data.kind` names.
 
     Its texts and messages are checked, rendered and encoded as those of any other
-    format. Call this in each process that trains, before the run is made.
+    format. Call this in each process that trains, before the run is made. The kind
+    `auto` never stands for such a format.
 
         def convert(record):
             question, *answers = record["turns"]
@@ -127,13 +128,15 @@ def _wrong(example: Example, reading: Reading) -> str | None:
         return f"the label {example.label!r:.80}, and gives {gives}"
     if margin is not None and not (gives == "preference" and _is_number(margin)):
         return f"the margin {margin!r:.80}, which is a number, of preferences only"
-    if not _is_number(weight) or not 0 < weight < math.inf:
+    if not _is_number(weight) or weight <= 0:
         return f"the weight {weight!r:.80}, which must be above 0"
     if weight != 1 and gives != "completion":
         return f"the weight {weight:g}, which only completions have"
     is_chat = reading.data.chat or all(map(holds_messages, completions))
     if not isinstance(example.system, str) or (example.system and not is_chat):
         return f"the system message {example.system!r:.80}, which is a text for chats"
+    if gives != "completion" and example.prompt is NO_PROMPT:
+        return f"no prompt, which is needed as gives is {gives}"
     if example.tokens is not None:
         return "tokens, and must make completions"
     return None

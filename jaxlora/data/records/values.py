@@ -1,9 +1,15 @@
 """Checks values of records, and removes nulls from them."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxlora.errors import DataError
+
+
+def is_columnar(path: str | Path) -> bool:
+    """Whether null stands for an absent key in a data set, as in files of columns."""
+    return Path(path).suffix not in (".jsonl", ".json")
 
 
 def without_nulls(value: Any) -> Any:

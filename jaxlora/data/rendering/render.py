@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxlora.data.formats.example import NO_PROMPT, Example, Rendered
@@ -19,7 +18,7 @@ from jaxlora.data.records.messages import (
 )
 from jaxlora.data.records.notes import Notes
 from jaxlora.data.records.tool_calls import read_tools
-from jaxlora.data.records.values import check_text
+from jaxlora.data.records.values import check_text, is_columnar
 from jaxlora.data.rendering.fields import FieldTemplates, UnusedFields
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
@@ -183,7 +182,7 @@ class Renderer:
             chat = read(completion, name)
         else:
             before = read(prompt, self._prompt_name)
-            # A prompt that is no field of its own is the begin of the completion's.
+            # A prompt that is no field of its own is the start of the completion's.
             is_apart = len(self._reading.fields) > len(self._names)
             chat = join_prompt(
                 before,
@@ -220,11 +219,6 @@ class Renderer:
         if value or example.weight != 1:
             texts[0] = dataclasses.replace(texts[0], value=value, weight=example.weight)
         return tuple(texts)
-
-
-def is_columnar(path: str) -> bool:
-    """Whether null stands for an absent key, as in files of columns."""
-    return Path(path).suffix not in (".jsonl", ".json")
 
 
 def _check_settings(reading: Reading) -> None:

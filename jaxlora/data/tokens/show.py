@@ -1,7 +1,6 @@
 """Prints samples of a data set, with the tokens that are trained on."""
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator
 
@@ -31,44 +30,38 @@ _CONTEXT = ("default", "dim")
 _MAX_TOKENS = 2000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shown:
-    """The samples of a data set that are shown.
-
-    Attributes:
-        data: The data set.
-        max_length: Largest number of tokens of a sample.
-        num_samples: Number of samples to show, from the first.
-        reads_all: Whether all records are read and counted, not only those that are
-            shown.
-    """
-
-    data: DataConfig
-    max_length: int
-    num_samples: int
-    reads_all: bool
-
-
-def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> None:
+def show_data(
+    data: DataConfig,
+    tokenizer: Tokenizer | None,
+    console: Console,
+    *,
+    max_length: int,
+    num_samples: int,
+    reads_all: bool,
+) -> None:
     """Prints how records are read, and the first samples with their tokens.
 
     Args:
-        shown: The data set, and how much of it to show.
+        data: The data set.
         tokenizer: The base model's tokenizer. None: the text is shown without counts of
             tokens, and chats are rendered as ChatML.
         console: Where to print. If it has no colours, [[ ]] are put around the text
             that is trained on.
+        max_length: Largest number of tokens of a sample.
+        num_samples: Number of records to show, from the first.
+        reads_all: Whether all records are read and counted, not only those that are
+            shown.
 
     Raises:
         DataError: The data cannot be read, or a record cannot be used.
         ModelError: The records are chats, and the tokenizer has no chat template.
     """
-    data = shown.data
-    if not shown.reads_all:
-        data = data.replace(limit=min(shown.num_samples, data.limit or 2**62))
+    drops_bad = data.bad_records == "drop"
+    if not reads_all:
+        data = data.replace(limit=min(num_samples, data.limit or 2**62))
     else:
         data = data.replace(bad_records="drop")  # all are counted
-    max_length = shown.max_length if tokenizer else 2**31
+    max_length = max_length if tokenizer else 2**31
     used = tokenizer or _stand_in()
     used = used.with_setting(data.chat_template, data.chat_template_kwargs)
     with _less_log():
@@ -78,7 +71,7 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
     lines = [text for level, text in records.notes if level == logging.INFO]
     line = f"{data.path}: {without_sample(lines[-1])}"
     consoles.show(console, line, soft_wrap=True)
-    numbers = np.flatnonzero(~records.is_bad)[: shown.num_samples * size]
+    numbers = np.flatnonzero(~records.is_bad)[: num_samples * size]
     for number in numbers.tolist():
         title = f"\nrecord {number // size + 1}"
         if size == 2:
@@ -89,9 +82,9 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
             title += f": {_counts(records, number, max_length)}"
         consoles.show(console, title, style="bold", soft_wrap=True)
         _print_sample(Samples([records], np.array([number])), used, console)
-    if shown.reads_all:
+    if reads_all:
         totals = _totals(records, max_length, size, has_tokens=tokenizer is not None)
-        if records.is_bad.any() and shown.data.bad_records == "error":
+        if records.is_bad.any() and not drops_bad:
             totals += " With data.bad_records: error, the first of these ends a run."
         consoles.show(console, f"\n{totals}", soft_wrap=True)
     if tokenizer is None:

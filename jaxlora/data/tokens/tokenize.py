@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool
@@ -105,7 +105,9 @@ class DataReader:
         data = with_kind(data, job)
         key, records = self._encode(data, job.max_length)
         split = (which, fraction, job.eval_seed) if fraction else ()
-        choice = (key, data.path, split, job.too_long, _sample_form(job))
+        objective = find_objective(job.objective)
+        form = objective.group_size, objective.baseline is not None
+        choice = (key, data.path, split, job.too_long, form)
         if choice not in self._tokenized:
             size = format_of(data.kind).num_samples
             num_records = len(records.lengths) // size
@@ -115,7 +117,7 @@ class DataReader:
                 is_included = is_held_out == (which == "eval")
             chosen = _choose(records, is_included, job, data.path, size)
             _check_some(chosen, job, records.first_bad)
-            self._tokenized[choice] = _grouped(chosen, job)
+            self._tokenized[choice] = _grouped(chosen, *form)
         return self._tokenized[choice]
 
     def _encode(self, data: DataConfig, max_length: int) -> tuple[str, EncodedRecords]:
@@ -248,34 +250,29 @@ def _choose(
     )
 
 
-def _sample_form(job: LoraJob) -> tuple[int, bool]:
-    """Returns what `_grouped` depends on, for jobs that share samples."""
-    objective = find_objective(job.objective)
-    return objective.group_size, objective.baseline is not None
-
-
-def _grouped(data: TokenizedData, job: LoraJob) -> TokenizedData:
+def _grouped(
+    data: TokenizedData, group_size: int, is_recombined: bool
+) -> TokenizedData:
     """Takes pairs apart for an objective that learns from single samples.
 
     As in TRL, all chosen answers of 1000 pairs come before their rejected ones. A
     chosen answer gets the label 1, and a rejected one 0.
     """
-    objective = find_objective(job.objective)
-    is_recombined = objective.baseline is not None
-    if (data.group_size, objective.group_size) != (2, 1):
-        return dataclasses.replace(data, is_recombined=is_recombined)
+    data = dataclasses.replace(data, is_recombined=is_recombined)
+    if (data.group_size, group_size) != (2, 1):
+        return data
     samples = data.samples
     assert isinstance(samples, Samples), "the reader makes them"
     pair, is_rejected = np.divmod(samples.numbers, 2)
     order = np.lexsort((pair, is_rejected, pair // _PAIRS_AT_ONCE))
     values = 1.0 - is_rejected[order]
-    counts = ("num_records", "num_truncated", "num_dropped", "num_without_target")
+    counts = "records", "truncated", "dropped", "without_target", "bad"
+    twice: Any = {f"num_{name}": 2 * getattr(data, f"num_{name}") for name in counts}
     return dataclasses.replace(
         data,
         samples=Samples(samples.sets, samples.numbers[order], values),
         group_size=1,
-        is_recombined=is_recombined,
-        **{name: 2 * getattr(data, name) for name in (*counts, "num_bad")},
+        **twice,
     )
 
 

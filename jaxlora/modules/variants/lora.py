@@ -60,9 +60,9 @@ class Lora(Variant):
             return {}
         return {"trained_rank": jax.ShapeDtypeStruct((), jnp.int32)}
 
-    def slot_settings(self, rank: int, **given: Any) -> dict[str, Any]:
-        """An adapter that is loaded by hand trains all of its ranks."""
-        return {"trained_rank": rank}
+    def slot_settings(self, slots: Any, rank: int, **given: Any) -> dict[str, Any]:
+        """All ranks are trained."""
+        return {"trained_rank": rank} if slots.keeps_start else {}
 
     def matrices(self, linear: Any, made: Pair | None) -> Pair:
         """A and B as they are trained."""

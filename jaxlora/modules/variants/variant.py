@@ -85,6 +85,7 @@ class Variant:
             have one rank, which is not bounded by the weight's, and no scaling.
         makes_matrices: Whether `matrices` makes new ones, which are then made again for
             the gradient instead of being kept, and `as_lora` knows them.
+        load_keywords: Keywords that `MultiLoraLinear.load_slot` takes for it.
         peft_type: PEFT's name of the kind of adapter.
         peft_keys: Settings in adapter_config.json that only it has.
         peft_tensors: Names of tensors in PEFT's files that are in no linear.
@@ -94,6 +95,7 @@ class Variant:
     tensors: ClassVar[tuple[TrainedTensor, ...]] = ()
     replaces_lora: ClassVar[bool] = False
     makes_matrices: ClassVar[bool] = False
+    load_keywords: ClassVar[frozenset[str]] = frozenset()
     peft_type: ClassVar[str] = "LORA"
     peft_keys: ClassVar[frozenset[str]] = frozenset()
     peft_tensors: ClassVar[tuple[str, ...]] = ()
@@ -112,12 +114,13 @@ class Variant:
         """
         return {}
 
-    def slot_settings(self, rank: int, **given: Any) -> dict[str, Any]:
-        """Values of its settings for one adapter, by name.
+    def slot_settings(self, slots: Any, rank: int, **given: Any) -> dict[str, Any]:
+        """Values of its settings for an adapter that is loaded by hand, by name.
 
         Args:
+            slots: The `SlotShape`.
             rank: The adapter's rank.
-            **given: What `MultiLoraLinear.load_slot` was given besides.
+            **given: Those of `load_keywords` that it was given.
         """
         return {}
 

@@ -108,6 +108,7 @@ class Vera(Variant):
     tensors = (VERA_D, VERA_B)
     replaces_lora = True
     makes_matrices = True
+    load_keywords = frozenset({"vera"})
     peft_type = "VERA"
     peft_keys = frozenset(
         {
@@ -133,7 +134,7 @@ class Vera(Variant):
             "has_vera": jax.ShapeDtypeStruct((), jnp.bool_),
         }
 
-    def slot_settings(self, rank: int, **given: Any) -> dict[str, Any]:
+    def slot_settings(self, slots: Any, rank: int, **given: Any) -> dict[str, Any]:
         """The matrices A and B in `vera`; without them, the adapter is not VeRA."""
         matrices = given.get("vera")
         if matrices is None:

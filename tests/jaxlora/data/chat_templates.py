@@ -1,4 +1,9 @@
-"""Chat templates of real models, in three styles."""
+"""Chat templates of real models, in three styles, and what tests do with them."""
+
+import datetime
+
+from jaxlora.data.templates.chat import ModelChat
+from jaxlora.data.tokens.marked_text import mark, marked_parts
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' "
@@ -259,3 +264,24 @@ TALK = [
     {"role": "assistant", "content": "Fine.\n"},
 ]
 SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def talk(*messages):
+    return {"messages": list(messages)}
+
+
+def text_of(run, tokenizer, record, **options):
+    """The text of a record."""
+    (sample,) = run([record], tokenizer, data=options).samples
+    return tokenizer.decode(sample.token_ids)
+
+
+def shown(tokenizer, sample) -> str:
+    """The text of a sample, with [[ ]] around what is trained on."""
+    return mark(list(marked_parts(tokenizer, sample.token_ids, sample.is_target)))
+
+
+def model_chat(template: str) -> ModelChat:
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    now = datetime.datetime(2024, 7, 26)
+    return ModelChat(template, special, source="model", now=now)

@@ -1,22 +1,21 @@
-"""Another objective is one entry of a table, and trains beside next-token jobs.
+"""A user's objective over pairs is registered, and trains beside next-token jobs.
 
 The objective here prefers the first of two samples to the second, by a margin of their
 mean log likelihoods; SimPO (arXiv 2405.14734) has such a loss.
 """
 
-import dataclasses
 import functools
+import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora import LoraJob, RunConfig, Trainer, register_objective
 from jaxlora.data.pack import JobBatch, pack_microbatch
-from jaxlora.data.tokens.tokenize import DataReader
-from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.objectives.base import Objective, Terms, next_token_targets
 from jaxlora.objectives.sample import TokenizedSample
@@ -24,6 +23,7 @@ from jaxlora.objectives.table import NEXT_TOKEN, OBJECTIVES
 from jaxlora.scheduler import Limits
 from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.test_contracts import assert_same_training
+from tests.jaxlora.train.test_preferences import write_pairs
 
 SCALE, MARGIN = 2.0, 0.5
 ADAPTED = ("down_proj",)
@@ -46,6 +46,7 @@ def losses(nll, inputs, groups):
 
 PAIRS = Objective(
     name="pairs",
+    kinds=("preference",),
     group_size=2,
     input_names=("term", "share"),
     num_terms=lambda samples: len(samples) // 2,
@@ -55,17 +56,18 @@ PAIRS = Objective(
 )
 
 
-def in_pairs(data: TokenizedData) -> TokenizedData:
-    """Takes each two consecutive samples as a pair."""
-    samples = tuple(data.samples)
-    even = samples[: len(samples) // 2 * 2]
-    return dataclasses.replace(data, samples=even, group_size=2)
-
-
 @pytest.fixture
 def train(train):
     """Trains in slots of one linear, as an objective is above all of them."""
     return functools.partial(train, slot_targets=ADAPTED)
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    """A user's objective, as long as a test runs."""
+    register_objective(PAIRS)
+    yield
+    del OBJECTIVES[PAIRS.name]
 
 
 @pytest.fixture
@@ -73,24 +75,24 @@ def jobs(jobs) -> list[LoraJob]:
     return [job.replace(target_modules=ADAPTED) for job in jobs]
 
 
-@pytest.fixture(autouse=True)
-def pairs(monkeypatch) -> None:
-    """Adds the objective, and reads the records of its jobs as pairs."""
-    monkeypatch.setitem(OBJECTIVES, PAIRS.name, PAIRS)
-    read = DataReader.read
+@pytest.fixture
+def of_pairs(tmp_path):
+    """Gives a job the objective and pairs, of which a file has each answer alone."""
+    path = pathlib.Path(write_pairs(tmp_path / "pairs.jsonl", 24, seed=1))
+    with (tmp_path / "answers.jsonl").open("w") as file:
+        for pair in map(json.loads, path.read_text().splitlines()):
+            for answer in ("chosen", "rejected"):
+                record = {"prompt": pair["prompt"], "completion": pair[answer]}
+                file.write(json.dumps(record) + "\n")
 
-    def read_pairs(self, job: LoraJob, which) -> TokenizedData:
-        data = read(self, job, which)
-        return in_pairs(data) if job.objective == "pairs" else data
+    def change(job: LoraJob, **changes) -> LoraJob:
+        own = {"objective": "pairs", "name": f"{job.name}-pairs"}
+        return job.replace(data={"path": str(path)}, **own, **changes)
 
-    monkeypatch.setattr(DataReader, "read", read_pairs)
-
-
-def of_pairs(job: LoraJob, **changes) -> LoraJob:
-    return job.replace(objective="pairs", name=f"{job.name}-pairs", **changes)
+    return change
 
 
-def test_each_job_trains_as_if_it_were_alone(train, jobs):
+def test_each_job_trains_as_if_it_were_alone(train, jobs, of_pairs):
     """Beside others, and beside one that ends after its first step.
 
     Their objective takes no part in a next-token job.
@@ -102,10 +104,12 @@ def test_each_job_trains_as_if_it_were_alone(train, jobs):
         assert_same_training(together, alone, [job.name])
 
 
-def test_losses_are_those_of_the_definition(train, jobs):
+def test_losses_are_those_of_the_definition(train, jobs, of_pairs, tmp_path):
     """At a learning rate of 0, from the likelihoods that next-token jobs report."""
-    still = {"learning_rate": 0.0, "shuffle": False, "dropout": 0.0, "eval_every": None}
-    single = jobs[0].replace(batch_size=1, steps=12, **still)
+    still = {"learning_rate": 0.0, "shuffle": False, "dropout": 0.0}
+    still |= {"eval_every": None, "eval_fraction": 0.0}
+    answers = {"path": str(tmp_path / "answers.jsonl")}
+    single = jobs[0].replace(data=answers, batch_size=1, steps=12, **still)
     pairs = of_pairs(jobs[0], batch_size=3, steps=2, **still)
     found = train([single, pairs], max_concurrent_jobs=3)  # programs of another test
     nll = found.losses[single.name]
@@ -116,15 +120,6 @@ def test_losses_are_those_of_the_definition(train, jobs):
 
     expected = [np.mean([loss(i) for i in step]) for step in ((0, 1, 2), (3, 4, 5))]
     assert found.losses[pairs.name] == pytest.approx(expected, rel=1e-5)
-
-
-def test_training_raises_the_margin(train, jobs):
-    job = of_pairs(jobs[0], steps=8, learning_rate=2e-2, lr_schedule="constant")
-    job = job.replace(batch_size=8, dropout=0.0)
-    # Another job is there for the programs of another test.
-    outcome = train([job, jobs[1].replace(steps=1)], max_concurrent_jobs=3)
-    losses = outcome.losses[job.name]
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_groups_lie_in_one_microbatch_as_samples_of_their_own():
@@ -164,7 +159,9 @@ def test_groups_lie_in_one_microbatch_as_samples_of_their_own():
 
 
 @pytest.mark.usefixtures("compiled_when_called")
-def test_a_job_that_joins_needs_an_objective_of_the_run(jobs, model, tmp_path):
+def test_a_job_that_joins_needs_an_objective_of_the_run(
+    jobs, model, of_pairs, tmp_path
+):
     own = {"model": str(model.folder), "output_dir": str(tmp_path / "run")}
     slots = {"slot_rank": 8, "slot_targets": LINEARS}
     trainer = Trainer(RunConfig(jobs=jobs[:1], **own, **slots), model)
@@ -174,11 +171,6 @@ def test_a_job_that_joins_needs_an_objective_of_the_run(jobs, model, tmp_path):
         trainer.add_job(of_pairs(jobs[1]))
 
 
-def test_a_pair_that_no_microbatch_holds_is_refused(train, jobs):
+def test_a_pair_that_no_microbatch_holds_is_refused(train, jobs, of_pairs):
     with pytest.raises(ConfigError, match="2 samples that are trained on together"):
         train([of_pairs(jobs[0])], microbatch_tokens=96)
-
-
-def test_an_unknown_objective_names_those_that_exist(train, jobs):
-    with pytest.raises(ConfigError, match=r"must be one of next_token, .*pairs"):
-        train([jobs[0].replace(objective="nonsense")])

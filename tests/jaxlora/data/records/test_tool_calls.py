@@ -9,17 +9,7 @@ import pytest
 
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
-from tests.jaxlora.data.chat_templates import TALK
-
-
-def talk(*messages):
-    return {"messages": list(messages)}
-
-
-def text_of(run, tokenizer, record, **options):
-    (sample,) = run([record], tokenizer, data=options).samples
-    return tokenizer.decode(sample.token_ids)
-
+from tests.jaxlora.data.chat_templates import TALK, talk, text_of
 
 # The ways in which templates print the arguments of a call. DeepSeek's have the first,
 # Llama's and Qwen2.5's `tojson`, Qwen3's `either`, and Gemma's `items`.
@@ -86,10 +76,7 @@ def test_parameters_of_tools_may_be_text(run, make_tokenizer):
             {"tool_calls": [{"name": "f", "arguments": [1]}]},
             r"are \[1\], not an object",
         ),
-        (
-            {"tool_calls": [{"type": "function"}]},
-            r"tool_calls\[0\] is .*, not the call",
-        ),
+        ({"tool_calls": [{"type": "function"}]}, r"tool_calls\[0\] is .*, not the cal"),
         ({"tool_calls": ["f()"]}, r"tool_calls\[0\] is 'f\(\)', not the call of a"),
         ({"tool_calls": "f()"}, r"tool_calls is 'f\(\)', not a list of calls"),
         ({"tool_calls": {"name": "f"}}, r"tool_calls is .*, not a list of calls"),

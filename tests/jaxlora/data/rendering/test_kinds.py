@@ -10,7 +10,6 @@ import pytest
 
 from jaxlora.config import DataConfig
 from jaxlora.data.formats.table import choose_reading
-from jaxlora.data.tokens.marked_text import mark, marked_parts
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
 
@@ -20,10 +19,8 @@ ANSWER = {"role": "assistant", "content": "It is blue."}
 
 
 def shown(run, tokenizer, record, **options) -> str:
-    """The text of a record, with [[ ]] around what is trained on."""
     (sample,) = run([record], tokenizer, data=options).samples
-    parts = marked_parts(tokenizer, sample.token_ids, sample.is_target)
-    return mark(list(parts))
+    return chat_templates.shown(tokenizer, sample)
 
 
 # --- Alpaca --------------------------------------------------------------------------
@@ -234,11 +231,7 @@ def test_bad_conversational_prompts(run, records, options, match):
         ({"talk": 1, "text": 1}, {"messages": "talk"}, "messages (talk)"),
         ({"conversations": []}, {}, "messages (conversations)"),
         ({"conversations": []}, {"kind": "messages"}, "messages (conversations)"),
-        (
-            {"conversations": [], "talk": []},
-            {"messages": "talk"},
-            "messages (talk)",
-        ),
+        ({"conversations": [], "talk": []}, {"messages": "talk"}, "messages (talk)"),
         (
             ALPACA,
             {"prompt": "{{ instruction }}", "completion": "output"},

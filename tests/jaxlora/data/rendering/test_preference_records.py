@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from jaxlora.data.tokens.marked_text import mark, marked_parts
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.records.test_preference import (
@@ -28,11 +27,7 @@ def pairs(run, make_tokenizer):
         tokenizer = make_tokenizer(chat_templates.CHATML)
         options = {"objective": "simpo"} | options
         data = run(records, tokenizer, **options)
-        texts = [
-            mark(list(marked_parts(tokenizer, s.token_ids, s.is_target)))
-            for s in data.samples
-        ]
-        return texts, data
+        return [chat_templates.shown(tokenizer, s) for s in data.samples], data
 
     return pairs
 

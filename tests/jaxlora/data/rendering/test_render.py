@@ -7,7 +7,7 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError, ModelError
 from tests.jaxlora.data import chat_templates
-from tests.jaxlora.data.chat_templates import SYSTEM, TALK
+from tests.jaxlora.data.chat_templates import SYSTEM, TALK, talk, text_of
 
 PAIR = {"prompt": "How are you? ", "completion": "Fine."}
 ALPACA = {"instruction": "Add {a}.", "input": "1 + 1", "output": "2"}
@@ -33,23 +33,11 @@ def test_contradictory_options(run, record, options, match):
 # --- Bad records -------------------------------------------------------------
 
 
-def talk(*messages):
-    return {"messages": list(messages)}
-
-
 @pytest.mark.parametrize(
     ("good", "bad", "match"),
     [
-        (
-            PAIR,
-            {"prompt": "x"},
-            r"field 'completion' is missing \(fields found: prompt",
-        ),
-        (
-            PAIR,
-            {"prompt": 3, "completion": "x"},
-            "field 'prompt' is 3, of type int, no",
-        ),
+        (PAIR, {"prompt": "x"}, r"field 'completion' is missing \(fields found: promp"),
+        (PAIR, {"prompt": 3, "completion": "x"}, "field 'prompt' is 3, of type int, n"),
         (PAIR, {"prompt": None, "completion": "x"}, "field 'prompt' is None, of type"),
         (PAIR, {"prompt": "x", "completion": ""}, "completion 'completion' is empty"),
         (PAIR, {"prompt": "\ud800", "completion": "x"}, "half of a surrogate pair at"),
@@ -69,11 +57,7 @@ def talk(*messages):
         (ALPACA, ALPACA | {"input": 3}, "field 'input' is 3, of type int"),
         (ALPACA, ALPACA | {"output": ""}, "completion 'output' is empty"),
         (MESSAGES, {"prompt": "", "completion": ""}, "'prompt' is '', not a list of m"),
-        (
-            MESSAGES,
-            MESSAGES | {"completion": TALK[:1]},
-            "no message .*'assistant', .* us",
-        ),
+        (MESSAGES, MESSAGES | {"completion": TALK[:1]}, "no message .*'assistant'"),
         (
             talk(*TALK),
             talk({"role": "user", "content": [{"type": "image_url"}]}, TALK[1]),
@@ -225,11 +209,6 @@ def test_all_records_dropped(run):
 # --- Tools, weights, parts -----------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"a": None}}}]
-
-
-def text_of(run, tokenizer, record, **options):
-    (sample,) = run([record], tokenizer, data=options).samples
-    return tokenizer.decode(sample.token_ids)
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])

@@ -76,8 +76,8 @@ def test_weights_are_kept_and_cut_with_tokens(run, make_tokenizer, tmp_path):
     cache = TokenCache(tmp_path / "cache")
     cache.store("a", whole.samples.sets[0])
     found = cache.load("a", "x")
-    assert found.weights(1) is None
-    assert np.array_equal(found.weights(0), first.weights)
+    assert found.weights_of(1) is None
+    assert np.array_equal(found.weights_of(0), first.weights)
     assert whole.fingerprint != run([*records[1:], *records[1:]], tokenizer).fingerprint
     assert whole.fingerprint != run([records[1]] * 2, tokenizer).fingerprint
 

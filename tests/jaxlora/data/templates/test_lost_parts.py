@@ -1,7 +1,6 @@
 """Tests that no call of a tool, nor what belongs to it, is lost without a word."""
 
 import dataclasses
-import datetime
 import json
 
 import pytest
@@ -9,10 +8,10 @@ import pytest
 from jaxlora.data.formats.example import Rendered
 from jaxlora.data.records.messages import read_messages
 from jaxlora.data.records.tool_calls import read_tools
-from jaxlora.data.templates.chat import ModelChat
 from jaxlora.errors import DataError
 from jaxlora.generate.prompt import Prompt
 from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.chat_templates import model_chat
 
 ARGUMENTS = {"city": 'Rom\u00e9 "x" <b>', "days": 3, "where": {"at": [1.5, True, None]}}
 USER = {"role": "user", "content": "Weather?"}
@@ -31,12 +30,6 @@ def calling(content, *calls):
 
 def call(name="weather", **arguments):
     return {"name": name, "arguments": arguments}
-
-
-def model_chat(template):
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
-    now = datetime.datetime(2024, 7, 26)
-    return ModelChat(template, special, source="model", now=now)
 
 
 def render(template, *messages, tools=None):

@@ -3,7 +3,6 @@
 The templates are short. They leave out what those of the families do that they name.
 """
 
-import datetime
 import importlib.util
 import pathlib
 import re
@@ -12,9 +11,9 @@ import pytest
 
 from jaxlora.data.formats.example import Rendered
 from jaxlora.data.records.messages import read_messages, without_earlier_answers
-from jaxlora.data.templates.chat import ModelChat
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.chat_templates import model_chat
 
 LOOP = "{% for m in messages %}"
 ASKED = "{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
@@ -122,12 +121,6 @@ MARK = re.compile(r"[A-Z]+[12]")
 KEYS = ("reasoning_content", "thinking")
 
 
-def model_chat(template):
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    now = datetime.datetime(2024, 7, 26)
-    return ModelChat(template, special, source="model", now=now)
-
-
 def conversation(talk, loss_on="completion"):
     read = read_messages(talk, "m", is_columnar=False)
     return without_earlier_answers(read) if loss_on == "last" else read
@@ -172,23 +165,11 @@ def test_nothing_is_lost_in_silence(name, loss_on):
         ),
         ("qwen2.5", "the same text", r"the text 'USER1' of message 0 \(developer\)"),
         ("deepseek-v3", "two systems", r"'SYSTEM1' of message 0 \(system\)\. Give th"),
-        (
-            "gpt-oss",
-            "developer later",
-            r"'DEVELOPER1' of .*\(developer\)\. Give the te",
-        ),
+        ("gpt-oss", "developer later", r"'DEVELOPER1' of .*\(developer\)\. Give the t"),
         ("qwen2.5", "function", r"'RESULT1' of .* Set data\.roles to \{function: tool"),
-        (
-            "preserving",
-            "another key",
-            r"Rename the key 'thinking' .* 'reasoning_content",
-        ),
+        ("preserving", "another key", r"Rename the key 'thinking' .* 'reasoning_conte"),
         ("gpt-oss", "both", r"the text 'DEVELOPER1' of message 1 \(developer\)"),
-        (
-            "r1",
-            "a thought",
-            r"'THOUGHT1' of message 1 \(assistant\), which is trained o",
-        ),
+        ("r1", "a thought", r"'THOUGHT1' of message 1 \(assistant\), which is trained"),
         (
             "r1",
             "only the end of a thought",
@@ -199,11 +180,7 @@ def test_nothing_is_lost_in_silence(name, loss_on):
             "thoughts",
             r"trl/chat_templates: qwen3_training\.jinja, .* \(data\.lo",
         ),
-        (
-            "preserving",
-            "keys",
-            r"Set data\.chat_template_kwargs to \{preserve_thinking:",
-        ),
+        ("preserving", "keys", r"Set data\.chat_template_kwargs to \{preserve_thinkin"),
         ("short", "long text", "'ANSWER1 is long.' of message 1"),
         ("window", "turns", r"the text 'USER1' of message 0 \(user\)"),
     ],

@@ -1,14 +1,12 @@
 """Tests which characters of a conversation are trained on, for many templates."""
 
-import datetime
-
 import pytest
 
 from jaxlora.data.formats.example import Rendered
 from jaxlora.data.records.messages import read_messages
-from jaxlora.data.templates.chat import ModelChat
 from jaxlora.errors import DataError
 from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.chat_templates import model_chat
 
 END = "<|im_end|>"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -53,14 +51,8 @@ CALLS = [
 def render(
     template, messages, loss_on="completion", tools=None
 ) -> Rendered | DataError:
-    chat = ModelChat(
-        template,
-        {"bos_token": "<s>", "eos_token": "</s>"},
-        source="model",
-        now=datetime.datetime(2024, 7, 26),
-    )
     conversation = read_messages(messages, "m", is_columnar=False)
-    (rendered,) = chat.render_all([conversation], loss_on)
+    (rendered,) = model_chat(template).render_all([conversation], loss_on)
     return rendered
 
 
@@ -90,11 +82,7 @@ def answers(template, messages) -> list[str]:
         ("R1", TALK, ["Hello!</s>", "Fine.\n</s>"]),
         ("MERGING", IN_A_ROW, ["Hello!", f"\nMore.{END}"]),
         ("SEPARATED", TALK, ["Hello!<|end|>", "Fine.\n<|end|>"]),
-        (
-            "SEPARATED",
-            MUTED,
-            ["<think>\nwell\n</think>\n\nFine.<|end|>"],
-        ),
+        ("SEPARATED", MUTED, ["<think>\nwell\n</think>\n\nFine.<|end|>"]),
         ("QWEN3", TALK, [f"Hello!{END}", f"Fine.\n{END}"]),
         ("QWEN3", IN_A_ROW, [f"Hello!{END}", f"More.{END}"]),
         ("QWEN3", ASSISTANT_FIRST, [f"Hello!{END}", f"Fine.{END}"]),
@@ -120,10 +108,7 @@ def test_answers(template, messages, expected):
 
 def test_marks_are_removed():
     chat = render(chat_templates.QWEN3, CALLS)
-    plain = ModelChat(
-        chat_templates.QWEN3, {}, source="model", now=datetime.datetime(2024, 7, 26)
-    ).render(CALLS)
-    assert chat.text == plain
+    assert chat.text == model_chat(chat_templates.QWEN3).render(CALLS)
 
 
 # --- Templates that mark what the model writes ---------------------------------

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlora.config import DataConfig
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tokens.show import Shown, _token_texts, show_data
+from jaxlora.data.tokens.show import _token_texts, show_data
 from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.chat_templates import TALK
 
@@ -25,18 +25,14 @@ def show(tmp_path):
         path = tmp_path / "a.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         max_length = options.pop("max_length", 1024)
-        shown = Shown(
-            data=DataConfig(path=str(path), **options),
-            max_length=max_length,
-            num_samples=num,
-            reads_all=reads_all,
-        )
+        data = DataConfig(path=str(path), **options)
+        shown = {"max_length": max_length, "num_samples": num, "reads_all": reads_all}
         file = io.StringIO()
         system = "standard" if color else None
         console = Console(
             file=file, force_terminal=color, color_system=system, width=40
         )
-        show_data(shown, tokenizer, console)
+        show_data(data, tokenizer, console, **shown)
         return file.getvalue().replace(str(path), "a.jsonl")
 
     return show
