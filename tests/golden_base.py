@@ -6,6 +6,8 @@ import pathlib
 import numpy as np
 import safetensors.numpy
 
+from jaxlora.hf.new_tokens import with_rows
+
 
 def tied(base: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """Writes the base with its embedding as its head."""
@@ -14,6 +16,18 @@ def tied(base: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     (folder / "config.json").write_text(json.dumps(config))
     weights = safetensors.numpy.load_file(base / "model.safetensors")
     del weights["lm_head.weight"]
+    path = folder / "model.safetensors"
+    safetensors.numpy.save_file(weights, path, {"format": "pt"})
+    return folder
+
+
+def resized(base: pathlib.Path, folder: pathlib.Path, num_new: int) -> pathlib.Path:
+    """Writes the base with rows for more tokens."""
+    config = json.loads((base / "config.json").read_text())
+    config["vocab_size"] += num_new
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = safetensors.numpy.load_file(base / "model.safetensors")
+    weights = dict(with_rows(weights.items(), config["vocab_size"]))
     path = folder / "model.safetensors"
     safetensors.numpy.save_file(weights, path, {"format": "pt"})
     return folder

@@ -71,7 +71,7 @@ def test_every_file_exists():
 def test_the_table_has_the_numbers_of_the_patches():
     rows = re.findall(r"^\| .+ \| `tests/extend/(\w+\.patch)` \| (\d+) \|", TEXT, re.M)
     counts = {patch.name: len(sources_of(patch)) for patch in PATCHES}
-    assert len(counts) == 5
+    assert len(counts) == 6
     assert {name: int(number) for name, number in rows} == counts
     assert max(counts.values()) <= MOST
 
@@ -85,6 +85,7 @@ def test_each_patch_changes_what_its_section_says(tree, patch):
         "format": "A quantized format",
         "objective": "An objective",
         "optimizer": "An optimizer",
+        "setting": "A setting of the slots",
         "variant": "An adapter variant",
     }
     section = TEXT.split(f"\n## {titles[patch.stem]}\n")[1].split("\n## ")[0]

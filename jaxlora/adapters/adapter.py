@@ -7,15 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import NonNegativeInt, PlainSerializer, PlainValidator
 
 from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError
 from jaxlora.models.config import ModelConfig
-from jaxlora.models.score import SCORE, SCORE_PATH
+from jaxlora.models.slot_modules import HEAD_ROWS, SLOT_MODULES
 from jaxlora.models.structure import linear_path
-from jaxlora.models.token_rows import ROW_PATHS
-from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.trained_tensors import (
     tensor_paths,
     tensors_with,
@@ -33,22 +31,9 @@ def _blank(shape: Any) -> np.ndarray:
     return np.broadcast_to(np.float32(0), shape)
 
 
-def _tokens(ids: Any) -> tuple[int, ...] | range:
-    if type(ids) is int:
-        return range(ids)
-    if not isinstance(ids, list) or not all(type(n) is int and n >= 0 for n in ids):
-        raise ValueError(f"{ids!r} are no tokens.")
-    return tuple(ids)
-
-
 # The metadata of a checkpoint has adapters without their values: an array is its shape,
-# and comes back as zeros; a range of tokens is its length.
+# and comes back as zeros.
 _Array = Annotated[np.ndarray, PlainValidator(_blank), PlainSerializer(np.shape)]
-_Tokens = Annotated[
-    tuple[int, ...] | range,
-    PlainValidator(_tokens),
-    PlainSerializer(lambda ids: len(ids) if isinstance(ids, range) else list(ids)),
-]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,26 +101,18 @@ class LoraWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TokenRowValues:
-    """Rows of the embedding, or of the head, that an adapter trains.
+class OutsideWeights:
+    """What an adapter trains of a module outside the linears.
 
     Attributes:
-        ids: The token of each row; none occurs twice. A `range` of all tokens is a
-            whole copy of the module, see `jaxlora.models.whole_tables`.
-        rows: The rows, E D, float32.
+        array: The trained array, float32, in the layout of
+            `jaxlora.models.slot_modules`.
+        tokens: The token of each row, if it has rows of single tokens; none occurs
+            twice.
     """
 
-    ids: _Tokens
-    rows: _Array
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is a whole copy of the module."""
-        return isinstance(self.ids, range)
-
-    def path(self, module: str) -> str:
-        """Path of the rows in the slot tables, by the module that they replace."""
-        return (WHOLE_PATHS if self.is_whole else ROW_PATHS)[module]
+    array: _Array
+    tokens: tuple[NonNegativeInt, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,12 +126,11 @@ class Adapter:
         dropout: Dropout rate in training.
         keeps_start: Whether the second half of each module's ranks is fixed; see
             `jaxlora.adapters.initial`.
-        score: Score head of a reward model, D, float32; None: it is none. See
-            `jaxlora.models.score`.
+        outside: What it trains outside the linears, by name in
+            `jaxlora.models.slot_modules`: rows of tokens of the embedding (and of a
+            head that is tied to it) or of an untied head, whole copies of the two, each
+            by itself, and the score head of a reward model.
         vera: The matrices of VeRA that all modules share; None: it is not VeRA.
-        token_rows: Trained rows, such as those of added tokens, of `embed_tokens`
-            (and of a head that is tied to it) and of an untied `lm_head`; or whole
-            copies of these modules, each by itself.
         chat_template_kwargs: The setting of the data that it was trained on, which
             chats with it have, too.
     """
@@ -163,9 +139,8 @@ class Adapter:
     use_rslora: bool = False
     dropout: float = 0.0
     keeps_start: bool = False
-    score: _Array | None = None
+    outside: dict[str, OutsideWeights] = dataclasses.field(default_factory=dict)
     vera: VeraMatrices | None = None
-    token_rows: dict[str, TokenRowValues] = dataclasses.field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def scaling(self, weights: LoraWeights) -> float:
@@ -187,23 +162,21 @@ class Adapter:
         return tuple(variant for variant in variants() if variant in found)
 
     @property
-    def token_ids(self) -> dict[str, tuple[int, ...]]:
-        """Tokens whose rows of `embed_tokens` and of `lm_head` are trained."""
-        found: dict[str, tuple[int, ...]] = {"embed_tokens": (), "lm_head": ()}
-        for module, values in self.token_rows.items():
-            if not isinstance(values.ids, range):
-                found[module] = values.ids
-        return found
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """The tokens of the rows of each module in `outside`, by its name."""
+        return {name: weights.tokens for name, weights in self.outside.items()}
 
     @property
     def token_indices(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
         """Tokens whose rows are trained, in the form of `trainable_token_indices`."""
-        return row_tokens(self.token_ids)
+        rows = {SLOT_MODULES[name].frozen: ids for name, ids in self.tokens.items()}
+        return row_tokens({module: ids for module, ids in rows.items() if ids})
 
     @property
     def modules_to_save(self) -> tuple[str, ...]:
         """Names of the modules of which whole copies are trained, sorted."""
-        return tuple(sorted(m for m, v in self.token_rows.items() if v.is_whole))
+        found = (SLOT_MODULES[name] for name in self.outside)
+        return tuple(sorted(str(one.frozen) for one in found if one.is_whole))
 
     def limited_to(self, paths: Collection[str]) -> "Adapter":
         """Returns the part of the adapter in some modules, such as those of a stage.
@@ -216,13 +189,8 @@ class Adapter:
             for name, weights in self.modules.items()
             if linear_path(name) in paths
         }
-        score = self.score if SCORE in paths else None
-        rows = {
-            module: values
-            for module, values in self.token_rows.items()
-            if values.path(module).rpartition(".")[0] in paths
-        }
-        return dataclasses.replace(self, modules=modules, score=score, token_rows=rows)
+        outside = {name: own for name, own in self.outside.items() if name in paths}
+        return dataclasses.replace(self, modules=modules, outside=outside)
 
     def as_lora(self, linear_shapes: Mapping[str, Sequence[int]]) -> "Adapter":
         """Returns the adapter of LoRA with the same product A B; itself if it is one.
@@ -251,10 +219,8 @@ class Adapter:
             for tensor, path in tensor_paths(linear_path(name))
             if tensor.name in weights.tensors
         }
-        if self.score is not None:
-            tensors[SCORE_PATH] = self.score
-        for module, values in self.token_rows.items():
-            tensors[values.path(module)] = values.rows
+        for name, weights in self.outside.items():
+            tensors[SLOT_MODULES[name].path] = weights.array
         return tensors
 
     def fingerprint(self) -> str:
@@ -264,15 +230,17 @@ class Adapter:
             digest.update(name.encode())
             for tensor in weights.in_order():
                 digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
-        for module, values in sorted(self.token_rows.items()):
+        replaced = {SLOT_MODULES[n].frozen or "": w for n, w in self.outside.items()}
+        added = replaced.pop("", None)
+        for module, weights in sorted(replaced.items()):
             if module != "embed_tokens":
                 digest.update(module.encode())
-            digest.update(str(values.ids).encode())
-            digest.update(values.rows.tobytes())
+            digest.update(str(weights.tokens or range(len(weights.array))).encode())
+            digest.update(weights.array.tobytes())
         if self.vera is not None:
             digest.update(str(dataclasses.astuple(self.vera)).encode())
-        if self.score is not None:
-            digest.update(self.score.tobytes())
+        if added is not None:
+            digest.update(added.array.tobytes())
         return digest.hexdigest()
 
     def product_fingerprint(self) -> str:
@@ -289,28 +257,27 @@ class Adapter:
             AdapterError: It lacks one.
         """
         vocab_size = model.vocab_size
-        by_token = {m: v for m, v in self.token_rows.items() if not v.is_whole}
-        if "lm_head" in by_token and model.tie_embeddings:
+        if HEAD_ROWS.name in self.outside and model.tie_embeddings:
             raise AdapterError(
                 "the adapter has rows of lm_head, and the head of the base model is "
                 "tied to its embedding. Use the base with a head of its own that the "
                 "adapter was trained on."
             )
-        for module in self.modules_to_save:
-            if (size := len(self.token_rows[module].ids)) != vocab_size:
+        for name, weights in self.outside.items():
+            module, size = SLOT_MODULES[name], len(weights.array)
+            if module.is_whole and size != vocab_size:
                 raise AdapterError(
-                    f"the adapter has a whole copy of {module} with {size} tokens, and "
-                    f"the base model has {vocab_size}. Use the base whose embedding "
-                    "has as many, such as the resized one; or merge the adapter into "
-                    "its base (jaxlora merge), which makes that model if the adapter "
-                    "has both the embedding and the head."
+                    f"the adapter has a whole copy of {module.frozen} with {size} "
+                    f"tokens, and the base model has {vocab_size}. Use the base whose "
+                    "embedding has as many, such as the resized one; or merge the "
+                    "adapter into its base (jaxlora merge), which makes that model if "
+                    "the adapter has both the embedding and the head."
                 )
-        for module, values in by_token.items():
-            if (largest := max(values.ids)) >= vocab_size:
+            if (largest := max(weights.tokens, default=0)) >= vocab_size:
                 raise AdapterError(
-                    f"the adapter has a row of token {largest} in {module}, and the "
-                    f"base model has {vocab_size} tokens. Use the base whose embedding "
-                    "was resized for the added tokens."
+                    f"the adapter has a row of token {largest} in {module.frozen}, and "
+                    f"the base model has {vocab_size} tokens. Use the base whose "
+                    "embedding was resized for the added tokens."
                 )
 
 

@@ -1,6 +1,5 @@
 """The adapter that a new job starts from."""
 
-import functools
 import itertools
 import os
 import zlib
@@ -8,25 +7,21 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
+from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
 from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.config import LoraJob
-from jaxlora.models.decoder import EMBEDDING, HEAD
-from jaxlora.models.score import SCORE
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.slot_modules import SLOT_MODULES, Tokens
 from jaxlora.modules.trained_tensors import tensors_with
 from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.modules.variants.table import variants_with
 from jaxlora.modules.variants.variant import TrainedTensor
-from jaxlora.sharding.global_arrays import everywhere
 
 _MAX_THREADS = 8
-_SCORE_DEVIATION = 0.02  # transformers' default initializer_range
 
 
 def fresh_adapter(
@@ -123,53 +118,40 @@ def blank_adapter(
     return _adapter(job, modules, kernels, {name: blank(name) for name in modules})
 
 
-def fresh_score(job: LoraJob, size: int) -> np.ndarray:
-    """Draws a score head as transformers does: normal, with its usual deviation."""
-    stream = np.random.Philox(key=[job.seed, zlib.crc32(SCORE.encode())])
-    draws = np.random.Generator(stream).normal(0.0, _SCORE_DEVIATION, size)
-    return draws.astype(np.float32)
-
-
-def blank_rows(
-    token_ids: Mapping[str, tuple[int, ...] | range], size: int
-) -> dict[str, TokenRowValues]:
-    """Returns the rows of `fresh_rows` as zeros that take no memory.
+def fresh_outside(
+    job: LoraJob,
+    tokens: Mapping[str, Tokens],
+    model: ModelConfig,
+    params: Mapping[str, Any],
+) -> dict[str, OutsideWeights]:
+    """Makes what a new job trains outside the linears.
 
     Args:
-        token_ids: Tokens of `embed_tokens` and of `lm_head`; a `range`: all.
-        size: Size of a row.
-    """
-    return {
-        module: TokenRowValues(ids, np.broadcast_to(np.float32(0), (len(ids), size)))
-        for module, ids in token_ids.items()
-        if ids
-    }
-
-
-def fresh_rows(
-    token_ids: Mapping[str, tuple[int, ...] | range], params: Mapping[str, Any]
-) -> dict[str, TokenRowValues]:
-    """Returns the rows that tokens have in the frozen embedding and head.
-
-    Args:
-        token_ids: Tokens of `embed_tokens` and of `lm_head`; a `range`: all.
-        params: Frozen weights by path, of which the embedding is V D and the head D V.
-            Without a head, it is tied to the embedding.
+        job: The job.
+        tokens: Tokens of the rows of each module that it trains, by name.
+        model: The base model.
+        params: Its frozen weights by path, of which the embedding is V D and the head
+            D V. Without a head, it is tied to the embedding.
     """
     found = {}
-    for module, ids in token_ids.items():
-        if ids:
-            is_head = module == "lm_head" and HEAD in params
-            path, axis = (HEAD, 1) if is_head else (EMBEDDING, 0)
-            rows = everywhere(_taken(params[path], np.array(ids, np.int32), axis))
-            found[module] = TokenRowValues(ids, np.asarray(rows))
+    for name, ids in tokens.items():
+        module = SLOT_MODULES[name]
+        array = module.start(job, params, ids, module.shape(model, len(ids)))
+        found[name] = OutsideWeights(array, ids)
     return found
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _taken(table: Any, ids: Any, axis: int) -> jax.Array:
-    taken = jnp.take(table, ids, axis)
-    return (taken if axis == 0 else taken.T).astype(np.float32)
+def blank_outside(
+    tokens: Mapping[str, Tokens], model: ModelConfig
+) -> dict[str, OutsideWeights]:
+    """Returns what `fresh_outside` does, with zeros that take no memory."""
+    return {
+        name: OutsideWeights(
+            np.broadcast_to(np.float32(0), SLOT_MODULES[name].shape(model, len(ids))),
+            ids,
+        )
+        for name, ids in tokens.items()
+    }
 
 
 def _tensors(job: LoraJob) -> tuple[TrainedTensor, ...]:

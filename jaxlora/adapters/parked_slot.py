@@ -8,7 +8,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizers.state import Kind, evaluated, own_shapes
 from jaxlora.adapters.optimizers.table import ADAMW, OPTIMIZERS
-from jaxlora.models.score import SCORE_PATH
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.structure import linear_path
 from jaxlora.modules.trained_tensors import tensor_paths, unpadded
 
@@ -32,14 +32,11 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
             if tensor.name in old.tensors
         }
         modules[name] = dataclasses.replace(old, tensors=tensors)
-    score = None if like.score is None else np.array(rows[SCORE_PATH])
-    tokens = {
-        module: dataclasses.replace(
-            old, rows=np.array(rows[old.path(module)][: len(old.ids)])
-        )
-        for module, old in like.token_rows.items()
-    }
-    return dataclasses.replace(like, modules=modules, score=score, token_rows=tokens)
+    outside = {}
+    for name, old in like.outside.items():
+        array = rows[SLOT_MODULES[name].path][unpadded(old.array.shape)]
+        outside[name] = dataclasses.replace(old, array=np.array(array))
+    return dataclasses.replace(like, modules=modules, outside=outside)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,8 +57,8 @@ class ReferenceTable:
         """Makes an adapter the reference of a slot; of a stage, its own part of it."""
         rows = padded_rows(self._spec.stacks, self.params, adapter.by_path())
         self.params = self._write(self.params, np.int32(slot), rows)
-        self._settings.set(slot, adapter)
+        self._settings.set({slot: adapter})
 
     def clear(self, slot: int) -> None:
         """Makes the base the reference of a slot, whose weights then have no effect."""
-        self._settings.clear(slot)
+        self._settings.set({slot: None})

@@ -168,7 +168,7 @@ class SlotTable:
         shapes = {p: array.shape for p, array in adapter.by_path().items()}
         self._shapes[slot] = {PARAMS: shapes, **own_shapes(optimizer, shapes)}
         self._optimizers[slot] = optimizer
-        self._settings.set(slot, adapter)
+        self._settings.set({slot: adapter})
 
     def has_job(self, slot: int) -> bool:
         """Whether a slot has an adapter in it."""
@@ -179,7 +179,7 @@ class SlotTable:
         self._write(slot, {})
         self._shapes.pop(slot, None)
         self._optimizers.pop(slot, None)
-        self._settings.clear(slot)
+        self._settings.set({slot: None})
         if self._reference is not None:
             self._reference.clear(slot)
 

@@ -72,14 +72,13 @@ class StagedSlots:
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, with the modules and ranks of `like`."""
-        read, score, rows = {}, None, {}
+        read, outside = {}, {}
         for table, paths in zip(self.tables, self._adapted, strict=True):
             part = table.read(slot, like.limited_to(paths))
             read |= part.modules
-            score = score if part.score is None else part.score
-            rows |= part.token_rows
+            outside |= part.outside
         modules = {name: read[name] for name in like.modules}
-        return dataclasses.replace(like, modules=modules, score=score, token_rows=rows)
+        return dataclasses.replace(like, modules=modules, outside=outside)
 
     def copy(self, slot: int) -> ParkedSlot:
         """Returns the state of a slot, between two global batches; the slot keeps it.

@@ -8,6 +8,7 @@ import pathlib
 from jaxlora.cli.options import Command, add_revision
 from jaxlora.common.atomic import write_text
 from jaxlora.common.console import complain, say
+from jaxlora.errors import ConfigError
 from jaxlora.printable import one_line
 
 
@@ -48,6 +49,14 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--base", help="base model of a PEFT folder, if not the one that it names"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--new-tokens",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="special tokens to add, with rows in embedding and head; a job trains "
+        "them with new_special_tokens",
+    )
     add_revision(parser)
 
 
@@ -55,6 +64,11 @@ def _convert(arguments: argparse.Namespace) -> None:
     if arguments.out.endswith(".gguf"):
         from jaxlora.adapters.files.gguf_export import export_gguf
 
+        if arguments.new_tokens:
+            raise ConfigError(
+                "--new-tokens adds tokens to a checkpoint, and not to a GGUF adapter. "
+                "Leave it out."
+            )
         out = export_gguf(
             arguments.source,
             arguments.out,
@@ -70,6 +84,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         arguments.out,
         dtype=arguments.dtype,
         revision=arguments.revision,
+        new_tokens=arguments.new_tokens,
     )
     say(f"wrote {folder}")
 
@@ -153,7 +168,8 @@ MIGRATE = Command(
 CONVERT = Command(
     name="convert",
     text="Convert a checkpoint, which may be quantized, to a dense Hugging Face folder "
-    "of safetensors; or a PEFT folder to a GGUF adapter for llama.cpp.",
+    "of safetensors, which may get more tokens; or a PEFT folder to a GGUF adapter for "
+    "llama.cpp.",
     example="jaxlora convert models/quantized models/dense",
     add_arguments=_add_convert_arguments,
     run=_convert,

@@ -75,6 +75,9 @@ class LoraJob(StrictModel):
         trainable_token_indices: Tokens whose rows of the embedding are trained, too,
             and of a head that is tied to it; such as added tokens. As a dict, also
             those of a head that is not: `{embed_tokens: [...], lm_head: [...]}`.
+        new_special_tokens: The same by the texts of tokens that are in the base's
+            tokenizer, of the embedding and of a head that is not tied to it, such as
+            those that `jaxlora convert --new-tokens` has added.
         modules_to_save: Modules of which the adapter trains whole copies, as in PEFT:
             `embed_tokens`, `lm_head` or both.
         rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
@@ -156,6 +159,7 @@ class LoraJob(StrictModel):
     trainable_token_indices: Annotated[
         Indices | dict[WholeModule, Indices], BeforeValidator(row_tokens)
     ] = ()
+    new_special_tokens: tuple[str, ...] = ()
     modules_to_save: Annotated[
         tuple[WholeModule, ...], BeforeValidator(whole_modules)
     ] = ()

@@ -131,6 +131,7 @@ NOT_OF_VERA = (
     "rank_pattern",
     "alpha_pattern",
     "trainable_token_indices",
+    "new_special_tokens",
 )
 
 

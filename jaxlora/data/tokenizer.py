@@ -164,6 +164,10 @@ class Tokenizer:
             )
         return token_id
 
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of a token by its text; None if there is none."""
+        return self._backend.token_to_id(text)
+
     def num_given(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> int:
         """Counts the first ids of a text that are `prefix_ids`, spelled out in it.
 

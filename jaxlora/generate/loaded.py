@@ -5,22 +5,23 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.settings_table import SettingsTable
+from jaxlora.adapters.slot_state import padded_rows
 from jaxlora.generate.programs import Programs, Tables, Weights, programs_of
 from jaxlora.hf.load import FrozenModel, OpenedModel
 from jaxlora.models.forward import Base
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linear_path, linear_shapes
-from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import tensor_of, tensor_settings, unpadded
+from jaxlora.modules.slot_shape import SlotShape, largest_rows
+from jaxlora.modules.trained_tensors import tensor_of, tensor_settings
 
 NO_ADAPTER = 0  # the slot of the base model, which stays empty
 
@@ -143,35 +144,24 @@ def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:
         settings=tuple(
             s for s in tensor_settings() if any(a.is_set(s) for a in adapters)
         ),
-        num_token_rows=_most_rows(adapters, "embed_tokens"),
-        num_head_rows=_most_rows(adapters, "lm_head"),
-        whole_modules=tuple(sorted({m for a in adapters for m in a.modules_to_save})),
+        outside=largest_rows(adapter.tokens for adapter in adapters),
     )
 
 
-def _most_rows(adapters: tuple[Adapter, ...], module: str) -> int:
-    """Returns the largest number of single rows of a module that an adapter has."""
-    found = (adapter.token_rows.get(module) for adapter in adapters)
-    return max(0 if rows is None or rows.is_whole else len(rows.ids) for rows in found)
-
-
 def _tables(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> Tables:
-    arrays = {
-        name: np.zeros(
-            shape.shape,
-            spec.options.dtype if tensor_of(name).is_matrix else shape.dtype,
-        )
-        for name, shape in spec.adapter_shapes().items()
-    }
-    tables = to_paths(spec.stacks, arrays, axis=1)  # views
-    for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
-        for path, tensor in adapter.by_path().items():
-            tables[path][slot][unpadded(tensor.shape)] = tensor
-    return {name: jnp.asarray(array) for name, array in arrays.items()}
+    """Stacks the trained tensors of the slots, of which the first has none."""
+
+    def shape(name: str, table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = spec.options.dtype if tensor_of(name).is_matrix else table.dtype
+        return jax.ShapeDtypeStruct(table.shape, dtype)
+
+    shapes = {name: shape(name, table) for name, table in spec.adapter_shapes().items()}
+    slots = [{}, *(adapter.by_path() for adapter in adapters)]
+    rows = [padded_rows(spec.stacks, shapes, tensors) for tensors in slots]
+    return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *rows)
 
 
 def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
     table = SettingsTable(spec)
-    for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
-        table.set(slot, adapter)
+    table.set(dict(enumerate(adapters, NO_ADAPTER + 1)))
     return table.settings

@@ -4,6 +4,7 @@ import json
 import logging
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxlora.common.atomic import new_folder, sync_files
 from jaxlora.errors import ModelError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import model_folder, tokenizer_files
+from jaxlora.hf.new_tokens import add_to_tokenizer, with_rows
 from jaxlora.hf.tensor_file import check_finite
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ def convert(
     *,
     dtype: str = "bfloat16",
     revision: str | None = None,
+    new_tokens: Sequence[str] = (),
 ) -> pathlib.Path:
     """Writes a Hugging Face folder of safetensors that this library trains on.
 
@@ -41,8 +44,11 @@ def convert(
         out: Folder to make.
         dtype: Dtype of the weights: bfloat16 or float32.
         revision: Branch, tag or commit of a hub id.
+        new_tokens: Texts of special tokens to add to the tokenizer. Embedding and head
+            get rows for them if they have too few.
 
     Raises:
+        ConfigError: A new token is empty, is given twice, or is there already.
         ModelError: The source cannot be read, is of an unsupported kind, or holds a
             weight that is not finite.
         FileExistsError: `out` holds something already.
@@ -57,12 +63,15 @@ def convert(
     checkpoint = open_checkpoint(model_folder(source, revision))
     checkpoint.check()
     log_dequantized(checkpoint, dtype)
-    return save_checkpoint(
-        out,
-        _cast(checkpoint, DTYPES[dtype]),
-        checkpoint.dense_config(dtype),
-        tokenizer_files(checkpoint.folder),
-    )
+    tensors, config = _cast(checkpoint, DTYPES[dtype]), checkpoint.dense_config(dtype)
+    if not new_tokens:
+        return save_checkpoint(out, tensors, config, tokenizer_files(checkpoint.folder))
+    with tempfile.TemporaryDirectory(prefix="jaxlora-convert-") as temporary:
+        place = pathlib.Path(temporary)
+        files, num_tokens = add_to_tokenizer(checkpoint.folder, new_tokens, place)
+        config["vocab_size"] = max(checkpoint.config.vocab_size, num_tokens)
+        tensors = with_rows(tensors, config["vocab_size"])
+        return save_checkpoint(out, tensors, config, files)
 
 
 def log_dequantized(checkpoint: Checkpoint, dtype: str) -> None:

@@ -12,6 +12,7 @@ from jaxlora.models.layer import run_whole_layers
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.sharded import gathered_dim, run_sharded_layers
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
 from jaxlora.modules.base_param import BaseParam, with_layout
@@ -24,9 +25,6 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.whole_head import WholeHeads
 from jaxlora.sharding import layerwise
 from jaxlora.sharding.tensor import own_indices, own_part, scatter_rows
-
-# Paths of the large weights outside the layers.
-EMBEDDING, HEAD = "embed_tokens.embedding", "lm_head.kernel"
 
 
 class Embedding(nnx.Module):
@@ -62,6 +60,9 @@ class Decoder(nnx.Module):
     A forward pass is `embed`, `run_layers`, and `norm` with the head. A stage has only
     its own layers, under their numbers in the whole model.
 
+    It also has the modules of `SLOT_MODULES` that its slots train and that belong to
+    its layers; the others are None.
+
     Attributes:
         config: The model's mathematics.
         options: How it runs.
@@ -70,17 +71,13 @@ class Decoder(nnx.Module):
         layers: The layers of this stage, by number.
         norm: The final norm; None except on the last stage.
         lm_head: The head; None except on the last stage, or if it is tied.
-        score: The score heads of the slots; None except on the last stage, or if no
-            objective has one.
-        token_rows: Rows of the embedding that slots train; None except on the first
-            stage, or if no slot has any.
-        head_rows: Rows of an untied head that slots train; None except on the last
-            stage, or if no slot has any.
-        whole_embedding: Copies of the embedding that slots train; None except on the
-            first stage, or if no slot has one.
-        whole_head: Copies of the head that slots train; None except on the last stage,
-            or if no slot has one.
     """
+
+    score: ScoreHead | None
+    token_rows: TokenRows | None
+    head_rows: TokenRows | None
+    whole_embedding: WholeTables | None
+    whole_head: WholeTables | None
 
     def __init__(
         self,
@@ -119,24 +116,12 @@ class Decoder(nnx.Module):
         self.norm = norm() if is_last else None
         head = functools.partial(Head, width, config.vocab_size, dtype=dtype)
         self.lm_head = head() if is_last and not is_tied else None
-        score = None
-        if is_last and slots is not None and slots.has_score:
-            score = ScoreHead(slots.num_slots, width, tensor=options.tensor)
-        self.score = score
-        rows = of_head = None
-        if is_first and slots is not None and slots.num_token_rows:
-            rows = TokenRows(slots.num_slots, slots.num_token_rows, width)
-        if is_last and slots is not None and slots.num_head_rows:
-            of_head = TokenRows(slots.num_slots, slots.num_head_rows, width)
-        self.token_rows, self.head_rows = rows, of_head
-
-        def whole(module: str, is_here: bool) -> WholeTables | None:
-            if not is_here or slots is None or module not in slots.whole_modules:
-                return None
-            return WholeTables(slots.num_slots, config.vocab_size, width)
-
-        self.whole_embedding = whole("embed_tokens", is_first)
-        self.whole_head = whole("lm_head", is_last)
+        for name, module in SLOT_MODULES.items():
+            made, num_rows = None, 0 if slots is None else slots.num_rows(name)
+            if slots and num_rows and (is_first if module.is_first else is_last):
+                sizes = module.shape(config, num_rows)
+                made = module.make(slots.num_slots, sizes, options.tensor)
+            setattr(self, name, made)
 
     def embed(
         self, token_ids: Int[Array, " T"], block_adapter: Int[Array, " NB"]

@@ -6,10 +6,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.sharding.tensor import trained_once
 
-# Dotted path of the heads of all slots, G D, and the name of a module in a PEFT folder.
-SCORE = "score"
-SCORE_PATH = f"{SCORE}.weight"
-
 
 class ScoreHead(nnx.Module):
     """The product of hidden states with a vector of their slot, in float32."""

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.slot_settings import SlotSettings, settings_in
 from jaxlora.models.spec import DecoderSpec
 
 _FIRST = 1  # number of the first layer of a section in its own spec
@@ -236,18 +236,8 @@ def own_settings(
     spec: DecoderSpec, settings: SlotSettings, at: Position
 ) -> SlotSettings:
     """Returns the settings of the slots in a section's linears and other modules."""
-
-    def rows(values: Any) -> Any:
-        return None if values is None else values[at.linears]
-
-    return SlotSettings(
-        scaling=rows(settings.scaling),
-        dropout=rows(settings.dropout),
-        rank=rows(settings.rank),
-        trained_rank=rows(settings.trained_rank),
-        vera=settings.vera if spec.adapted else None,
-        token_ids={name: settings.token_ids[name] for name in spec.token_id_shapes()},
-        trains_whole={
-            name: settings.trains_whole[name] for name in spec.trains_whole_shapes()
-        },
-    )
+    own = SlotSettings()
+    for setting in settings_in(spec.settings_shapes()):
+        values = settings[setting.key]
+        own[setting.key] = values[at.linears] if setting.is_of_linears else values
+    return own

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
@@ -15,24 +14,21 @@ from jaxlora.models.build import LayerLinear
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
-from jaxlora.models.score import SCORE_PATH
 from jaxlora.models.sharded import layer_bytes
-from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.models.slot_settings import SETTINGS, SlotSettings, settings_by_path
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.models.structure import linears
 from jaxlora.models.tensor_parallel import part_config
-from jaxlora.models.token_rows import ROW_PATHS
-from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.base_param import BaseParam, WeightLayout
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import tensor_of, tensor_path, trained_tensors
-from jaxlora.modules.vera import VeraTables
 from jaxlora.sharding.layerwise import compiler_options
 from jaxlora.sharding.rules import shard_dim, weight_spec
 from jaxlora.sharding.tensor import own_slice
 
 # Trained tensors that are no part of a linear.
-_OUTSIDE_LINEARS = SCORE_PATH, *ROW_PATHS.values(), *WHOLE_PATHS.values()
+_OUTSIDE_LINEARS = tuple(module.path for module in SLOT_MODULES.values())
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
@@ -160,7 +156,7 @@ class DecoderSpec:
         """
         graph, state = self._split
         given: dict[str, Array] = {}
-        of_slots = {} if settings is None else settings.by_path(self.adapted)
+        of_slots = {} if settings is None else settings_by_path(settings, self.adapted)
         for group in (*arrays, of_slots):
             given |= group
         variables = _by_dotted_path(state)
@@ -343,46 +339,24 @@ class DecoderSpec:
         tables = self.shapes(nnx.LoRAParam)
         return frozenset(path.rpartition(".")[0] for path in tables)
 
-    def vera_shapes(self) -> VeraTables | None:
-        """Shapes of the matrices of VeRA; None: no slot has VeRA, or nothing adapts."""
-        slots = self.slots
-        if slots is None or "use_vera" not in slots.settings or not self.adapted:
-            return None
-        g, rank = slots.num_slots, slots.rank
-        linears = [self.linear(path) for path in self.adapted]
-        k = max(linear.in_features for linear in linears)
-        n = max(linear.out_features for linear in linears)
-        tables: Any = VeraTables  # with shapes in the place of arrays
-        return tables(
-            a=jax.ShapeDtypeStruct((1, g, k, rank), np.float32),
-            b=jax.ShapeDtypeStruct((1, g, rank, n), np.float32),
-            is_used=jax.ShapeDtypeStruct((1, g), np.bool_),
-        )
+    def settings_shapes(self) -> SlotSettings:
+        """Shapes of the settings of the slots that are read here, by key."""
+        found, slots = SlotSettings(), self.slots
+        if slots is None:
+            return found
+        for setting in SETTINGS:
+            if (sizes := setting.sizes(self)) is not None:
+                first = len(self.adapted) if setting.is_of_linears else 1
+                shape = first, slots.num_slots, *sizes
+                found[setting.key] = jax.ShapeDtypeStruct(shape, setting.dtype)
+        return found
 
-    def token_id_shapes(self) -> Shapes:
-        """Shapes of the tokens whose rows slots train, see `SlotSettings.token_ids`."""
-        if (slots := self.slots) is None:
-            return {}
-        sizes = {
-            "embed_tokens": slots.num_token_rows if self.has_embedding else 0,
-            "lm_head": slots.num_head_rows if self.has_head else 0,
-        }
-        return {
-            module: jax.ShapeDtypeStruct((1, slots.num_slots, size), np.int32)
-            for module, size in sizes.items()
-            if size
-        }
-
-    def trains_whole_shapes(self) -> Shapes:
-        """Shapes of `SlotSettings.trains_whole`."""
-        if (slots := self.slots) is None:
-            return {}
-        is_here = {"embed_tokens": self.has_embedding, "lm_head": self.has_head}
-        return {
-            module: jax.ShapeDtypeStruct((1, slots.num_slots), np.bool_)
-            for module in slots.whole_modules
-            if is_here[module]
-        }
+    @property
+    def whole_copies(self) -> frozenset[str]:
+        """Paths of the tables of whole copies, of modules that are here."""
+        tables = self.shapes(nnx.LoRAParam)
+        whole = (module for module in SLOT_MODULES.values() if module.is_whole)
+        return frozenset(module.path for module in whole if module.path in tables)
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""

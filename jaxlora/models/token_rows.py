@@ -13,11 +13,6 @@ from jaxtyping import Array, Float, Int
 from jaxlora.modules.base_param import SlotVariable
 from jaxlora.modules.loss import HeadRows
 
-# Path of the rows that replace those of a frozen module, by this module's name.
-ROW_MODULES = {"embed_tokens": "token_rows", "lm_head": "head_rows"}
-# Dotted path of the rows of all slots, G E D, by name of the frozen module.
-ROW_PATHS = {name: f"{path}.rows" for name, path in ROW_MODULES.items()}
-
 
 class TokenRows(nnx.Module):
     """The rows of each slot.

@@ -14,11 +14,6 @@ from jaxtyping import Array, Float, Int
 from jaxlora.modules.base_param import SlotVariable
 from jaxlora.modules.whole_head import WholeHeads
 
-# Path of the copies that replace a frozen module, by this module's name.
-WHOLE_MODULES = {"embed_tokens": "whole_embedding", "lm_head": "whole_head"}
-# Dotted path of the copies of all slots, G V D, by name of the frozen module.
-WHOLE_PATHS = {name: f"{path}.table" for name, path in WHOLE_MODULES.items()}
-
 
 class WholeTables(nnx.Module):
     """The copy of each slot, stored V D.

@@ -1,6 +1,7 @@
 """The shape of the slots of a run, which is compiled into its programs."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxlora.modules.variants.table import variants
 from jaxlora.modules.variants.variant import TrainedTensor, Variant
@@ -22,11 +23,9 @@ class SlotShape:
             fixed; see `jaxlora.adapters.initial`. It is compiled into the programs.
         optimizers: Names of the optimizers of jobs, sorted, for whose state there are
             tables; see `jaxlora.adapters.optimizers.table`.
-        has_score: Whether slots have a score head; see `jaxlora.models.score`.
-        num_token_rows: Largest number of rows of the embedding that a slot trains.
-        num_head_rows: Largest number of rows of an untied head that a slot trains.
-        whole_modules: Modules (`embed_tokens`, `lm_head`) of which slots train whole
-            copies; see `jaxlora.models.whole_tables`.
+        outside: The modules outside the linears that slots train, by their names in
+            `jaxlora.models.slot_modules`, each with the largest number of its rows
+            that a slot trains (1 if they are not counted); sorted.
         has_lora: Whether there are tables for A and B, beside those of VeRA. They are
             as large in slots with VeRA, which do not need them.
         has_references: Whether there are further tables of weights, for adapters with
@@ -43,12 +42,13 @@ class SlotShape:
     dora_dropout: bool = False
     keeps_start: bool = False
     optimizers: tuple[str, ...] = ("adamw",)
-    has_score: bool = False
-    num_token_rows: int = 0
-    num_head_rows: int = 0
-    whole_modules: tuple[str, ...] = ()
+    outside: tuple[tuple[str, int], ...] = ()
     has_lora: bool = True
     has_references: bool = False
+
+    def num_rows(self, name: str) -> int:
+        """Returns the rows of a module in `outside`; 0 if no slot trains it."""
+        return dict(self.outside).get(name, 0)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -70,3 +70,15 @@ class SlotShape:
                 f"num_slots and rank must be positive, got {self.num_slots} and "
                 f"{self.rank}."
             )
+
+
+def largest_rows(
+    many: Iterable[Mapping[str, Sequence[int]]],
+) -> tuple[tuple[str, int], ...]:
+    """Returns `SlotShape.outside` of slots that can hold each of some adapters.
+
+    Args:
+        many: What an adapter trains outside the linears, as `Adapter.tokens`.
+    """
+    rows = {(name, len(ids) or 1) for tokens in many for name, ids in tokens.items()}
+    return tuple(dict(sorted(rows)).items())  # of equal names, the largest stays

@@ -8,6 +8,7 @@ from jaxlora.config import RunConfig
 from jaxlora.config.sweep_config import Sweep
 from jaxlora.costs.device_profile import find_profile
 from jaxlora.errors import ConfigError
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.plan.job.planned_model import PlannedModel, describe_base
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.job.slot_spec import needed
@@ -131,8 +132,8 @@ def _check_adapters(
     sizes, replicas = config.mesh_sizes, config.replica_shapes
     tensor = max([sizes.tensor, *(one.tensor for one in replicas)])
     for job in jobs:
-        slots = needed(job)
-        if slots.whole_modules and tensor > 1:
+        trained = [SLOT_MODULES[name] for name, _ in needed(job).outside]
+        if tensor > 1 and any(module.is_whole for module in trained):
             cure = f"a mesh without it, not {sizes}"
             if replicas:
                 cure = "replicas without it"
@@ -140,7 +141,7 @@ def _check_adapters(
                 f"job {job.name!r} has modules_to_save, which meshes with the axis "
                 f"tensor do not support. Set {cure}."
             )
-        has_rows = slots.num_token_rows or slots.num_head_rows
+        has_rows = any(module.has_tokens for module in trained)
         if sizes.stage > 1 and has_rows and model.config.tie_embeddings:
             raise ConfigError(
                 f"job {job.name!r} has trainable_token_indices, and the head of this "

@@ -17,9 +17,9 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.config import ModelConfig
-from jaxlora.models.decoder import EMBEDDING
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.sections import chosen_layers
+from jaxlora.models.slot_modules import EMBEDDING, TOKEN_ROWS
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.pallas_kernels.device import device_kind
@@ -200,7 +200,7 @@ def _layers_per_program(config: RunConfig, spec: DecoderSpec) -> int | None:
     why = None
     if sizes.stage > 1:
         why = f"the stages of mesh {sizes} are programs of their own"
-    elif spec.config.tie_embeddings and spec.slots and spec.slots.num_token_rows:
+    elif spec.config.tie_embeddings and TOKEN_ROWS.name in spec.trained_modules:
         why = (
             "slots train rows of an embedding that is also the head, which is another "
             "program then"

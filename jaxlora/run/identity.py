@@ -31,6 +31,7 @@ FIXED_IN_JOB: dict[str, str] = {
     "layers_to_transform": _SHAPE,
     "layers_pattern": _SHAPE,
     "trainable_token_indices": _SHAPE,
+    "new_special_tokens": _SHAPE,
     "modules_to_save": _SHAPE,
     "lora_alpha": _SCALING,
     "alpha_pattern": _SCALING,

@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 
-from jaxlora.adapters.adapter import Adapter, TokenRowValues
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.fresh import (
     blank_adapter,
-    blank_rows,
+    blank_outside,
     fresh_adapter,
-    fresh_rows,
-    fresh_score,
+    fresh_outside,
 )
 from jaxlora.common.background import in_background
 from jaxlora.common.note import log_notes
@@ -165,21 +164,16 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
             for name, path in paths.items()
         }
 
-    def whole(adapter: Adapter, rows: dict[str, TokenRowValues]) -> Adapter:
-        score = None
-        if prepared.objective.has_score:
-            score = fresh_score(prepared.settings, model.config.hidden_size)
-        return dataclasses.replace(adapter, score=score, token_rows=rows)
-
-    token_ids = prepared.trained_rows(model.config.vocab_size)
+    tokens = prepared.tokens
 
     def draw() -> Adapter:
-        rows = fresh_rows(token_ids, params)
-        return whole(fresh_adapter(*given, kernels(), model.dtype), rows)
+        outside = fresh_outside(prepared.settings, tokens, model.config, params)
+        made = fresh_adapter(*given, kernels(), model.dtype)
+        return dataclasses.replace(made, outside=outside)
 
-    rows = blank_rows(token_ids, model.config.hidden_size)
     blank = blank_adapter(*given, kernels())
-    return JobState(prepared, whole(blank, rows), draw)
+    outside = blank_outside(tokens, model.config)
+    return JobState(prepared, dataclasses.replace(blank, outside=outside), draw)
 
 
 def _as_begun(config: RunConfig, *, replan: bool) -> BegunRun:

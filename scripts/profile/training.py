@@ -286,7 +286,7 @@ class Training:
         (stage,), (table,) = self.layout.stages, self.slots.tables
         for batch in batches:
             self.accumulate(batch)
-        args = table.state, self._first_inputs, (), table.settings.rank
+        args = table.state, self._first_inputs, (), table.settings["rank"]
         table.state, result = stage.steps.step(*args)
         return functools.partial(jax.block_until_ready, result)
 
@@ -301,7 +301,7 @@ class Training:
             batch: Rows of a microbatch, which has the capacity of the run.
         """
         (stage,), (table,) = self.layout.stages, self.slots.tables
-        args = table.state, self._first_inputs, (), table.settings.rank
+        args = table.state, self._first_inputs, (), table.settings["rank"]
         limits = self.plan.config.limits
         assert len(batch.token_ids) == limits.capacity
         passes = stage.steps.passes.prepare(stage.steps.shapes(limits))

@@ -19,6 +19,7 @@ from jaxlora.run.log import read_events
 from tests import tiny
 
 OUTPUT_SCALE = "lora_output_scale"
+GAINED = {"gain": 2.0, "lora_alpha": 8.0}  # which is an alpha of 16
 
 
 def main() -> None:
@@ -34,6 +35,11 @@ def main() -> None:
     alone = train(model, folder / "alone", [plain, *short])
     np.testing.assert_allclose(losses["plain"], alone["plain"], rtol=1e-5)
     check_exported_scale(folder / "together" / "adapters" / "scale")
+    # In a slot beside others, and in programs that only it needs.
+    (gained,) = (job for job in others if job.name == "gained")
+    scaled = gained.replace(gain=1.0, lora_alpha=2 * gained.lora_alpha)
+    found = train(model, folder / "gained", [scaled])
+    np.testing.assert_allclose(losses["gained"], found["gained"], rtol=1e-5)
     int4 = {"quantize_base": "int4", "quantize_base_args": {"group": 16}}
     quantized = train(model, folder / "int4", [plain], **int4)
     gap = np.array(quantized["plain"]) - alone["plain"]
@@ -48,6 +54,7 @@ def make_jobs(folder: pathlib.Path) -> list[LoraJob]:
         "scale": {"use_output_scale": True},
         "adagrad": {"optimizer": "adagrad", "optimizer_args": {"eps": 1e-6}},
         "means": {"objective": "sample_mean"},
+        "gained": GAINED,
     }
     return [
         LoraJob(

@@ -146,8 +146,22 @@ JOBS = {
         "max_grad_norm": 1.0,
         "seed": 10,
     },
+    "k": {
+        "rank": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "trainable_token_indices": [97, 98],
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "lr_schedule": "linear",
+        "warmup_steps": 1,
+        "max_grad_norm": 1.0,
+        "seed": 12,
+    },
 }
-TIED = {"g", "j"}
+TIED = {"g", "j", "k"}
+# Jobs whose base was resized for tokens that take the place of others in the samples.
+NEW_TOKENS = {"k": {9: 97, 16: 98}}
 
 
 def save_base() -> None:
@@ -166,7 +180,7 @@ def save_base() -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(OUT / "base")
 
 
-def samples(job: dict) -> list[list[dict]]:
+def samples(job: dict, new: dict[int, int]) -> list[list[dict]]:
     """Returns the global batch of each step: ragged samples with masked prompts."""
     generator = torch.Generator().manual_seed(job["seed"])
 
@@ -179,7 +193,8 @@ def samples(job: dict) -> list[list[dict]]:
         ids = torch.randint(0, 12, (length,), generator=generator) ** 2 % VOCAB
         prompt = number(1, length)
         is_target = [0] * prompt + [1] * (length - prompt)
-        return {"token_ids": ids.tolist(), "is_target": is_target}
+        ids = [new.get(token, token) for token in ids.tolist()]
+        return {"token_ids": ids, "is_target": is_target}
 
     return [[sample() for _ in range(BATCH)] for _ in range(STEPS)]
 
@@ -198,12 +213,22 @@ def tie(base) -> None:
     base.config.tie_word_embeddings = True
 
 
-def adapted(job: dict, *, is_tied: bool):
+def resize(base, num_new: int) -> None:
+    """Adds tokens, whose rows are the mean of the others."""
+    base.resize_token_embeddings(VOCAB + num_new, mean_resizing=False)
+    with torch.no_grad():
+        table = base.model.embed_tokens.weight
+        table[VOCAB:] = table[:VOCAB].mean(dim=0)
+
+
+def adapted(job: dict, *, is_tied: bool, num_new: int):
     base = transformers.AutoModelForCausalLM.from_pretrained(
         OUT / "base", dtype=torch.float32, attn_implementation="eager"
     )
     if is_tied:
         tie(base)
+    if num_new:
+        resize(base, num_new)
     torch.manual_seed(job["seed"])
     if job.get("use_vera"):
         config = peft.VeraConfig(
@@ -233,7 +258,7 @@ def adapted(job: dict, *, is_tied: bool):
 
 def save(model, folder: pathlib.Path, **options) -> None:
     """Saves as peft does, without fields that differ between machines."""
-    model.save_pretrained(folder, **options)
+    model.save_pretrained(folder, save_embedding_layers=False, **options)
     (folder / "README.md").unlink()
     leave_out_machine(folder)
 
@@ -265,7 +290,8 @@ def optimizer_of(model, job: dict):
 
 
 def train(name: str, job: dict) -> None:
-    model = adapted(job, is_tied=name in TIED)
+    new = NEW_TOKENS.get(name, {})
+    model = adapted(job, is_tied=name in TIED, num_new=len(new))
     options = {}
     assert sum(len(g["params"]) for g in optimizer_of(model, job)[0].param_groups) == (
         sum(p.requires_grad for p in model.parameters())
@@ -277,7 +303,7 @@ def train(name: str, job: dict) -> None:
         options["path_initial_model_for_weight_conversion"] = initial
     save(model, OUT / name / "initial")
     optimizer, schedule, parameters = optimizer_of(model, job)
-    record = {"settings": job, "batches": samples(job)}
+    record = {"settings": job, "batches": samples(job, new)}
     losses, norms, rates = [], [], []
     for batch in record["batches"]:
         num_targets = sum(sum(s["is_target"]) for s in batch)

@@ -100,7 +100,7 @@ def test_more_gpus_hold_longer_samples(kinds):
 
 
 def test_slots_that_cannot_be_divided_have_no_tensor_replicas(model):
-    slots = dataclasses.replace(model.spec.slots, whole_modules=("lm_head",))
+    slots = dataclasses.replace(model.spec.slots, outside=(("whole_head", 1),))
     spec = dataclasses.replace(model.spec, slots=slots)
     alike = dataclasses.replace(model, spec=spec, free_bytes=None)
     assert {kind.tensor for kind in alike.kinds()} == {1}

@@ -354,14 +354,14 @@ _SLOTS = (
     ),
     _mutant(
         "the ranks of the job before stay in the settings of a slot",
-        "            values[:, slot] = 0\n",
-        "            values[:, slot] *= 1\n",
+        "values[:, slot] = new",
+        "values[:, slot] = np.maximum(values[:, slot], new)",
         "tests/jaxlora/adapters/test_slots.py",
     ),
     _mutant(
         "all linears of a slot have the scaling of the last one",
-        "host.scaling[place] = adapter.scaling(weights)",
-        "host.scaling[:, slot] = adapter.scaling(weights)",
+        "new[self._places[linear_path(name)]] = setting.value(adapter, weights)",
+        "new[:] = setting.value(adapter, weights)",
         f"{_TRAIN}/test_sections.py::test_sections_train_what_one_program_trains",
         f"{_TRAIN}/test_peft_run.py",
     ),

@@ -22,6 +22,7 @@ from jaxlora.errors import AdapterError
 from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.files import read_json, tokenizer_folder
 from jaxlora.models.config import ModelConfig
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
 
@@ -119,10 +120,7 @@ def _stated_base(path: pathlib.Path) -> tuple[str | None, str | None]:
 
 def _check_plain(adapter: Adapter, folder: pathlib.Path) -> None:
     more = [setting for setting in tensor_settings() if adapter.is_set(setting)]
-    if adapter.token_indices:
-        more.append("trainable_token_indices")
-    if adapter.modules_to_save:
-        more.append("modules_to_save")
+    more += [SLOT_MODULES[name].setting for name in adapter.outside]
     if more:
         raise AdapterError(
             f"{folder} has {more[0]}, and llama.cpp's adapters hold A and B only. "

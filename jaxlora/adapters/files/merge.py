@@ -19,6 +19,7 @@ from jaxlora.hf.convert import log_dequantized, save_checkpoint
 from jaxlora.hf.files import model_folder
 from jaxlora.hf.tensor_file import check_finite
 from jaxlora.models.config import ModelConfig
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.structure import linear_shapes
 from jaxlora.pallas_kernels import FORMATS
 
@@ -109,12 +110,11 @@ def _merged(
     checkpoint: Checkpoint, folder: PeftFolder, dtype: np.dtype | None
 ) -> Iterator[tuple[str, np.ndarray]]:
     adapter, base_format = folder.adapter, folder.base_format
-    of_embedding = adapter.token_rows.get("embed_tokens")
-    of_head = adapter.token_rows.get("lm_head")
     unties = _unties(adapter, checkpoint.config)
+    outside = {str(SLOT_MODULES[name].frozen): name for name in adapter.outside}
+    by_name = {_EMBEDDING: outside.get("embed_tokens"), _HEAD: outside.get("lm_head")}
     if checkpoint.config.tie_embeddings and not unties:
-        of_head = of_embedding
-    rows = {_EMBEDDING: of_embedding, _HEAD: of_head}
+        by_name[_HEAD] = by_name[_EMBEDDING]
     for name, array in _with_head(checkpoint) if unties else checkpoint.dense_tensors():
         wanted = array.dtype if dtype is None else dtype
         file = checkpoint.files.get(name) or checkpoint.files[_EMBEDDING]
@@ -131,18 +131,15 @@ def _merged(
                     array = variant.merged(array, weights.tensors)
             check_finite(array, f"{where}, merged,", ModelError, wanted)
         array = folder.biases.get(name, array)
-        own_rows = rows.get(name)
-        if own_rows is not None and own_rows.is_whole:
-            array = own_rows.rows
-        elif own_rows is not None:
-            array = array.astype(np.float32)
-            array[list(own_rows.ids)] = own_rows.rows
+        if (own := by_name.get(name)) is not None:
+            rows = adapter.outside[own]
+            array = SLOT_MODULES[own].merged(array, rows.array, rows.tokens)
         yield name, array.astype(wanted, copy=False)
 
 
 def _unties(adapter: Adapter, config: ModelConfig) -> bool:
     """Whether a tied base becomes one with a head of its own."""
-    copies = [adapter.token_rows[module].rows for module in adapter.modules_to_save]
+    copies = _whole_copies(adapter)
     are_same = len(copies) == 2 and np.array_equal(copies[0], copies[1])
     return config.tie_embeddings and bool(copies) and not are_same
 
@@ -153,9 +150,14 @@ def _vocab_size(adapter: Adapter, config: ModelConfig) -> int:
     It is that of the adapter, if it has both the embedding and the head of a base that
     was resized.
     """
-    sizes = {len(adapter.token_rows[module].ids) for module in adapter.modules_to_save}
-    has_both = len(adapter.modules_to_save) == 2 and len(sizes) == 1
-    return sizes.pop() if has_both else config.vocab_size
+    sizes = [len(copy) for copy in _whole_copies(adapter)]
+    has_both = len(sizes) == 2 and sizes[0] == sizes[1]
+    return sizes[0] if has_both else config.vocab_size
+
+
+def _whole_copies(adapter: Adapter) -> list[np.ndarray]:
+    outside = adapter.outside.items()
+    return [own.array for name, own in outside if SLOT_MODULES[name].is_whole]
 
 
 def _with_head(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:

@@ -11,9 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
+from jaxlora.config.rules import WHOLE_MODULES
 from jaxlora.errors import AdapterError
-from jaxlora.models.score import SCORE
-from jaxlora.models.whole_tables import WHOLE_MODULES
+from jaxlora.models.slot_modules import SCORE
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.modules.variants.table import variants
 
@@ -33,7 +33,7 @@ _UNSUPPORTED = (
     "its base with peft."
 )
 # A sequence classifier has one of these, by both of which PEFT names it.
-_SCORES = {SCORE, "classifier"}
+_SCORES = {SCORE.name, "classifier"}
 # Formats of bases from whose error LoftQ starts, by the bits that PEFT names.
 LOFTQ_FORMATS = {4: "nf4", 8: "int8"}
 
@@ -54,7 +54,7 @@ def _refused(text: LiteralString) -> pydantic.WrapValidator:
 
 def _check_modules(names: list[str] | None) -> list[str] | None:
     modules = {name.removeprefix("model.") for name in names or ()}
-    if not modules <= WHOLE_MODULES.keys() | _SCORES:
+    if not modules <= {*WHOLE_MODULES, *_SCORES}:
         raise ValueError
     return names
 

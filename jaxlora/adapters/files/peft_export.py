@@ -24,26 +24,12 @@ from jaxlora.adapters.files.model_card import write_card
 from jaxlora.adapters.files.peft_config import LoraConfig, PeftConfig
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
-from jaxlora.models.score import SCORE, SCORE_PATH
-from jaxlora.modules.trained_tensors import (
-    TOKEN_ROW_WEIGHTS,
-    WHOLE_TABLE,
-)
+from jaxlora.models.slot_modules import SCORE, SLOT_MODULES
 from jaxlora.modules.variants.table import variants
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
-_TOKEN_ADAPTER = TOKEN_ROW_WEIGHTS.peft_name
-# PEFT calls them a difference, but they are the rows themselves.
-TOKEN_ROW_KEYS = {
-    "embed_tokens": f"{PREFIX}model.embed_tokens.{_TOKEN_ADAPTER}",
-    "lm_head": f"{PREFIX}lm_head.{_TOKEN_ADAPTER}",
-}
-WHOLE_KEYS = {
-    "embed_tokens": f"{PREFIX}model.embed_tokens.{WHOLE_TABLE.peft_name}",
-    "lm_head": f"{PREFIX}lm_head.{WHOLE_TABLE.peft_name}",
-}
 
 
 def export_peft(
@@ -92,11 +78,9 @@ def export_peft(
     for variant in adapter.variants:
         for name, array in variant.frozen_to_peft(adapter.vera).items():
             tensors[name] = np.ascontiguousarray(array, np.float32)
-    for module, values in adapter.token_rows.items():
-        keys = WHOLE_KEYS if values.is_whole else TOKEN_ROW_KEYS
-        tensors[keys[module]] = values.rows.astype(np.float32)
-    if adapter.score is not None:
-        tensors[f"{PREFIX}{SCORE_PATH}"] = adapter.score[None].astype(np.float32)
+    for name, weights in adapter.outside.items():
+        key = f"{PREFIX}{SLOT_MODULES[name].peft_name}"
+        tensors[key] = np.atleast_2d(weights.array).astype(np.float32)
     scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
     if len(scalings) > 1:
         logger.warning(
@@ -127,13 +111,14 @@ def export_peft(
 def _config(
     adapter: Adapter, base: BaseName, linear_names: Sequence[str]
 ) -> PeftConfig:
-    score = [] if adapter.score is None else [SCORE]
+    modules = (SLOT_MODULES[name] for name in adapter.outside)
+    saved = sorted(one.frozen or one.name for one in modules if not one.has_tokens)
     common: dict[str, Any] = {
         "base_model_name_or_path": base.path,
-        "modules_to_save": [*adapter.modules_to_save, *score] or None,
+        "modules_to_save": saved or None,
         "revision": base.revision,
         "target_modules": _target_modules(list(adapter.modules), linear_names),
-        "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",
+        "task_type": "SEQ_CLS" if SCORE.name in adapter.outside else "CAUSAL_LM",
     }
     own: dict[str, Any] = {}
     for variant in adapter.variants:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
 from jaxlora.adapters.files.export_record import read_record
 from jaxlora.adapters.files.peft_config import loftq_format, read_config
 from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
@@ -20,7 +20,7 @@ from jaxlora.adapters.targets import pattern_value
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.tensor_file import TensorFile, check_finite
-from jaxlora.models.score import SCORE_PATH
+from jaxlora.models.slot_modules import SCORE
 from jaxlora.modules.trained_tensors import (
     tensors_with,
     trained_tensors,
@@ -117,7 +117,7 @@ def _read(
     patterns = Patterns(str(path))
     config = read_config(path, patterns)
     arrays = _read_arrays(folder)
-    score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
+    score = arrays.pop(f"{PREFIX}{SCORE.peft_name}", None)
     shared = {name for variant in variants() for name in variant.peft_tensors}
     matrices = {name: arrays.pop(name) for name in arrays.keys() & shared}
     tables = take_tables(folder, arrays, config["modules_to_save"])
@@ -146,6 +146,9 @@ def _read(
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
     record = read_record(folder)
     size, _ = next(iter(linear_shapes.values()))  # the first reads the hidden states
+    outside = TableReader(folder, config, tables, size, base, patterns).values()
+    if score is not None:
+        outside[SCORE.name] = _checked_score(folder, score, score_size)
     shapes = [linear_shapes[name] for name in ordered]
     frozen = (
         variant.frozen_from_peft(folder, config, matrices, shapes)
@@ -155,9 +158,8 @@ def _read(
         modules=ordered,
         use_rslora=bool(config["use_rslora"]),
         dropout=float(config["lora_dropout"] or 0.0),
-        score=None if score is None else _checked_score(folder, score, score_size),
+        outside=outside,
         vera=next(filter(None, frozen), None),
-        token_rows=TableReader(folder, config, tables, size, base, patterns).values(),
         chat_template_kwargs={} if record is None else record.chat_template_kwargs,
     )
     base_format = loftq_format(path, config)
@@ -166,7 +168,7 @@ def _read(
 
 def _checked_score(
     folder: pathlib.Path, score: np.ndarray, size: int | None
-) -> np.ndarray:
+) -> OutsideWeights:
     if size is None:
         raise AdapterError(
             f"{folder} holds the score head of a reward model, which predicts no text. "
@@ -174,10 +176,11 @@ def _checked_score(
         )
     if score.shape != (1, size):
         raise AdapterError(
-            f"{folder}: {SCORE_PATH} has shape {list(score.shape)}; a reward model on "
-            f"this base has {[1, size]}. Is it a classifier, or of another model?"
+            f"{folder}: {SCORE.peft_name} has shape {list(score.shape)}; a reward "
+            f"model on this base has {[1, size]}. Is it a classifier, or of another "
+            "model?"
         )
-    return np.ascontiguousarray(score[0].astype(np.float32))
+    return OutsideWeights(np.ascontiguousarray(score[0].astype(np.float32)))
 
 
 def _read_arrays(folder: pathlib.Path) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from jaxlora.adapters.adapter import TokenRowValues, lora_scaling
+from jaxlora.adapters.adapter import OutsideWeights, lora_scaling
 from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.common.json_file import shown
@@ -23,10 +23,11 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError
 from jaxlora.hf.checkpoint import open_checkpoint
+from jaxlora.models.slot_modules import TOKEN_ROWS, replacement
 
 # Hugging Face's paths of the two modules.
 _PATHS = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
-_ROWS = "token_adapter.trainable_tokens_delta"
+_ROWS = TOKEN_ROWS.tensor.peft_name
 _MAGNITUDE = "lora_magnitude_vector"
 _LORA = {
     "embed_tokens": ("lora_embedding_A", "lora_embedding_B"),
@@ -171,15 +172,15 @@ class TableReader:
     base: BaseTables | None
     patterns: Patterns
 
-    def values(self) -> dict[str, TokenRowValues]:
-        """Returns the rows and the whole copies of an adapter, by module.
+    def values(self) -> dict[str, OutsideWeights]:
+        """Returns the rows and the whole copies of an adapter, as in `Adapter.outside`.
 
         `Adapter.check_base` checks the number of tokens.
 
         Raises:
             AdapterError: The tensors do not fit each other, the settings or the base.
         """
-        found: dict[str, TokenRowValues] = {}
+        found: dict[str, OutsideWeights] = {}
         frozen: dict[str, Table] = {}
         for module, ids in self._token_ids().items():
             saved = self.tables.get(module, _NOTHING)
@@ -189,21 +190,24 @@ class TableReader:
             own = saved.copy if saved.frozen is None else saved.frozen
             if saved.lora is not None:
                 weight = self._trained_on(module, saved, found.get("embed_tokens"))
-                found[module] = _whole(self._with_lora(module, saved, weight))
+                found[module] = OutsideWeights(self._with_lora(module, saved, weight))
             elif own is not None:
-                found[module] = _whole(self._table(module, own))
+                found[module] = OutsideWeights(self._table(module, own))
             if saved.rows is None or saved.lora is not None:
                 continue
-            rows = TokenRowValues(ids, saved.rows.astype(np.float32))
+            rows = OutsideWeights(saved.rows.astype(np.float32), ids)
             if module in found:
-                self._put(module, found[module].rows, rows)
+                self._put(module, found[module].array, rows)
             else:
                 found[module] = rows
-        return self._needed(found, frozen)
+        return {
+            replacement(module, is_whole=not weights.tokens).name: weights
+            for module, weights in self._needed(found, frozen).items()
+        }
 
     def _needed(
-        self, found: dict[str, TokenRowValues], frozen: Mapping[str, Table]
-    ) -> dict[str, TokenRowValues]:
+        self, found: dict[str, OutsideWeights], frozen: Mapping[str, Table]
+    ) -> dict[str, OutsideWeights]:
         """Returns the tables without those that the base has itself."""
         base, tables = self.base, self.tables
         if base is None:
@@ -211,13 +215,15 @@ class TableReader:
         if base.is_tied:
             # The frozen weight of one of two tied modules is that of the other, too.
             others = _PATHS.keys() - tables.keys()
-            found |= {m: _whole(weight) for weight in frozen.values() for m in others}
+            found |= {
+                m: OutsideWeights(weight) for weight in frozen.values() for m in others
+            }
         return {
             module: values
             for module, values in found.items()
             if tables.get(module, _NOTHING).copy is not None
-            or not values.is_whole
-            or not np.array_equal(values.rows, base.read(module))
+            or values.tokens
+            or not np.array_equal(values.array, base.read(module))
         }
 
     def _table(self, module: str, array: np.ndarray) -> Table:
@@ -230,18 +236,18 @@ class TableReader:
             )
         return array.astype(np.float32)
 
-    def _put(self, module: str, weight: Table, values: TokenRowValues) -> None:
+    def _put(self, module: str, weight: Table, values: OutsideWeights) -> None:
         """Replaces rows of a weight."""
-        if (largest := max(values.ids, default=-1)) >= len(weight):
+        if (largest := max(values.tokens, default=-1)) >= len(weight):
             raise AdapterError(
                 f"{self.folder} has a row of token {largest} in {module}, whose weight "
                 f"has {len(weight)} tokens. The folder is damaged or of another base: "
                 "copy it again, or use its own base."
             )
-        weight[list(values.ids)] = values.rows
+        weight[list(values.tokens)] = values.array
 
     def _trained_on(
-        self, module: str, saved: SavedTable, embedding: TokenRowValues | None
+        self, module: str, saved: SavedTable, embedding: OutsideWeights | None
     ) -> Table:
         """Returns the weight on which the LoRA of a module was trained.
 
@@ -260,7 +266,7 @@ class TableReader:
             return self._table(module, saved.frozen)
         weight = self._table(module, self.base.read(module))
         is_tied_head = module == "lm_head" and self.base.is_tied
-        if is_tied_head and embedding is not None and not embedding.is_whole:
+        if is_tied_head and embedding is not None and embedding.tokens:
             # peft puts LoRA of a tied head on the trained rows of tokens.
             self._put(module, weight, embedding)
         return weight
@@ -342,7 +348,3 @@ class TableReader:
                 f"shape {[len(ids), self.size]}, and it {there}. Is it an adapter of "
                 "another model?"
             )
-
-
-def _whole(weight: Table) -> TokenRowValues:
-    return TokenRowValues(range(len(weight)), weight)

@@ -18,7 +18,8 @@ import optax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer
-from jaxlora.modules.trained_tensors import TOKEN_ROW_WEIGHTS, WHOLE_TABLE, tensor_of
+from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.modules.trained_tensors import tensor_of
 
 # A name of tables that outlast a global batch: of the weights, or of a state tensor.
 Kind = str
@@ -137,8 +138,8 @@ def is_stepped(optimizer: str, name: str) -> bool:
         optimizer: Name of the optimizer.
         name: A path or stack that ends in the name of the tensor.
     """
-    is_outside = tensor_of(name) in (TOKEN_ROW_WEIGHTS, WHOLE_TABLE)
-    return not (is_outside and OPTIMIZERS[optimizer].mixes_elements)
+    is_table = any(m.frozen and m.path == name for m in SLOT_MODULES.values())
+    return not (is_table and OPTIMIZERS[optimizer].mixes_elements)
 
 
 def state_tensors(

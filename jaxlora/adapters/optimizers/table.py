@@ -280,7 +280,8 @@ def _check_combines(job: LoraJob, found: Optimizer) -> None:
             f"those in training, and {found.name} would take both for one matrix. Set "
             "`optimizer: adamw`, lion or sgd, or choose another start."
         )
-    for setting in ("trainable_token_indices", "modules_to_save"):
+    settings = "trainable_token_indices", "new_special_tokens", "modules_to_save"
+    for setting in settings:
         if getattr(job, setting) and found.mixes_elements:
             raise ConfigError(
                 f"{setting} cannot be combined with {found.name}, which combines "

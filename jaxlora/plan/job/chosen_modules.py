@@ -4,11 +4,12 @@ import dataclasses
 import json
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxlora.adapters.adapter import Adapter, lora_scaling
 from jaxlora.adapters.files.peft_import import import_peft
-from jaxlora.adapters.fresh import fresh_score
+from jaxlora.adapters.fresh import fresh_outside
 from jaxlora.adapters.targets import (
     ModuleLora,
     check_ranks,
@@ -18,6 +19,7 @@ from jaxlora.config import LoraJob
 from jaxlora.config.rules import NOT_OF_VERA
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.models.config import ModelConfig
+from jaxlora.models.slot_modules import SCORE, Tokens, asked_modules
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.objectives.base import reference_of
@@ -43,20 +45,37 @@ class ChosenModules:
         start: Adapter of `init_from`; None: the job starts from fresh weights.
         reference: Adapter with which the objective compares; None: it is the base, or
             there is no reference.
+        asked: What its settings ask for outside the linears, as `Adapter.tokens`.
     """
 
     modules: Mapping[str, ModuleLora]
     start: Adapter | None
     reference: Adapter | None = None
+    asked: Mapping[str, Tokens] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Mapping[str, Tokens]:
+        """What the job trains outside the linears, as `Adapter.tokens`."""
+        return self.asked if self.start is None else self.start.tokens
 
 
-def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
+def choose_modules(
+    job: LoraJob,
+    model: ModelConfig,
+    token_id: Callable[[str], int | None] = lambda text: None,
+) -> ChosenModules:
     """Chooses the modules that a job adapts, by its targets or those of `init_from`.
+
+    Args:
+        job: The job.
+        model: The base model.
+        token_id: Returns the id of a token of its tokenizer by text; None: there is no
+            such token.
 
     Raises:
         JaxloraError: They do not fit the model.
     """
-    shapes = linear_shapes(model)
+    job, shapes = _with_new_tokens(job, model, token_id), linear_shapes(model)
     _check_tokens(job, model)
     _check_whole(job, model)
     if job.init_from is None:
@@ -65,15 +84,19 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
         reference = _read_reference(job, model, None)
-        return ChosenModules(modules=modules, start=None, reference=reference)
+        asked = asked_modules(job, find_objective(job.objective))
+        return ChosenModules(
+            modules=modules, start=None, reference=reference, asked=asked
+        )
     has_score = find_objective(job.objective).has_score
     size = model.hidden_size if has_score else None
     start = import_peft(job.init_from, shapes, score_size=size)
     start.check_base(model)
     start = dataclasses.replace(start, dropout=job.dropout)
     _check_start(job, start, model)
-    if has_score and start.score is None:
-        start = dataclasses.replace(start, score=fresh_score(job, model.hidden_size))
+    if has_score and SCORE.name not in start.outside:
+        score = fresh_outside(job, {SCORE.name: ()}, model, {})
+        start = dataclasses.replace(start, outside=start.outside | score)
     _check_stated_settings(job, start, tuple(shapes))
     modules = {
         name: ModuleLora(
@@ -85,6 +108,28 @@ def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     }
     reference = _read_reference(job, model, start)
     return ChosenModules(modules=modules, start=start, reference=reference)
+
+
+def _with_new_tokens(
+    job: LoraJob, model: ModelConfig, token_id: Callable[[str], int | None]
+) -> LoraJob:
+    """Returns the job with its new tokens among `trainable_token_indices`."""
+    if not job.new_special_tokens:
+        return job
+    ids = {text: token_id(text) for text in job.new_special_tokens}
+    if missing := [text for text, number in ids.items() if number is None]:
+        raise ConfigError(
+            f"job {job.name!r} has new_special_tokens {missing[0]!r}, which the base's "
+            "tokenizer lacks. Add it: `jaxlora convert MODEL OUT --new-tokens "
+            f"{shlex.join(missing)}` writes a base with it."
+        )
+    rows, new = job.token_ids, [i for i in ids.values() if i is not None]
+    has_score = find_objective(job.objective).has_score
+    for module in ("embed_tokens", "lm_head"):
+        is_used = module == "embed_tokens" or not (model.tie_embeddings or has_score)
+        if is_used and module not in job.modules_to_save:
+            rows[module] = tuple(dict.fromkeys((*rows[module], *new)))
+    return job.replace(trainable_token_indices=rows)
 
 
 def _check_tokens(job: LoraJob, model: ModelConfig) -> None:

@@ -105,10 +105,10 @@ def _check_jobs(
         has_problem = any(
             problems.has("jobs", number, key) for key in ("init_from", "objective")
         )
-        if model is not None and not has_problem:
+        if model and tokenizer and not has_problem:
             key = "target_modules" if job.init_from is None else "init_from"
             with problems.at("jobs", number, key):
-                modules.append(choose_modules(job, model))
+                modules.append(choose_modules(job, model, tokenizer.token_id))
     if model is not None and tokenizer is not None and config.samples is not None:
         with problems.at("samples", "prompts"):
             sample_prompts(config.samples, model, tokenizer)

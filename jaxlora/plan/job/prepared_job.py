@@ -87,11 +87,6 @@ class PreparedJob(ChosenModules):
                 found[name] = max(found.get(name, 0), module.rank)
         return found
 
-    @property
-    def modules_to_save(self) -> tuple[str, ...]:
-        """Modules of which the job trains whole copies."""
-        return self.settings.modules_to_save
-
     @functools.cached_property
     def order(self) -> JobOrder:
         """Order of the samples, which defines the global batches."""
@@ -257,18 +252,6 @@ class PreparedJob(ChosenModules):
             return self.start.is_set(setting)
         return getattr(self.settings, setting)
 
-    @property
-    def token_ids(self) -> dict[str, tuple[int, ...]]:
-        """Tokens whose rows of `embed_tokens` and of `lm_head` the job trains."""
-        if self.start is None:
-            return self.settings.token_ids
-        return self.start.token_ids
-
-    def trained_rows(self, vocab_size: int) -> dict[str, tuple[int, ...] | range]:
-        """Returns the tokens of `token_ids`, and all tokens of whole modules."""
-        whole = dict.fromkeys(self.settings.modules_to_save, range(vocab_size))
-        return self.token_ids | whole
-
     def lengths(self, step: int) -> list[int]:
         """Returns the tokens of each group of an optimizer step's global batch."""
         return self.train_data.group_lengths[self.order.batch(step)].tolist()
@@ -293,7 +276,8 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
     """
     find_optimizer(job)
     check_objective(job)
-    return _read_job(job, choose_modules(job, model), model, reader)
+    chosen = choose_modules(job, model, reader.tokenizer.token_id)
+    return _read_job(job, chosen, model, reader)
 
 
 def _read_job(
@@ -401,6 +385,6 @@ def _describe_modules(job: PreparedJob) -> str:
     ranks = "/".join(map(str, each)) + (" (twice that in a slot)" if share > 1 else "")
     kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in job.modules)
     text = f"rank {ranks} on {counted(len(job.modules), 'module')}: {', '.join(kinds)}"
-    if job.modules_to_save:
-        text += f"; whole copies of {' and '.join(job.modules_to_save)}"
+    if whole := job.settings.modules_to_save:
+        text += f"; whole copies of {' and '.join(whole)}"
     return text

@@ -10,11 +10,12 @@ from jaxlora.config import RunConfig
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.attention_table import ATTENTIONS
-from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.slot_shape import SlotShape, largest_rows
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.modules.variants.table import replaces_lora
 from jaxlora.plan.job.kernel_choice import (
@@ -98,10 +99,7 @@ def needed(job: PreparedJob) -> SlotShape:
         keeps_start=settings.keeps_start,
         dora_dropout=settings.use_dora and settings.dropout > 0,
         optimizers=(settings.optimizer,),
-        has_score=job.objective.has_score,
-        num_token_rows=max(len(one.token_ids["embed_tokens"]) for one in held),
-        num_head_rows=max(len(one.token_ids["lm_head"]) for one in held),
-        whole_modules=tuple(sorted({m for one in held for m in one.modules_to_save})),
+        outside=largest_rows(one.tokens for one in held),
         has_lora=any(not replaces_lora(names.__contains__) for names in has),
         has_references=job.needs_reference_table,
     )
@@ -122,6 +120,8 @@ def _slot_shape(config: RunConfig, jobs: Sequence[PreparedJob]) -> SlotShape:
         return max(values)
 
     found = {field.name: joined(field.name) for field in dataclasses.fields(SlotShape)}
+    # It is sorted, so of equal names the largest number stays.
+    found["outside"] = tuple(dict(found["outside"]).items())
     found["settings"] = _in_order(found["settings"])
     found["num_slots"] = config.max_concurrent_jobs or len(config.jobs)
     found["rank"] = config.slot_rank or found["rank"]
@@ -174,18 +174,6 @@ _MISFITS = {
     "optimizers": ("optimizer {need}", _SUCH_A_JOB),
     "rank": ("rank {need}", "Lower it, or set slot_rank to at least {need}"),
     "settings": ("{need}", "Start the run with a job that has {need}: true"),
-    "num_token_rows": (
-        "{need} trainable_token_indices of embed_tokens",
-        "Start the run with a job that has as many",
-    ),
-    "num_head_rows": (
-        "{need} trainable_token_indices of lm_head",
-        "Start the run with a job that has as many",
-    ),
-    "whole_modules": (
-        "modules_to_save {need}",
-        f"{_SUCH_A_JOB}, or train this one in another run",
-    ),
     "has_lora": ("A and B", "Start the run with a job of LoRA beside those of VeRA"),
 }
 
@@ -216,6 +204,14 @@ def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
             text = f"has {has}, and the slots of this run were made {made}. {cure}."
             text = text.format(need=need, job=prepared.settings)
             raise ConfigError(f"{whose} {text}")
+    for name, number in shape.outside:
+        if number > (have := spec.slots.num_rows(name)):
+            made = f"for {have}" if have else "without that"
+            raise ConfigError(
+                f"{whose} has {SLOT_MODULES[name].describe(number)}, and the slots of "
+                f"this run were made {made}. {_SUCH_A_JOB}, or train this one in "
+                "another run."
+            )
 
 
 def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:

@@ -18,7 +18,6 @@ from jaxlora.models.residuals import reshapes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linears
-from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
 from jaxlora.pallas_kernels import get_backend
@@ -34,7 +33,7 @@ from jaxlora.plan.memory.footprint import (
     stage_resident,
     whole_table_bytes,
 )
-from jaxlora.plan.memory.inputs import batch_shapes, key_shapes, settings_shapes
+from jaxlora.plan.memory.inputs import batch_shapes, key_shapes
 from jaxlora.programs.program import kept_value
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.rules import TENSOR
@@ -219,7 +218,7 @@ def _first_are_alike(spec: DecoderSpec) -> bool:
     These are slices of the slot tables. The embedding and the loss keep none, unless
     slots train whole copies.
     """
-    if spec.trains_whole_shapes():
+    if spec.whole_copies:
         return False
 
     def linears(number: int) -> set[tuple[str, str | None]]:
@@ -256,7 +255,7 @@ def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
         traced = jax.make_jaxpr(backward, axis_env=axes)(
             spec.base_shapes(),
             spec.adapter_shapes(),
-            settings_shapes(spec),
+            spec.settings_shapes(),
             batch_shapes(limits, objectives=spec.options.objectives),
             key_shapes(spec),
         ).jaxpr
@@ -303,8 +302,8 @@ def _layer_weights(spec: DecoderSpec, use: StageUse) -> int:
 
 def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the slot tables of a device, without whole copies of modules."""
-    tables = spec.part_shapes(use.num_tensor)[1]
-    return {n: s for n, s in tables.items() if n not in WHOLE_PATHS.values()}
+    tables, whole = spec.part_shapes(use.num_tensor)[1], spec.whole_copies
+    return {name: shape for name, shape in tables.items() if name not in whole}
 
 
 def _mlp_bytes(spec: DecoderSpec) -> int:

@@ -11,8 +11,9 @@ import jax
 from jaxlora.adapters.optimizers.state import is_stepped, state_shapes
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.models.sharded import layer_bytes
+from jaxlora.models.slot_modules import WHOLE_HEAD
+from jaxlora.models.slot_settings import shared_settings
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.whole_tables import WHOLE_PATHS
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.memory.inputs import batch_shapes
 from jaxlora.scheduler import Limits
@@ -163,7 +164,7 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
     """
     base, tables = spec.part_shapes(use.num_tensor)
     gradients, state = num_bytes(tables), _state_bytes(spec, tables)
-    frozen = num_bytes(spec.vera_shapes())
+    frozen = num_bytes(shared_settings(spec.settings_shapes()))
     if spec.slots is not None and spec.slots.has_references:
         frozen = 2 * frozen + gradients  # those of the references, and their weights
     return Footprint(
@@ -267,12 +268,12 @@ def whole_table_bytes(spec: DecoderSpec) -> int:
     its gradient.
     """
     tables = spec.adapter_shapes()
-    whole = {n: tables[n] for n in WHOLE_PATHS.values() if n in tables}
+    whole = {name: tables[name] for name in spec.whole_copies}
     if not whole:
         return 0
     assert spec.slots is not None
     one = spec.config.vocab_size * spec.config.hidden_size
-    head = WHOLE_PATHS["lm_head"] in whole
+    head = WHOLE_HEAD.path in whole
     return num_bytes(whole) + head * one * (4 + spec.options.dtype.itemsize)
 
 

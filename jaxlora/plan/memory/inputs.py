@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.packed_batch import PackedBatch
-from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.objectives.table import (
     NEXT_TOKEN,
@@ -75,22 +74,3 @@ def baseline_shape(spec: DecoderSpec, placement: StageSharding = ONE_DEVICE) -> 
         return None
     where = placement.sharding(REPLICATED)
     return jax.ShapeDtypeStruct((spec.slots.num_slots,), jnp.float32, sharding=where)
-
-
-def settings_shapes(spec: DecoderSpec) -> SlotSettings:
-    """Shapes of the settings of the slots in every adapted linear."""
-    assert spec.slots is not None
-    shape = len(spec.adapted), spec.slots.num_slots
-    each: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-    rank: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
-    ids: Any = spec.token_id_shapes()
-    is_whole: Any = spec.trains_whole_shapes()
-    return SlotSettings(
-        scaling=each,
-        dropout=each,
-        rank=rank,
-        trained_rank=rank if spec.slots.keeps_start else None,
-        vera=spec.vera_shapes(),
-        token_ids=ids,
-        trains_whole=is_whole,
-    )

@@ -341,7 +341,7 @@ def is_divided(spec: DecoderSpec, tensor: int, block_tokens: int) -> bool:
     """
     if block_tokens % tensor:
         return False
-    if spec.slots and spec.trains_whole_shapes():
+    if spec.whole_copies:
         return tensor == 1
     try:
         check_divides(spec.config, tensor, spec.options.base_format)

@@ -434,7 +434,7 @@ class Executor:
         """Queues optimizer steps of slots on one stage."""
         table, run = self._tables[stage], self._layout.stages[stage].steps.step
         measured = steps.measured[stage]
-        args = table.state, steps.inputs, measured, table.settings.rank
+        args = table.state, steps.inputs, measured, table.settings["rank"]
         table.state, result = run(*args)
         steps.results.append(everywhere(result))
         if stage:

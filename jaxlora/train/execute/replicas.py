@@ -21,10 +21,10 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.settings_table import base_settings
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import REPLICATED
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.models.slot_settings import settings_of_base
 from jaxlora.sharding.global_arrays import put
 from jaxlora.train.execute.feed import ReplicaRows
 from jaxlora.train.execute.layout import Layout, Stage, one_copy
@@ -172,8 +172,8 @@ class Replica:
         host = table.settings_on_host()
         self._settings = put(host, self.whole)
         if self.reference is None:  # with these settings, the slots give the base
-            base = put(base_settings(host), self.whole)
-            self._of_base = dataclasses.replace(base, vera=self._settings.vera)
+            base = settings_of_base(host, self._settings)
+            self._of_base = put(base, self.whole)
 
     def run(
         self, one: ReplicaRows, keys: SlotKeys, baseline: jax.Array | None

@@ -42,7 +42,6 @@ from jaxlora.plan.memory.inputs import (
     baseline_shape,
     batch_shapes,
     key_shapes,
-    settings_shapes,
 )
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
@@ -208,7 +207,7 @@ class CompiledSteps:
             {
                 "base": spec.base_shapes(),
                 "state": state,
-                "settings": settings_shapes(spec),
+                "settings": spec.settings_shapes(),
                 "losses": jax.ShapeDtypeStruct(losses, "float32"),
                 "hidden": hidden,
                 "dh": hidden,
@@ -220,7 +219,7 @@ class CompiledSteps:
             "params": state.params,
             "optimizer_state": state.optimizer_state,
             "pending": state.pending,
-            "rank": placed["settings"].rank,
+            "rank": placed["settings"]["rank"],
             "batch": batch_shapes(limits, p, spec.options.objectives),
             "keys": key_shapes(spec, p),
             "baseline": baseline_shape(spec, p),

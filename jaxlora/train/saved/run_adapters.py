@@ -11,6 +11,7 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.files.tokenizer_copy import ChatTemplate, job_template
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel, load_model
+from jaxlora.models.slot_modules import SCORE
 from jaxlora.models.structure import linear_shapes
 from jaxlora.run.folder import begun_record
 from jaxlora.run.saved_run import RunRecord
@@ -66,7 +67,7 @@ def load_run_adapters(
         for folder in exported.folders:
             # A reward model that was asked for by name is refused.
             adapter = import_peft(folder, shapes, score_size=None if jobs else size)
-            if adapter.score is not None:
+            if SCORE.name in adapter.outside:
                 notes[folder.name] = "is a reward model, which predicts no text"
                 continue
             adapters[folder.name] = adapter

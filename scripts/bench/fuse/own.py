@@ -16,7 +16,7 @@ from jaxlora.models.forward import SlotKeys, run_stage, training_options
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
-from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.slot_settings import settings_of_base
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.slot_shape import SlotShape
@@ -37,15 +37,13 @@ def own_layers(shape: Shape) -> Program:
         path: jax.random.normal(jax.random.key(i), like.shape, like.dtype) / 16
         for i, (path, like) in enumerate(spec.shapes(nnx.LoRAParam).items())
     }
-    sizes, rows = shape.sizes, (len(spec.adapted), 1)
+    sizes = shape.sizes
     x = jax.random.normal(
         jax.random.key(40), (sizes.tokens, sizes.width), spec.options.dtype
     )
-    settings = SlotSettings(
-        scaling=np.full(rows, 2.0, np.float32),
-        dropout=np.full(rows, shape.rate, np.float32),
-        rank=np.full(rows, RANK, np.int32),
-    )
+    settings = settings_of_base(spec.settings_shapes())
+    settings["scaling"][:], settings["dropout"][:] = 2.0, shape.rate
+    settings["rank"][:] = RANK
     zeros: Any = np.zeros(1, np.int32)
 
     def run(adapters, x, base, settings, batch, keys):

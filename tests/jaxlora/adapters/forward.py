@@ -33,9 +33,10 @@ def adapter_logits(model, adapters: Sequence, tokens: Sequence) -> list[np.ndarr
             num_slots=len(adapters) + 1,
             rank=11,
             settings=tensor_settings(),
-            num_token_rows=6,
-            num_head_rows=6,
-            whole_modules=("embed_tokens", "lm_head"),
+            outside=(
+                *(("token_rows", 6), ("head_rows", 6)),
+                *(("whole_embedding", 1), ("whole_head", 1)),
+            ),
         ),
         adapted=tuple(sorted(paths)),
     )

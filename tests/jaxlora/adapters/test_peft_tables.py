@@ -95,9 +95,9 @@ def test_weights_that_the_base_has_are_left_out(bases):
     """`save_embedding_layers=True` saves them although nothing was resized."""
     shapes = linear_shapes(load_model(BASE, dtype="float32").config)
     tables = BaseTables(BASE, is_tied=False)
-    assert not import_peft(FOLDERS / "forced", shapes, base=tables).token_rows
-    both = {"embed_tokens", "lm_head"}
-    assert import_peft(FOLDERS / "forced", shapes).token_rows.keys() == both
+    assert not import_peft(FOLDERS / "forced", shapes, base=tables).outside
+    both = {"whole_embedding", "whole_head"}
+    assert import_peft(FOLDERS / "forced", shapes).outside.keys() == both
 
 
 def test_what_the_cures_name(bases, tmp_path):

@@ -86,7 +86,7 @@ def train(table: SlotTable, slot: int, adapter, seed: int, steps: range) -> None
         )
         state = dataclasses.replace(table.state, pending=pending)
         step = programs(table._spec).step
-        table.state, _ = step(state, inputs, (), table.settings.rank)
+        table.state, _ = step(state, inputs, (), table.settings["rank"])
 
 
 def park(table: SlotTable, slot: int) -> ParkedSlot:
@@ -135,10 +135,10 @@ def test_a_parked_job_continues_with_the_same_bits(tables, adapters, rank, slot)
     arrived.restore(slot, parked, job)
     assert is_equal(arrived.copy(slot), parked)
     for name in ("rank", "scaling"):
-        here, there = (getattr(table.settings, name) for table in (arrived, stayed))
+        here, there = (table.settings[name] for table in (arrived, stayed))
         np.testing.assert_array_equal(here[:, slot], there[:, 0])
     np.testing.assert_array_equal(
-        arrived.settings.dropout[:, slot], np.float32(job.dropout)
+        arrived.settings["dropout"][:, slot], np.float32(job.dropout)
     )
     train(arrived, slot, job, seed=1, steps=range(2, 4))
     assert is_equal(park(arrived, slot), park(stayed, 0))
@@ -161,7 +161,7 @@ def test_a_slot_that_is_cleared_has_nothing_of_its_job(tables, adapters):
         assert not np.asarray(array)[0].any()
     assert np.asarray(pending.is_finite).all()
     for name in ("scaling", "dropout", "rank"):
-        values = np.asarray(getattr(table.settings, name))
+        values = np.asarray(table.settings[name])
         assert not values[:, 0].any() and values[:, 1].any()
     assert all(np.asarray(x)[1].all() for x in pending.gradients.values())
     assert is_equal(table.copy(1), neighbor)

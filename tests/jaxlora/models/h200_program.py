@@ -28,7 +28,7 @@ from jaxlora.models.structure import linears
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
-from jaxlora.plan.memory.inputs import key_shapes, settings_shapes
+from jaxlora.plan.memory.inputs import key_shapes
 from jaxlora.sharding import layerwise
 from tests import h200
 
@@ -104,7 +104,7 @@ def arguments(
     shapes = (
         spec.base_shapes(),
         spec.adapter_shapes(),
-        settings_shapes(spec),
+        spec.settings_shapes(),
         batch_shapes(num_devices),
         key_shapes(spec),
     )

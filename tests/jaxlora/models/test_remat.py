@@ -14,7 +14,7 @@ from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.plan.memory.inputs import batch_shapes, key_shapes, settings_shapes
+from jaxlora.plan.memory.inputs import batch_shapes, key_shapes
 from jaxlora.scheduler import Limits
 from tests import tiny
 
@@ -55,7 +55,7 @@ def heavy_work(remat: str) -> collections.Counter:
     traced = jax.make_jaxpr(gradients)(
         spec.base_shapes(),
         spec.adapter_shapes(),
-        settings_shapes(spec),
+        spec.settings_shapes(),
         batch_shapes(Limits(capacity=128, block_tokens=32)),
         key_shapes(spec),
     )

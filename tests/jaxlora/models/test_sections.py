@@ -38,7 +38,7 @@ SPECS = {
     "vera": {"adapted": ("o",), "shape": tuple((VERA | ROWS).items())},
     "whole": {
         "adapted": (),
-        "shape": (("whole_modules", ("embed_tokens", "lm_head")),),
+        "shape": (("outside", (("whole_embedding", 1), ("whole_head", 1))),),
     },
     "nf4": {
         "base_format": BaseFormat.named("nf4", kept=("layers.1.mlp.up_proj",)),
@@ -58,8 +58,9 @@ def step_of(spec: DecoderSpec):
     """Gradients and losses of a microbatch, and the losses of an evaluation."""
     steps = CompiledSteps(spec)
     base, params, pending, own, *rest = arguments(spec, ONE_DEVICE, steps)
-    is_whole = {n: np.array([[False, True, False]]) for n in spec.trains_whole_shapes()}
-    own = dataclasses.replace(own, trains_whole=is_whole)
+    for module in own:
+        if module.endswith("is_trained"):
+            own[module] = np.array([[False, True, False]])
     evaluated = steps.evaluate(base, params, own, rest[0], SlotKeys())
     pending, out, _ = steps.accumulate(base, params, pending, own, *rest)
     return jax.device_get((pending, out, evaluated))

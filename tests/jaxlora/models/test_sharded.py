@@ -14,7 +14,7 @@ from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
 from jaxlora.models.residuals import Pullback, pull_back
-from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
@@ -71,12 +71,9 @@ def arrays(spec: DecoderSpec):
 
 
 def settings(spec: DecoderSpec) -> SlotSettings:
-    shape = len(spec.adapted), SLOTS
-    return SlotSettings(
-        scaling=jnp.full(shape, 1.5),
-        dropout=jnp.full(shape, 0.2),
-        rank=jnp.full(shape, 4, jnp.int32),
-    )
+    values = settings_of_base(spec.settings_shapes())
+    values["scaling"][:], values["dropout"][:], values["rank"][:] = 1.5, 0.2, 4
+    return jax.tree.map(jnp.asarray, values)
 
 
 def batches(num_devices: int) -> PackedBatch:

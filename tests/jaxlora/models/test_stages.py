@@ -17,7 +17,7 @@ from jaxlora.models.forward import JobLosses, SlotKeys, job_losses, run_stage
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
-from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.slot_shape import SlotShape
@@ -64,11 +64,10 @@ def settings(spec: DecoderSpec) -> SlotSettings:
     """Scaling, dropout and rank of each linear, the same for a stage as for all."""
     number = np.array([sorted(ADAPTED).index(path) for path in spec.adapted])[:, None]
     slot = np.arange(SLOTS)
-    values = SlotSettings(
-        scaling=(1 + 0.1 * number + slot).astype(np.float32),
-        dropout=np.broadcast_to(0.1 * slot, (len(number), SLOTS)).astype(np.float32),
-        rank=(1 + (number + slot) % 4).astype(np.int32),
-    )
+    values = settings_of_base(spec.settings_shapes())
+    values["scaling"][:] = 1 + 0.1 * number + slot
+    values["dropout"][:] = 0.1 * slot
+    values["rank"][:] = 1 + (number + slot) % 4
     return jax.tree.map(jnp.asarray, values)
 
 

@@ -19,13 +19,12 @@ from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
 from jaxlora.models.score import ScoreHead
-from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linears
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.vera import VeraTables
 from jaxlora.plan.mesh.predict import EXCHANGED_AGAIN, EXCHANGES
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -43,7 +42,7 @@ ALL = ("q", "k", "v", "o", "gate", "up", "down")
 EACH_KIND = ("q", "o", "up", "down")  # divided by outputs and by inputs
 DORA = {"settings": ("use_dora",), "dora_dropout": True}
 VERA = {"settings": ("use_vera",)}
-ROWS = {"num_token_rows": 3, "num_head_rows": 2}
+ROWS = {"outside": (("head_rows", 2), ("token_rows", 3))}
 
 
 def make_spec(
@@ -117,27 +116,19 @@ def settings(spec: DecoderSpec) -> SlotSettings:
 
     Tokens whose rows are trained are in the samples, and on all devices.
     """
-    shape, slots = (len(spec.adapted), SLOTS), spec.slots
-    assert slots is not None
-    rng = np.random.default_rng(3)
-    vera = spec.vera_shapes()
-    if vera is not None:
-        a, b = (rng.normal(size=x.shape).astype(x.dtype) for x in (vera.a, vera.b))
-        vera = VeraTables(a=a, b=b, is_used=np.array([[True, False, True]]))
-    ids = {}
-    for module, like in spec.token_id_shapes().items():
+    found, rng = settings_of_base(spec.settings_shapes()), np.random.default_rng(3)
+    scaling = found["scaling"]  # each linear and slot has one of its own
+    scaling[:] = np.linspace(1, 2, scaling.size).reshape(scaling.shape)
+    found["dropout"][:] = [0.3, 0.0, 0.1]
+    found["rank"][:] = [4, 3, 2]
+    for name in sorted(found.keys() & {"vera_a", "vera_b"}):
+        found[name][:] = rng.normal(size=found[name].shape)
+        found["has_vera"][:] = [True, False, True]
+    for module in found.keys() & {"token_rows.ids", "head_rows.ids"}:
         own = [*batch().token_ids[4:6], *batch().token_ids[20:22]]
-        own += [*batch().token_ids[40:42]] if module == "embed_tokens" else []
-        ids[module] = np.full(like.shape, -1, np.int32)
-        ids[module][0, :2] = np.reshape(own, (2, -1))
-    return SlotSettings(
-        vera=vera,
-        token_ids=ids,
-        # Each linear and slot has one of its own.
-        scaling=np.linspace(1, 2, shape[0] * SLOTS, dtype=np.float32).reshape(shape),
-        dropout=np.broadcast_to(np.float32([0.3, 0.0, 0.1]), shape).copy(),
-        rank=np.broadcast_to(np.int32([4, 3, 2]), shape).copy(),
-    )
+        own += [*batch().token_ids[40:42]] if module == "token_rows.ids" else []
+        found[module][0, :2] = np.reshape(own, (2, -1))
+    return found
 
 
 KEYS = SlotKeys(seed=np.arange(SLOTS, dtype=np.int32), step=np.full(SLOTS, 5, np.int32))
@@ -176,7 +167,7 @@ SPECS = {
         "layers": 1,
         "tied": True,
         "adapted": ("k", "v", "o", "down"),
-        "shape": (("num_token_rows", 3),),
+        "shape": (("outside", (("token_rows", 3),)),),
     },
     "vera": {
         "layers": 1,

@@ -126,10 +126,10 @@ def test_the_only_checkpoint_is_damaged(run):
         (b'{"a": "\xff"}', "is damaged: 'utf-8' codec"),
         (b"[" * 100_000, "is damaged: maximum recursion"),
         (b'{"format": ' + b"9" * 5000 + b"}", "is damaged: Exceeds the limit"),
-        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 9"),
+        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 10"),
         (b"{}", "has format None"),
-        (b'{"format": 9}', "its checksum does not match its contents"),
-        (b'{"format": 9, "a": NaN, "checksum": ""}', "Out of range float values"),
+        (b'{"format": 10}', "its checksum does not match its contents"),
+        (b'{"format": 10, "a": NaN, "checksum": ""}', "Out of range float values"),
     ],
 )
 def test_metadata_that_is_none(run, text, message):
@@ -178,7 +178,7 @@ LINEAR = made_run.LINEARS[0]
         (set_in(*ADAPTER, "dropout", "x"), "expected a number"),
         (set_in(*ADAPTER, "use_rslora", 1), "expected true or false"),
         (set_in(*ADAPTER, "other", 1), "other: Unexpected"),
-        (set_in(*ADAPTER, "score", "x"), "'x' is no shape"),
+        (set_in(*ADAPTER, "outside", {"score": {"array": "x"}}), "'x' is no shape"),
         (set_in(*PROGRESS, "slot", -1), r"slots \[-1, 3\] are not different ones"),
         (set_in(*PROGRESS, "slot", 3), r"slots \[3, 3\] are not different ones"),
         (set_in(*PROGRESS, "slot", None), "is running at step 4 in slot None"),
@@ -291,7 +291,7 @@ def test_only_jobs_that_a_checkpoint_has_are_compared(run):
         (lambda text: text.replace("64", "65"), "its checksum does not match"),
         (lambda text: "5" * 5000, "is damaged: Exceeds the limit"),
         (lambda text: "[" * 100_000, "is damaged: maximum recursion"),
-        (lambda text: text.replace('"format": 9', '"format": 8'), "has format 8"),
+        (lambda text: text.replace('"format": 10', '"format": 8'), "has format 8"),
     ],
 )
 def test_a_damaged_run_file(run, change, message):

@@ -125,4 +125,4 @@ def assert_empty_slot(trainer: Trainer, slot: int) -> None:
         for path, gradients in table.state.pending.gradients.items():
             assert not np.asarray(gradients).any(), path
         assert np.asarray(table.state.pending.is_finite).all()
-        assert not np.asarray(table.settings.scaling)[:, slot].any()
+        assert not np.asarray(table.settings["scaling"])[:, slot].any()

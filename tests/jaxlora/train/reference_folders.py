@@ -7,9 +7,11 @@ import numpy as np
 
 from jaxlora import LoraJob
 from jaxlora.adapters.files.peft_export import export_peft
-from jaxlora.adapters.fresh import fresh_adapter, fresh_rows
+from jaxlora.adapters.fresh import fresh_adapter, fresh_outside
 from jaxlora.hf.load import FrozenModel
+from jaxlora.models.slot_modules import asked_modules
 from jaxlora.models.structure import linear_names, linear_path
+from jaxlora.objectives.table import find_objective
 from jaxlora.plan.job.chosen_modules import choose_modules
 
 # Ranks and linears differ from those of the jobs that compare with them.
@@ -42,11 +44,12 @@ def write_reference(folder: pathlib.Path, model: FrozenModel, kind: str) -> str:
         )
         for name, one in adapter.modules.items()
     }
-    rows = {
-        module: dataclasses.replace(one, rows=moved(one.rows))
-        for module, one in fresh_rows(job.token_ids, model.params).items()
+    tokens = asked_modules(job, find_objective(job.objective))
+    outside = {
+        name: dataclasses.replace(one, array=moved(one.array))
+        for name, one in fresh_outside(job, tokens, model.config, model.params).items()
     }
-    adapter = dataclasses.replace(adapter, modules=modules, token_rows=rows)
+    adapter = dataclasses.replace(adapter, modules=modules, outside=outside)
     names = linear_names(model.config)
     export_peft(adapter, folder, base_model="tiny", linear_names=names)
     return str(folder)

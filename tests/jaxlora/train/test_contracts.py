@@ -373,7 +373,7 @@ def one_step(bench, packed, spoil=lambda state: state):
     state, out = accumulated(model, stage, spoil(slots.state), slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
     inputs = all_alike(step_mask=[True, True, True], count=2)
-    state, result = stage.steps.step(state, inputs, (), slots.settings.rank)
+    state, result = stage.steps.step(state, inputs, (), slots.settings["rank"])
     return gradients, *jax.device_get((out, state.params, result))
 
 
@@ -440,7 +440,7 @@ def test_a_batch_that_is_not_finite_leaves_its_slot_as_it_is(bench):
     before = jax.tree.map(np.array, slots.state.params)
     inputs = all_alike(step_mask=[True, True, False], count=2)
     state, result = stage.steps.step(
-        spoil(slots.state), inputs, (), slots.settings.rank
+        spoil(slots.state), inputs, (), slots.settings["rank"]
     )
     assert np.isfinite(result.norm).all()
     assert result.is_finite.tolist() == [True, False, True]
@@ -472,7 +472,7 @@ def test_a_slot_without_a_whole_batch_stays_as_it_is(bench):
     state, _ = accumulated(model, stage, slots.state, slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
     inputs = all_alike(step_mask=[True, False, True], count=0)
-    state, _ = stage.steps.step(state, inputs, (), slots.settings.rank)
+    state, _ = stage.steps.step(state, inputs, (), slots.settings["rank"])
     for path, table_now in state.params.items():
         np.testing.assert_array_equal(table_now[1], before[path][1])
         kept = state.pending.gradients[path]

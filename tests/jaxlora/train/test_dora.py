@@ -8,13 +8,14 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.adapters.files.peft_export import TOKEN_ROW_KEYS, WHOLE_KEYS
+from jaxlora.adapters.files.peft_export import PREFIX
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.variants.dora import MAGNITUDE
@@ -138,10 +139,9 @@ def test_a_run_resumed_on_a_mesh_equals_one_device(train_on, mesh, names):
         assert any(MAGNITUDE.peft_name in key for key in tensors) == is_dora
         is_vera = name in ("job3", "copy")
         assert any(VERA_B.peft_name in key for key in tensors) == is_vera
-        for key in TOKEN_ROW_KEYS.values():
-            assert (key in tensors) == (name == "job0")
-        for key in WHOLE_KEYS.values():
-            assert (key in tensors) == is_vera
+        for module in (one for one in SLOT_MODULES.values() if one.frozen):
+            wanted = is_vera if module.is_whole else name == "job0"
+            assert (f"{PREFIX}{module.peft_name}" in tensors) == wanted
         for key, array in tensors.items():
             assert relative_error(other[name][key], array) < ROUNDING, key
 

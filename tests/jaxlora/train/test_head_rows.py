@@ -86,14 +86,13 @@ def test_jobs_train_rows_of_the_head_as_if_alone(
     )
     assert found.token_indices == BOTH
     head = np.asarray(model.params["lm_head.kernel"]).T
-    for module, values in found.token_rows.items():
-        assert relative_error(values.rows, wanted.token_rows[module].rows) < ROUNDING
+    for name, own in found.outside.items():
+        assert relative_error(own.array, wanted.outside[name].array) < ROUNDING
         # The base's head equals its embedding, and each has rows of its own here.
-        assert (np.abs(values.rows - head[list(values.ids)]).max(axis=1) > 0).all()
-    assert (found.token_rows["lm_head"].rows[0] != head[71]).any()
-    assert (
-        found.token_rows["lm_head"].rows[0] != found.token_rows["embed_tokens"].rows[4]
-    ).any()
+        assert (np.abs(own.array - head[list(own.tokens)]).max(axis=1) > 0).all()
+    of_head = found.outside["head_rows"].array[0]
+    assert (of_head != head[71]).any()
+    assert (of_head != found.outside["token_rows"].array[4]).any()
     folder = together.result.output_dir / "adapters" / second.name
     other = import_peft(folder, shapes)
     assert other.token_indices == {"lm_head": (36, 40, 67)}
@@ -106,7 +105,7 @@ def test_jobs_train_rows_of_the_head_as_if_alone(
 def _check_slots(trainer, late):
     """Their size is that of the largest job, and is counted."""
     spec = trainer.layout.stages[0].spec
-    assert (spec.slots.num_token_rows, spec.slots.num_head_rows) == (6, 4)
+    assert spec.slots.outside == (("head_rows", 4), ("token_rows", 6))
     use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
     shapes = spec.adapter_shapes()
     assert shapes["head_rows.rows"].shape == (3, 1, 4, 32)
@@ -121,9 +120,9 @@ def _check_uses(folder, model, tmp_path):
     """Generation equals that of the merged model; GGUF cannot hold the rows."""
     merged = merge_adapter(model.folder, folder, tmp_path / "merged")
     merged = jaxlora.load_model(merged, dtype="float32")
-    rows = import_peft(folder, linear_shapes(model.config)).token_rows["lm_head"]
+    rows = import_peft(folder, linear_shapes(model.config)).outside["head_rows"]
     kernel = np.asarray(merged.params["lm_head.kernel"])
-    np.testing.assert_array_equal(kernel[:, list(rows.ids)].T, rows.rows)
+    np.testing.assert_array_equal(kernel[:, list(rows.tokens)].T, rows.array)
     assert_generates_alike(model, folder, merged)
     with pytest.raises(AdapterError, match="has trainable_token_indices, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
@@ -138,10 +137,10 @@ def test_an_adapter_with_rows_of_the_head_is_trained_on(train, three, together, 
     # Beside the job with the most rows, as there are programs for as many.
     found = train([first.replace(steps=1), more])
     shapes = linear_shapes(model.config)
-    before = import_peft(folder, shapes).token_rows["lm_head"]
+    before = import_peft(folder, shapes).outside["head_rows"]
     folder = found.result.output_dir / "adapters" / more.name
-    after = import_peft(folder, shapes).token_rows["lm_head"]
-    assert after.ids == before.ids and (after.rows != before.rows).any()
+    after = import_peft(folder, shapes).outside["head_rows"]
+    assert after.tokens == before.tokens and (after.array != before.array).any()
 
 
 def test_forms_of_the_setting():

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from jaxlora import LoraJob, export_peft
-from jaxlora.adapters.adapter import Adapter, LoraWeights, TokenRowValues
+from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
 from jaxlora.errors import ConfigError
 from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_shapes
@@ -24,10 +24,10 @@ SHAPES = linear_shapes(UNTIED)
 V, D = UNTIED.vocab_size, UNTIED.hidden_size
 
 
-def rows(**ids) -> dict[str, TokenRowValues]:
+def outside(**tokens) -> dict[str, OutsideWeights]:
     return {
-        module: TokenRowValues(own, np.ones((len(own), D), np.float32))
-        for module, own in ids.items()
+        name: OutsideWeights(np.ones((len(own) or V, D), np.float32), own)
+        for name, own in tokens.items()
     }
 
 
@@ -60,12 +60,12 @@ FOLDERS = {
     "dora of rank 3": {"settings": ("use_dora",), "rank": 3},
     "vera": VERA,
     "vera of a key": VERA | {"key": 7},
-    "rows": {"token_rows": rows(embed_tokens=(5, 3))},
-    "head": {"token_rows": rows(lm_head=(2,), embed_tokens=(5, 3))},
-    "whole": {"token_rows": rows(embed_tokens=range(V), lm_head=range(V))},
+    "rows": {"outside": outside(token_rows=(5, 3))},
+    "head": {"outside": outside(head_rows=(2,), token_rows=(5, 3))},
+    "whole": {"outside": outside(whole_embedding=(), whole_head=())},
     "mixed": {
         "settings": ("use_dora",),
-        "token_rows": rows(embed_tokens=(9,), lm_head=range(V)),
+        "outside": outside(token_rows=(9,), whole_head=()),
     },
 }
 JOBS = {

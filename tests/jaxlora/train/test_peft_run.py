@@ -22,12 +22,12 @@ from jaxlora.scheduler import Limits
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
-from tests.golden_base import tied
+from tests.golden_base import resized, tied
 from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
-RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in "abcdefghij"}
+RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in "abcdefghijk"}
 
 
 def job_run(name: str, model) -> JobState:
@@ -89,9 +89,9 @@ def test_vera_starts_as_in_peft():
 
 # The job c has DoRA; d starts by PiSSA, and e by OLoRA; f has VeRA; g trains rows of a
 # tied head, and h those of another head; i trains whole copies of embedding and head,
-# and j of the embedding of a tied head.
+# and j of the embedding of a tied head; k trains the rows of tokens that were added.
 RUNS = [
-    *(("a",), ("b",), ("b", "a"), ("g", "j"), ("h", "f", "c", "d", "e", "i")),
+    *(("a",), ("b",), ("b", "a"), ("g", "j"), ("h", "f", "c", "d", "e", "i"), ("k",)),
     *(pytest.param(n, marks=pytest.mark.grid) for n in (("c", "b"), ("d", "e"))),
 ]
 
@@ -99,8 +99,10 @@ RUNS = [
 @pytest.fixture(scope="module", params=RUNS, ids="".join)
 def trained(request, tmp_path_factory):
     base = GOLDEN / "base"
-    if {"g", "j"}.intersection(request.param):
+    if {"g", "j", "k"}.intersection(request.param):
         base = tied(base, tmp_path_factory.mktemp("tied"))
+    if "k" in request.param:
+        base = resized(base, tmp_path_factory.mktemp("resized"), 2)
     return train_together(request.param, base)
 
 
@@ -173,16 +175,16 @@ def test_final_weights(trained):
         wanted = import_peft(folder, linear_shapes(model.config))
         actual = slots.read(run.slot, run.start)
         assert actual.modules.keys() == wanted.modules.keys()
-        both = {"embed_tokens", "lm_head"}
-        modules = {"g": {"embed_tokens"}, "h": both, "i": both, "j": {"embed_tokens"}}
-        assert actual.token_rows.keys() == modules.get(run.name, set())
-        for module, rows in actual.token_rows.items():
-            others = wanted.token_rows[module]
-            assert rows.ids == others.ids
-            assert_same_weights(rows.rows, others.rows, module)
-            first = run.start.token_rows[module].rows
-            has_moved = np.abs(rows.rows - first).max(axis=1) > 1e-3
-            assert has_moved.all() or (module == "embed_tokens" and rows.is_whole)
+        assert actual.outside.keys() == wanted.outside.keys()
+        modules = {"g": 1, "h": 2, "i": 2, "j": 1, "k": 1}
+        assert len(actual.outside) == modules.get(run.name, 0)
+        for module, own in actual.outside.items():
+            others = wanted.outside[module]
+            assert own.tokens == others.tokens
+            assert_same_weights(own.array, others.array, module)
+            first = run.start.outside[module].array
+            has_moved = np.abs(own.array - first).max(axis=1) > 1e-3
+            assert has_moved.all() or module == "whole_embedding"
         for name, weights in actual.modules.items():
             others = wanted.modules[name]
             assert weights.tensors.keys() == others.tensors.keys()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.adapter import Adapter, OutsideWeights
 from jaxlora.data.order import JobOrder
 from jaxlora.errors import ConfigError
 from jaxlora.plan.job import prepared_job
@@ -157,7 +157,9 @@ def with_reference(start: Adapter | None, args: dict, **settings) -> JobState:
 
 
 FRESH = Adapter(modules={})
-MOVED = dataclasses.replace(FRESH, score=np.ones((1, 2), np.float32))
+MOVED = dataclasses.replace(
+    FRESH, outside={"score": OutsideWeights(np.ones(2, np.float32))}
+)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from jaxlora import (
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.errors import AdapterError, CheckpointError, ConfigError
 from jaxlora.hf.load import load_model
+from jaxlora.models.slot_settings import shared_settings
 from jaxlora.plan.job.chosen_modules import check_objective
 from jaxlora.plan.memory.footprint import num_bytes, stage_resident
 from jaxlora.plan.run_plan import RunPlan
@@ -232,7 +233,7 @@ def test_slots_hold_references_and_their_memory_is_counted(model, references, pa
     params, settings = table.of_reference
     assert params is not table.state.params
     more = adapter_bytes(in_step) - adapter_bytes(kept)
-    assert more == num_bytes(params) + num_bytes(settings.vera)
+    assert more == num_bytes(params) + num_bytes(shared_settings(settings))
 
 
 @pytest.mark.parametrize(

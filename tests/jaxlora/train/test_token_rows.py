@@ -16,10 +16,10 @@ from jaxlora import (
     merge_adapter,
 )
 from jaxlora.adapters.files.gguf_export import export_gguf
-from jaxlora.adapters.files.peft_export import TOKEN_ROW_KEYS
+from jaxlora.adapters.files.peft_export import PREFIX
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.models.decoder import EMBEDDING
+from jaxlora.models.slot_modules import EMBEDDING, TOKEN_ROWS
 from jaxlora.models.structure import linear_shapes
 from jaxlora.train.execute.step import CompiledSteps
 from tests.jaxlora.train.outcome import assert_generates_alike
@@ -27,6 +27,7 @@ from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
 TOKENS = tuple(range(100, 120))
+ROWS_KEY = f"{PREFIX}{TOKEN_ROWS.peft_name}"
 
 
 def with_rows(job: LoraJob, tokens=TOKENS) -> LoraJob:
@@ -36,7 +37,7 @@ def with_rows(job: LoraJob, tokens=TOKENS) -> LoraJob:
 def rows_of(outcome, name: str) -> np.ndarray:
     folder = outcome.result.output_dir / "adapters" / name
     path = folder / "adapter_model.safetensors"
-    return safetensors.numpy.load_file(path)[TOKEN_ROW_KEYS["embed_tokens"]]
+    return safetensors.numpy.load_file(path)[ROWS_KEY]
 
 
 def test_jobs_train_their_own_rows_as_if_alone(train, jobs, model, tmp_path):
@@ -52,7 +53,7 @@ def test_jobs_train_their_own_rows_as_if_alone(train, jobs, model, tmp_path):
     assert (np.abs(found - start).max(axis=1) > 0).all()
     assert relative_error(rows_of(together, second.name), start[3:]) > 1e-3
     spec = alone.trainer.layout.stages[0].spec
-    assert spec.slots.num_token_rows == len(TOKENS)
+    assert spec.slots.outside == (("token_rows", len(TOKENS)),)
     with pytest.raises(ConfigError, match="has 21 trainable_token_indices of embed"):
         alone.trainer.add_job(with_rows(jobs[2], (*TOKENS, 7)))
     _check_slots_forget(spec, together, model)
@@ -62,14 +63,12 @@ def test_jobs_train_their_own_rows_as_if_alone(train, jobs, model, tmp_path):
 def _check_slots_forget(spec, outcome, model):
     """A slot that was left has no tokens, so they are those of the base again."""
     table = SlotTable(spec, CompiledSteps(spec).write_slot)
-    assert (np.asarray(table.settings.token_ids["embed_tokens"]) == -1).all()
+    assert (np.asarray(table.settings["token_rows.ids"]) == -1).all()
     folder = outcome.result.output_dir / "adapters" / "job0"
     table.load(1, import_peft(folder, linear_shapes(model.config)), "adamw")
-    np.testing.assert_array_equal(
-        table.settings.token_ids["embed_tokens"][0, 1], TOKENS
-    )
+    np.testing.assert_array_equal(table.settings["token_rows.ids"][0, 1], TOKENS)
     table.clear(1)
-    assert (np.asarray(table.settings.token_ids["embed_tokens"]) == -1).all()
+    assert (np.asarray(table.settings["token_rows.ids"]) == -1).all()
 
 
 def _check_uses(folder, model, tmp_path):
@@ -128,7 +127,7 @@ def test_a_tied_head_on_replicas_and_shards(two_layers, jobs, tmp_path):
         folders = (tmp_path / mesh / "adapters").rglob("*.safetensors")
         found[mesh] = {p.parent.name: safetensors.numpy.load_file(p) for p in folders}
     for name, tensors in found["stage=1"].items():
-        assert TOKEN_ROW_KEYS["embed_tokens"] in tensors
+        assert ROWS_KEY in tensors
         for key, array in tensors.items():
             assert relative_error(found["data=2,fsdp=2"][name][key], array) < ROUNDING
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
@@ -13,6 +12,7 @@ from jaxlora.adapters.optimizers.adafactor import adafactor
 from jaxlora.errors import ConfigError
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
+from jaxlora.models.slot_settings import shared_settings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.variants.lora import LORA_A
@@ -20,7 +20,6 @@ from jaxlora.modules.variants.vera import VERA_B, VERA_D
 from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.estimate import scratch_bytes
 from jaxlora.plan.memory.footprint import StageUse, num_bytes, stage_resident
-from jaxlora.plan.memory.inputs import settings_shapes
 from tests import tiny
 from tests.jaxlora.train.test_contracts import assert_same_training
 
@@ -99,10 +98,10 @@ def test_memory_counts_the_matrices_once():
     matrices = 4 * 2 * 4 * (k + n) + 2
     assert found.adapter_bytes == 4 * trained + matrices
     assert found.gradient_bytes == trained + matrices
-    assert num_bytes(settings_shapes(spec).vera) == matrices
+    assert num_bytes(shared_settings(spec.settings_shapes())) == matrices
     both = sum(linear.in_features + linear.out_features for linear in sizes)
     assert scratch_bytes(spec) == 2 * 4 * 2 * 4 * both
     plain = dataclasses.replace(spec, slots=SlotShape(num_slots=2, rank=4))
-    assert settings_shapes(plain).vera is None
-    assert jax.tree.leaves(settings_shapes(plain))[0].shape == (2, 2)
+    assert list(plain.settings_shapes()) == ["scaling", "dropout", "rank"]
+    assert plain.settings_shapes()["scaling"].shape == (2, 2)
     np.testing.assert_equal(scratch_bytes(plain), 0)

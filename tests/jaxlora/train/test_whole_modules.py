@@ -17,6 +17,7 @@ from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.models.registry import model_config
+from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
@@ -29,12 +30,13 @@ from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
 BOTH = ("embed_tokens", "lm_head")
+WHOLE = (("whole_embedding", 1), ("whole_head", 1))
 
 
 def copies(outcome, name: str, model) -> dict[str, np.ndarray]:
     folder = outcome.result.output_dir / "adapters" / name
-    found = import_peft(folder, linear_shapes(model.config)).token_rows
-    return {module: values.rows for module, values in found.items()}
+    found = import_peft(folder, linear_shapes(model.config)).outside
+    return {str(SLOT_MODULES[name].frozen): own.array for name, own in found.items()}
 
 
 def test_jobs_train_their_own_copies_as_if_alone(train, jobs, model, tmp_path, caplog):
@@ -76,14 +78,14 @@ def _check_slots_forget(spec, folder, model):
     """A slot that was left has the base's modules again."""
     table = SlotTable(spec, CompiledSteps(spec).write_slot)
     table.load(1, import_peft(folder, linear_shapes(model.config)), "adamw")
-    for trained in table.settings.trains_whole.values():
-        np.testing.assert_array_equal(trained, [[False, True, False]])
+    trained = "whole_embedding.is_trained", "whole_head.is_trained"
+    for key in trained:
+        np.testing.assert_array_equal(table.settings[key], [[False, True, False]])
     _, of_base = table.of_reference
-    for trained in of_base.trains_whole.values():
-        assert not np.asarray(trained).any()
     table.clear(1)
-    for trained in table.settings.trains_whole.values():
-        assert not np.asarray(trained).any()
+    for key in trained:
+        assert not np.asarray(of_base[key]).any()
+        assert not np.asarray(table.settings[key]).any()
 
 
 def _check_uses(folder, model, tmp_path):
@@ -114,8 +116,8 @@ def _check_uses(folder, model, tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
     # The copy is then what peft trained on, as after a change of the vocabulary.
-    read = import_peft(out, linear_shapes(model.config)).token_rows
-    assert read.keys() == set(BOTH)
+    read = import_peft(out, linear_shapes(model.config)).outside
+    assert read.keys() == dict(WHOLE).keys()
     both = {"trainable_token_indices": {"lm_head": [1]}, "modules_to_save": list(BOTH)}
     path.write_text(json.dumps(config | both))
     with pytest.raises(AdapterError, match="lm_head in modules_to_save and in trainab"):
@@ -210,7 +212,7 @@ def test_memory_counts_the_copies():
         slots=jaxlora.SlotShape(num_slots=3, rank=4),
         adapted=("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"),
     )
-    slots = dataclasses.replace(spec.slots, whole_modules=BOTH)
+    slots = dataclasses.replace(spec.slots, outside=WHOLE)
     whole = dataclasses.replace(spec, slots=slots)
     use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
     one = 288 * 32 * 4
@@ -218,8 +220,8 @@ def test_memory_counts_the_copies():
     assert found.adapter_bytes - plain.adapter_bytes == 4 * 2 * 3 * one
     assert fixed_bytes(whole, use) - fixed_bytes(spec, use) >= 2 * 3 * one
     first, last = whole.stage(0, 1), whole.stage(1, 2)
-    assert set(first.trains_whole_shapes()) == {"embed_tokens"}
-    assert set(last.trains_whole_shapes()) == {"lm_head"}
+    assert list(first.settings_shapes())[3:] == ["whole_embedding.is_trained"]
+    assert list(last.settings_shapes())[3:] == ["whole_head.is_trained"]
     kept, without = (step_bytes(s, 16, None) for s in (whole, spec))
     assert kept.kept_by_layer == pytest.approx(without.kept_by_layer, rel=1e-4)
     # The hidden states and their gradient once more, not the logits.
