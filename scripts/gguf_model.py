@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxlora.adapters.files.gguf_export import GGUF_LINEARS
-from jaxlora.hf.save import save_checkpoint
+from jaxlora.hf.convert import save_checkpoint
 
 _TOP = {
     "token_embd": "model.embed_tokens",

@@ -4,8 +4,7 @@ import argparse
 
 from jaxlora.bench.subjects import SUBJECTS
 from jaxlora.bench.subjects import run as run_benchmark
-from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_device, use_device
+from jaxlora.cli.options import Command, add_device, use_device
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

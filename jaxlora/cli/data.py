@@ -5,8 +5,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_overrides, add_revision, positive_int
+from jaxlora.cli.options import Command, add_overrides, add_revision, positive_int
 from jaxlora.common.console import stdout
 
 if TYPE_CHECKING:

@@ -1,20 +1,29 @@
 """`jaxlora generate`."""
 
 import argparse
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_device, add_revision, positive_int, use_device
+from jaxlora.cli.options import (
+    Command,
+    add_device,
+    add_revision,
+    positive_int,
+    use_device,
+)
 from jaxlora.common.console import complain
-from jaxlora.errors import ConfigError
-from jaxlora.printable import KEPT_IN_TEXTS, printable
+from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.printable import KEPT_IN_TEXTS, one_line, printable
 
 if TYPE_CHECKING:
     from jaxlora.config.generation_settings import GenerationSettings
     from jaxlora.generate.generator import Generator
     from jaxlora.generate.prompt import Generation, Prompt
 
+_HELP = """\
+/adapter NAME    goes on with another adapter, or with base
+Ctrl-C stops an answer; Ctrl-D leaves."""
 _SETTINGS = ("max_new_tokens", "temperature", "top_p", "stop", "seed")
 
 
@@ -111,11 +120,9 @@ def _run(arguments: argparse.Namespace) -> None:
     keep_compiled_programs()
     generator = _generator(arguments)
     if arguments.interactive:
-        from jaxlora.generate.terminal import chat
-
-        chat(generator, settings, system=arguments.system)
-        return
-    _print_all(arguments, generator, prompts, settings)
+        _chat(generator, settings, arguments.system)
+    else:
+        _print_all(arguments, generator, prompts, settings)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -222,6 +229,62 @@ def _generator(arguments: argparse.Namespace) -> "Generator":
         chat_template_kwargs=_template_kwargs(arguments),
         templates=templates,
     )
+
+
+def _chat(
+    generator: "Generator", settings: "GenerationSettings", system: str | None
+) -> None:
+    """Answers line after line in the terminal, until the user leaves."""
+    from jaxlora.common.job_name import BASE
+    from jaxlora.generate.prompt import Message, Prompt
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - `input` uses it once it is imported
+    messages: list[Message] = []
+    if system is not None:
+        messages = [{"role": "system", "content": system}]
+    adapters = (BASE, *generator.adapters)
+    adapter = adapters[min(1, len(adapters) - 1)]
+    _write(f"{_HELP}\n")
+    while True:
+        try:
+            line = input(f"\n[{one_line(adapter)}] > ").strip()
+        except KeyboardInterrupt:  # It drops the line.
+            _write("\n")
+            continue
+        except EOFError:
+            _write("\n")
+            return
+        command, _, name = line.partition(" ")
+        if command == "/adapter" and name.strip() in adapters:
+            adapter = name.strip()
+        elif command == "/adapter":
+            _write(f"There is no adapter {name!r}; there are: {', '.join(adapters)}.\n")
+        elif line:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                answer = _answer(generator, Prompt(asked, adapter=adapter), settings)
+            except JaxloraError as error:
+                _write(f"jaxlora: error: {error}\n")
+                continue
+            messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _answer(
+    generator: "Generator", prompt: "Prompt", settings: "GenerationSettings"
+) -> str:
+    """Prints an answer piece by piece. One that the user stops ends there."""
+    pieces = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for piece in generator.stream(prompt, settings):
+            pieces.append(piece)
+            _write(piece)
+    _write("\n")
+    return "".join(pieces)
+
+
+def _write(text: str) -> None:
+    print(printable(text, keep=KEPT_IN_TEXTS), end="", flush=True)
 
 
 def _print_all(

@@ -4,8 +4,7 @@ import argparse
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlora.cli.command import Command
-from jaxlora.cli.options import positive_int
+from jaxlora.cli.options import Command, positive_int
 from jaxlora.common.console import complain, say
 
 if TYPE_CHECKING:

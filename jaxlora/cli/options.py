@@ -1,13 +1,35 @@
-"""Options that several commands have."""
+"""The parts of a command, and options that several commands have."""
 
 import argparse
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
     from jaxlora.config.run_file import RunFile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of `jaxlora`.
+
+    Attributes:
+        name: Its name on the command line.
+        text: What it does, for `--help`.
+        example: A call of it, which an error shows if an argument is missing.
+        add_arguments: Adds its arguments to its parser.
+        run: Runs it. It returns the exit status; None means 0. It imports what it needs
+            by itself, so that `jaxlora --help` stays fast.
+    """
+
+    name: str
+    text: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int | None]
+
 
 # Options that replace a setting of the run file, by the setting.
 OPTIONS = {"output_dir": "--output-dir", "mesh": "--mesh"}

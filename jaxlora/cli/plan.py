@@ -3,8 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from jaxlora.cli.command import Command
 from jaxlora.cli.options import (
+    Command,
     add_device,
     add_mesh,
     add_overrides,

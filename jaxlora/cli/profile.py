@@ -4,8 +4,13 @@ import argparse
 import dataclasses
 import pathlib
 
-from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_device, add_revision, positive_int, use_device
+from jaxlora.cli.options import (
+    Command,
+    add_device,
+    add_revision,
+    positive_int,
+    use_device,
+)
 from jaxlora.common.console import complain, say, stdout
 
 

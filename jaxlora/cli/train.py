@@ -1,18 +1,21 @@
-"""`jaxlora train`."""
+"""`jaxlora train` and `jaxlora sweep`."""
 
 import argparse
 import pathlib
 from typing import TYPE_CHECKING
 
-from jaxlora.cli.command import Command
 from jaxlora.cli.options import (
+    Command,
     add_device,
     add_mesh,
     add_overrides,
+    add_price,
     positive_int,
     read_run,
     use_device,
 )
+from jaxlora.common.console import show, stdout
+from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from jaxlora.train.report.summary import RunResult
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", help="YAML; see docs/run_file.md")
     add_overrides(parser)
     parser.add_argument("--output-dir", help="replaces output_dir of the run file")
@@ -57,10 +60,9 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def train(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> int:
     """Trains the run of a run file; returns the exit status."""
     from jaxlora.distributed.start import find_membership, joined, local_device_ids
-    from jaxlora.errors import ConfigError
     from jaxlora.plan.memory.gpu_share import take_free_gpus
 
     use_device(arguments)
@@ -93,7 +95,6 @@ def _train_groups(
     is_member: bool,
 ) -> int:
     """Trains a sweep in several groups of devices; returns the exit status."""
-    from jaxlora.errors import ConfigError
     from jaxlora.sweeps.engine.run import run_groups
     from jaxlora.sweeps.files import print_summary
     from jaxlora.train.report.run_callbacks import KeepRunFile
@@ -149,10 +150,59 @@ def _train_in_process(
     return _status(result)
 
 
-COMMAND = Command(
+def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_arguments(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="list the configurations, plan them on the GPUs of this machine, and "
+        "train nothing",
+    )
+    add_price(parser)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    _, _, config = read_run(arguments)
+    if config.sweep is None:
+        raise ConfigError(
+            f"{arguments.run_file} has no sweep, which names the settings to try. Add "
+            "one, as in docs/howto/sweep.md, or run jaxlora train."
+        )
+    if arguments.dry_run:
+        _print_plan(config, arguments)
+        return 0
+    return _train(arguments)
+
+
+def _print_plan(config: "RunConfig", arguments: argparse.Namespace) -> None:
+    """Prints the configurations, and where and when each would train."""
+    from jaxlora.forecast import plan_run_groups
+    from jaxlora.forecast.sweep_groups import NO_TIME, print_groups
+    from jaxlora.plan.memory.gpu_share import take_free_gpus
+    from jaxlora.sweeps.configurations import print_configurations
+
+    use_device(arguments)
+    console = stdout()
+    print_configurations(config, console)
+    take_free_gpus(gathers=config.may_gather)  # the memory that training has
+    if (groups := plan_run_groups(config)) is None:
+        show(console, NO_TIME, soft_wrap=True)
+        return
+    print_groups(groups, console, price_per_hour=arguments.price_per_hour)
+
+
+TRAIN = Command(
     name="train",
     text="Train the jobs of a run file together.",
     example="jaxlora train run.yaml",
-    add_arguments=add_arguments,
-    run=train,
+    add_arguments=_add_arguments,
+    run=_train,
+)
+SWEEP = Command(
+    name="sweep",
+    text="Train the configurations of a run file with a sweep, give up the bad ones "
+    "early, and report which are best. `jaxlora train` does the same.",
+    example="jaxlora sweep run.yaml",
+    add_arguments=_add_sweep_arguments,
+    run=_sweep,
 )

@@ -33,7 +33,6 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints hold these tensors, which are recomputed from the config here.
 _HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-_BLOCK_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +207,7 @@ def _without_files(folder: pathlib.Path) -> Checkpoint:
 def _with_files(planned: Checkpoint) -> Checkpoint:
     files = safetensor_files(planned.folder)
     _check_num_layers(planned, files)
-    if not has_own_head(planned.config, files):
+    if not _has_own_head(planned.config, files):
         return dataclasses.replace(planned, files=files)
     logger.warning(
         "%s: config.json says tie_word_embeddings, and the weights hold a %s that "
@@ -237,22 +236,9 @@ def _check_num_layers(planned: Checkpoint, files: dict[str, TensorFile]) -> None
         )
 
 
-def has_own_head(config: ModelConfig, files: dict[str, TensorFile]) -> bool:
+def _has_own_head(config: ModelConfig, files: dict[str, TensorFile]) -> bool:
     """Tells whether the weights hold a head that differs from the embedding."""
     if not config.tie_embeddings or not {_HEAD, _EMBEDDING} <= files.keys():
         return False
-    head, embedding = files[_HEAD], files[_EMBEDDING]
-    shape = head.shape(_HEAD)
-    if shape != embedding.shape(_EMBEDDING) or len(shape) != 2:
-        return True
-    rows = max(1, _BLOCK_BYTES // max(1, 4 * shape[1]))
-    pairs = zip(
-        head.blocks(_HEAD, rows), embedding.blocks(_EMBEDDING, rows), strict=True
-    )
-    return not all(_are_equal(a, b) for a, b in pairs)
-
-
-def _are_equal(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8)):
-        return True
-    return np.array_equal(a.astype(np.float64), b.astype(np.float64))
+    head, embedding = (files[name].array(name) for name in (_HEAD, _EMBEDDING))
+    return not np.array_equal(head, embedding)

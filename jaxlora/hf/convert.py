@@ -1,17 +1,21 @@
-"""Converts checkpoints to dense Hugging Face folders."""
+"""Writes checkpoints as Hugging Face folders, shard by shard."""
 
+import json
 import logging
 import pathlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import safetensors.numpy
 
+from jaxlora.common.atomic import new_folder, sync_files
 from jaxlora.errors import ModelError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import model_folder, tokenizer_files
-from jaxlora.hf.magnitude import check_finite
-from jaxlora.hf.save import save_checkpoint
+from jaxlora.hf.tensor_file import check_finite
 
 logger = logging.getLogger(__name__)
 
@@ -79,3 +83,70 @@ def _cast(checkpoint: Checkpoint, dtype: np.dtype) -> Iterator[tuple[str, np.nda
         where = f"{checkpoint.files[name].path}: {name}"
         check_finite(array, where, ModelError, dtype)
         yield name, array.astype(dtype)
+
+
+def save_checkpoint(
+    folder: str | pathlib.Path,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    config: Mapping[str, Any],
+    extra_files: Sequence[pathlib.Path] = (),
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> pathlib.Path:
+    """Writes a checkpoint folder that transformers loads.
+
+    The folder appears under its name when it is complete. At most one shard is in
+    memory.
+
+    Args:
+        folder: Folder to make; must not hold anything.
+        tensors: (name, array), drawn one at a time.
+        config: Contents of config.json.
+        extra_files: Files to copy beside it, such as the tokenizer's.
+        max_shard_bytes: A larger checkpoint is split into several files.
+
+    Raises:
+        FileExistsError: The folder holds something already.
+    """
+    folder = pathlib.Path(folder)
+    with new_folder(folder) as temporary:
+        shards: list[list[str]] = []
+        shard: dict[str, np.ndarray] = {}
+        total = shard_bytes = 0
+        for name, array in tensors:
+            if shard and shard_bytes + array.nbytes > max_shard_bytes:
+                shards.append(_write_shard(temporary, len(shards), shard))
+                shard, shard_bytes = {}, 0
+            shard[name] = array
+            shard_bytes += array.nbytes
+            total += array.nbytes
+        shards.append(_write_shard(temporary, len(shards), shard))
+        _name_shards(temporary, shards, total)
+        text = json.dumps(config, indent=2) + "\n"
+        (temporary / "config.json").write_text(text, encoding="utf-8")
+        for path in extra_files:
+            shutil.copy(path, temporary / path.name)
+        sync_files(temporary)
+    return folder
+
+
+def _write_shard(folder: pathlib.Path, number: int, shard: dict) -> list[str]:
+    contiguous = {name: np.ascontiguousarray(array) for name, array in shard.items()}
+    path = folder / f"{number}.safetensors"
+    safetensors.numpy.save_file(contiguous, path, metadata={"format": "pt"})
+    return list(shard)
+
+
+def _name_shards(folder: pathlib.Path, shards: list[list[str]], total: int) -> None:
+    """Gives the shards the names that transformers looks for, and an index."""
+    if len(shards) == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{i}.safetensors").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -1,10 +1,10 @@
 """Finds the files of a checkpoint on the local disk or on the Hugging Face hub."""
 
-import itertools
+import contextlib
 import logging
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import huggingface_hub
@@ -53,7 +53,13 @@ def model_folder(
     folder = find_local(source)
     if folder is None:
         return model_folder(_fetched(str(source), revision))
-    _warn_of_revision(folder, revision)
+    if revision is not None:
+        logger.warning(
+            "%s is on this disk: revision %r has no effect, only models on the hub "
+            "have revisions.",
+            folder,
+            revision,
+        )
     return folder
 
 
@@ -65,40 +71,25 @@ def find_local(source: str | pathlib.Path) -> pathlib.Path | None:
     """
     folder = pathlib.Path(source)
     try:
-        if folder.is_dir():
-            return _local_folder(folder)
-        is_file = folder.is_file()
+        is_folder, is_file = folder.is_dir(), folder.is_file()
     except OSError as error:
         raise ModelError(
             f"{folder} cannot be read: {error.strerror}. Check its permissions."
         ) from error
     if is_file:
         raise ModelError(
-            f"{folder} is a file; a checkpoint is a folder. `jaxlora convert` makes "
-            "one of a GGUF file."
+            f"{folder} is a file; a checkpoint is a folder in Hugging Face's format, "
+            "with config.json and safetensors."
         )
-    if folder.is_absolute() or str(source).count("/") > 1 or str(source)[:1] == ".":
-        raise ModelError(f"{source}: there is no such folder.{_instead(folder)}")
-    return None
-
-
-def _warn_of_revision(source: str | pathlib.Path, revision: str | None) -> None:
-    """Warns that a revision has no effect for a local folder or file."""
-    if revision is not None:
-        logger.warning(
-            "%s is on this disk: revision %r has no effect, only models on the hub "
-            "have revisions.",
-            source,
-            revision,
-        )
-
-
-def _local_folder(folder: pathlib.Path) -> pathlib.Path:
-    if not os.path.lexists(folder / "config.json"):
+    if is_folder and not os.path.lexists(folder / "config.json"):
         raise ModelError(
             f"{folder} has no config.json, so it is not a Hugging Face checkpoint."
         )
-    return folder
+    if is_folder:
+        return folder
+    if folder.is_absolute() or str(source).count("/") > 1 or str(source)[:1] == ".":
+        raise ModelError(f"{source}: there is no such folder.{_instead(folder)}")
+    return None
 
 
 def hub_revision(
@@ -121,6 +112,22 @@ def _fetched(source: str, revision: str | None) -> str:
     # This imports the hub's network client, which a local folder does not need.
     from huggingface_hub import errors as hub_errors
 
+    reasons = {
+        hub_errors.GatedRepoError: (
+            "is gated: accept its licence on the hub and log in with `hf auth login`."
+        ),
+        hub_errors.RepositoryNotFoundError: (
+            "is neither a folder here nor a model on the hub that you may read."
+        ),
+        hub_errors.RevisionNotFoundError: (
+            f"has no revision {revision!r} on the hub. Give a branch, tag or commit "
+            "that it has."
+        ),
+        hub_errors.LocalEntryNotFoundError: (
+            "is not a folder here, it is not complete in the cache of the hub, and the "
+            "hub cannot be reached or HF_HUB_OFFLINE is set."
+        ),
+    }
     try:
         return huggingface_hub.snapshot_download(
             source,
@@ -128,36 +135,31 @@ def _fetched(source: str, revision: str | None) -> str:
             allow_patterns=list(_WANTED),
             ignore_patterns=list(_UNWANTED),
         )
-    except hub_errors.GatedRepoError as error:
-        raise ModelError(
-            f"{source} is gated: accept its licence on the hub and log in with "
-            "`hf auth login`."
-        ) from error
-    except hub_errors.RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{source} is neither a folder here nor a model on the hub that you may "
-            "read."
-        ) from error
-    except hub_errors.RevisionNotFoundError as error:
-        raise ModelError(
-            f"{source} has no revision {revision!r} on the hub. Give a branch, tag or "
-            "commit that it has."
-        ) from error
-    except hub_errors.LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{source} is not a folder here, it is not complete in the cache of the "
-            "hub, and the hub cannot be reached or HF_HUB_OFFLINE is set."
-            f"{_instead(pathlib.Path(source))}"
-        ) from error
     # Errors of the hub's client, of the network during downloads, and of the cache.
     except (hub_errors.HTTPError, OSError, ValueError, RuntimeError) as error:
-        reason = f"{source} cannot be fetched from the hub: {error}"
-        raise ModelError(f"{reason}{_instead(pathlib.Path(source))}") from error
+        known = [text for kind, text in reasons.items() if isinstance(error, kind)]
+        reason = next(iter(known), f"cannot be fetched from the hub: {error}")
+        is_answer = isinstance(error, hub_errors.HfHubHTTPError) and known
+        others = "" if is_answer else _instead(pathlib.Path(source))
+        raise ModelError(f"{source} {reason}{others}") from error
 
 
 def _instead(missing: pathlib.Path) -> str:
-    """Returns a sentence that names the models on this machine, if any are found."""
-    there = local_models(missing)
+    """Returns a sentence that names the models on this machine, if any are found.
+
+    They are folders of checkpoints, such as `jaxlora convert` writes, beside the
+    missing one, here, in `models` and in the cache of the demo; then models in the
+    cache of the hub.
+    """
+    folders: dict[pathlib.Path, str] = {}
+    for place in (missing.parent, pathlib.Path(), "models", cache_home() / "demo"):
+        for folder in _checkpoints(pathlib.Path(place), "*"):
+            folders.setdefault(folder.absolute(), str(folder))
+    cached = _checkpoints(
+        pathlib.Path(hub_constants.HF_HUB_CACHE), "models--*/snapshots/*"
+    )
+    ids = ["/".join(f.parents[1].name.split("--")[1:]) for f in cached]
+    there = list(dict.fromkeys([*folders.values(), *ids]))
     if not there:
         return (
             " No other model was found on this machine. `bash scripts/demo.sh "
@@ -168,47 +170,9 @@ def _instead(missing: pathlib.Path) -> str:
     return f" Models on this machine: {', '.join(there[:_MOST_NAMED])}{more}."
 
 
-def local_models(missing: pathlib.Path) -> list[str]:
-    """Finds models that need no download.
-
-    Args:
-        missing: A folder that does not exist; models beside it are found as well.
-
-    Returns:
-        Folders of checkpoints, such as `jaxlora convert` writes, beside the missing
-        one, here, in `models` and in the cache of the demo; then ids of models with
-        weights in the cache of the hub.
-    """
-    here = pathlib.Path()
-    places = (missing.parent, here, here / "models", cache_home() / "demo")
-    folders: dict[pathlib.Path, str] = {}
-    for place in places:
-        for folder in _subfolders(place):
-            if _is_checkpoint(folder):
-                folders.setdefault(folder.absolute(), str(folder))
-    return [*folders.values(), *_cached_ids()]
-
-
-def _is_checkpoint(folder: pathlib.Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-
-
-def _cached_ids() -> Iterator[str]:
-    for repo in _subfolders(pathlib.Path(hub_constants.HF_HUB_CACHE)):
-        kind, *name = repo.name.split("--")
-        snapshots = _subfolders(repo / "snapshots")
-        if kind == "models" and any(map(_is_checkpoint, snapshots)):
-            yield "/".join(name)
-
-
-def _subfolders(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the folders in a folder, by name; none if it cannot be read."""
-    try:
-        with os.scandir(folder) as entries:
-            found = itertools.islice((e.name for e in entries if e.is_dir()), 1000)
-            return [folder / name for name in sorted(found)]
-    except OSError:
-        return []
+def _checkpoints(place: pathlib.Path, pattern: str) -> list[pathlib.Path]:
+    found = sorted(path.parent for path in place.glob(f"{pattern}/config.json"))
+    return [folder for folder in found if any(folder.glob("*.safetensors"))]
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -241,18 +205,17 @@ def tokenizer_folder(source: str, revision: str | None = None) -> pathlib.Path:
     Raises:
         ModelError: There is no such model, or it cannot be fetched.
     """
-    if os.path.exists(source) or source.count("/") > 1:
-        return pathlib.Path(model_folder(source, revision))
-    try:
-        folder = huggingface_hub.snapshot_download(
-            source,
-            revision=revision,
-            allow_patterns=["config.json", *TOKENIZER_FILES],
-        )
-    except Exception:
-        # `model_folder` finds files that were fetched before, and explains errors.
-        return pathlib.Path(model_folder(source, revision))
-    return pathlib.Path(folder)
+    if find_local(source) is None:
+        # If this fails, `model_folder` finds files that were fetched before, and
+        # explains errors.
+        with contextlib.suppress(Exception):
+            wanted = ["config.json", *TOKENIZER_FILES]
+            return pathlib.Path(
+                huggingface_hub.snapshot_download(
+                    source, revision=revision, allow_patterns=wanted
+                )
+            )
+    return model_folder(source, revision)
 
 
 def safetensor_files(folder: pathlib.Path) -> dict[str, TensorFile]:
@@ -268,7 +231,7 @@ def safetensor_files(folder: pathlib.Path) -> dict[str, TensorFile]:
     # A dangling link is an error, unlike a missing file.
     is_single = os.path.lexists(folder / _SINGLE)
     weight_map = {} if is_single else _weight_map(folder)
-    names = [_SINGLE] if is_single else _distinct(weight_map.values())
+    names = [_SINGLE] if is_single else sorted({*weight_map.values()})
     files = {name: TensorFile(folder / name) for name in names}
     if is_single:
         return dict.fromkeys(files[_SINGLE].names(), files[_SINGLE])
@@ -315,11 +278,12 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map.")
-    for name in _distinct(weight_map.values()):
+    for name in weight_map.values():
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
             raise ModelError(
                 f"{index} names {shown(name)}, which is not a plain file name."
             )
+    for name in sorted({*weight_map.values()}):
         if not os.path.lexists(folder / name):
             raise ModelError(f"{index} names {name}, which is missing from {folder}.")
     return weight_map
@@ -337,9 +301,3 @@ def _no_weights(folder: pathlib.Path) -> ModelError:
         f"{folder} holds neither model.safetensors nor {_INDEX}. Only safetensors are "
         "read, and fetched from the hub; pickled weights (.bin, .pt) can run any code."
     )
-
-
-def _distinct(names: Iterable[Any]) -> list[Any]:
-    """Removes duplicates from an index's names, which may be unhashable if damaged."""
-    by_text = {str(name): name for name in names}
-    return [by_text[text] for text in sorted(by_text)]

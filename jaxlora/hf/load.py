@@ -18,11 +18,10 @@ import jaxlora
 from jaxlora.device_check import check_device
 from jaxlora.errors import ModelError
 from jaxlora.hf.base_format import find_base_format
-from jaxlora.hf.bounded_threads import Task, run_tasks
+from jaxlora.hf.bounded_threads import map_in_threads
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder
 from jaxlora.hf.quantized.place import Place, put_linear
-from jaxlora.hf.read_tensor import read_tensor
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import TensorSpec
@@ -37,7 +36,11 @@ _MAX_THREADS = 16
 # much more memory for loading a model than for holding it.
 MIN_BYTES, MAX_BYTES = 2**28, 2**31
 FRACTION = 1 / 8
-LARGE_BYTES = 2**28  # tensors of so many bytes are read first
+_LARGE_BYTES = 2**28  # tensors of so many bytes are read first
+
+# The arrays of a weight by our path, the hash of each tensor that was read by Hugging
+# Face's name, and the sums of squares that `put_linear` returns.
+_Loaded = tuple[dict[str, jax.Array], dict[str, str], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,21 +206,6 @@ def open_model(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Loaded:
-    """A weight of the model that has been loaded.
-
-    Attributes:
-        params: Its arrays, by our path.
-        hashes: Hash of each tensor that was read, by Hugging Face's name.
-        squares: The sums of squares that `put_linear` returns.
-    """
-
-    params: dict[str, jax.Array]
-    hashes: dict[str, str]
-    squares: np.ndarray
-
-
 def _load(
     checkpoint: Checkpoint,
     base: BaseFormat | None,
@@ -231,22 +219,16 @@ def _load(
         file = checkpoint.files[spec.hf_name]
         # No thread is left alone with a large tensor at the end. For the others, disks
         # read fastest from front to back.
-        large = -(_stored_bytes(checkpoint, spec) // LARGE_BYTES)
+        large = -(_stored_bytes(checkpoint, spec) // _LARGE_BYTES)
         return large, str(file.path), file.offset(spec.hf_name)
 
     specs = checkpoint.specs()
     ordered = sorted(specs, key=position)
-    load = functools.partial(_load_weight, checkpoint, base, dtype, place)
-    tasks = [
-        Task(
-            num_bytes=_host_bytes(checkpoint, spec, dtype),
-            run=functools.partial(load, spec),
-        )
-        for spec in ordered
-    ]
     total = sum(_stored_bytes(checkpoint, spec) for spec in specs)
-    results = run_tasks(
-        tasks,
+    results = map_in_threads(
+        functools.partial(_load_weight, checkpoint, base, dtype, place),
+        ordered,
+        num_bytes=lambda spec: _host_bytes(checkpoint, spec, dtype),
         max_bytes=min(MAX_BYTES, max(MIN_BYTES, int(FRACTION * total))),
         num_threads=min(_MAX_THREADS, len(os.sched_getaffinity(0))),
     )
@@ -256,10 +238,11 @@ def _load(
     )
     by_path = {spec.path: x for spec, x in zip(ordered, results, strict=True)}
     params, hashes, squares = {}, {}, np.zeros(2)
-    for loaded in (by_path[spec.path] for spec in specs):
-        params |= loaded.params
-        hashes |= loaded.hashes
-        squares += loaded.squares
+    for spec in specs:
+        arrays, digests, added = by_path[spec.path]
+        params |= arrays
+        hashes |= digests
+        squares += added
     _log_differences(checkpoint, squares)
     return params, _fingerprint(checkpoint, hashes)
 
@@ -293,30 +276,25 @@ def _load_weight(
     if base is not None and (linear := checkpoint.quantized.get(spec.path)):
         stored, hashes = linear.read(check)
         params, squares = put_linear(spec.path, stored, base, place)
-        return _Loaded(params=params, hashes=hashes, squares=squares)
-    file, name, squares = checkpoint.files[spec.hf_name], spec.hf_name, np.zeros(2)
-    if base is not None and _is_quantized(checkpoint, base, spec):
-        weight, digest = read_tensor(
-            file, name, dtype=np.dtype(np.float32), check=check
-        )
-        if weight.dtype == np.float64:  # which JAX has not
-            weight = weight.astype(np.float32)
-        params, _ = put_linear(spec.path, weight, base, place)
+        return params, hashes, squares
+    path, name = spec.path, spec.hf_name
+    quantizes = (
+        base is not None
+        and not checkpoint.quantized
+        and path.removesuffix(".kernel") in checkpoint.linear_paths
+        and base.quantizes(path.removesuffix(".kernel"))
+    )
+    kind = np.dtype(np.float32) if quantizes else dtype
+    weight, digest = checkpoint.files[name].read(name, dtype=kind, check=check)
+    if weight.dtype == np.float64:  # which JAX has not
+        weight = weight.astype(kind)
+    if base is not None and quantizes:
+        params, _ = put_linear(path, weight, base, place)
     else:
-        where = None if place is None else place(spec.path, spec.shape)
-        weight, digest = read_tensor(file, name, dtype=dtype, check=check)
-        if weight.dtype == np.float64:
-            weight = weight.astype(dtype)
+        where = None if place is None else place(path, spec.shape)
         array = put_converted(weight, where, dtype, transpose=spec.transpose)
-        params = {spec.path: jax.block_until_ready(array)}
-    return _Loaded(params=params, hashes={name: digest}, squares=squares)
-
-
-def _is_quantized(checkpoint: Checkpoint, base: BaseFormat, spec: TensorSpec) -> bool:
-    """Tells whether a dense weight of the checkpoint is to be quantized."""
-    path = spec.path.removesuffix(".kernel")
-    is_linear = path in checkpoint.linear_paths
-    return not checkpoint.quantized and is_linear and base.quantizes(path)
+        params = {path: jax.block_until_ready(array)}
+    return params, {name: digest}, np.zeros(2)
 
 
 def _fingerprint(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> str:

@@ -1,16 +1,16 @@
-"""A safetensors file whose tensors are read one at a time, or block by block."""
+"""A safetensors file whose tensors are read one at a time, hashed and checked."""
 
 import io
-import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
 import safetensors
+import xxhash
 
 from jaxlora.common.json_file import check_regular_file, cut, parse_json
-from jaxlora.errors import ModelError
+from jaxlora.errors import JaxloraError, ModelError
 
 # Dtypes by their names in the file.
 FLOATS: Mapping[str, np.dtype] = {
@@ -106,31 +106,52 @@ class TensorFile:
         """Returns the position of a tensor among the bytes of all tensors."""
         return self._header[name]["data_offsets"][0]
 
-    def array(self, name: str, dtypes: Mapping[str, np.dtype] = FLOATS) -> np.ndarray:
-        """Reads a whole tensor.
-
-        Args:
-            name: Name of the tensor.
-            dtypes: Dtypes that it may have.
+    def array(self, name: str) -> np.ndarray:
+        """Reads a whole tensor of floats, without a check for NaN and infinity.
 
         Raises:
             ModelError: The tensor has another dtype, or cannot be read.
         """
-        array = self.empty(name, dtypes)
-        for _ in self.fill(name, array):
+        array = self._empty(name, FLOATS)
+        for _ in self._parts(name, array):
             pass
         return array
 
-    def empty(self, name: str, dtypes: Mapping[str, np.dtype] = FLOATS) -> np.ndarray:
-        """Returns an array for a tensor, with arbitrary contents.
+    def read(
+        self,
+        name: str,
+        *,
+        dtypes: Mapping[str, np.dtype] = FLOATS,
+        dtype: np.dtype | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> tuple[np.ndarray, str]:
+        """Reads a tensor, as it is stored, and hashes its bytes with XXH3 (128 bits).
 
         Args:
             name: Name of the tensor.
             dtypes: Dtypes that it may have.
+            dtype: Dtype that it will be cast to; None: it is not cast.
+            check: Called about every 16 MiB; what it raises ends the reading.
+
+        Returns:
+            The tensor, and its hash in hexadecimal digits.
 
         Raises:
-            ModelError: The tensor has another dtype.
+            ModelError: It cannot be read, has another dtype, or holds NaN, infinity or
+                a number that `dtype` cannot hold.
         """
+        array = self._empty(name, dtypes)
+        digest, peaks = xxhash.xxh3_128(), []
+        for part in self._parts(name, array):
+            check()
+            digest.update(part.view(np.uint8))
+            if array.dtype.kind not in "iu":
+                peaks.append(largest(part))
+        if peaks:
+            check_finite(peaks, f"{self.path}: {name}", ModelError, dtype)
+        return array, digest.hexdigest()
+
+    def _empty(self, name: str, dtypes: Mapping[str, np.dtype]) -> np.ndarray:
         dtype, shape = self.dtype(name, dtypes), self.shape(name)
         try:
             return np.empty(shape, dtype)
@@ -139,54 +160,20 @@ class TensorFile:
                 f"{self.path}: {name} has shape {shape}: {error}"
             ) from None
 
-    def fill(self, name: str, array: np.ndarray) -> Iterator[np.ndarray]:
-        """Reads a tensor into an array from `empty`; yields each part that is there.
-
-        Args:
-            name: Name of the tensor.
-            array: The array.
-
-        Yields:
-            Vectors, parts of the array; together they are the array.
-
-        Raises:
-            ModelError: The file cannot be read.
-        """
+    def _parts(self, name: str, array: np.ndarray) -> Iterator[np.ndarray]:
+        """Reads a tensor into an array; yields each part of it that is there."""
         values = array.reshape(-1)
         size = _PART_BYTES // array.itemsize
-        with self._at(name) as file:
+        try:
+            file = io.FileIO(self.path)
+            file.seek(self._data_start + self.offset(name))
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        with file:
             for start in range(0, values.size, size):
                 part = values[start : start + size]
                 self._fill(file, part)
                 yield part
-
-    def blocks(self, name: str, num_rows: int) -> Iterator[np.ndarray]:
-        """Yields a tensor in blocks of rows; each block is overwritten by the next.
-
-        Args:
-            name: Name of the tensor.
-            num_rows: Rows of a block; the last may have fewer.
-
-        Raises:
-            ModelError: For the same reasons as in `array`.
-        """
-        shape = self.shape(name) or (1,)
-        if math.prod(shape) == 0:
-            return
-        buffer = np.empty((min(num_rows, shape[0]), *shape[1:]), self.dtype(name))
-        with self._at(name) as file:
-            for start in range(0, shape[0], len(buffer)):
-                block = buffer[: shape[0] - start]
-                self._fill(file, block)
-                yield block
-
-    def _at(self, name: str) -> io.FileIO:
-        try:
-            file = io.FileIO(self.path)
-            file.seek(self._data_start + self._header[name]["data_offsets"][0])
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-        return file
 
     def _fill(self, file: io.FileIO, array: np.ndarray) -> None:
         rest = memoryview(array.reshape(-1).view(np.uint8))
@@ -213,3 +200,54 @@ def _unreadable(path: pathlib.Path, error: OSError) -> ModelError:
         f"{path} cannot be read: {error.strerror or error}. Check its permissions and "
         "the disk, or fetch or copy it again."
     )
+
+
+# ---- NaN, infinity and overflow ------------------------------------------------------
+
+
+def largest(array: np.ndarray) -> np.ndarray:
+    """Returns the element of largest magnitude; NaN ranks above infinity.
+
+    The bits of floats, read as integers, are ordered like the floats' magnitudes:
+    signed integers for positive floats, unsigned ones for negative floats. Comparing
+    integers is many times faster than classifying floats, especially bfloat16.
+    """
+    signed, unsigned = (np.dtype(f"{k}{array.dtype.itemsize}") for k in "iu")
+    sign = 2 ** (8 * unsigned.itemsize - 1)
+    positive = int(array.view(signed).max(initial=0))
+    negative = int(array.view(unsigned).max(initial=0)) & (sign - 1)
+    return np.asarray(max(positive, negative), unsigned).view(array.dtype)
+
+
+def check_finite(
+    peaks: np.ndarray | Iterable[np.ndarray],
+    where: str,
+    kind: type[JaxloraError],
+    dtype: np.dtype | None = None,
+) -> None:
+    """Refuses a tensor that holds NaN or infinity, or would hold them after a cast.
+
+    Args:
+        peaks: The tensor itself, or the results of `largest` for its parts.
+        where: File and name of the tensor, for the error.
+        kind: Class of the error.
+        dtype: Dtype that the tensor will be cast to; None: it is not cast.
+
+    Raises:
+        JaxloraError: A value is not finite; the error is of class `kind`.
+    """
+    peak = largest(peaks if isinstance(peaks, np.ndarray) else np.array([*peaks]))
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = float(peak.astype(np.float64))
+        is_kept = dtype is None or np.isfinite(peak.astype(dtype).astype(np.float64))
+    if not np.isfinite(value):
+        what = "NaN" if np.isnan(value) else "infinity"
+        raise kind(
+            f"{where} holds {what}, so nothing can be computed with it. The file is "
+            "damaged, or what wrote it had diverged: use another copy or checkpoint."
+        )
+    if not is_kept:
+        raise kind(
+            f"{where} holds a value of magnitude {value:.4g}, which overflows "
+            f"{np.dtype(dtype).name}. Choose a dtype of a wider range."
+        )

@@ -3,23 +3,10 @@
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate.migration import Migration
+from jaxlora.migrate.migration import Migration, Table, To
+from jaxlora.migrate.reasons import TRANSPOSED, by_key
 
-_NO_SUCH_ADAPTER = "There are no such adapters here; this one is trained without it."
-_REASONS = {
-    "auto_mapping": "It names the class of the model in transformers.",
-    "task_type": "The objective decides it.",
-    "inference_mode": "It does not matter for training.",
-    "bias": "Biases stay frozen.",
-    "peft_version": "It does not matter for training.",
-    "save_projection": "The matrices are always saved beside the vectors.",
-    "fan_in_fan_out": "Linears are never transposed here.",
-    **dict.fromkeys(
-        ("use_qalora", "layer_replication", "alora_invocation_tokens", "arrow_config"),
-        _NO_SUCH_ADAPTER,
-    ),
-    "target_parameters": _NO_SUCH_ADAPTER,
-}
+_LISTS = ("target_modules", "rank_pattern", "alpha_pattern", "exclude_modules")
 # PEFT's own values, which say nothing about the adapter.
 _DEFAULTS = {
     "bias": "none",
@@ -37,38 +24,62 @@ def migrate(given: dict[str, Any]) -> Migration:
         ConfigError: The adapter is neither LoRA nor VeRA.
     """
     migration = Migration(tool="PEFT", given=given)
-    kind = migration.take("peft_type")
+    for key, value in _DEFAULTS.items():
+        if given.get(key) == value:
+            del given[key]
+    for key in _LISTS:  # Their order in the file is that of a set.
+        if isinstance(given.get(key), list):
+            given[key] = sorted(map(str, given[key]))
+    migration.job |= {"name": "adapter", "data": {"path": "records.jsonl"}}
+    migration.convert(_TABLE)
+    migration.to_do += [
+        "data.path: give the file to train on.",
+        "init_from: set it to the adapter's folder to train this adapter further, and "
+        "leave out rank, lora_alpha and targets then.",
+    ]
+    migration.take_rest(_TABLE)
+    return migration
+
+
+def _set_model(migration: Migration, _: str, model: Any) -> None:
+    migration.run["model"] = model
+    if "/" not in str(model):
+        migration.to_do.append(
+            "model: if it was a folder, give its path; adapters may tell only its name."
+        )
+
+
+def _set_kind(migration: Migration, _: str, kind: Any) -> None:
     if kind not in ("LORA", "VERA"):
         raise ConfigError(
             f"peft_type is {kind!r}, and jaxlora trains LoRA and VeRA adapters. Only "
             "LORA and VERA can be converted."
         )
-    migration.run["model"] = migration.take("base_model_name_or_path")
-    if revision := migration.take("revision"):
-        migration.run["revision"] = revision
-    job = migration.job
-    job |= {"name": "adapter", "data": {"path": "records.jsonl"}}
     if kind == "VERA":
-        job |= {"use_vera": True, "rank": migration.take("r", 256)}
-        job["dropout"] = migration.take("vera_dropout", 0.0)
+        migration.job["use_vera"] = True
+        migration.convert({"r": To("rank", 256), "vera_dropout": To("dropout", 0.0)})
     else:
-        job["rank"] = migration.take("r", 8)
-        job["lora_alpha"] = migration.take("lora_alpha", 8)
-        job["dropout"] = migration.take("lora_dropout", 0.0)
-    for key in ("target_modules", "rank_pattern", "alpha_pattern", "exclude_modules"):
-        if value := migration.take(key):
-            job[key] = sorted(map(str, value)) if isinstance(value, list) else value
-    if "/" not in str(migration.run["model"]):
-        migration.to_do.append(
-            "model: if it was a folder, give its path; adapters may tell only its name."
-        )
-    migration.to_do.append("data.path: give the file to train on.")
-    migration.to_do.append(
-        "init_from: set it to the adapter's folder to train this adapter further, and "
-        "leave out rank, lora_alpha and targets then."
-    )
-    for key, value in _DEFAULTS.items():
-        if migration.given.get(key) == value:
-            del migration.given[key]
-    migration.take_rest(_REASONS)
-    return migration
+        migration.convert({"r": To("rank", 8), "lora_alpha": To("lora_alpha", 8)})
+        migration.convert({"lora_dropout": To("dropout", 0.0)})
+
+
+_TABLE: Table = {
+    "peft_type": _set_kind,
+    "base_model_name_or_path": _set_model,
+    "revision": To("revision"),
+    **{key: To(key) for key in _LISTS},
+    **by_key(
+        {
+            "It names the class of the model in transformers.": "auto_mapping",
+            "The objective decides it.": "task_type",
+            "It does not matter for training.": "inference_mode peft_version",
+            "The matrices are always saved beside the vectors.": "save_projection",
+            TRANSPOSED: "fan_in_fan_out",
+            "Biases stay frozen.": "bias",
+            "There are no such adapters here; this one is trained without it.": (
+                "use_qalora layer_replication alora_invocation_tokens arrow_config "
+                "target_parameters"
+            ),
+        }
+    ),
+}

@@ -4,104 +4,119 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate.migration import Migration
+from jaxlora.migrate.migration import Migration, Refused, Table
+from jaxlora.migrate.reasons import by_key
 from jaxlora.objectives.table import find_objective
 
 # The name under which TRL's script loads the adapter that is the reference.
 _REFERENCE = "ref_adapter_name"
-_NO_COUNTERPART = (
-    *("f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "use_weighting"),
-    *("sync_ref_model", "discopop_tau", "rpo_alpha", "reference_free", "alpha"),
-    *("loss_weights", "ref_model", "ref_model_adapters", "ref_model_name_or_path"),
-    *("dpo_loss_weights", "dpo_use_weighting", "dpo_norm_loss", "pref_ftx"),
-    *("pref_bco_weight", "ld_alpha", "reference_adapter", _REFERENCE),
+_TABLE: Table = by_key(
+    {
+        Refused(
+            "which changes the loss and has no counterpart in jaxlora",
+            neutral="reverse_kl",
+        ): "f_divergence_type f_alpha_divergence_coef ld_alpha use_weighting "
+        "sync_ref_model discopop_tau rpo_alpha reference_free alpha loss_weights "
+        "ref_model ref_model_adapters ref_model_name_or_path dpo_loss_weights "
+        "dpo_use_weighting dpo_norm_loss pref_ftx pref_bco_weight reference_adapter "
+        f"{_REFERENCE}",
+        "Set objective_args.reference_logps: kept or in_step.": (
+            "precompute_ref_log_probs"
+        ),
+        "The batch is microbatch_tokens.": "precompute_ref_batch_size",
+        "Only max_length cuts: at the end of the answer.": (
+            "max_prompt_length max_completion_length"
+        ),
+        "Which answers KTO combines does not depend on it.": "train_sampling_strategy",
+        "Set dropout of the job.": "disable_dropout",
+        "Set samples of the run.": "generate_during_eval",
+        "The reference is the base of the run.": (
+            "ref_model_init_kwargs force_use_ref_model"
+        ),
+        "The adapter in training is the job's.": "model_adapter_name",
+        "The reference is on the base of the run.": "ref_model_quantization_bit",
+    }
 )
-# Values of these that change nothing.
-_NEUTRAL = (None, False, 0, 0.0, "", "reverse_kl", [], {})
-# Settings without effect on the result.
-_LEFT_OUT = {
-    "precompute_ref_log_probs": "Set objective_args.reference_logps: kept or in_step.",
-    "precompute_ref_batch_size": "The batch is microbatch_tokens.",
-    "max_prompt_length": "Only max_length cuts: at the end of the answer.",
-    "max_completion_length": "Only max_length cuts: at the end of the answer.",
-    "train_sampling_strategy": "Which answers KTO combines does not depend on it.",
-    "disable_dropout": "Set dropout of the job.",
-    "generate_during_eval": "Set samples of the run.",
-    "ref_model_init_kwargs": "The reference is the base of the run.",
-    "force_use_ref_model": "The reference is the base of the run.",
-    "model_adapter_name": "The adapter in training is the job's.",
-    "ref_model_quantization_bit": "The reference is on the base of the run.",
-}
-# Axolotl's settings of the objectives.
-_OF_AXOLOTL = (
-    *("rl_beta", "dpo_beta", "orpo_alpha", "dpo_loss_type", "dpo_label_smoothing"),
-    *("cpo_alpha", "simpo_gamma", "kto_desirable_weight", "kto_undesirable_weight"),
-    "center_rewards_coefficient",
-)
-# Losses of TRL's DPO trainer that are here.
-_DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")
+# The losses of each objective that are here.
 _LOSSES = {
-    "dpo": _DPO_LOSSES,
+    "dpo": ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"),
     "cpo": ("sigmoid", "hinge", "ipo"),
     "kto": ("kto", "apo_zero_unpaired"),
 }
-# Keys that only one trainer of TRL has.
+# Keys, and losses, that only one trainer of TRL has.
 _TELLING = {
     "kto": ("desirable_weight", "undesirable_weight"),
     "cpo": ("cpo_alpha", "simpo_gamma"),
     "reward": ("center_rewards_coefficient",),
 }
 _OF_LOSS = {"simpo": "cpo", "kto": "kto", "apo_zero_unpaired": "kto"}
-# TRL's defaults that differ from those of its supervised training.
-TRL_RATES = {"reward": 1e-4}
-TRL_RATE = 1e-6
+_OF_DPO = {
+    *("beta", "label_smoothing", "precompute_ref_log_probs"),
+    *("max_prompt_length", "max_completion_length"),
+    *(key for key, entry in _TABLE.items() if isinstance(entry, Refused)),
+}
+# The defaults of CPO, which SimPO is there.
+_SIMPO: dict[str, Any] = {"beta": 0.1, "cpo_alpha": 1.0}
+# Our names of Axolotl's and LLaMA-Factory's settings of the objectives that have them.
+_AXOLOTL = {
+    "rl_beta": "beta",
+    "dpo_beta": "beta",
+    "orpo_alpha": "beta",
+    "dpo_loss_type": "loss_type",
+    "dpo_label_smoothing": "label_smoothing",
+    "cpo_alpha": "cpo_alpha",
+    "simpo_gamma": "simpo_gamma",
+    "kto_desirable_weight": "desirable_weight",
+    "kto_undesirable_weight": "undesirable_weight",
+    "center_rewards_coefficient": "center_rewards_coefficient",
+}
+_LLAMA_FACTORY = {
+    "kto_chosen_weight": "desirable_weight",
+    "kto_rejected_weight": "undesirable_weight",
+    "pref_beta": "beta",
+    "pref_loss": "loss_type",
+    "dpo_label_smoothing": "label_smoothing",
+    "simpo_gamma": "simpo_gamma",
+}
+# Those of one objective only, although others have a setting of our name.
+_OF_ONE = dict.fromkeys(("dpo_loss_type", "dpo_label_smoothing", "pref_loss"), "dpo")
+_OF_ONE["orpo_alpha"] = "orpo"
 _SMOOTHED = (
     "objective_args.label_smoothing: TRL ignores it with the loss `sigmoid` since "
     "0.29, and here it is used, as before. Remove it, or choose loss_type: robust."
 )
+# How LLaMA-Factory computes some objectives otherwise.
+_OTHERWISE = {
+    "reward": "objective: LLaMA-Factory's value head has a bias, and is saved apart. "
+    "Here it is PEFT's `score`, without a bias.",
+    "kto": "objective: LLaMA-Factory combines the answers of KTO's baseline over 1000 "
+    "records and shuffles them afterwards; here they are of one batch, as in TRL.",
+    "orpo": "objective: LLaMA-Factory's ORPO takes the mean loss of each chosen "
+    "answer; here it is over all tokens of the chosen sequences, prompts included, as "
+    "in TRL.",
+}
 
 
-def trl_objective(given: Mapping[str, Any]) -> str | None:
-    """Returns which trainer of TRL a file is for; None: supervised training."""
-    for name, keys in _TELLING.items():
-        if any(key in given for key in keys):
-            return name
-    loss = given.get("loss_type")
-    if isinstance(loss, str) and loss in _OF_LOSS:
-        return _OF_LOSS[loss]
-    is_dpo = {"beta", "precompute_ref_log_probs", "label_smoothing", *_NO_COUNTERPART}
-    is_dpo |= {"max_prompt_length", "max_completion_length"}
-    return "dpo" if is_dpo & given.keys() or loss in _DPO_LOSSES else None
-
-
-def set_trl(migration: Migration, name: str) -> None:
-    """Sets the objective of a file for one of TRL's trainers.
-
-    Args:
-        migration: The settings.
-        name: The trainer, from `trl_objective`.
+def set_trl(migration: Migration) -> None:
+    """Sets the objective of a file for one of TRL's trainers, if it is for one.
 
     Raises:
         ConfigError: A setting has no counterpart.
     """
+    name = _trl_trainer(migration.given)
+    if name is None:
+        return
     if name == "dpo" and "loss_type" not in migration.given:
         migration.to_do.append(
             "objective: the file names no trainer, and is read as one for DPO. If it "
             "is for another one, set objective: orpo, cpo or kto."
         )
     args: dict[str, Any] = {}
-    loss = migration.take("loss_type")
-    if isinstance(loss, list) and len(loss) == 1:
-        (loss,) = loss
+    loss = _only(migration.take("loss_type"))
     if name == "cpo" and loss == "simpo":
-        name, loss = "simpo", None
-        args |= {
-            "beta": 0.1,
-            "cpo_alpha": 1.0,
-        }  # the defaults of CPO, which it is there
+        name, loss, args = "simpo", None, dict(_SIMPO)
     if loss is not None and name != "reward":
-        _check_loss(loss, _LOSSES[name])
-        args["loss_type"] = loss
+        args["loss_type"] = _known_loss(loss, _LOSSES[name])
     for key in find_objective(name).settings.model_fields:
         value = migration.take(key)
         if value is not None:
@@ -112,58 +127,50 @@ def set_trl(migration: Migration, name: str) -> None:
             "objective_args.reference: give the folder of the adapter that the script "
             f"loads as {adapter!r}; it may adapt other linears, with another rank."
         )
-    is_sigmoid = name == "dpo" and args.get("loss_type", "sigmoid") == "sigmoid"
-    if is_sigmoid and args.get("label_smoothing"):
-        migration.to_do.append(_SMOOTHED)
     keeps_dropout = migration.take("disable_dropout") is False
     _finish(migration, name, args, has_dropout=keeps_dropout)
+    # TRL's own rates, and what it does with long samples.
+    rate = 1e-4 if name == "reward" else 1e-6
+    migration.given["learning_rate"] = migration.take("learning_rate", rate)
     if name == "reward":
-        migration.job["too_long"] = "drop"  # as TRL does
+        migration.job["too_long"] = "drop"
 
 
-def set_axolotl(migration: Migration) -> bool:
-    """Sets the objective of `rl` or `reward_model`; returns whether there is one.
+def _trl_trainer(given: Mapping[str, Any]) -> str | None:
+    """Returns which trainer of TRL a file is for; None: supervised training."""
+    for name, keys in _TELLING.items():
+        if any(key in given for key in keys):
+            return name
+    loss = given.get("loss_type")
+    if isinstance(loss, str) and loss in _OF_LOSS:
+        return _OF_LOSS[loss]
+    return "dpo" if _OF_DPO & given.keys() or loss in _LOSSES["dpo"] else None
+
+
+def set_axolotl(migration: Migration, _: str, rl: Any) -> None:
+    """Sets the objective of `rl` or `reward_model`, if there is one.
 
     Raises:
         ConfigError: It has no counterpart.
     """
-    rl, is_reward = migration.take("rl"), migration.take("reward_model")
+    is_reward = migration.take("reward_model")
     if not rl and not is_reward:
-        return False
-    given = {key: migration.take(key) for key in _OF_AXOLOTL}
-    loss = given["dpo_loss_type"]
-    if isinstance(loss, list) and len(loss) == 1:
-        (loss,) = loss
+        return
     name = "reward" if is_reward else str(rl).lower()
-    if name == "ipo":
-        name, loss = "dpo", "ipo"
+    is_ipo = name == "ipo"
+    name = "dpo" if is_ipo else name
     if name not in ("dpo", "orpo", "simpo", "kto", "reward"):
         raise ConfigError(
             f"rl is {rl!r}, which jaxlora does not train. Files with rl: dpo, ipo, "
             "orpo, simpo or kto can be converted."
         )
-    beta = given["dpo_beta"] if given["rl_beta"] is None else given["rl_beta"]
-    args: dict[str, Any] = {"beta": beta}
+    args = _take_args(migration, _AXOLOTL, name)
     if name == "dpo":
-        if loss is not None:
-            _check_loss(loss, _DPO_LOSSES)
-        args |= {"loss_type": loss, "label_smoothing": given["dpo_label_smoothing"]}
-        if args["label_smoothing"] and loss in (None, "sigmoid"):
-            migration.to_do.append(_SMOOTHED)
-    elif name == "simpo":  # it is CPO's, with the defaults of CPO
-        found = {key: given[key] for key in ("cpo_alpha", "simpo_gamma")}
-        found |= args
-        args = {"beta": 0.1, "cpo_alpha": 1.0}
-        args |= {key: value for key, value in found.items() if value is not None}
-    elif name == "kto":
-        for key in ("desirable_weight", "undesirable_weight"):
-            args[key] = given[f"kto_{key}"]
-    elif name == "orpo":
-        args["beta"] = given["orpo_alpha"] if beta is None else beta
-    else:
-        args = {"center_rewards_coefficient": given["center_rewards_coefficient"]}
+        loss = "ipo" if is_ipo else _only(args.get("loss_type"))
+        args["loss_type"] = loss and _known_loss(loss, _LOSSES["dpo"])
+    elif name == "simpo":
+        args = _SIMPO | args
     _finish(migration, name, args, has_dropout=False)
-    return True
 
 
 def set_llama_factory(migration: Migration, stage: str) -> None:
@@ -172,42 +179,17 @@ def set_llama_factory(migration: Migration, stage: str) -> None:
     Raises:
         ConfigError: A setting has no counterpart.
     """
-    beta = migration.take("pref_beta", 0.1)
-    loss, gamma = migration.take("pref_loss", "sigmoid"), migration.take("simpo_gamma")
-    smoothing = migration.take("dpo_label_smoothing")
-    weights = {
-        "desirable_weight": migration.take("kto_chosen_weight"),
-        "undesirable_weight": migration.take("kto_rejected_weight"),
-    }
-    args: dict[str, Any]
-    if stage == "rm":
-        name, args = "reward", {}
-        migration.to_do.append(
-            "objective: LLaMA-Factory's value head has a bias, and is saved apart. "
-            "Here it is PEFT's `score`, without a bias."
-        )
-    elif stage == "kto":
-        name, args = "kto", weights | {"beta": beta}
-        migration.to_do.append(
-            "objective: LLaMA-Factory combines the answers of KTO's baseline over 1000 "
-            "records and shuffles them afterwards; here they are of one batch, as in "
-            "TRL."
-        )
-    elif loss in ("orpo", "simpo"):
-        name, args = loss, {"beta": beta}
-        if name == "simpo":
-            args["simpo_gamma"] = gamma
-        else:
-            migration.to_do.append(
-                "objective: LLaMA-Factory's ORPO takes the mean loss of each chosen "
-                "answer; here it is over all tokens of the chosen sequences, prompts "
-                "included, as in TRL."
-            )
-    else:
-        _check_loss(loss, ("sigmoid", "hinge", "ipo"))
-        name, args = "dpo", {"beta": beta, "loss_type": loss}
-        if loss == "sigmoid":
-            args["label_smoothing"] = smoothing
+    for key, default in (("pref_beta", 0.1), ("pref_loss", "sigmoid")):
+        migration.given[key] = migration.take(key, default)
+    loss = migration.given["pref_loss"]
+    name = {"rm": "reward"}.get(stage, stage)
+    if name == "dpo" and loss in ("orpo", "simpo"):
+        name = loss
+    args = _take_args(migration, _LLAMA_FACTORY, name)
+    if name == "dpo" and _known_loss(loss, ("sigmoid", "hinge", "ipo")) != "sigmoid":
+        args.pop("label_smoothing", None)
+    if name in _OTHERWISE:
+        migration.to_do.append(_OTHERWISE[name])
     if name in ("dpo", "kto"):
         args["reference"] = _llama_factory_reference(migration)
     _finish(migration, name, args, has_dropout=name == "reward")
@@ -233,38 +215,47 @@ def _llama_factory_reference(migration: Migration) -> str | None:
     return None if found is None else str(found)
 
 
-def _check_loss(loss: Any, known: tuple[str, ...]) -> None:
-    if loss not in known:
-        raise ConfigError(
-            f"the loss {loss!r} has no counterpart in jaxlora. Files with one of "
-            f"{', '.join(known)} can be converted."
-        )
+def _take_args(
+    migration: Migration, names: Mapping[str, str], objective: str
+) -> dict[str, Any]:
+    """Takes the settings of all objectives; returns those of one, by our names."""
+    own, args = find_objective(objective).settings.model_fields, {}
+    for key, ours in names.items():
+        value = migration.take(key)
+        if value is None or ours not in own or objective != _OF_ONE.get(key, objective):
+            continue
+        args.setdefault(ours, value)
+    return args
+
+
+def _only(loss: Any) -> Any:
+    return loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+
+
+def _known_loss(loss: Any, known: tuple[str, ...]) -> str:
+    if loss in known:
+        return loss
+    raise ConfigError(
+        f"the loss {loss!r} has no counterpart in jaxlora. Files with one of "
+        f"{', '.join(known)} can be converted."
+    )
 
 
 def _finish(
     migration: Migration, name: str, args: Mapping[str, Any], *, has_dropout: bool
 ) -> None:
-    """Sets an objective, and refuses settings that change its loss.
-
-    Args:
-        migration: The settings.
-        name: The objective.
-        args: Its settings; None: not given.
-        has_dropout: Whether the tool keeps dropout on.
-    """
-    for key in _NO_COUNTERPART:
-        value = migration.take(key)
-        if value not in _NEUTRAL:
-            raise ConfigError(
-                f"{key} is {value!r}, which changes the loss and has no counterpart in "
-                f"jaxlora. Files with {key} cannot be converted."
-            )
-    for key, reason in _LEFT_OUT.items():
-        if (value := migration.take(key)) not in (None, False):
-            migration.left_out[key] = reason
+    """Sets an objective, and refuses settings that change its loss."""
     given = {key: value for key, value in args.items() if value is not None}
+    is_sigmoid = name == "dpo" and given.get("loss_type", "sigmoid") == "sigmoid"
+    is_trls = migration.tool != "LLaMA-Factory"
+    if is_trls and is_sigmoid and given.get("label_smoothing"):
+        migration.to_do.append(_SMOOTHED)
+    migration.convert(_TABLE)
+    for key, reason in _TABLE.items():
+        if isinstance(reason, str) and migration.take(key) not in (None, False):
+            migration.left_out[key] = reason
     find_objective(name).settings_of(given)
-    migration.job["objective"] = name
+    migration.objective = migration.job["objective"] = name
     if given:
         migration.job["objective_args"] = given
     if not has_dropout:

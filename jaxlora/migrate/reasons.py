@@ -1,6 +1,7 @@
 """Why settings of other tools are left out of run files."""
 
 from collections.abc import Mapping
+from typing import Any
 
 TRUST = "Models are read by jaxlora itself; no code of a checkpoint runs."
 CHECKPOINTS = (
@@ -18,104 +19,109 @@ EVERY_EVALUATION = (
     "start and its end."
 )
 PREPARED = "Samples are prepared at the start of each run, and tokens are cached."
-LOGGING = "log_every counts rounds, and is 1 by default."
 OWN_TEMPLATE = (
     "The tokenizer's own chat template is used. Set chat_template in data if it has "
     "none, or for another one."
 )
+MEMORY = "Set remat of the run, if memory is short."
+TEXT_ONLY = "Models are trained on text only."
+NF4 = "nf4 is as bitsandbytes stores it, with double quantization."
+NO_EXPERTS = "Adapters are on linears; experts are not supported."
+NO_EMBEDDINGS = "Embeddings have no LoRA here."
+TRANSPOSED = "Linears are never transposed here."
 _ROWS = (
     "The embedding has the rows of the checkpoint, and rows of new tokens cannot be "
     "trained yet. trainable_token_indices trains rows that it has, such as those of "
     "reserved tokens."
 )
-SPECIAL_TOKENS = (
-    "Special tokens are those of the checkpoint: set them in its "
-    f"tokenizer_config.json. {_ROWS} Samples are packed, so no padding token is needed."
-)
-OWN_TOKENS = "The texts of tokens come from the checkpoint: change its tokenizer.json."
-SYSTEM = "Set system in data."
-PUSH = "`jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters."
-RESUME = "`jaxlora train --resume` continues a run."
-MEMORY = "Set remat of the run, if memory is short."
-TEXT_ONLY = "Models are trained on text only."
-RATE = "Set lr_schedule and lr_schedule_args of the job; docs/run_file.md has them."
-START = "Set init_lora_weights of the job, if its start is one of those."
-KD = "Set objective: distill, with records that hold a teacher's log-probabilities."
-NF4 = "nf4 is as bitsandbytes stores it, with double quantization."
-_SAMPLES = "Set samples of the run for texts that are generated at evaluations."
 
-# Settings of transformers' trainer, which the tools share.
-_TRAINER: Mapping[str, str] = {
-    "trust_remote_code": TRUST,
-    "do_train": "`jaxlora train` trains.",
-    "do_eval": "A job with held-out records is evaluated.",
-    "do_predict": _SAMPLES,
-    "predict_with_generate": _SAMPLES,
-    "logging_steps": LOGGING,
-    "logging_first_step": LOGGING,
-    "logging_strategy": LOGGING,
-    "save_steps": CHECKPOINTS,
-    "save_strategy": CHECKPOINTS,
-    "save_only_model": CHECKPOINTS,
-    "save_first_step": CHECKPOINTS,
-    "save_safetensors": "Adapters are always saved as safetensors.",
-    "overwrite_output_dir": "A folder that holds a run is never overwritten.",
-    "resume_from_checkpoint": RESUME,
-    "auto_resume_from_checkpoints": RESUME,
-    "run_name": TRACKING,
-    "eval_strategy": EVERY_EVALUATION,
-    "evaluation_strategy": EVERY_EVALUATION,
-    "eval_on_start": "A job with held-out records is evaluated before it trains.",
-    "metric_for_best_model": "The best evaluation is that of the lowest loss.",
-    "greater_is_better": "The best evaluation is that of the lowest loss.",
-    "optim_target_modules": "The optimizer trains the weights of the adapter.",
-    "dtype": "Set dtype of the run: bfloat16, float32 or auto.",
-    "tf32": "Products of float32 are computed as JAX does by default.",
-    "torch_compile": KERNELS,
-    "use_liger_kernel": KERNELS,
-    "enable_liger_kernel": KERNELS,
-    "deepspeed": DEVICES,
-    "data_seed": "seed also chooses the order of the data.",
-    "activation_offloading": MEMORY,
-    "low_cpu_mem_usage": "Weights are read piece by piece.",
-    "disable_tqdm": "Progress is shown in a terminal only.",
-    "default_system": SYSTEM,
-    "default_system_message": SYSTEM,
-    "special_tokens": SPECIAL_TOKENS,
-    "added_tokens_overrides": OWN_TOKENS,
-    **dict.fromkeys(
-        (
-            *("tokens", "add_tokens", "add_special_tokens", "new_special_tokens"),
-            *("additional_special_tokens", "new_special_tokens_config", "resize_vocab"),
-            *("init_special_tokens", "resize_token_embeddings_to_32x"),
-            *("mean_resizing_embeddings", "shrink_embeddings"),
+
+def by_key(entries: Mapping[Any, str]) -> dict[str, Any]:
+    """Returns the entry of each key, from the keys of each, with spaces between them.
+
+    An entry is the reason why the setting is left out, or whatever `Table` has.
+    """
+    return {key: entry for entry, keys in entries.items() for key in keys.split()}
+
+
+# Settings of transformers' trainer and of PEFT, which the tools share. A `*` stands for
+# how a name may go on.
+_SHARED: Mapping[str, str] = by_key(
+    {
+        TRUST: "trust_remote_code",
+        "`jaxlora train` trains.": "do_train",
+        "A job with held-out records is evaluated.": "do_eval",
+        "Set samples of the run for texts that are generated at evaluations.": (
+            "do_predict predict_with_generate"
         ),
-        _ROWS,
-    ),
-}
-# Families of settings, by how their names begin, with their reasons.
-_FAMILIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("wandb_", "use_wandb", "mlflow_", "use_mlflow", "comet_", "use_comet"), TRACKING),
-    (("swanlab_", "use_swanlab", "trackio_", "use_trackio", "logging_dir"), TRACKING),
-    (("otel_", "use_otel", "use_tensorboard"), TRACKING),
-    (("liger_", "torch_compile", "flash_attn_", "fused_attn"), KERNELS),
-    (("use_kernels", "cut_cross_entropy", "flex_attn"), KERNELS),
-    (("fsdp", "ddp_", "ray_", "use_ray", "accelerat", "dp_", "ulysses_"), DEVICES),
-    (("context_parallel", "tensor_parallel", "expert_parallel"), DEVICES),
-    (("dataloader_", "dataset_num_proc", "preprocessing_"), PREPARED),
-    (("gradient_checkpointing_", "torch_empty_cache"), MEMORY),
-    (("hub_", "push_"), PUSH),
-    (("image_", "video_", "audio_", "freeze_", "processor_"), TEXT_ONLY),
-    (("bnb_", "double_quantization", "use_bnb_nested"), NF4),
-    (("cosine_", "lr_quadratic_warmup", "lr_groups"), RATE),
-    (("adam_beta3", "adam_epsilon2"), "No optimizer here has this setting."),
-    (("pissa_", "loftq_", "eva_", "peft_eva_", "corda_"), START),
-    (("kd_", "teacher_"), KD),
+        "log_every counts rounds, and is 1 by default.": (
+            "logging_steps logging_first_step logging_strategy"
+        ),
+        CHECKPOINTS: "save_steps save_strategy save_only_model save_first_step",
+        "Adapters are always saved as safetensors.": "save_safetensors",
+        "A folder that holds a run is never overwritten.": "overwrite_output_dir",
+        "`jaxlora train --resume` continues a run.": (
+            "resume_from_checkpoint auto_resume_from_checkpoints"
+        ),
+        TRACKING: (
+            "run_name wandb_* use_wandb* mlflow_* use_mlflow* comet_* use_comet* "
+            "swanlab_* use_swanlab* trackio_* use_trackio* logging_dir* otel_* "
+            "use_otel* use_tensorboard*"
+        ),
+        EVERY_EVALUATION: "eval_strategy evaluation_strategy",
+        "A job with held-out records is evaluated before it trains.": "eval_on_start",
+        "The best evaluation is that of the lowest loss.": (
+            "metric_for_best_model greater_is_better"
+        ),
+        "The optimizer trains the weights of the adapter.": "optim_target_modules",
+        "Set dtype of the run: bfloat16, float32 or auto.": "dtype",
+        "Products of float32 are computed as JAX does by default.": "tf32",
+        KERNELS: (
+            "torch_compile* use_liger_kernel enable_liger_kernel liger_* flash_attn_* "
+            "fused_attn* use_kernels* cut_cross_entropy* flex_attn*"
+        ),
+        DEVICES: (
+            "deepspeed fsdp* ddp_* ray_* use_ray* accelerat* dp_* ulysses_* "
+            "context_parallel* tensor_parallel* expert_parallel*"
+        ),
+        "seed also chooses the order of the data.": "data_seed",
+        MEMORY: "activation_offloading gradient_checkpointing_* torch_empty_cache*",
+        "Weights are read piece by piece.": "low_cpu_mem_usage",
+        "Progress is shown in a terminal only.": "disable_tqdm",
+        "Set system in data.": "default_system default_system_message",
+        "Special tokens are those of the checkpoint: set them in its "
+        f"tokenizer_config.json. {_ROWS} Samples are packed, so no padding token is "
+        "needed.": "special_tokens",
+        "The texts of tokens come from the checkpoint: change its tokenizer.json.": (
+            "added_tokens_overrides"
+        ),
+        _ROWS: (
+            "tokens add_tokens add_special_tokens new_special_tokens "
+            "additional_special_tokens new_special_tokens_config resize_vocab "
+            "init_special_tokens resize_token_embeddings_to_32x "
+            "mean_resizing_embeddings shrink_embeddings"
+        ),
+        PREPARED: "dataloader_* dataset_num_proc* preprocessing_*",
+        "`jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters.": (
+            "hub_* push_*"
+        ),
+        TEXT_ONLY: "image_* video_* audio_* freeze_* processor_*",
+        NF4: "bnb_* double_quantization* use_bnb_nested*",
+        "Set lr_schedule and lr_schedule_args of the job; docs/run_file.md has "
+        "them.": "cosine_* lr_quadratic_warmup* lr_groups*",
+        "No optimizer here has this setting.": "adam_beta3* adam_epsilon2*",
+        "Set init_lora_weights of the job, if its start is one of those.": (
+            "pissa_* loftq_* eva_* peft_eva_* corda_*"
+        ),
+        "Set objective: distill, with records that hold a teacher's "
+        "log-probabilities.": "kd_* teacher_*",
+    }
 )
 
 
 def find_reason(key: str) -> str | None:
     """Returns why a setting is left out that several tools have; None: not known."""
-    if key in _TRAINER:
-        return _TRAINER[key]
-    return next((why for names, why in _FAMILIES if key.startswith(names)), None)
+    if key in _SHARED:
+        return _SHARED[key]
+    families = (name for name in _SHARED if name.endswith("*"))
+    return next((_SHARED[n] for n in families if key.startswith(n[:-1])), None)

@@ -2,33 +2,38 @@
 
 import pathlib
 import re
-from typing import Any
 
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.migrate.migration import Migration
 
-_FAMILIES = "Llama, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3, Gemma 2 and Gemma 3 text"
-_USE_DENSE = (
-    "Use the original model, and quantize_base: nf4, int8 or fp8 for less memory."
+_QUANTIZED = (
+    "{model} is, by its name, {what}, which is not supported. Use the original model, "
+    "and quantize_base: nf4, int8 or fp8 for less memory."
 )
-_USE_FAMILY = f"Use a model of a family that is: {_FAMILIES}."
-
+_OTHER = (
+    "{what} are not supported, and {model} is one by its name. Use a model of a family "
+    "that is: Llama, SmolLM2, SmolLM3, Mistral, Qwen2, Qwen2.5, Qwen3, Gemma 2, "
+    "Gemma 3 text, Granite 3, OLMo 2, OLMo 3, Phi-3 and Phi-4-mini."
+)
 # How the names of models are written whose weights are in a format that is not read.
-_METHODS = {
-    "AWQ": r"awq",
-    "GPTQ": r"gptq",
-    "AQLM": r"aqlm",
-    "HQQ": r"hqq",
-    "EETQ": r"eetq",
-    "EXL2": r"exl[23]",
-    "QuIP#": r"quip|e8p",
-    "MLX": r"mlx",
-    "4-bit or narrower": r"w[1-4]a\d+|int[1-4]|[1-35-7]bit|fp4|(nv|mx)fp4|auto-?round",
+_FORMATS = {
+    "quantized as AWQ": r"awq",
+    "quantized as GPTQ": r"gptq",
+    "quantized as AQLM": r"aqlm",
+    "quantized as HQQ": r"hqq",
+    "quantized as EETQ": r"eetq",
+    "quantized as EXL2": r"exl[23]",
+    "quantized as QuIP#": r"quip|e8p",
+    "quantized as MLX": r"mlx",
+    "quantized as 4-bit or narrower": r"w[1-4]a\d+|int[1-4]|[1-35-7]bit|fp4"
+    r"|(nv|mx)fp4|auto-?round",
+    "a GGUF model": r"gguf",
 }
 # How the names of models are written whose architecture is not built.
 _ARCHITECTURES = {
-    "Mixtures of experts": r"mixtral|moe|a\d+(\.\d+)?b|llama4|llama-4|gpt-oss|grok"
+    "Mixtures of experts": r"mixtral|moe|llama4|llama-4|gpt-oss|grok"
     r"|(?<!distill-)deepseek-?(v[2-9]|r1)(?!-distill)|dbrx|arctic|kimi|jamba"
+    r"|(?<!qwen3-30b-)(?<!qwen3-coder-30b-)(?<!qwen3-235b-)a\d+(\.\d+)?b"
     r"|maverick|scout|glm-?4\.[5-9]|minimax|ernie-?4\.5|llada",
     "Models of images, speech or video": r"vl|vision|llava|pixtral|internvl|omni"
     r"|audio|minicpm-?[vo]|paligemma|idefics|smolvlm|mllama|gemma-?3n|gemma-?3-(4|12|27)b|voxtral|ocr",
@@ -39,7 +44,10 @@ _ARCHITECTURES = {
     r"|gemma-?4|lfm2?|ministral-?3|seed-oss|exaone|bitnet",
 }
 # Such names hold a word of the tables, but are of models that are supported.
-_SUPPORTED = re.compile(r"gemma-?[23](?![nb])|qwen-?([23](?!\.5|-next)|2\.5)|distill-")
+_SUPPORTED = re.compile(
+    r"gemma-?[23](?![nb])|qwen-?([23](?!\.5|-next)|2\.5)|distill-|olmo-?[23]"
+    r"|granite-3\.\d-[28]b|phi-?(3|3\.5|4)-mini|phi-?3-medium"
+)
 
 
 def check_model(migration: Migration) -> None:
@@ -79,34 +87,10 @@ def find_doubt(model: str) -> str | None:
         model: Its hub id, such as `mistralai/Mixtral-8x7B-v0.1`.
     """
     name = model.rpartition("/")[2].lower()
-    for method, words in _METHODS.items():
-        if _has_word(name, words):
-            return (
-                f"{model} is, by its name, quantized as {method}, which is not "
-                f"supported. {_USE_DENSE}"
-            )
-    if name.endswith(".gguf") or _has_word(name, "gguf"):
-        return (
-            f"{model} is, by its name, a GGUF model, which is not supported. "
-            f"{_USE_DENSE}"
-        )
-    for what, words in _ARCHITECTURES.items():
-        is_family = what == "Models of this family"
-        if _has_word(name, words) and not (is_family and _SUPPORTED.search(name)):
-            return f"{what} are not supported, and {model} is one by its name. " + (
-                _USE_FAMILY
-            )
+    for said, table in ((_QUANTIZED, _FORMATS), (_OTHER, _ARCHITECTURES)):
+        for what, words in table.items():
+            if not re.search(rf"(?<![a-z])({words})(?![a-z])", name):
+                continue
+            if what != "Models of this family" or not _SUPPORTED.search(name):
+                return said.format(model=model, what=what)
     return None
-
-
-def _has_word(name: str, words: str) -> bool:
-    """Whether a name has one of some words between its separators."""
-    return bool(re.search(rf"(?<![a-z])({words})(?![a-z])", name))
-
-
-def describe_quantization(method: Any) -> str:
-    """Says what to use instead of a quantization method that is not supported."""
-    return (
-        f"{method}: it is not supported. quantize_base has nf4 (as bitsandbytes), int8 "
-        "and fp8, which quantize the original model when it is loaded."
-    )

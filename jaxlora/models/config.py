@@ -36,6 +36,28 @@ class LongRopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class YarnScaling:
+    """Long waves stretched, short ones kept (`rope_type: yarn`, arXiv 2309.00071).
+
+    Attributes:
+        factor: Factor of the long wavelengths.
+        fast: Waves with more turns in `original_max_positions` are kept.
+        slow: Waves with fewer turns are stretched; those between are blended.
+        original_max_positions: Longest sequence before the context was extended.
+        magnitude: Factor of the rotated queries and keys.
+    """
+
+    factor: float
+    fast: float
+    slow: float
+    original_max_positions: int
+    magnitude: float
+
+
+RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | YarnScaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
     """Rotary position embedding of a layer.
 
@@ -45,7 +67,7 @@ class Rope:
     """
 
     theta: float
-    scaling: Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | None = None
+    scaling: RopeScaling | None = None
 
     def num_rotated(self, head_dim: int) -> int:
         """Returns how many of a head's features rotate, the first ones."""

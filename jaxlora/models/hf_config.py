@@ -146,202 +146,6 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 Object = Annotated[dict[str, Any], BeforeValidator(_object)]
 
 
-class HfConfig(pydantic.BaseModel):
-    """The keys that every family reads.
-
-    Attributes:
-        FAMILY: What the models of the family share.
-        MODEL: Class of its models.
-        IGNORED: Keys of the family without an effect on what a model computes.
-        DIVIDES_WIDTH: Whether hidden_size must be a multiple of the number of heads
-            even if head_dim is given.
-    """
-
-    FAMILY: ClassVar[Family]
-    MODEL: ClassVar[type[ModelConfig]] = ModelConfig
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
-    DIVIDES_WIDTH: ClassVar[bool] = False
-
-    model_type: str
-    vocab_size: Annotated[int, count(2**24)]
-    hidden_size: Annotated[int, count(2**18)]
-    intermediate_size: Annotated[int, count(2**20)]
-    num_hidden_layers: Annotated[int, count(1000)]
-    num_attention_heads: Heads
-    num_key_value_heads: Heads | None = None
-    head_dim: HeadDim | None = None
-    max_position_embeddings: Count
-    rms_norm_eps: Annotated[float, number(1.0)] | None = None
-    rope_theta: Theta | None = None
-    rope_scaling: Object = {}
-    rope_parameters: Object = {}
-    partial_rotary_factor: Annotated[Any, only(1.0)] | None = None
-    attention_dropout: Annotated[Any, only(0)] | None = None
-    tie_word_embeddings: Flag = False
-    sliding_window: Any = None
-    layer_types: Any = None
-    bos_token_id: Whole | None = None
-    eos_token_id: Annotated[Any, BeforeValidator(_end_tokens)] = None
-    pad_token_id: Whole | None = None
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Reads the contents of a config.json.
-
-        Raises:
-            ModelError: A value is missing or unsupported, or a key is set that is not
-                read and that may change the mathematics.
-        """
-        for key, value in config.items():
-            is_known = key in _IGNORED | cls.IGNORED | cls.model_fields.keys()
-            if not is_known and value not in (None, False, [], {}):
-                raise ModelError(
-                    f"config.json sets {key}={shown(value)}, which is not read here "
-                    "and may change what the model computes. If it does not, remove it "
-                    "from config.json."
-                )
-        missing = "config.json lacks {key!r}, so the model is not defined."
-        return validated(cls, config, missing).build()
-
-    def build(self, **fields: Any) -> ModelConfig:
-        """Returns the configuration of the model.
-
-        Args:
-            **fields: The fields of `MODEL` that only some families have.
-        """
-        rope, local_rope = self.ropes()
-        return self.MODEL(
-            family=self.FAMILY,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self._kv_heads(),
-            head_dim=self.features_of_head(),
-            max_positions=self.max_position_embeddings,
-            rms_eps=self.rms_norm_eps or 1e-6,
-            rope=rope,
-            local_rope=local_rope,
-            tie_embeddings=self.tie_word_embeddings,
-            layer_windows=self.layer_windows(),
-            **fields,
-        )
-
-    def ropes(self) -> tuple[Rope, Rope | None]:
-        """Returns the rotary positions, and those of layers with a window if others.
-
-        Version 4 of transformers has `rope_theta` and `rope_scaling`; version 5 has
-        `rope_parameters`.
-        """
-        theta = self.rope_theta or 10000.0
-        given = {"rope_theta": theta, **self.rope_scaling, **self.rope_parameters}
-        return read_rope(given), None
-
-    def ropes_by_type(self, theta: float, local_theta: float) -> tuple[Rope, Rope]:
-        """Returns the rotary positions of layers without a window, and with one.
-
-        Version 4 of transformers scales the former alone, and version 5 has an object
-        for each type of layer.
-
-        Args:
-            theta: Base of the frequencies of layers without a window.
-            local_theta: Base of those of layers with a window.
-        """
-        given = self.rope_parameters
-        if unread := given.keys() - {FULL, SLIDING}:
-            raise ModelError(
-                f"config.json sets {shown(sorted(unread))} in rope_parameters; wanted "
-                f"an object for {FULL} and one for {SLIDING}."
-            )
-        kinds = validated(_Ropes, given)
-        full, sliding = kinds.full_attention, kinds.sliding_attention
-        return (
-            read_rope({"rope_theta": theta, **full, **self.rope_scaling}),
-            read_rope({"rope_theta": local_theta, **sliding}),
-        )
-
-    def layer_windows(self) -> Windows:
-        """Returns the attention window of each layer; None for a layer without one."""
-        if self.sliding_window:
-            raise ModelError(
-                f"config.json sets sliding_window={shown(self.sliding_window)} for a "
-                f"{self.model_type} model, which has none."
-            )
-        return self.typed_windows(None, [False] * self.num_hidden_layers)
-
-    def typed_windows(
-        self,
-        window: int | None,
-        has_window: Sequence[bool],
-        *,
-        may_differ: bool = False,
-    ) -> Windows:
-        """Returns the attention windows, by `layer_types` if the file has them.
-
-        Args:
-            window: Window of the layers that have one; None: no layer has one.
-            has_window: Which layers have one if `layer_types` does not say so.
-            may_differ: Whether `layer_types` may say otherwise.
-        """
-        windows = tuple(window if has else None for has in has_window)
-        kinds, known = self.layer_types, {FULL: None, SLIDING: window}
-        if kinds is None:
-            return windows
-        fits = isinstance(kinds, list) and len(kinds) == len(windows)
-        if not fits or any(kind not in list(known) for kind in kinds):
-            raise ModelError(
-                f"config.json has layer_types={shown(kinds)}; wanted one of "
-                f"{sorted(known)} for each of the {len(windows)} layers."
-            )
-        if SLIDING in kinds and window is None:
-            raise ModelError(
-                "config.json has layer_types with sliding_attention, and no sliding "
-                f"window is in use for this {self.model_type} model. Set "
-                "sliding_window (and, for a Qwen, use_sliding_window), or make the "
-                "layers full_attention."
-            )
-        typed = tuple(known[kind] for kind in kinds)
-        if not may_differ and typed != windows:
-            raise ModelError(
-                f"config.json has layer_types={shown(kinds)}, and all layers of a "
-                f"{self.model_type} model have sliding_window={window}. Remove "
-                "layer_types."
-            )
-        return typed
-
-    def _kv_heads(self) -> int:
-        heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads or heads
-        if heads % kv_heads:
-            raise ModelError(
-                f"config.json has num_attention_heads={heads}, not a multiple of "
-                f"num_key_value_heads={kv_heads}."
-            )
-        return kv_heads
-
-    def features_of_head(self) -> int:
-        """Returns `head_dim`, which is hidden_size / num_attention_heads by default."""
-        width, heads = self.hidden_size, self.num_attention_heads
-        if (not self.head_dim or self.DIVIDES_WIDTH) and width % heads:
-            remedy = "" if self.DIVIDES_WIDTH else ", and no head_dim"
-            raise ModelError(
-                f"config.json has hidden_size={width}, not a multiple of "
-                f"num_attention_heads={heads}{remedy}."
-            )
-        head_dim = self.head_dim or width // heads
-        if head_dim > 2**12:
-            raise ModelError(
-                f"config.json has head_dim={head_dim}; wanted at most 4096."
-            )
-        if head_dim % 2:
-            raise ModelError(
-                f"config.json has head_dim={head_dim}; rotary positions need an even "
-                "one."
-            )
-        return head_dim
-
-
 class _Ropes(pydantic.BaseModel):
     full_attention: Object = {}
     sliding_attention: Object = {}
@@ -439,3 +243,206 @@ def validated[T: pydantic.BaseModel](
         raise ModelError(
             f"config.json has {key}={shown(values[key])}; {reason}"
         ) from None
+
+
+class HfConfig(pydantic.BaseModel):
+    """The keys that every family reads.
+
+    Attributes:
+        FAMILY: What the models of the family share.
+        MODEL: Class of its models.
+        IGNORED: Keys of the family without an effect on what a model computes.
+        DIVIDES_WIDTH: Whether hidden_size must be a multiple of the number of heads
+            even if head_dim is given.
+    """
+
+    FAMILY: ClassVar[Family]
+    MODEL: ClassVar[type[ModelConfig]] = ModelConfig
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    DIVIDES_WIDTH: ClassVar[bool] = False
+
+    model_type: str
+    vocab_size: Annotated[int, count(2**24)]
+    hidden_size: Annotated[int, count(2**18)]
+    intermediate_size: Annotated[int, count(2**20)]
+    num_hidden_layers: Annotated[int, count(1000)]
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None = None
+    head_dim: HeadDim | None = None
+    max_position_embeddings: Count
+    rms_norm_eps: Annotated[float, number(1.0)] | None = None
+    rope_theta: Theta | None = None
+    rope_scaling: Object = {}
+    rope_parameters: Object = {}
+    partial_rotary_factor: Annotated[Any, only(1.0)] | None = None
+    attention_dropout: Annotated[Any, only(0)] | None = None
+    tie_word_embeddings: Flag = False
+    sliding_window: Any = None
+    layer_types: Any = None
+    bos_token_id: Whole | None = None
+    eos_token_id: Annotated[Any, BeforeValidator(_end_tokens)] = None
+    pad_token_id: Whole | None = None
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Reads the contents of a config.json.
+
+        Raises:
+            ModelError: A value is missing or unsupported, or a key is set that is not
+                read and that may change the mathematics.
+        """
+        for key, value in config.items():
+            is_known = key in _IGNORED | cls.IGNORED | cls.model_fields.keys()
+            if not is_known and value not in (None, False, [], {}):
+                raise ModelError(
+                    f"config.json sets {key}={shown(value)}, which is not read here "
+                    "and may change what the model computes. If it does not, remove it "
+                    "from config.json."
+                )
+        missing = "config.json lacks {key!r}, so the model is not defined."
+        return validated(cls, config, missing).build()
+
+    def build(self, **fields: Any) -> ModelConfig:
+        """Returns the configuration of the model.
+
+        Args:
+            **fields: The fields of `MODEL` that only some families have.
+        """
+        rope, local_rope = self.ropes()
+        return self.MODEL(
+            family=self.FAMILY,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self._kv_heads(),
+            head_dim=self.features_of_head(),
+            max_positions=self.max_position_embeddings,
+            rms_eps=self.rms_norm_eps or 1e-6,
+            rope=rope,
+            local_rope=local_rope,
+            tie_embeddings=self.tie_word_embeddings,
+            layer_windows=self.layer_windows(),
+            **fields,
+        )
+
+    def ropes(self) -> tuple[Rope, Rope | None]:
+        """Returns the rotary positions, and those of layers with a window if others.
+
+        Version 4 of transformers has `rope_theta` and `rope_scaling`; version 5 has
+        `rope_parameters`.
+        """
+        theta = self.rope_theta or 10000.0
+        given = {"rope_theta": theta, **self.rope_scaling, **self.rope_parameters}
+        return read_rope(given), None
+
+    def ropes_by_type(
+        self,
+        theta: float,
+        local_theta: float,
+        kinds: Mapping[str, type[DefaultRope]] = ROPES,
+    ) -> tuple[Rope, Rope]:
+        """Returns the rotary positions of layers without a window, and with one.
+
+        Version 4 of transformers scales the former alone, and version 5 has an object
+        for each type of layer.
+
+        Args:
+            theta: Base of the frequencies of layers without a window.
+            local_theta: Base of those of layers with a window.
+            kinds: The keys of each `rope_type` of the former.
+        """
+        given = self.rope_parameters
+        if unread := given.keys() - {FULL, SLIDING}:
+            raise ModelError(
+                f"config.json sets {shown(sorted(unread))} in rope_parameters; wanted "
+                f"an object for {FULL} and one for {SLIDING}."
+            )
+        by_type = validated(_Ropes, given)
+        full, sliding = by_type.full_attention, by_type.sliding_attention
+        full = {"rope_theta": theta, **full, **self.rope_scaling}
+        return (
+            read_rope(full, kinds),
+            read_rope({"rope_theta": local_theta, **sliding}),
+        )
+
+    def layer_windows(self) -> Windows:
+        """Returns the attention window of each layer; None for a layer without one."""
+        if self.sliding_window:
+            raise ModelError(
+                f"config.json sets sliding_window={shown(self.sliding_window)} for a "
+                f"{self.model_type} model, which has none."
+            )
+        return self.typed_windows(None, [False] * self.num_hidden_layers)
+
+    def typed_windows(
+        self,
+        window: int | None,
+        has_window: Sequence[bool],
+        *,
+        may_differ: bool = False,
+    ) -> Windows:
+        """Returns the attention windows, by `layer_types` if the file has them.
+
+        Args:
+            window: Window of the layers that have one; None: no layer has one.
+            has_window: Which layers have one if `layer_types` does not say so.
+            may_differ: Whether `layer_types` may say otherwise.
+        """
+        windows = tuple(window if has else None for has in has_window)
+        kinds, known = self.layer_types, {FULL: None, SLIDING: window}
+        if kinds is None:
+            return windows
+        fits = isinstance(kinds, list) and len(kinds) == len(windows)
+        if not fits or any(kind not in list(known) for kind in kinds):
+            raise ModelError(
+                f"config.json has layer_types={shown(kinds)}; wanted one of "
+                f"{sorted(known)} for each of the {len(windows)} layers."
+            )
+        if SLIDING in kinds and window is None:
+            raise ModelError(
+                "config.json has layer_types with sliding_attention, and no sliding "
+                f"window is in use for this {self.model_type} model. Set "
+                "sliding_window (and, for a Qwen, use_sliding_window), or make the "
+                "layers full_attention."
+            )
+        typed = tuple(known[kind] for kind in kinds)
+        if not may_differ and typed != windows:
+            raise ModelError(
+                f"config.json has layer_types={shown(kinds)}, and all layers of a "
+                f"{self.model_type} model have sliding_window={window}. Remove "
+                "layer_types."
+            )
+        return typed
+
+    def _kv_heads(self) -> int:
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads or heads
+        if heads % kv_heads:
+            raise ModelError(
+                f"config.json has num_attention_heads={heads}, not a multiple of "
+                f"num_key_value_heads={kv_heads}."
+            )
+        return kv_heads
+
+    def features_of_head(self) -> int:
+        """Returns `head_dim`, which is hidden_size / num_attention_heads by default."""
+        width, heads = self.hidden_size, self.num_attention_heads
+        if (not self.head_dim or self.DIVIDES_WIDTH) and width % heads:
+            remedy = "" if self.DIVIDES_WIDTH else ", and no head_dim"
+            raise ModelError(
+                f"config.json has hidden_size={width}, not a multiple of "
+                f"num_attention_heads={heads}{remedy}."
+            )
+        head_dim = self.head_dim or width // heads
+        if head_dim > 2**12:
+            raise ModelError(
+                f"config.json has head_dim={head_dim}; wanted at most 4096."
+            )
+        if head_dim % 2:
+            raise ModelError(
+                f"config.json has head_dim={head_dim}; rotary positions need an even "
+                "one."
+            )
+        return head_dim

@@ -1,5 +1,6 @@
 """OLMo 2 and 3, with norms behind attention and the MLP, and none before them."""
 
+import math
 from typing import Annotated, Any, ClassVar
 
 from jaxtyping import Array, Float
@@ -7,11 +8,21 @@ from jaxtyping import Array, Float
 from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
-from jaxlora.models.config import Family, ModelConfig, Rope
-from jaxlora.models.hf_config import Count, Flag, HfConfig, Windows, number, only
+from jaxlora.models.config import Family, ModelConfig, Rope, YarnScaling
+from jaxlora.models.hf_config import (
+    ROPES,
+    Count,
+    DefaultRope,
+    Flag,
+    HfConfig,
+    Windows,
+    number,
+    only,
+)
 from jaxlora.models.layer import DecoderLayer
 from jaxlora.modules.rows import Rows
 
+Factor = Annotated[float, number(1e6)]
 _UNDIVIDED = "the norms of queries and keys run over all heads"
 
 
@@ -50,6 +61,25 @@ class Olmo2(HfConfig):
         )
 
 
+class _YarnRope(DefaultRope):
+    factor: Factor
+    original_max_position_embeddings: Count
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    attention_factor: Factor | None = None
+
+    def build(self) -> Rope:
+        magnitude = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        scaling = YarnScaling(
+            factor=self.factor,
+            fast=self.beta_fast,
+            slow=self.beta_slow,
+            original_max_positions=self.original_max_position_embeddings,
+            magnitude=self.attention_factor or magnitude,
+        )
+        return Rope(theta=self.rope_theta, scaling=scaling)
+
+
 class Olmo3(Olmo2):
     """The config.json of an OLMo 3, of which each fourth layer has no window."""
 
@@ -61,7 +91,7 @@ class Olmo3(Olmo2):
 
     def ropes(self) -> tuple[Rope, Rope]:
         theta = self.rope_theta or 5e5
-        return self.ropes_by_type(theta, theta)
+        return self.ropes_by_type(theta, theta, {**ROPES, "yarn": _YarnRope})
 
     def layer_windows(self) -> Windows:
         numbers = range(1, self.num_hidden_layers + 1)

@@ -124,9 +124,16 @@ class MultiLoraLinear(nnx.Module):
         Raises:
             ValueError: The layer has no slots, a tensor is missing, or the slot or the
                 rank is too large.
+            TypeError: No variant of the slots takes a keyword.
         """
         if self.slots is None:
             raise ValueError("this layer has no slots: make it with slots=SlotShape().")
+        known = {word for v in self.slots.variants for word in v.load_keywords}
+        if unknown := sorted(given.keys() - known):
+            raise TypeError(
+                f"no variant of the slots takes {unknown[0]!r}: their settings are "
+                f"{list(self.slots.settings)}."
+            )
         num_slots, largest = self.slots.num_slots, self.slots.rank
         if not 0 <= slot < num_slots:
             raise ValueError(f"slot {slot} is not one of the {num_slots} slots.")
@@ -140,8 +147,7 @@ class MultiLoraLinear(nnx.Module):
         values: dict[str, Any] = dict(zip(names, tensors, strict=True))
         values |= {"scaling": scaling, "dropout": dropout, "rank": rank}
         for variant in self.slots.variants:
-            found = variant.slot_settings(rank, **given)
-            values |= {k: value for k, value in found.items() if hasattr(self, k)}
+            values |= variant.slot_settings(self.slots, rank, **given)
         for name, value in values.items():
             variable = getattr(self, name)
             rows = jnp.zeros(variable.shape[1:], variable.dtype)

@@ -12,6 +12,7 @@ from jaxlora.models.config import (
     Llama3RopeScaling,
     LongRopeScaling,
     Rope,
+    YarnScaling,
 )
 
 # Cosine and sine of each token's angles; P pairs of a head's features rotate.
@@ -32,6 +33,8 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
             return _llama3(frequencies, scaling)
         case LongRopeScaling(factors=factors):
             return frequencies / np.asarray(factors, np.float32)
+        case YarnScaling() as scaling:
+            return _yarn(frequencies, rope.theta, scaling)
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
@@ -48,11 +51,27 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
     return np.where(between, blended, out).astype(np.float32)
 
 
+def _yarn(frequencies: np.ndarray, theta: float, scaling: YarnScaling) -> np.ndarray:
+    """Stretches waves by their number of turns, along a ramp over the pairs."""
+    num, length = len(frequencies), scaling.original_max_positions
+
+    def pair(turns: float) -> float:
+        return num * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(pair(scaling.fast)), 0)
+    high = min(math.ceil(pair(scaling.slow)), 2 * num - 1)
+    width = high - low or 0.001
+    pairs = np.arange(num, dtype=np.float32)
+    share = np.clip((pairs - np.float32(low)) / np.float32(width), 0, 1)
+    stretched = frequencies / np.float32(scaling.factor)
+    return (stretched * share + frequencies * (1 - share)).astype(np.float32)
+
+
 def rope_table(positions: Int[Array, " T"], rope: Rope, head_dim: int) -> RopeTable:
     """Returns cosine and sine of positions times frequencies."""
     angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(rope, head_dim)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if isinstance(rope.scaling, LongRopeScaling):
+    if isinstance(rope.scaling, LongRopeScaling | YarnScaling):
         return rope.scaling.magnitude * cos, rope.scaling.magnitude * sin
     return cos, sin
 

@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
-from jaxlora.modules.routing import LinearInput, Place, Routing, live_scaling
-from jaxlora.modules.variants.variant import AdaptedLinear, Pair
+from jaxlora.modules.routing import LinearInput, Routing, live_scaling
+from jaxlora.modules.variants.variant import Pair
 from jaxlora.pallas_kernels import (
     LINEAR_RESULTS,
     DoraGain,
@@ -21,39 +21,14 @@ from jaxlora.pallas_kernels import (
 _keep_results = jax.checkpoint_policies.save_only_these_names(LINEAR_RESULTS)
 
 
-@runtime_checkable
-class Linear(AdaptedLinear, Protocol):
-    """The parts of a `MultiLoraLinear` that are read here.
-
-    Attributes:
-        implementation: Name of the kernel back end.
-    """
-
-    implementation: str
-
-    @property
-    def place(self) -> Place:
-        """Layer and projection, which key the dropout masks."""
-        ...
-
-    @property
-    def own_bias(self) -> Float[Array, " N"] | None:
-        """The bias that this device adds."""
-        ...
-
-    def frozen(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
-        """Applies the frozen layer alone."""
-        ...
-
-
 def apply_together(
-    linears: Sequence[Linear],
+    linears: Sequence[Any],
     x: Float[Array, "T K"] | LinearInput,
     routing: Routing,
 ) -> list[Float[Array, "T _"]]:
-    """Applies linears that share x, and reads x only once.
+    """Applies linears that share x, each a `MultiLoraLinear`, and reads x only once.
 
-    Linears whose weights have different formats run one format after the other.
+    Those whose weights have different formats run one format after the other.
 
     Raises:
         ValueError: Linears with slots differ in `implementation`, or the routing has
@@ -76,7 +51,7 @@ def apply_together(
     ]
 
 
-def _by_format(linears: Sequence[Linear]) -> dict[object, list[int]]:
+def _by_format(linears: Sequence[Any]) -> dict[object, list[int]]:
     """Groups the places of linears with slots by how their weights are stored."""
     groups: dict[object, list[int]] = defaultdict(list)
     for i, linear in enumerate(linears):
@@ -86,7 +61,7 @@ def _by_format(linears: Sequence[Linear]) -> dict[object, list[int]]:
 
 
 def _apply_adapted(
-    linears: Sequence[Linear], given: LinearInput, routing: Routing
+    linears: Sequence[Any], given: LinearInput, routing: Routing
 ) -> Sequence[Float[Array, "T _"]]:
     """Applies linears with slots whose weights have one format."""
 
@@ -109,7 +84,7 @@ def _apply_adapted(
 
 
 def lora_projection(
-    linear: Linear, routing: Routing, gain: DoraGain | None = None
+    linear: Any, routing: Routing, gain: DoraGain | None = None
 ) -> Projection:
     """Returns what the kernels read of a linear with slots.
 
@@ -136,7 +111,7 @@ def lora_projection(
     )
 
 
-def _gain(linear: Linear, x: Float[Array, "T K"], routing: Routing) -> DoraGain | None:
+def _gain(linear: Any, x: Float[Array, "T K"], routing: Routing) -> DoraGain | None:
     drops = routing.token_index is not None
     gains: list[Any] = [
         variant.gain(linear, x, drops=drops) for variant in linear.slots.variants
@@ -146,7 +121,7 @@ def _gain(linear: Linear, x: Float[Array, "T K"], routing: Routing) -> DoraGain 
     return gains[0] if gains else None
 
 
-def _dropout(linear: Linear, routing: Routing) -> Dropout | None:
+def _dropout(linear: Any, routing: Routing) -> Dropout | None:
     if routing.token_index is None:
         return None
     words, key = routing.words.get(linear.place), None

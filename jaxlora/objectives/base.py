@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +43,12 @@ class ObjectiveSettings(StrictModel):
         return check_number(value) if is_number else value
 
 
+def _check_reference(reference: str) -> str:
+    if not reference:
+        raise ValueError("must be one of base, start or a folder")
+    return reference
+
+
 class ReferenceSettings(ObjectiveSettings):
     """The settings of an objective that compares with a reference.
 
@@ -52,7 +58,7 @@ class ReferenceSettings(ObjectiveSettings):
             each step.
     """
 
-    reference: str = pydantic.Field(default="base", min_length=1)
+    reference: Annotated[str, pydantic.AfterValidator(_check_reference)] = "base"
     reference_logps: Literal["auto", "kept", "in_step"] = "auto"
 
 

@@ -8,12 +8,13 @@ A run goes on when a tracker fails, for example because the network is lost.
 
 import abc
 import contextlib
-import importlib
+import hashlib
 import importlib.util
 import logging
+import os
 import pathlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.printable import one_line
@@ -30,6 +31,9 @@ from jaxlora.run.events import (
     StepEvent,
     WindowEvent,
 )
+
+if TYPE_CHECKING:
+    from jaxlora.trackers.tensorboard import Board
 
 logger = logging.getLogger(__name__)
 
@@ -180,9 +184,110 @@ class Tracker(Callback, abc.ABC):
         )
 
 
-# The class of each tracker, in the module of that name, which is imported
-# when it is used: its package may be large.
-TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "trackio": "Trackio"}
+class TensorBoard(Tracker):
+    """Writes each job's metrics and settings to a folder of its own.
+
+    `tensorboard --logdir` shows each folder as a run, so the curves of all jobs are in
+    one chart. The folder itself holds the metrics of the whole run.
+    """
+
+    def _follow(self, event: Event) -> None:
+        if isinstance(event, WindowEvent):
+            self._report("", run_metrics(event), event.round)
+        super()._follow(event)
+
+    def _open(self, job: str, settings: dict[str, Any], step: int) -> "Board":
+        from jaxlora.trackers.tensorboard import Board  # its package is large
+
+        folder = self._folder / "tensorboard" / job
+        return Board(folder, settings, (TRAIN_LOSS, EVAL_LOSS), first_step=step)
+
+    def _send(self, run: "Board", values: dict[str, Any], step: int) -> None:
+        run.add(values, step)
+
+    def _table(self, row: dict[str, Any]) -> str:
+        return f"{row['prompt']}\n\n---\n\n{row['text']}"
+
+    def _close(self, run: "Board") -> None:
+        run.close()
+
+
+class Wandb(Tracker):
+    """Sends each job's metrics and texts to a run of Weights & Biases.
+
+    The environment variables of W&B choose the rest: WANDB_PROJECT, WANDB_ENTITY,
+    WANDB_MODE=offline. A resumed job continues its run, as the run's id follows from
+    the folder's path and the job's name.
+    """
+
+    def _open(self, job: str, settings: dict[str, Any], step: int) -> Any:
+        import wandb
+
+        identity = f"{self._folder.absolute()}/{job}".encode()
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "jaxlora"),
+            group=self._folder.name,
+            name=job,
+            id=hashlib.sha256(identity).hexdigest()[:16],
+            resume="allow",
+            reinit="create_new",  # the jobs' runs are open at the same time
+            config=settings,
+            dir=str(self._folder),
+        )
+        # Steps that are done again after a kill are sent again, which W&B accepts for
+        # a metric but not for its own count of steps.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _send(self, run: Any, values: dict[str, Any], step: int) -> None:
+        run.log({**values, "step": step})
+
+    def _table(self, row: dict[str, Any]) -> Any:
+        import wandb
+
+        return wandb.Table(columns=list(row), data=[list(row.values())])
+
+    def _close(self, run: Any) -> None:
+        run.finish()
+
+
+class Trackio(Tracker):
+    """Sends each job's metrics and texts to a run of Trackio.
+
+    TRACKIO_PROJECT names the project, and TRACKIO_DIR the local folder. A resumed job
+    continues its run.
+    """
+
+    def _open(self, job: str, settings: dict[str, Any], step: int) -> Any:
+        import trackio
+
+        return trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "jaxlora"),
+            name=f"{self._folder.name}/{job}",
+            group=self._folder.name,
+            resume="allow",
+            config=settings,
+            embed=False,
+        )
+
+    def _send(self, run: Any, values: dict[str, Any], step: int) -> None:
+        run.log(values, step=step)
+
+    def _table(self, row: dict[str, Any]) -> Any:
+        import trackio
+
+        return trackio.Table(data=[row])
+
+    def _close(self, run: Any) -> None:
+        run.finish()
+
+
+_TRACKERS: Mapping[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
 _EXTRAS = ("wandb", "trackio")  # packages that are extras of jaxlora
 
 
@@ -207,8 +312,4 @@ def open_trackers(names: Iterable[str], folder: pathlib.Path) -> list[Tracker]:
         names: Names of trackers.
         folder: Folder of the run.
     """
-    found = []
-    for name in dict.fromkeys(names):
-        module = importlib.import_module(f"jaxlora.trackers.{name}")
-        found.append(getattr(module, TRACKERS[name])(name, folder))
-    return found
+    return [_TRACKERS[name](name, folder) for name in dict.fromkeys(names)]

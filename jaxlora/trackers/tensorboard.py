@@ -1,9 +1,10 @@
-"""Writes TensorBoard files: a run for each job, with the same tags for all."""
+"""Writes a TensorBoard file."""
 
 import os
 import pathlib
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from tensorboardX.proto import event_pb2, summary_pb2
@@ -11,49 +12,34 @@ from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import hparams, text
 
 from jaxlora.common.atomic import make_folder, wrap_os_errors
-from jaxlora.run.events import Event, WindowEvent
-from jaxlora.trackers.table import EVAL_LOSS, TRAIN_LOSS, Tracker, run_metrics
 
 _proto: Any = event_pb2  # its classes are made when it is imported
 _summaries: Any = summary_pb2
 _FLUSH_SECONDS = 30.0
 
 
-class TensorBoard(Tracker):
-    """Writes each job's metrics and settings to a folder of its own.
-
-    `tensorboard --logdir` shows each folder as a run, so the curves of all jobs are in
-    one chart. The folder itself holds the metrics of the whole run.
-    """
-
-    def _follow(self, event: Event) -> None:
-        if isinstance(event, WindowEvent):
-            self._report("", run_metrics(event), event.round)
-        super()._follow(event)
-
-    def _open(self, job: str, settings: dict[str, Any], step: int) -> "_Board":
-        folder = self._folder / "tensorboard" / job
-        return _Board(folder, settings, first_step=step)
-
-    def _send(self, run: "_Board", values: dict[str, Any], step: int) -> None:
-        run.add(values, step)
-
-    def _table(self, row: dict[str, Any]) -> str:
-        return f"{row['prompt']}\n\n---\n\n{row['text']}"
-
-    def _close(self, run: "_Board") -> None:
-        run.close()
-
-
-class _Board:
+class Board:
     """Writes a TensorBoard file in the calling thread, so that errors are raised.
 
     The writer of tensorboardX uses a thread, which only prints its errors.
     """
 
     def __init__(
-        self, folder: pathlib.Path, settings: dict[str, Any], *, first_step: int
+        self,
+        folder: pathlib.Path,
+        settings: dict[str, Any],
+        metrics: Iterable[str],
+        *,
+        first_step: int,
     ):
+        """Opens the file, and writes its head.
+
+        Args:
+            folder: Folder of the file, which is made.
+            settings: Hyperparameters, for TensorBoard's table of them.
+            metrics: Names of metrics that the table shows beside them.
+            first_step: TensorBoard drops what a killed process wrote from this step on.
+        """
         # Two runs that start in the same second must not share a file.
         name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
@@ -63,12 +49,10 @@ class _Board:
         self._flushed = time.monotonic()
         try:
             self._write(file_version="brain.Event:2")
-            # TensorBoard drops what a killed process wrote from this step on.
             start = _proto.SessionLog(status=_proto.SessionLog.START)
             self._write(step=first_step, session_log=start)
-            if settings:  # for TensorBoard's table of hyperparameters
-                metrics = {TRAIN_LOSS: 0.0, EVAL_LOSS: 0.0}
-                for summary in hparams(settings, metrics)[:2]:
+            if settings:
+                for summary in hparams(settings, dict.fromkeys(metrics, 0.0))[:2]:
                     self._write(summary=summary)
         except BaseException:
             self._writer.close()

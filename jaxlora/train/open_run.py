@@ -217,7 +217,9 @@ def _import_ahead(config: RunConfig) -> None:
     The library that writes checkpoints takes half a second, for which the first steps
     would wait. An error is raised where the module is used.
     """
-    names = [f"jaxlora.trackers.{name}" for name in config.report_to]
+    names = []
+    if "tensorboard" in config.report_to:
+        names.append("jaxlora.trackers.tensorboard")
     if config.checkpoint_every:
         names.append("jaxlora.train.saved.checkpoint")
     for name in names:

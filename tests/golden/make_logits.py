@@ -340,11 +340,14 @@ CASES = {
             "sliding_window": 8,
             "rope_parameters": {
                 "full_attention": {
-                    "rope_type": "linear",
-                    "factor": 2.0,
-                    "rope_theta": 10000.0,
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "beta_fast": 8.0,
+                    "beta_slow": 1.0,
+                    "original_max_position_embeddings": 64,
+                    "rope_theta": 500.0,
                 },
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             },
             "attention_bias": False,
             "attention_dropout": 0.0,

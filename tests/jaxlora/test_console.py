@@ -219,8 +219,8 @@ def test_tracebacks_in_the_log_are_escaped():
 # Modules that print data for programs, or escape it by themselves.
 PRINTING = {
     "common/console.py",
-    "cli/status.py",
-    "cli/migrate.py",
+    "cli/inspect.py",
+    "cli/files.py",
     "cli/generate.py",
 }
 

@@ -14,7 +14,7 @@ import pytest
 from jaxlora import export_peft, import_peft, load_model, merge_adapter
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.models.structure import linear_shapes
-from tests.jaxlora.adapters.test_peft_golden import logits
+from tests.jaxlora.adapters.forward import adapter_logits
 from tests.jaxlora.models.test_logits import CASES, MODELS, packed_logits
 from tests.jaxlora.train import test_peft_run
 from tests.oracle import relative_error
@@ -108,7 +108,7 @@ def test_exported_adapters_load_in_peft(
     theirs = peft.PeftModel.from_pretrained(base, folder).eval()
     tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, 31)
     wanted = torch_logits(torch, theirs, tokens)
-    ours = logits(model, adapter, tokens, slot=2)
+    ours = adapter_logits(model, [adapter], [tokens])[0]
     assert relative_error(ours, wanted) < 1e-5
     with theirs.disable_adapter():
         assert relative_error(torch_logits(torch, theirs, tokens), wanted) > 1e-2
@@ -127,7 +127,7 @@ def test_merged_checkpoints_load_in_transformers(
     merged = merge_adapter(model.folder, tmp_path / "a", tmp_path / "merged")
     tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, 31)
     theirs = torch_logits(torch, causal_lm(torch, transformers, merged), tokens)
-    assert relative_error(logits(model, adapter, tokens, slot=0), theirs) < 1e-5
+    assert relative_error(adapter_logits(model, [adapter], [tokens])[0], theirs) < 1e-5
 
 
 def test_a_training_run(torch, transformers, peft, tmp_path, monkeypatch):

@@ -65,7 +65,6 @@ def test_one_launch_takes_three_linears_and_others_follow(fused):
         ({"dtype": jnp.float32}, "float32 is neither bfloat16 nor float16"),
         ({"rank": 300}, "rank 300 is larger than 256"),
         ({"block_tokens": 32}, "32 rows are not a multiple of 64"),
-        ({"extra": ("magnitude",)}, "train A and B only, not magnitude"),
     ],
 )
 def test_unsupported_layers_are_refused(fused, change, message):

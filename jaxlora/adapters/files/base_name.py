@@ -4,10 +4,6 @@ import dataclasses
 import pathlib
 import re
 
-from jaxlora.common.json_file import shown
-from jaxlora.errors import AdapterError
-from jaxlora.hf.files import read_json
-
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
 # The hub's cache keeps OWNER/NAME at a commit in such a folder.
 _CACHED = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})")
@@ -68,25 +64,6 @@ def run_base(source: str, revision: str | None) -> BaseName:
     """
     found = base_name(source, revision)
     return _local(source) if found.revision is None else found
-
-
-def stated_base(adapter_folder: pathlib.Path) -> tuple[str | None, str | None]:
-    """Reads the base that an adapter names, and its revision; None: it names none.
-
-    Args:
-        adapter_folder: PEFT folder.
-
-    Raises:
-        JaxloraError: adapter_config.json cannot be read, or one of the two is no text.
-    """
-    path = adapter_folder / "adapter_config.json"
-    config = read_json(path)
-    for key in ("base_model_name_or_path", "revision"):
-        if not isinstance(config.get(key), str | None):
-            raise AdapterError(
-                f"{path} has {key}={shown(config[key])}; wanted a text or null."
-            )
-    return config.get("base_model_name_or_path") or None, config.get("revision")
 
 
 def is_hub_id(name: str) -> bool:

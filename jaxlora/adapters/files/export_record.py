@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -16,7 +17,7 @@ from pydantic import Field
 from jaxlora.adapters.files.model_card import CARD_FILE, is_our_card
 from jaxlora.adapters.files.tokenizer_copy import COPIED
 from jaxlora.common.atomic import check_no_file
-from jaxlora.common.json_file import read_regular_file
+from jaxlora.common.json_file import read_json_file, read_regular_file
 from jaxlora.config.strict import StrictModel
 from jaxlora.errors import AdapterError
 from jaxlora.problems import format_errors
@@ -33,50 +34,6 @@ _File = Literal[
     "chat_template.jinja",
 ]
 _FILES: tuple[_File, ...] = (CONFIG_FILE, WEIGHTS_FILE)
-# The settings that this program writes into adapter_config.json. peft writes more, so a
-# folder without a record that has exactly these settings was written by this program.
-_CONFIG_KEYS = {
-    "alpha_pattern",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "bias",
-    "fan_in_fan_out",
-    "inference_mode",
-    "init_lora_weights",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_dropout",
-    "modules_to_save",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "revision",
-    "target_modules",
-    "task_type",
-    "use_dora",
-    "use_rslora",
-}
-_VERA_KEYS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "bias",
-    "d_initial",
-    "fan_in_fan_out",
-    "inference_mode",
-    "init_weights",
-    "layers_pattern",
-    "layers_to_transform",
-    "modules_to_save",
-    "peft_type",
-    "projection_prng_key",
-    "r",
-    "revision",
-    "save_projection",
-    "target_modules",
-    "task_type",
-    "vera_dropout",
-}
 
 
 class ExportRecord(StrictModel):
@@ -145,23 +102,26 @@ class Export:
 def read_export(folder: pathlib.Path) -> Export | None:
     """Reads an adapter's files and compares them with its record.
 
-    An active run may replace the folder meanwhile; the folder is then read again.
-
     Returns:
         The export; None if there is no record, so no run exported the adapter.
 
     Raises:
         AdapterError: A file is missing, or its bytes have changed.
     """
+    return _look(folder, _read_export)
+
+
+def _look[T](folder: pathlib.Path, look: Callable[[pathlib.Path], T]) -> T:
+    """Looks at a folder, and again if an active run has replaced it meanwhile."""
     while True:
         before = _inode(folder)
         try:
-            found = _read_export(folder)
-        except AdapterError:
+            found = look(folder)
+        except (AdapterError, FileNotFoundError):
             if _inode(folder) == before:
                 raise
         else:
-            if found is not None or _inode(folder) == before:
+            if found or _inode(folder) == before:
                 return found
 
 
@@ -195,22 +155,16 @@ def _read(path: pathlib.Path) -> bytes:
 
 
 def is_ours(folder: pathlib.Path) -> bool:
-    """Whether this program wrote everything in a folder, or it is empty or missing.
-
-    An active process may replace the folder meanwhile; it is then looked at again.
-    """
-    while True:
-        if (before := _inode(folder)) is None:
-            return True
-        try:
-            found = _is_ours(folder)
-        except FileNotFoundError:
-            found = False
-        if found or _inode(folder) == before:
-            return found
+    """Whether this program wrote everything in a folder, or it is empty or missing."""
+    try:
+        return _look(folder, _is_ours)
+    except (AdapterError, FileNotFoundError):
+        return False
 
 
 def _is_ours(folder: pathlib.Path) -> bool:
+    if _inode(folder) is None:
+        return True
     paths = list(folder.iterdir())
     names = {path.name for path in paths}
     if not names:
@@ -219,25 +173,24 @@ def _is_ours(folder: pathlib.Path) -> bool:
         return False
     if CARD_FILE in names and not is_our_card(folder / CARD_FILE):
         return False
-    if not set(_FILES) <= names:
-        return False
     if RECORD_FILE in names:
         # Another program may have written its weights beside our record.
-        try:
-            found = _read_export(folder)
-        except AdapterError:
-            return False
+        found = _read_export(folder)
         return found is not None and names <= {*found.files, CARD_FILE}
-    if not names <= {*_FILES, CARD_FILE}:
+    if not {*_FILES} <= names <= {*_FILES, CARD_FILE}:
         return False
+    # Commands that look at a run do not import JAX, as this does.
+    from jaxlora.adapters.files.peft_config import written_settings
+
+    # peft writes more settings than this program does.
     try:
-        config = json.loads(read_regular_file(folder / CONFIG_FILE))
-    except (OSError, ValueError, RecursionError):
+        config = read_json_file(folder / CONFIG_FILE)
+    except (OSError, ValueError):
         return False
     if not isinstance(config, dict):
         return False
     keys = config.keys() - {"loftq_config", "trainable_token_indices"}
-    return keys in (_CONFIG_KEYS, _VERA_KEYS)
+    return keys in written_settings()
 
 
 def check_replaceable(folder: str | os.PathLike, *, overwrite: bool = False) -> None:

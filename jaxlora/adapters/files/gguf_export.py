@@ -6,19 +6,21 @@ scalings, or rsLoRA is used, the ratio is multiplied into B. VeRA is written as 
 LoRA that it is equal to.
 """
 
-import dataclasses
 import os
 import pathlib
 import tempfile
+from collections.abc import Mapping
 
 import numpy as np
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.files.base_name import is_hub_id, stated_base
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.files.base_name import is_hub_id
+from jaxlora.adapters.files.peft_export import CONFIG_FILE
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.common.json_file import shown
 from jaxlora.errors import AdapterError
 from jaxlora.hf.checkpoint import planned_checkpoint
-from jaxlora.hf.files import tokenizer_folder
+from jaxlora.hf.files import read_json, tokenizer_folder
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
@@ -70,7 +72,7 @@ def export_gguf(
     """
     adapter_folder, out = pathlib.Path(adapter_folder), pathlib.Path(out)
     if base is None:
-        base, stated = stated_base(adapter_folder)
+        base, stated = _stated_base(adapter_folder / CONFIG_FILE)
         revision = revision or stated
     if not base:
         raise AdapterError(
@@ -93,14 +95,26 @@ def export_gguf(
     shapes = linear_shapes(model)
     adapter = import_peft(adapter_folder, shapes).as_lora(shapes)
     _check_plain(adapter, adapter_folder)
-    scaled = _scaled(adapter, adapter_folder)
+    alpha, modules = _scaled(adapter, adapter_folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         part = pathlib.Path(temporary) / out.name
-        _write(scaled, model, part, adapter_folder.name)
+        _write(alpha, modules, model, part, adapter_folder.name)
         _check_free(out)  # another process may have written it meanwhile
         part.rename(out)
     return out
+
+
+def _stated_base(path: pathlib.Path) -> tuple[str | None, str | None]:
+    """Reads the base that an adapter names, and its revision; None: it names none."""
+    config = read_json(path)
+    keys = "base_model_name_or_path", "revision"
+    for key in keys:
+        if not isinstance(config.get(key), str | None):
+            raise AdapterError(
+                f"{path} has {key}={shown(config[key])}; wanted a text or null."
+            )
+    return config.get(keys[0]), config.get(keys[1])
 
 
 def _check_plain(adapter: Adapter, folder: pathlib.Path) -> None:
@@ -121,40 +135,34 @@ def _check_free(out: pathlib.Path) -> None:
         raise FileExistsError(f"{out} exists. Remove it, or choose another name.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Scaled:
-    """The part of an adapter that the file holds.
+def _scaled(
+    adapter: Adapter, folder: pathlib.Path
+) -> tuple[float, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Brings all modules to one alpha, from which llama.cpp computes their scalings.
 
-    Attributes:
-        alpha: The one alpha, from which llama.cpp computes scalings in float32.
-        modules: A and B of each module in PEFT's layout, R K and N R. B is multiplied
-            by the ratio of the module's own alpha to the one of the file.
-    """
-
-    alpha: float
-    modules: dict[str, tuple[np.ndarray, np.ndarray]]
-
-
-def _scaled(adapter: Adapter, folder: pathlib.Path) -> _Scaled:
-    """Brings all modules to one alpha.
+    Returns:
+        The alpha, and A and B of each module in PEFT's layout, R K and N R. B is
+        multiplied by the ratio of the module's own alpha to the one of the file.
 
     Raises:
         AdapterError: Float32 cannot hold an alpha, a scaling or a multiplied B.
     """
-    alpha = _alpha(adapter, next(iter(adapter.modules.values())))
-    modules = {}
-    for module, weights in adapter.modules.items():
-        own, b = _alpha(adapter, weights), weights.b.T
+    modules = adapter.modules
+    # With these, llama.cpp's scaling equals ours.
+    alphas = {name: adapter.scaling(w) * w.rank for name, w in modules.items()}
+    alpha, scaled = next(iter(alphas.values())), {}
+    for name, weights in modules.items():
+        own, b = alphas[name], weights.b.T
         for value in (own, own / weights.rank, alpha / weights.rank):
-            _check_float32(value, f"the alpha or the scaling of {module}", folder)
+            _check_float32(value, f"the alpha or the scaling of {name}", folder)
         if own != alpha and b.any():
             # In float64, because the ratio alone may be beyond float32.
             product = b.astype(np.float64) * (own / alpha)
             largest = float(np.abs(product).max())
-            _check_float32(largest, f"B of {module}, times {own / alpha:g},", folder)
+            _check_float32(largest, f"B of {name}, times {own / alpha:g},", folder)
             b = product.astype(np.float32)
-        modules[module] = weights.a.T, b
-    return _Scaled(alpha=alpha, modules=modules)
+        scaled[name] = weights.a.T, b
+    return alpha, scaled
 
 
 def _check_float32(value: float, what: str, folder: pathlib.Path) -> None:
@@ -170,7 +178,13 @@ def _check_float32(value: float, what: str, folder: pathlib.Path) -> None:
         )
 
 
-def _write(scaled: _Scaled, model: ModelConfig, path: pathlib.Path, name: str) -> None:
+def _write(
+    alpha: float,
+    modules: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    model: ModelConfig,
+    path: pathlib.Path,
+    name: str,
+) -> None:
     try:
         import gguf
     except ImportError as error:
@@ -181,8 +195,8 @@ def _write(scaled: _Scaled, model: ModelConfig, path: pathlib.Path, name: str) -
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_name(name)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, scaled.alpha)
-    for module, (a, b) in scaled.modules.items():
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    for module, (a, b) in modules.items():
         b = rows_in_gguf(b, module, model)
         tensor = gguf_name(module)
         writer.add_tensor(f"{tensor}.lora_a", np.ascontiguousarray(a, np.float32))
@@ -191,11 +205,6 @@ def _write(scaled: _Scaled, model: ModelConfig, path: pathlib.Path, name: str) -
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _alpha(adapter: Adapter, weights: LoraWeights) -> float:
-    """Returns the alpha with which llama.cpp's scaling equals ours."""
-    return adapter.scaling(weights) * weights.rank
 
 
 def gguf_name(module: str) -> str:

@@ -15,12 +15,11 @@ from jaxlora.adapters.files.peft_tables import BaseTables
 from jaxlora.adapters.files.tokenizer_copy import merged_tokenizer
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
-from jaxlora.hf.convert import log_dequantized
+from jaxlora.hf.convert import log_dequantized, save_checkpoint
 from jaxlora.hf.files import model_folder
-from jaxlora.hf.magnitude import check_finite
-from jaxlora.hf.save import save_checkpoint
+from jaxlora.hf.tensor_file import check_finite
 from jaxlora.models.config import ModelConfig
-from jaxlora.models.structure import linear_names, linear_path
+from jaxlora.models.structure import linear_shapes
 from jaxlora.pallas_kernels import FORMATS
 
 _DTYPES = {
@@ -74,8 +73,7 @@ def merge_adapter(
         raise ConfigError(f"dtype={dtype!r}; wanted one of {', '.join(_DTYPES)}.")
     checkpoint = open_checkpoint(model_folder(base_folder, revision))
     config = checkpoint.config
-    kernels = {s.path: s.shape for s in checkpoint.specs()}
-    shapes = {n: kernels[f"{linear_path(n)}.kernel"] for n in linear_names(config)}
+    shapes = linear_shapes(config)
     tables = BaseTables(checkpoint.folder, config.tie_embeddings)
     folder = read_folder(adapter_folder, shapes, base=tables)
     adapter = folder.adapter.as_lora(shapes)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
+import huggingface_hub
 
 from jaxlora.adapters.files.base_name import BaseName, is_hub_id, last_part
 from jaxlora.adapters.files.tokenizer_copy import template_settings
@@ -46,20 +46,19 @@ def model_card(
         has_tokenizer: Whether the tokenizer lies beside the adapter.
     """
     data = job.get("data") or {}
-    front: dict[str, Any] = {"base_model": base.name} if base.is_on_hub else {}
-    front |= {
-        "library_name": "peft",
-        "pipeline_tag": "text-generation",
-        "tags": ["lora", "jaxlora", "text-generation"],
-    }
-    if base.is_on_hub:
-        front["tags"].insert(0, f"base_model:adapter:{base.name}")
-    if on_hub := [one["path"] for one in _sets(data) if is_hub_id(one["path"])]:
-        front["datasets"] = list(dict.fromkeys(on_hub))
+    on_hub = [one["path"] for one in _sets(data) if is_hub_id(one["path"])]
+    of_base = [f"base_model:adapter:{base.name}"] if base.is_on_hub else []
+    front = huggingface_hub.CardData(
+        base_model=base.name if base.is_on_hub else None,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=[*of_base, "lora", "jaxlora", "text-generation"],
+        datasets=list(dict.fromkeys(on_hub)) or None,
+    )
     measured = {key: value for key, value in figures.items() if value is not None}
     settings = {key: job[key] for key in _SHOWN if job.get(key) is not None}
     parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"---\n{front.to_yaml()}\n---",
         f"# {_escaped(name)}",
         f"A LoRA adapter for {_described(base)}, trained with jaxlora {version}.",
         "## Use",

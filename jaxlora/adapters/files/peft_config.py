@@ -1,9 +1,13 @@
-"""Reads and checks the settings of a PEFT folder, adapter_config.json."""
+"""The settings of a PEFT folder, adapter_config.json, as they are read and written."""
 
 import pathlib
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, LiteralString
+
+import pydantic
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from jaxlora.common.json_file import read_json_file, shown
 from jaxlora.common.patterns import Patterns
@@ -13,41 +17,130 @@ from jaxlora.models.whole_tables import WHOLE_MODULES
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.modules.variants.table import variants
 
-# Settings that are read below, or checked against the weights.
-_READ = {
-    "alpha_pattern",
-    "init_lora_weights",
-    "loftq_config",
-    "lora_alpha",
-    "lora_dropout",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "use_rslora",
-}
-# Settings without effect here: the weights determine which modules are adapted.
-_HARMLESS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "bias",  # see below
+# Settings of other versions of peft without effect here, or read by other functions.
+_OTHERS = {
     "ensure_weight_tying",  # the weights of both modules are saved
     "eva_config",
     "exclude_modules",
-    "inference_mode",
-    "init_weights",  # of VeRA, the first values of the vectors that are read
-    "layers_pattern",
-    "layers_to_transform",
+    "loftq_config",
     "megatron_core",
     "peft_version",
     "qalora_group_size",
-    "revision",
-    "target_modules",
-    "task_type",
+    "trainable_token_indices",
 }
+_UNSUPPORTED = (
+    ", which is not supported and may change what the adapter computes. Merge it into "
+    "its base with peft."
+)
+# A sequence classifier has one of these, by both of which PEFT names it.
+_SCORES = {SCORE, "classifier"}
 # Formats of bases from whose error LoftQ starts, by the bits that PEFT names.
 LOFTQ_FORMATS = {4: "nf4", 8: "int8"}
-# Ways to draw the first A and B that leave the base's own weights alone.
-_INITIAL = ("gaussian", "eva", "orthogonal")
+
+
+def _refused(text: LiteralString) -> pydantic.WrapValidator:
+    """Replaces the errors of a setting by this text, which follows `name=value`."""
+
+    def check(value: Any, validate: Any) -> Any:
+        try:
+            return validate(value)
+        except pydantic.ValidationError as error:
+            if error.errors()[0]["type"] == "wanted":  # of a value in a mapping
+                raise
+            raise PydanticCustomError("wanted", text) from None
+
+    return pydantic.WrapValidator(check)
+
+
+def _check_modules(names: list[str] | None) -> list[str] | None:
+    modules = {name.removeprefix("model.") for name in names or ()}
+    if not modules <= WHOLE_MODULES.keys() | _SCORES:
+        raise ValueError
+    return names
+
+
+_Rank = Annotated[
+    int, Field(gt=0, lt=2**63), _refused("; wanted a whole number above 0.")
+]
+# Whole numbers in JSON may be too large for a float.
+_Alpha = Annotated[
+    int | float,
+    Field(gt=0, le=sys.float_info.max),
+    _refused("; wanted a number above 0."),
+]
+_Dropout = Annotated[
+    float | None, Field(ge=0, lt=1), _refused("; wanted a number from 0 to below 1.")
+]
+_WANTED_OBJECT = _refused("; wanted an object.")
+_WANTED_FLAG = _refused("; wanted true or false.")
+_MISSING: Any = None  # which is refused
+
+
+class PeftConfig(pydantic.BaseModel):
+    """Settings of all kinds of adapters, with the values that are written.
+
+    A variant of LoRA may have further ones: see `Variant.to_peft`. The weights show
+    which modules are adapted, so `target_modules` and other settings of type `Any` are
+    not looked at.
+    """
+
+    model_config = pydantic.ConfigDict(
+        extra="allow", strict=True, validate_default=True
+    )
+
+    auto_mapping: Any = None
+    base_model_name_or_path: Any = None
+    bias: Annotated[
+        Literal["none", "lora_only"] | None,
+        _refused(
+            "; only 'none' and 'lora_only' are supported: other biases stay frozen."
+        ),
+    ] = "none"
+    fan_in_fan_out: Annotated[Literal[False] | None, _refused(_UNSUPPORTED)] = False
+    inference_mode: Any = True
+    layers_pattern: Any = None
+    layers_to_transform: Any = None
+    modules_to_save: Annotated[
+        list[str] | None,
+        AfterValidator(_check_modules),
+        _refused(
+            "; only whole copies of embed_tokens and lm_head are read. Merge the "
+            "adapter into its base with peft."
+        ),
+    ] = None
+    peft_type: str = "LORA"
+    r: _Rank = _MISSING
+    revision: Any = None
+    target_modules: Any = None
+    task_type: Any = "CAUSAL_LM"
+
+
+class LoraConfig(PeftConfig):
+    """Settings of LoRA; those of other kinds are read under the same names."""
+
+    alpha_pattern: Annotated[dict[str, _Alpha] | None, _WANTED_OBJECT] = {}
+    init_lora_weights: Annotated[
+        bool | Literal["gaussian", "eva", "orthogonal"] | None,
+        _refused(
+            ", which also changes the base's weights. Save it with peft's "
+            "path_initial_model_for_weight_conversion."
+        ),
+    ] = True
+    lora_alpha: _Alpha = _MISSING
+    lora_dropout: _Dropout = 0.0
+    rank_pattern: Annotated[dict[str, _Rank] | None, _WANTED_OBJECT] = {}
+    use_rslora: Annotated[bool | None, _WANTED_FLAG] = False
+
+
+def written_settings() -> list[set[str]]:
+    """Returns the names of the settings that each kind of adapter is written with."""
+    kinds: dict[str, set[str]] = {"LORA": {*LoraConfig.model_fields}}
+    for variant in variants():
+        own = kinds.setdefault(variant.peft_type, {*PeftConfig.model_fields})
+        own |= variant.peft_keys
+        if variant.peft_type == "LORA" and variant.setting is not None:
+            own.add(variant.setting)
+    return list(kinds.values())
 
 
 def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
@@ -80,88 +173,28 @@ def read_config(path: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
     if not isinstance(config, dict) or kind not in list(kinds):
         read = " and ".join(map(repr, sorted(kinds)))
         raise AdapterError(f"{path} has peft_type={shown(kind)}; only {read} are read.")
-    config = kinds[kind].from_peft(path, config)
-    _check_numbers(path, config, "r", "rank_pattern", patterns)
-    _check_numbers(path, config, "lora_alpha", "alpha_pattern", patterns)
-    _check_values(path, config)
-    known = {*_READ, *_HARMLESS, *tensor_settings(), "trainable_token_indices"}
-    known = known.union(*(variant.peft_keys for variant in variants()))
-    config["modules_to_save"] = _whole_modules(path, config.get("modules_to_save"))
-    known.add("modules_to_save")
-    for key, value in config.items():
-        if key not in known and value not in (None, False, [], {}):
-            raise AdapterError(
-                f"{path} sets {key}={shown(value)}, which is not supported and may "
-                "change what the adapter computes. Merge it into its base with peft."
-            )
-    return config
-
-
-def _whole_modules(path: pathlib.Path, given: Any) -> list[str]:
-    """Returns the modules of which the folder has whole copies, but no score head."""
-    names = given or []
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        # PEFT adds both to a sequence classifier.
-        modules = {n.removeprefix("model.") for n in names} - {SCORE, "classifier"}
-        if modules <= WHOLE_MODULES.keys():
-            return sorted(modules)
-    raise AdapterError(
-        f"{path} sets modules_to_save={shown(given)}; only whole copies of "
-        f"{' and '.join(WHOLE_MODULES)} are read. Merge the adapter into its base with "
-        "peft."
-    )
-
-
-def _check_values(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Checks the settings that are no ranks."""
-    dropout = config.get("lora_dropout")
-    if dropout is not None and not (_is_number(dropout) and 0 <= dropout < 1):
+    try:
+        found = LoraConfig.model_validate(kinds[kind].from_peft(path, config))
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
         raise AdapterError(
-            f"{path} has lora_dropout={shown(dropout)}; wanted a number from 0 to "
-            "below 1."
-        )
-    initial = config.get("init_lora_weights")
-    if not (isinstance(initial, bool | None) or initial in _INITIAL):
-        raise AdapterError(
-            f"{path} has init_lora_weights={shown(initial)}, which also changes the "
-            "base's weights. Save it with peft's "
-            "path_initial_model_for_weight_conversion."
-        )
-    for key in ("use_rslora", *tensor_settings()):
-        if not isinstance(config.get(key), bool | None):
-            raise AdapterError(
-                f"{path} has {key}={shown(config[key])}; wanted true or false."
-            )
-    if config.get("bias") not in (None, "none", "lora_only"):
-        raise AdapterError(
-            f"{path} sets bias={shown(config['bias'])}; only 'none' and 'lora_only' "
-            "are supported: other biases stay frozen."
-        )
-
-
-def _check_numbers(
-    path: pathlib.Path, config: dict, key: str, pattern: str, patterns: Patterns
-) -> None:
-    """Checks that the common value and those of the pattern are above 0."""
-    special = config.get(pattern) or {}
-    if not isinstance(special, dict):
-        raise AdapterError(f"{path} has {pattern}={shown(special)}; wanted an object.")
-    for expression in special:
-        patterns.check(f"{pattern} key", expression, is_end=True)
-    is_rank = key == "r"
-    for name, value in {key: config.get(key), **special}.items():
-        is_number = isinstance(value, int if is_rank else int | float)
-        # Whole numbers in JSON may be too large for a float.
-        wanted = is_number and 0 < value <= sys.float_info.max
-        if not wanted or isinstance(value, bool):
-            whole = " whole" if is_rank else ""
-            raise AdapterError(
-                f"{path} has {name}={shown(value)}; wanted a{whole} number above 0."
-            )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+            f"{path} has {first['loc'][-1]}={shown(first['input'])}{first['msg']}"
+        ) from None
+    flags = tensor_settings()
+    own = {key for v in variants() if v.peft_type == kind for key in v.peft_keys}
+    for key, value in (found.model_extra or {}).items():
+        place = f"{path} has {key}={shown(value)}"
+        if key in flags and not isinstance(value, bool | None):
+            raise AdapterError(f"{place}; wanted true or false.")
+        is_known = key in {*flags, *own, *_OTHERS}
+        if not is_known and value not in (None, False, [], {}):
+            raise AdapterError(f"{place}{_UNSUPPORTED}")
+    values = found.model_dump()
+    for key in ("rank_pattern", "alpha_pattern"):
+        for expression in values[key] or ():
+            patterns.check(f"{key} key", expression, is_end=True)
+    copies = {n.removeprefix("model.") for n in found.modules_to_save or ()}
+    return values | {"modules_to_save": sorted(copies - _SCORES)}
 
 
 def loftq_format(path: pathlib.Path, config: Mapping[str, Any]) -> str | None:

@@ -21,6 +21,7 @@ from jaxlora.adapters.files.export_record import (
     write_record,
 )
 from jaxlora.adapters.files.model_card import write_card
+from jaxlora.adapters.files.peft_config import LoraConfig, PeftConfig
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.score import SCORE, SCORE_PATH
@@ -111,7 +112,7 @@ def export_peft(
         safetensors.numpy.save_file(
             tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"}
         )
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        text = json.dumps(config.model_dump(), indent=2, sort_keys=True) + "\n"
         (temporary / CONFIG_FILE).write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.write(temporary)
@@ -123,7 +124,22 @@ def export_peft(
     return folder
 
 
-def _lora_config(adapter: Adapter) -> dict[str, Any]:
+def _config(
+    adapter: Adapter, base: BaseName, linear_names: Sequence[str]
+) -> PeftConfig:
+    score = [] if adapter.score is None else [SCORE]
+    common: dict[str, Any] = {
+        "base_model_name_or_path": base.path,
+        "modules_to_save": [*adapter.modules_to_save, *score] or None,
+        "revision": base.revision,
+        "target_modules": _target_modules(list(adapter.modules), linear_names),
+        "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",
+    }
+    own: dict[str, Any] = {}
+    for variant in adapter.variants:
+        own |= variant.to_peft(adapter)
+    if own:
+        return PeftConfig(**common, **own)
     ranks = {name: w.rank for name, w in adapter.modules.items()}
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
@@ -134,43 +150,19 @@ def _lora_config(adapter: Adapter) -> dict[str, Any]:
     }
     if adapter.token_indices:
         given["trainable_token_indices"] = adapter.token_indices
-    return {
-        "alpha_pattern": _pattern(alphas, lora_alpha),
-        "init_lora_weights": True,
-        "lora_alpha": _whole(lora_alpha),
-        "lora_dropout": adapter.dropout,
-        "peft_type": "LORA",
-        "r": rank,
-        "rank_pattern": _pattern(ranks, rank),
-        "use_rslora": adapter.use_rslora,
+    return LoraConfig(
+        alpha_pattern=_pattern(alphas, lora_alpha),
+        lora_alpha=_whole(lora_alpha),
+        lora_dropout=adapter.dropout,
+        r=rank,
+        rank_pattern=_pattern(ranks, rank),
+        use_rslora=adapter.use_rslora,
+        **common,
         **given,
-    }
+    )
 
 
-def _config(
-    adapter: Adapter, base: BaseName, linear_names: Sequence[str]
-) -> dict[str, Any]:
-    own: dict[str, Any] = {}
-    for variant in adapter.variants:
-        own |= variant.to_peft(adapter)
-    score = [] if adapter.score is None else [SCORE]
-    return {
-        "auto_mapping": None,
-        "base_model_name_or_path": base.path,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "modules_to_save": [*adapter.modules_to_save, *score] or None,
-        "revision": base.revision,
-        "target_modules": _target_modules(list(adapter.modules), linear_names),
-        "task_type": "CAUSAL_LM" if adapter.score is None else "SEQ_CLS",
-        **(own or _lora_config(adapter)),
-    }
-
-
-def _most_common(values: Mapping[str, float]):
+def _most_common[T: float](values: Mapping[str, T]) -> T:
     return collections.Counter(values.values()).most_common(1)[0][0]
 
 

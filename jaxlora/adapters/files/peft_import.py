@@ -4,7 +4,6 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,15 +13,13 @@ from jaxlora.adapters.files.peft_config import loftq_format, read_config
 from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.adapters.files.peft_tables import (
     BaseTables,
-    SavedTable,
-    table_values,
+    TableReader,
     take_tables,
 )
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
-from jaxlora.hf.magnitude import check_finite
-from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.hf.tensor_file import TensorFile, check_finite
 from jaxlora.models.score import SCORE_PATH
 from jaxlora.modules.trained_tensors import (
     tensors_with,
@@ -31,7 +28,10 @@ from jaxlora.modules.trained_tensors import (
 from jaxlora.modules.variants.table import variant_of, variants, variants_with
 from jaxlora.modules.variants.variant import TrainedTensor
 
-_BIAS = "base_layer.bias"  # PEFT's name of a trained bias, after that of the linear
+# Not every linear has a bias that PEFT can train beside LoRA.
+_BIAS = TrainedTensor(
+    name="bias", peft_name="base_layer.bias", dimensions=("N",), start=None
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,11 +116,18 @@ def _read(
     path = folder / CONFIG_FILE
     patterns = Patterns(str(path))
     config = read_config(path, patterns)
-    found, score, matrices, tables = _read_tensors(folder, config["modules_to_save"])
+    arrays = _read_arrays(folder)
+    score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
+    shared = {name for variant in variants() for name in variant.peft_tensors}
+    matrices = {name: arrays.pop(name) for name in arrays.keys() & shared}
+    tables = take_tables(folder, arrays, config["modules_to_save"])
+    found = _by_module(folder / WEIGHTS_FILE, arrays)
+    if not found and not any(table.lora for table in tables.values()):
+        raise AdapterError(f"{folder / WEIGHTS_FILE} holds no weights.")
     wanted = tensors_with(config.get)
-    if score is not None:
-        score = _checked_score(folder, score, score_size)
-    dropout = float(config.get("lora_dropout") or 0.0)
+    if config["bias"] == "lora_only":
+        wanted = (*wanted, _BIAS)
+    ranks, alphas = config["rank_pattern"] or {}, config["alpha_pattern"] or {}
     modules, biases = {}, {}
     for name, tensors in found.items():
         if name not in linear_shapes:
@@ -128,23 +135,16 @@ def _read(
                 f"{folder} adapts {name}, which the base model does not have. Is it an "
                 "adapter of another model?"
             )
-        ranks, alphas = (
-            config.get(f"{key}_pattern") or {} for key in ("rank", "alpha")
-        )
         rank = pattern_value(ranks, name, config["r"], patterns)
         lora_alpha = pattern_value(alphas, name, config["lora_alpha"], patterns)
-        if (bias := tensors.pop(_BIAS, None)) is not None:
-            biases[f"{name}.bias"] = _checked_bias(
-                folder, name, bias, config, linear_shapes[name]
-            )
+        own = _checked(folder, name, tensors, wanted, rank, linear_shapes[name])
+        if (bias := own.pop(_BIAS.name, None)) is not None:
+            biases[f"{name}.bias"] = bias
         modules[name] = LoraWeights(
-            tensors=_checked(folder, name, tensors, wanted, rank, linear_shapes[name]),
-            rank=rank,
-            lora_alpha=float(lora_alpha),
+            tensors=own, rank=rank, lora_alpha=float(lora_alpha)
         )
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
     record = read_record(folder)
-    use_rslora = bool(config.get("use_rslora"))
     size, _ = next(iter(linear_shapes.values()))  # the first reads the hidden states
     shapes = [linear_shapes[name] for name in ordered]
     frozen = (
@@ -153,35 +153,15 @@ def _read(
     )
     adapter = Adapter(
         modules=ordered,
-        use_rslora=use_rslora,
-        dropout=dropout,
-        score=score,
+        use_rslora=bool(config["use_rslora"]),
+        dropout=float(config["lora_dropout"] or 0.0),
+        score=None if score is None else _checked_score(folder, score, score_size),
         vera=next(filter(None, frozen), None),
-        token_rows=table_values(folder, config, tables, size, base, patterns),
+        token_rows=TableReader(folder, config, tables, size, base, patterns).values(),
         chat_template_kwargs={} if record is None else record.chat_template_kwargs,
     )
     base_format = loftq_format(path, config)
     return PeftFolder(adapter=adapter, biases=biases, base_format=base_format)
-
-
-def _checked_bias(
-    folder: pathlib.Path,
-    name: str,
-    bias: np.ndarray,
-    config: Mapping[str, Any],
-    linear_shape: tuple[int, ...],
-) -> np.ndarray:
-    if config.get("bias") != "lora_only":
-        raise AdapterError(
-            f"{folder} holds {name}.{_BIAS}, but its {CONFIG_FILE} does not set bias: "
-            "lora_only. Correct the file."
-        )
-    if bias.shape != linear_shape[1:]:
-        raise AdapterError(
-            f"{folder}: {name}.{_BIAS} has shape {list(bias.shape)}; the base model "
-            f"calls for {list(linear_shape[1:])}."
-        )
-    return bias
 
 
 def _checked_score(
@@ -200,24 +180,8 @@ def _checked_score(
     return np.ascontiguousarray(score[0].astype(np.float32))
 
 
-def _read_tensors(
-    folder: pathlib.Path, copied: list[str]
-) -> tuple[
-    dict[str, dict[str, np.ndarray]],
-    np.ndarray | None,
-    dict[str, np.ndarray],
-    dict[str, SavedTable],
-]:
-    """Reads the trained tensors of each module, as PEFT stores and names them.
-
-    Args:
-        folder: The folder.
-        copied: The modules in `modules_to_save`.
-
-    Returns:
-        The tensors, the score head if there is one, what the linears share by key, and
-        what there is of the embedding and the head.
-    """
+def _read_arrays(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """Reads the tensors of a folder, by PEFT's names."""
     path = folder / WEIGHTS_FILE
     has_pickle = os.path.lexists(folder / "adapter_model.bin")
     if has_pickle and not os.path.lexists(path):
@@ -230,35 +194,32 @@ def _read_tensors(
     arrays = {name: file.array(name) for name in file.names()}
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
-    score = arrays.pop(f"{PREFIX}{SCORE_PATH}", None)
-    frozen = {name for variant in variants() for name in variant.peft_tensors}
-    matrices = {name: arrays.pop(name) for name in arrays.keys() & frozen}
-    tables = take_tables(folder, arrays, copied)
+    return arrays
+
+
+def _by_module(
+    path: pathlib.Path, arrays: Mapping[str, np.ndarray]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Returns the tensors of each module, by PEFT's names of them."""
     modules: dict[str, dict[str, np.ndarray]] = {}
+    peft_names = [tensor.peft_name for tensor in trained_tensors()]
     for key, array in arrays.items():
-        module, peft_name = _split_key(path, key)
-        tensors = modules.setdefault(module, {})
+        # Older versions of peft keep the adapter's name in the key.
+        name = key.removeprefix(PREFIX).replace(".default.", ".")
+        for peft_name in (*peft_names, _BIAS.peft_name):
+            if name.endswith(f".{peft_name}"):
+                break
+        else:
+            *others, last = peft_names
+            raise AdapterError(
+                f"{path} holds {key}, which is no LoRA weight of a linear; only "
+                f"{', '.join(others)} and {last} are supported."
+            )
+        tensors = modules.setdefault(name.removesuffix(f".{peft_name}"), {})
         if peft_name in tensors:
             raise AdapterError(f"{path} holds {key} under two spellings of its name.")
         tensors[peft_name] = array
-    if not modules and not any(table.lora for table in tables.values()):
-        raise AdapterError(f"{path} holds no weights.")
-    return modules, score, matrices, tables
-
-
-def _split_key(path: pathlib.Path, key: str) -> tuple[str, str]:
-    """Splits a key of the file into a module's name and PEFT's name of a tensor."""
-    # Older versions of peft keep the adapter's name in the key.
-    name = key.removeprefix(PREFIX).replace(".default.", ".")
-    peft_names = [tensor.peft_name for tensor in trained_tensors()]
-    for peft_name in (*peft_names, _BIAS):
-        if name.endswith(f".{peft_name}"):
-            return name.removesuffix(f".{peft_name}"), peft_name
-    *others, last = peft_names
-    raise AdapterError(
-        f"{path} holds {key}, which is no LoRA weight of a linear; only "
-        f"{', '.join(others)} and {last} are supported."
-    )
+    return modules
 
 
 def _checked(
@@ -270,25 +231,27 @@ def _checked(
     linear_shape: tuple[int, ...],
 ) -> dict[str, np.ndarray]:
     """Returns a module's tensors in our layout, float32, by our names."""
-    for tensor in wanted:
-        if tensor.peft_name not in tensors:
-            raise AdapterError(f"{folder} lacks {name}.{tensor.peft_name}.")
-    for tensor in trained_tensors():
-        if tensor not in wanted and tensor.peft_name in tensors:
-            given = variant_of(tensor).setting or "peft_type: LORA"
-            raise AdapterError(
-                f"{folder} holds {name}.{tensor.peft_name}, but its {CONFIG_FILE} does "
-                f"not set {given}. Correct the file."
-            )
     checked = {}
-    for tensor in wanted:
-        array = tensors[tensor.peft_name]
+    for tensor in (*trained_tensors(), _BIAS):
+        place, array = f"{name}.{tensor.peft_name}", tensors.get(tensor.peft_name)
+        if array is None:
+            if tensor in wanted and tensor is not _BIAS:
+                raise AdapterError(f"{folder} lacks {place}.")
+            continue
+        if tensor not in wanted:
+            given = "bias: lora_only"
+            if tensor is not _BIAS:
+                given = variant_of(tensor).setting or "peft_type: LORA"
+            raise AdapterError(
+                f"{folder} holds {place}, but its {CONFIG_FILE} does not set {given}. "
+                "Correct the file."
+            )
         k, n = linear_shape
         shape = tensor.shape(k, n, rank)[::-1]  # PEFT stores the transpose
         if array.shape != shape:
             raise AdapterError(
-                f"{folder}: {name}.{tensor.peft_name} has shape {list(array.shape)}; "
-                f"the base model and rank {rank} call for {list(shape)}."
+                f"{folder}: {place} has shape {list(array.shape)}; the base model and "
+                f"rank {rank} call for {list(shape)}."
             )
         checked[tensor.name] = np.ascontiguousarray(array.astype(np.float32).T)
     return checked

@@ -23,7 +23,6 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError
 from jaxlora.hf.checkpoint import open_checkpoint
-from jaxlora.hf.read_tensor import read_tensor
 
 # Hugging Face's paths of the two modules.
 _PATHS = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
@@ -65,7 +64,7 @@ class BaseTables:
         files = open_checkpoint(self.folder).files
         names = {module: f"{path}.weight" for module, path in _PATHS.items()}
         return {
-            module: read_tensor(files[name], name)[0].astype(np.float32)
+            module: files[name].read(name)[0].astype(np.float32)
             for module, name in names.items()
             if name in files
         }
@@ -83,11 +82,14 @@ class SavedTable:
         magnitude: Magnitudes of DoRA beside them.
     """
 
-    frozen: np.ndarray | None
-    copy: np.ndarray | None
-    rows: np.ndarray | None
-    lora: tuple[np.ndarray, np.ndarray] | None
-    magnitude: np.ndarray | None
+    frozen: np.ndarray | None = None
+    copy: np.ndarray | None = None
+    rows: np.ndarray | None = None
+    lora: tuple[np.ndarray, np.ndarray] | None = None
+    magnitude: np.ndarray | None = None
+
+
+_NOTHING = SavedTable()
 
 
 def take_tables(
@@ -106,10 +108,10 @@ def take_tables(
     found = {}
     for module, path in _PATHS.items():
         start = f"{PREFIX}{path}."
-        own = {key: arrays.pop(key) for key in [*arrays] if key.startswith(start)}
         parts = {
-            key.removeprefix(start).replace("default.", ""): array
-            for key, array in own.items()
+            key.removeprefix(start).replace("default.", ""): arrays.pop(key)
+            for key in [*arrays]
+            if key.startswith(start)
         }
         if parts or module in copied:
             found[module] = _saved(folder, module, parts, is_copy=module in copied)
@@ -117,11 +119,7 @@ def take_tables(
 
 
 def _saved(
-    folder: pathlib.Path,
-    module: str,
-    parts: dict[str, np.ndarray],
-    *,
-    is_copy: bool,
+    folder: pathlib.Path, module: str, parts: dict[str, np.ndarray], *, is_copy: bool
 ) -> SavedTable:
     names = _LORA[module]
     known = {*_FROZEN, _ORIGINAL, _COPY, _WEIGHT, _ROWS, _MAGNITUDE, *names}
@@ -153,215 +151,198 @@ def _saved(
     )
 
 
-def table_values(
-    folder: pathlib.Path,
-    config: Mapping[str, Any],
-    tables: Mapping[str, SavedTable],
-    size: int,
-    base: BaseTables | None,
-    patterns: Patterns,
-) -> dict[str, TokenRowValues]:
-    """Returns the rows and the whole copies of an adapter, by module.
+@dataclasses.dataclass(frozen=True)
+class TableReader:
+    """Makes rows and whole copies of what a folder holds of the two modules.
 
-    `Adapter.check_base` checks the number of tokens.
-
-    Args:
+    Attributes:
         folder: The folder, for errors.
         config: Its settings, as `read_config` returns them.
         tables: What it holds of each module.
         size: Size D of a row of the base.
         base: The base's own; None: LoRA on a module is refused.
         patterns: Checks the patterns in the settings.
-
-    Raises:
-        AdapterError: The tensors do not fit each other, the settings or the base.
     """
-    ids = _token_ids(folder, config, tables)
-    found: dict[str, TokenRowValues] = {}
-    frozen: dict[str, Table] = {}
-    for module in _PATHS:
-        saved = tables.get(module)
-        _check_rows(folder, module, ids[module], saved, size)
-        if saved is None:
-            continue
-        if saved.lora is not None:
-            if base is not None and base.is_tied and module == "lm_head":
-                saved = _on_trained_rows(saved, found.get("embed_tokens"), base)
-            weight = _with_lora(folder, config, module, saved, base, patterns, size)
-            found[module] = _whole(weight)
-        elif saved.copy is not None:
-            found[module] = _whole(_table(folder, module, saved.copy, size))
-        elif saved.rows is not None and saved.frozen is None:
-            found[module] = TokenRowValues(ids[module], saved.rows.astype(np.float32))
-        if saved.frozen is None:
-            continue
-        frozen[module] = _table(folder, module, saved.frozen, size)
-        if saved.lora is None:
-            weight = frozen[module].copy()
-            if saved.rows is not None:
-                _check_largest(folder, module, ids[module], len(weight))
-                weight[list(ids[module])] = saved.rows
-            found[module] = _whole(weight)
-    return _needed(found, frozen, tables, base)
 
+    folder: pathlib.Path
+    config: Mapping[str, Any]
+    tables: Mapping[str, SavedTable]
+    size: int
+    base: BaseTables | None
+    patterns: Patterns
 
-def _needed(
-    found: dict[str, TokenRowValues],
-    frozen: Mapping[str, Table],
-    tables: Mapping[str, SavedTable],
-    base: BaseTables | None,
-) -> dict[str, TokenRowValues]:
-    """Returns the tables without those that the base has itself.
+    def values(self) -> dict[str, TokenRowValues]:
+        """Returns the rows and the whole copies of an adapter, by module.
 
-    The frozen weight of one of two tied modules is that of the other one, too.
-    """
-    if base is None:
-        return found
-    if base.is_tied:
-        for weight in frozen.values():
-            for module in _PATHS.keys() - tables.keys():
-                found = found | {module: _whole(weight)}
+        `Adapter.check_base` checks the number of tokens.
 
-    def is_needed(module: str) -> bool:
-        saved, values = tables.get(module), found[module]
-        is_trained = saved is not None and saved.copy is not None
-        if is_trained or not values.is_whole:
-            return True
-        return not np.array_equal(values.rows, base.read(module))
+        Raises:
+            AdapterError: The tensors do not fit each other, the settings or the base.
+        """
+        found: dict[str, TokenRowValues] = {}
+        frozen: dict[str, Table] = {}
+        for module, ids in self._token_ids().items():
+            saved = self.tables.get(module, _NOTHING)
+            self._check_rows(module, ids, saved)
+            if saved.frozen is not None:
+                frozen[module] = self._table(module, saved.frozen)
+            own = saved.copy if saved.frozen is None else saved.frozen
+            if saved.lora is not None:
+                weight = self._trained_on(module, saved, found.get("embed_tokens"))
+                found[module] = _whole(self._with_lora(module, saved, weight))
+            elif own is not None:
+                found[module] = _whole(self._table(module, own))
+            if saved.rows is None or saved.lora is not None:
+                continue
+            rows = TokenRowValues(ids, saved.rows.astype(np.float32))
+            if module in found:
+                self._put(module, found[module].rows, rows)
+            else:
+                found[module] = rows
+        return self._needed(found, frozen)
 
-    return {module: found[module] for module in found if is_needed(module)}
+    def _needed(
+        self, found: dict[str, TokenRowValues], frozen: Mapping[str, Table]
+    ) -> dict[str, TokenRowValues]:
+        """Returns the tables without those that the base has itself."""
+        base, tables = self.base, self.tables
+        if base is None:
+            return found
+        if base.is_tied:
+            # The frozen weight of one of two tied modules is that of the other, too.
+            others = _PATHS.keys() - tables.keys()
+            found |= {m: _whole(weight) for weight in frozen.values() for m in others}
+        return {
+            module: values
+            for module, values in found.items()
+            if tables.get(module, _NOTHING).copy is not None
+            or not values.is_whole
+            or not np.array_equal(values.rows, base.read(module))
+        }
 
+    def _table(self, module: str, array: np.ndarray) -> Table:
+        """Returns a copy of a weight in float32."""
+        if array.ndim != 2 or array.shape[1] != self.size:
+            raise AdapterError(
+                f"{self.folder}: the weight of {module} has shape {list(array.shape)}, "
+                f"and the hidden states of the base model have {self.size} features. "
+                "Is it an adapter of another model?"
+            )
+        return array.astype(np.float32)
 
-def _on_trained_rows(
-    saved: SavedTable, rows: TokenRowValues | None, base: BaseTables
-) -> SavedTable:
-    """Returns a tied head with LoRA, which peft puts on the trained rows of tokens."""
-    if rows is None or rows.is_whole or saved.frozen is not None:
-        return saved
-    weight = base.read("lm_head").copy()
-    if max(rows.ids) >= len(weight):
-        return saved  # which `Adapter.check_base` refuses
-    weight[list(rows.ids)] = rows.rows
-    return dataclasses.replace(saved, frozen=weight)
+    def _put(self, module: str, weight: Table, values: TokenRowValues) -> None:
+        """Replaces rows of a weight."""
+        if (largest := max(values.ids, default=-1)) >= len(weight):
+            raise AdapterError(
+                f"{self.folder} has a row of token {largest} in {module}, whose weight "
+                f"has {len(weight)} tokens. The folder is damaged or of another base: "
+                "copy it again, or use its own base."
+            )
+        weight[list(values.ids)] = values.rows
+
+    def _trained_on(
+        self, module: str, saved: SavedTable, embedding: TokenRowValues | None
+    ) -> Table:
+        """Returns the weight on which the LoRA of a module was trained.
+
+        Args:
+            module: The module.
+            saved: What the folder holds of it.
+            embedding: The rows of the embedding, if they are known already.
+        """
+        if self.base is None:
+            raise AdapterError(
+                f"{self.folder} has LoRA on {module}, which no job trains here; only "
+                "merge and generate read it. Merge it into its base (jaxlora merge), "
+                "and train on the merged model."
+            )
+        if saved.frozen is not None:
+            return self._table(module, saved.frozen)
+        weight = self._table(module, self.base.read(module))
+        is_tied_head = module == "lm_head" and self.base.is_tied
+        if is_tied_head and embedding is not None and not embedding.is_whole:
+            # peft puts LoRA of a tied head on the trained rows of tokens.
+            self._put(module, weight, embedding)
+        return weight
+
+    def _with_lora(self, module: str, saved: SavedTable, weight: Table) -> Table:
+        """Returns a weight with LoRA on it, by peft's formulas."""
+        assert saved.lora is not None
+        folder, config = self.folder, self.config
+        a, b = (array.astype(np.float32) for array in saved.lora)
+        path = _PATHS[module]
+        rank, lora_alpha = (
+            pattern_value(config.get(pattern) or {}, path, config[key], self.patterns)
+            for pattern, key in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+        )
+        is_embedding = module == "embed_tokens"
+        sizes = len(weight), self.size
+        num, wide = sizes if is_embedding else sizes[::-1]
+        shapes = (rank, num), (wide, rank)
+        if (a.shape, b.shape) != shapes:
+            raise AdapterError(
+                f"{folder}: the LoRA of {module} has the shapes {a.shape} and "
+                f"{b.shape}; rank {rank} and its weight call for {shapes[0]} and "
+                f"{shapes[1]}. Use the base whose vocabulary has the size of the "
+                "adapter's."
+            )
+        scaling = lora_scaling(lora_alpha, rank, bool(config.get("use_rslora")))
+        product = (b @ a).T if is_embedding else b @ a
+        weight = weight + np.float32(scaling) * product
+        if bool(config.get("use_dora")) != (saved.magnitude is not None):
+            raise AdapterError(
+                f"{folder}: use_dora in {CONFIG_FILE} does not agree with the weights "
+                f"of {module}, which {'lack' if saved.magnitude is None else 'have'} "
+                f"{_MAGNITUDE}. Correct the file."
+            )
+        if saved.magnitude is None:
+            return weight
+        axis = 0 if is_embedding else 1  # a magnitude for each output feature
+        norms = np.linalg.norm(weight, axis=axis, keepdims=True)
+        factors = saved.magnitude.reshape(norms.shape) / np.where(norms == 0, 1, norms)
+        return weight * np.where(norms == 0, 1, factors).astype(np.float32)
+
+    def _token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Returns the tokens whose rows are trained, by module."""
+        path = self.folder / CONFIG_FILE
+        given = self.config.get("trainable_token_indices")
+        try:
+            tokens = row_tokens(given)
+        except ValueError as error:
+            raise AdapterError(f"{path}, trainable_token_indices: {error}") from None
+        by_module = tokens if isinstance(tokens, dict) else {"embed_tokens": tokens}
+        head = self.tables.get("lm_head", _NOTHING)
+        if not isinstance(tokens, dict) and head.rows is not None:
+            # Those of a tied head, which peft saves again.
+            by_module["lm_head"] = tokens
+        for ids in by_module.values():
+            is_list = isinstance(ids, list | tuple)
+            if not is_list or not all(type(i) is int and i >= 0 for i in ids):
+                raise AdapterError(
+                    f"{path} has trainable_token_indices={shown(given)}; wanted a list "
+                    "of tokens, which are whole numbers from 0."
+                )
+        return {module: tuple(by_module.get(module, ())) for module in _PATHS}
+
+    def _check_rows(self, module: str, ids: tuple[int, ...], saved: SavedTable) -> None:
+        rows = saved.rows
+        if rows is None and not ids:
+            return
+        if saved.copy is not None:
+            raise AdapterError(
+                f"{self.folder / CONFIG_FILE} has {module} in modules_to_save and in "
+                "trainable_token_indices; the adapter can have only one of them. "
+                "Correct the file."
+            )
+        if rows is None or rows.shape != (len(ids), self.size):
+            there = "lacks it" if rows is None else f"has {list(rows.shape)}"
+            raise AdapterError(
+                f"{self.folder}: the {len(ids)} trainable_token_indices of {module} "
+                f"and the base model call for {PREFIX}{_PATHS[module]}.{_ROWS} of "
+                f"shape {[len(ids), self.size]}, and it {there}. Is it an adapter of "
+                "another model?"
+            )
 
 
 def _whole(weight: Table) -> TokenRowValues:
     return TokenRowValues(range(len(weight)), weight)
-
-
-def _table(folder: pathlib.Path, module: str, array: np.ndarray, size: int) -> Table:
-    if array.ndim != 2 or array.shape[1] != size:
-        raise AdapterError(
-            f"{folder}: the weight of {module} has shape {list(array.shape)}, and the "
-            f"hidden states of the base model have {size} features. Is it an adapter "
-            "of another model?"
-        )
-    return array.astype(np.float32)
-
-
-def _with_lora(
-    folder: pathlib.Path,
-    config: Mapping[str, Any],
-    module: str,
-    saved: SavedTable,
-    base: BaseTables | None,
-    patterns: Patterns,
-    size: int,
-) -> Table:
-    """Returns the weight with LoRA on it, by peft's formulas."""
-    if base is None:
-        raise AdapterError(
-            f"{folder} has LoRA on {module}, which no job trains here; only merge and "
-            "generate read it. Merge it into its base (jaxlora merge), and train on "
-            "the merged model."
-        )
-    assert saved.lora is not None
-    a, b = (array.astype(np.float32) for array in saved.lora)
-    given = base.read(module) if saved.frozen is None else saved.frozen
-    weight = _table(folder, module, given, size)
-    rank, lora_alpha = (
-        pattern_value(config.get(key) or {}, _PATHS[module], config[common], patterns)
-        for key, common in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
-    )
-    is_embedding = module == "embed_tokens"
-    num, wide = (len(weight), size) if is_embedding else (size, len(weight))
-    shapes = (rank, num), (wide, rank)
-    if (a.shape, b.shape) != shapes:
-        raise AdapterError(
-            f"{folder}: the LoRA of {module} has the shapes {a.shape} and {b.shape}; "
-            f"rank {rank} and its weight call for {shapes[0]} and "
-            f"{shapes[1]}. Use the base whose vocabulary has the size of the adapter's."
-        )
-    scaling = lora_scaling(lora_alpha, rank, bool(config.get("use_rslora")))
-    product = (b @ a).T if is_embedding else b @ a
-    weight = weight + np.float32(scaling) * product
-    if bool(config.get("use_dora")) != (saved.magnitude is not None):
-        raise AdapterError(
-            f"{folder}: use_dora in {CONFIG_FILE} does not agree with the weights of "
-            f"{module}, which {'lack' if saved.magnitude is None else 'have'} "
-            f"{_MAGNITUDE}. Correct the file."
-        )
-    if saved.magnitude is not None:
-        axis = 0 if is_embedding else 1  # a magnitude for each output feature
-        norms = np.linalg.norm(weight, axis=axis, keepdims=True)
-        factors = saved.magnitude.reshape(norms.shape) / np.where(norms == 0, 1, norms)
-        weight = weight * np.where(norms == 0, 1, factors).astype(np.float32)
-    return weight
-
-
-def _token_ids(
-    folder: pathlib.Path, config: Mapping[str, Any], tables: Mapping[str, SavedTable]
-) -> dict[str, tuple[int, ...]]:
-    """Returns the tokens whose rows are trained, by module."""
-    path, given = folder / CONFIG_FILE, config.get("trainable_token_indices")
-    try:
-        tokens = row_tokens(given)
-    except ValueError as error:
-        raise AdapterError(f"{path}, trainable_token_indices: {error}") from None
-    by_module = tokens if isinstance(tokens, dict) else {"embed_tokens": tokens}
-    head = tables.get("lm_head")
-    if not isinstance(tokens, dict) and head is not None and head.rows is not None:
-        by_module["lm_head"] = tokens  # those of a tied head, which peft saves again
-    for ids in by_module.values():
-        is_list = isinstance(ids, list | tuple)
-        if not is_list or not all(type(i) is int and i >= 0 for i in ids):
-            raise AdapterError(
-                f"{path} has trainable_token_indices={shown(given)}; wanted a list of "
-                "tokens, which are whole numbers from 0."
-            )
-    return {module: tuple(by_module.get(module, ())) for module in _PATHS}
-
-
-def _check_rows(
-    folder: pathlib.Path,
-    module: str,
-    ids: tuple[int, ...],
-    saved: SavedTable | None,
-    size: int,
-) -> None:
-    rows = None if saved is None else saved.rows
-    if rows is None and not ids:
-        return
-    if saved is not None and saved.copy is not None:
-        raise AdapterError(
-            f"{folder / CONFIG_FILE} has {module} in modules_to_save and in "
-            "trainable_token_indices; the adapter can have only one of them. Correct "
-            "the file."
-        )
-    if rows is None or rows.shape != (len(ids), size):
-        there = "lacks it" if rows is None else f"has {list(rows.shape)}"
-        raise AdapterError(
-            f"{folder}: the {len(ids)} trainable_token_indices of {module} and the "
-            f"base model call for {PREFIX}{_PATHS[module]}.{_ROWS} of shape "
-            f"{[len(ids), size]}, and it {there}. Is it an adapter of another model?"
-        )
-
-
-def _check_largest(
-    folder: pathlib.Path, module: str, ids: tuple[int, ...], num_tokens: int
-) -> None:
-    if max(ids) >= num_tokens:
-        raise AdapterError(
-            f"{folder} has a row of token {max(ids)} in {module}, whose weight in the "
-            f"folder has {num_tokens} tokens. The folder is damaged: copy it again."
-        )

@@ -1,9 +1,9 @@
 """Optimizers of users: a transformation of optax becomes an entry of the table."""
 
+import dataclasses
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ from jaxlora.adapters.optimizers.state import transformation
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer, OptimizerSetting
 from jaxlora.errors import ConfigError
 from jaxlora.modules.variants.lora import LORA_A, LORA_B
+from jaxlora.modules.variants.variant import TrainedTensor
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_RATES = ("learning_rate", "weight_decay")
+_RATES = ["learning_rate", "weight_decay"]
 # Ranks and features of the matrices with which a transformation is tried.
 _RANKS, _FEATURES = (2, 3), 5
 
@@ -69,155 +70,96 @@ def register_optimizer(name: str, make_transformation: Any) -> None:
             f"optimizer name {name!r} is taken: there are {', '.join(OPTIMIZERS)}. "
             "Choose another name; an optimizer is registered once in a process."
         )
-    settings = _settings(name, make_transformation)
-    found = Optimizer(name=name, settings=settings, transformation=make_transformation)
-    _check_made(found)
-    tried = [_try(found, tensor, rank) for tensor in _tensors() for rank in _RANKS]
-    for i in range(0, len(tried), len(_RANKS)):
-        _check_shapes(found, tried[i : i + len(_RANKS)])
-    code = _fingerprint(found)
-    OPTIMIZERS[name] = Optimizer(
-        name=name,
-        settings=settings,
-        transformation=make_transformation,
-        mixes_elements=True,  # it may
-        fingerprint=code,
-    )
+    try:
+        found = Optimizer(
+            name=name,
+            settings=_settings(make_transformation),
+            transformation=make_transformation,
+            mixes_elements=True,  # it may
+        )
+        code = hashlib.sha256()
+        for tensor in (LORA_A, LORA_B):
+            shapes, text = zip(*(_try(found, tensor, r) for r in _RANKS), strict=True)
+            _check_axes(*shapes)
+            code.update("".join(text).encode())
+    except ConfigError as error:
+        raise ConfigError(f"optimizer {name!r}: {error}") from error.__cause__
+    OPTIMIZERS[name] = dataclasses.replace(found, fingerprint=code.hexdigest())
 
 
-def _settings(name: str, make: Any) -> dict[str, OptimizerSetting]:
+def _settings(make: Any) -> dict[str, OptimizerSetting]:
     """Returns the settings of a transformation: its parameters with defaults."""
     if not callable(make):
         raise ConfigError(
-            f"optimizer {name!r}: make_transformation is {make!r:.80}, and must be a "
-            "function of learning_rate and weight_decay. Pass the function that makes "
-            "the transformation."
+            f"make_transformation is {make!r:.80}, and must be a function of "
+            "learning_rate and weight_decay. Pass the function that makes the "
+            "transformation."
         )
     parameters = dict(inspect.signature(make).parameters)
-    if list(parameters)[:2] != list(_RATES):
+    if list(parameters)[:2] != _RATES:
         raise ConfigError(
-            f"optimizer {name!r}: make_transformation has the parameters "
-            f"({', '.join(parameters)}), and must begin with learning_rate and "
-            "weight_decay. Add them, and use them in the transformation."
+            f"make_transformation has the parameters ({', '.join(parameters)}), and "
+            "must begin with learning_rate and weight_decay. Add them, and use them in "
+            "the transformation."
         )
-    found = {}
-    for key, parameter in parameters.items():
-        default = parameter.default
-        if key in _RATES:
-            continue
+    defaults = {key: p.default for key, p in parameters.items() if key not in _RATES}
+    for key, default in defaults.items():
         if not isinstance(default, int | float) or not 0 <= default < np.inf:
             is_missing = default is inspect.Parameter.empty
             given = "no default" if is_missing else f"the default {default!r:.80}"
             raise ConfigError(
-                f"optimizer {name!r}: the parameter {key} of make_transformation has "
-                f"{given}, and must have a number that is at least 0, which jobs set "
-                "in optimizer_args. Give it one, or take the parameter away."
+                f"the parameter {key} of make_transformation has {given}, and must "
+                "have a number that is at least 0, which jobs set in optimizer_args. "
+                "Give it one, or take the parameter away."
             )
-        found[key] = OptimizerSetting(default=default)
-    return found
+    return {key: OptimizerSetting(default=value) for key, value in defaults.items()}
 
 
-def _check_made(optimizer: Optimizer) -> None:
-    settings = {name: one.default for name, one in optimizer.settings.items()}
-    made = optimizer.transformation(1e-3, 0.0, **settings)
-    if not isinstance(made, optax.GradientTransformation):
-        raise ConfigError(
-            f"optimizer {optimizer.name!r}: make_transformation returned a "
-            f"{type(made).__name__}, and must return an optax.GradientTransformation. "
-            "Return one, such as optax.chain(...)."
-        )
-
-
-def _tensors() -> tuple[str, ...]:
-    return LORA_A.name, LORA_B.name
-
-
-def _weight(tensor: str, rank: int) -> dict[str, jax.Array]:
-    shape = (_FEATURES, rank) if tensor == LORA_A.name else (rank, _FEATURES)
-    values = np.random.default_rng(0).normal(size=shape)
-    return {tensor: jnp.array(values, jnp.float32)}
-
-
-def _try(optimizer: Optimizer, tensor: str, rank: int) -> Any:
-    """Returns the shapes of a state after trying a step.
+def _try(optimizer: Optimizer, tensor: TrainedTensor, rank: int) -> tuple[Any, str]:
+    """Returns the shapes of a state by path, and the code of its start and of a step.
 
     Raises:
         ConfigError: The state or the step breaks a rule.
     """
-    name, weight = optimizer.name, _weight(tensor, rank)
+    defaults = {name: one.default for name, one in optimizer.settings.items()}
+    made = optimizer.transformation(1e-3, 0.0, **defaults)
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(
+            f"make_transformation returned a {type(made).__name__}, and must return an "
+            "optax.GradientTransformation. Return one, such as optax.chain(...)."
+        )
+    shape = tensor.shape(_FEATURES, _FEATURES, rank)
+    values = np.random.default_rng(0).normal(size=shape)
+    weight = {tensor.name: jnp.array(values, jnp.float32)}
     state = transformation(optimizer).init(weight)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        is_array = isinstance(leaf, jax.Array | np.ndarray)
-        if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            text = " ".join(repr(leaf).split())
-            raise ConfigError(
-                f"optimizer {name!r}: its state has {text:.80} at "
-                f"{jax.tree_util.keystr(path)}, and must have arrays of numbers only, "
-                "which are kept by slot. Make it a jnp array (of a random key, "
-                "jax.random.PRNGKey), or keep it out of the state."
-            )
-    _check_start(optimizer, weight, state)
-    shapes = jax.eval_shape(lambda: state)
+    others = {name: default / 2 + 0.25 for name, default in defaults.items()}
+    _check_start(state, transformation(optimizer, 0.5, 0.5, others).init(weight))
+
+    def step(weight: Any, state: Any, rank: Any, rates: Any, settings: Any) -> Any:
+        learning_rate, weight_decay = rates
+        start = transformation(optimizer).init(weight)
+        made = transformation(optimizer, learning_rate, weight_decay, settings)
+        return start, *made.update(weight, state, weight, rank=rank)
+
+    settings = {name: jnp.float32(default) for name, default in defaults.items()}
+    rates = jnp.float32(1e-3), jnp.float32(0.0)
     try:
-        updates, after = jax.eval_shape(_step, *_traced(optimizer, weight, state))
+        traced = jax.jit(step).trace(weight, state, jnp.int32(1), rates, settings)
     except (jax.errors.JAXTypeError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"optimizer {name!r}: a step of {tensor} fails when it is traced: "
-            f"{error}\nUse jnp functions, no Python conditions or float() on the "
-            "learning rate, weight decay, settings and arrays."
+            f"a step of {tensor.name} fails when it is traced: {error}\nUse jnp "
+            "functions, no Python conditions or float() on the learning rate, weight "
+            "decay, settings and arrays."
         ) from error
+    start, updates, after = traced.out_info
     given = jax.eval_shape(lambda: weight)
-    for what, found, wanted in (("updates", updates, given), ("state", after, shapes)):
+    for what, found, wanted in (("updates", updates, given), ("state", after, start)):
         if _signature(found) != _signature(wanted):
             raise ConfigError(
-                f"optimizer {name!r}: a step makes {what} {found!r:.200}, which must "
-                f"be as before: {wanted!r:.200}. Keep structure, shapes and dtypes."
+                f"a step makes {what} {found!r:.200}, which must be as before: "
+                f"{wanted!r:.200}. Keep structure, shapes and dtypes."
             )
-    return shapes
-
-
-def _check_start(optimizer: Optimizer, weight: Any, state: Any) -> None:
-    """Checks that the state at the start depends on no setting."""
-    other = {name: one.default / 2 + 0.25 for name, one in optimizer.settings.items()}
-    found = transformation(optimizer, 0.5, 0.5, other).init(weight)
-    leaves = zip(
-        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(found), strict=True
-    )
-    for (path, one), another in leaves:
-        if not np.array_equal(one, another, equal_nan=True):
-            raise ConfigError(
-                f"optimizer {optimizer.name!r}: its state at the start has a setting, "
-                f"at {jax.tree_util.keystr(path)}, and must depend on the weights "
-                "only, as learning rates change from step to step. Use the setting in "
-                "update, and no optax.inject_hyperparams."
-            )
-
-
-def _traced(optimizer: Optimizer, weight: Any, state: Any) -> tuple[Any, ...]:
-    settings = {name: jnp.float32(s.default) for name, s in optimizer.settings.items()}
-    rates = jnp.float32(1e-3), jnp.float32(0.0)
-    return _Static(optimizer), weight, state, jnp.int32(1), *rates, settings
-
-
-@jax.tree_util.register_static
-class _Static:
-    """An optimizer as an argument of a traced function."""
-
-    def __init__(self, optimizer: Optimizer):
-        self.optimizer = optimizer
-
-
-def _step(
-    static: _Static,
-    weight: Any,
-    state: Any,
-    rank: Any,
-    learning_rate: Any,
-    weight_decay: Any,
-    settings: Mapping[str, Any],
-) -> Any:
-    made = transformation(static.optimizer, learning_rate, weight_decay, settings)
-    return made.update(weight, state, weight, rank=rank)
+    return jax.tree_util.tree_leaves_with_path(start), traced.lower().as_text()
 
 
 def _signature(tree: Any) -> Any:
@@ -225,40 +167,47 @@ def _signature(tree: Any) -> Any:
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _check_shapes(optimizer: Optimizer, states: list[Any]) -> None:
-    """Checks that each axis of a state is the rank, or does not depend on it.
+def _check_start(state: Any, other: Any) -> None:
+    """Checks that the state at the start is of arrays, and depends on no setting.
 
     Args:
-        optimizer: The optimizer.
-        states: Shapes of the states of a tensor, of each of `_RANKS`.
+        state: The state at the start.
+        other: The state at the start with other settings.
     """
-    of_ranks = [jax.tree_util.tree_leaves_with_path(state) for state in states]
-    for leaves in zip(*of_ranks, strict=True):
-        path, shapes = leaves[0][0], [leaf.shape for _, leaf in leaves]
-        has_other_axes = len({len(shape) for shape in shapes}) > 1
-        if has_other_axes or any(
-            len(set(sizes)) > 1 and sizes != _RANKS
-            for sizes in zip(*shapes, strict=True)
-        ):
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), another in zip(leaves, jax.tree.leaves(other), strict=True):
+        place = jax.tree_util.keystr(path)
+        is_array = isinstance(leaf, jax.Array | np.ndarray)
+        if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ConfigError(
-                f"optimizer {optimizer.name!r}: for ranks {_RANKS[0]} and {_RANKS[1]}, "
-                f"its state at {jax.tree_util.keystr(path)} has the shapes {shapes[0]} "
-                f"and {shapes[1]}. An axis must be the rank itself or not depend on "
-                "it, as a slot fills smaller ranks with zeros. Keep the axes of the "
-                "matrix."
+                f"its state has {' '.join(repr(leaf).split()):.80} at {place}, and "
+                "must have arrays of numbers only, which are kept by slot. Make it a "
+                "jnp array (of a random key, jax.random.PRNGKey), or keep it out of "
+                "the state."
+            )
+        if not np.array_equal(leaf, another, equal_nan=True):
+            raise ConfigError(
+                f"its state at the start has a setting, at {place}, and must depend on "
+                "the weights only, as learning rates change from step to step. Use the "
+                "setting in update, and no optax.inject_hyperparams."
             )
 
 
-def _fingerprint(optimizer: Optimizer) -> str:
-    """Hash of what the transformation computes."""
-    found = hashlib.sha256()
-    for tensor in _tensors():
-        weight = _weight(tensor, _RANKS[0])
-        state = transformation(optimizer).init(weight)
-        traced = jax.make_jaxpr(_step)(*_traced(optimizer, weight, state))
-        start = jax.make_jaxpr(transformation(optimizer).init)(weight)
-        for one in (traced, start):
-            found.update(str(one).encode())
-            for value in one.consts:
-                found.update(np.asarray(value).tobytes())
-    return found.hexdigest()
+def _check_axes(*states: Any) -> None:
+    """Checks that each axis of a state is the rank, or does not depend on it.
+
+    Args:
+        *states: Shapes of the states of a tensor, one of each of `_RANKS`.
+    """
+    for (path, one), (_, other) in zip(*states, strict=True):
+        is_kept = len(one.shape) == len(other.shape) and all(
+            sizes == _RANKS or sizes[0] == sizes[1]
+            for sizes in zip(one.shape, other.shape, strict=True)
+        )
+        if not is_kept:
+            raise ConfigError(
+                f"for ranks {_RANKS[0]} and {_RANKS[1]}, its state at "
+                f"{jax.tree_util.keystr(path)} has the shapes {one.shape} and "
+                f"{other.shape}. An axis must be the rank itself or not depend on it, "
+                "as a slot fills smaller ranks with zeros. Keep the axes of the matrix."
+            )

@@ -201,20 +201,6 @@ def _own_shapes(
 # ---- of one trained tensor -----------------------------------------------------------
 
 
-def initial_state(
-    optimizer: Optimizer, tensor: str, weight: jax.Array
-) -> dict[Kind, jax.Array]:
-    """Returns the state tensors before the first step, by kind.
-
-    Args:
-        optimizer: The optimizer.
-        tensor: Name of the trained tensor.
-        weight: Its value at the start.
-    """
-    layout = _layout(optimizer, tensor, weight.shape)
-    return layout.split(transformation(optimizer).init({tensor: weight}))
-
-
 def updated(
     made: Any,
     optimizer: Optimizer,
@@ -287,10 +273,10 @@ def started(
         for stack, weights in rows.items():
             if not is_stepped(name, stack):
                 continue
-            start = functools.partial(
-                initial_state, OPTIMIZERS[name], tensor_of(stack).name
-            )
-            for kind, table in jax.vmap(start)(weights).items():
+            made, tensor = transformation(OPTIMIZERS[name]), tensor_of(stack).name
+            layout = _layout(OPTIMIZERS[name], tensor, weights.shape[1:])
+            start = lambda weight, t=tensor, init=made.init: init({t: weight})
+            for kind, table in layout.split(jax.vmap(start)(weights)).items():
                 stacks = found.setdefault(kind, {})
                 before = stacks.get(stack, jnp.zeros_like(table))
                 stacks[stack] = jnp.where(optimizer == number, table, before)

@@ -30,7 +30,6 @@ class BitsandbytesInt8(StorageLayout):
 
     kind: str = "bitsandbytes int8"
     format: str = Int8Weight.format
-    weight_dtype: str = "I8"
 
     def tensors(
         self, shape: tuple[int, int], has: Callable[[str], bool]
@@ -76,7 +75,6 @@ class BitsandbytesNf4(StorageLayout):
 
     kind: str = "bitsandbytes nf4"
     format: str = Nf4Weight.format
-    weight_dtype: str = "U8"
 
     def options(self, tensors: Sequence[str]) -> dict[str, Any]:
         """Returns whether there is double quantization."""

@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.hf.quantized.bitsandbytes import BitsandbytesInt8, BitsandbytesNf4
-from jaxlora.hf.quantized.scaled import DTYPES, BlockLayout, RowLayout
-from jaxlora.hf.quantized.stored import StorageLayout
+from jaxlora.hf.quantized.stored import BlockLayout, RowLayout, StorageLayout
 from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
 
 KEY = "quantization_config"
@@ -71,10 +70,9 @@ def _group_layout(group: Any) -> StorageLayout:
     if weights.get("num_bits") != 8 or not is_symmetric or weights.get("actorder"):
         _refuse("weights", weights)
     if number == "float" and strategy == "block":
-        block = _block(weights, "block_structure")
         return BlockLayout(
             kind="compressed-tensors fp8 per block",
-            block=block,
+            block=_block(weights, "block_structure"),
             scale_name="weight_scale",
         )
     formats = {"float": Fp8Weight.format, "int": Int8Weight.format}
@@ -84,13 +82,7 @@ def _group_layout(group: Any) -> StorageLayout:
 
 
 def _row_layout(method: str, name: str, strategy: str) -> RowLayout:
-    return RowLayout(
-        kind=f"{method} {name} per {strategy}", format=name, weight_dtype=DTYPES[name]
-    )
-
-
-def _fbgemm(quantization: Mapping[str, Any]) -> StorageLayout:
-    return _row_layout("fbgemm", Fp8Weight.format, "channel")
+    return RowLayout(kind=f"{method} {name} per {strategy}", format=name)
 
 
 def _fp8(quantization: Mapping[str, Any]) -> StorageLayout:
@@ -134,7 +126,7 @@ def _refuse(key: str, value: Any) -> NoReturn:
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], StorageLayout]] = {
     "compressed-tensors": _compressed_tensors,
-    "fbgemm_fp8": _fbgemm,
+    "fbgemm_fp8": lambda _: _row_layout("fbgemm", Fp8Weight.format, "channel"),
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
 }

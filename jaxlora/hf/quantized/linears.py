@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jaxlora.errors import ModelError
 from jaxlora.hf.quantized.stored import StorageLayout, StoredTensor, StoredWeight
-from jaxlora.hf.read_tensor import read_tensor
 from jaxlora.hf.tensor_file import FLOATS, STORED, TensorFile
 from jaxlora.models.structure import TensorSpec
 from jaxlora.pallas_kernels import OPTIONS, WeightOptions
@@ -91,8 +90,8 @@ class StoredLinear:
         """
         arrays, hashes = {}, {}
         for tensor, name in zip(self.tensors, self.tensor_names, strict=True):
-            arrays[tensor.name], hashes[name] = read_tensor(
-                self.files[name], name, dtypes=STORED, check=check
+            arrays[tensor.name], hashes[name] = self.files[name].read(
+                name, dtypes=STORED, check=check
             )
         where = f"{self.files[f'{self.name}.weight'].path}: {self.name}"
         return self.layout.weight(self.shape, arrays, where), hashes

@@ -1,4 +1,4 @@
-"""The common part of the ways in which checkpoints store quantized linears."""
+"""The ways in which checkpoints store quantized linears; bitsandbytes has a file."""
 
 import abc
 import dataclasses
@@ -13,10 +13,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn
 
 from jaxlora.errors import ModelError
-from jaxlora.pallas_kernels import FORMATS, QuantizedWeight
+from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Int8Weight, QuantizedWeight
 
-# Dtypes of scales, by their names in safetensors.
-FLOATS = ("F32", "F16", "BF16")
+# Dtypes of scales, and of the values of formats, by their names in safetensors.
+_SCALES = ("F32", "F16", "BF16")
+_VALUES = {Fp8Weight.format: "F8_E4M3", Int8Weight.format: "I8"}
 
 
 @typing.no_type_check  # JAX also builds it from leaves that are not arrays
@@ -73,19 +74,16 @@ class StoredTensor:
 class StorageLayout(abc.ABC):
     """One way to store quantized linears.
 
-    A linear whose tensor `weight` has the layout's dtype is quantized. The other
-    linears of a checkpoint are not. So its list of the modules that were not converted
-    need not be interpreted.
+    A linear whose tensor `weight` holds no floats of 16 bits or more is quantized. So a
+    checkpoint's list of the modules that were not converted need not be interpreted.
 
     Attributes:
         kind: Name of the layout, for messages.
         format: Name in `FORMATS` of the weights after they were loaded.
-        weight_dtype: Dtype of `weight`, as safetensors names it.
     """
 
     kind: str
     format: str
-    weight_dtype: str
 
     @abc.abstractmethod
     def tensors(
@@ -145,3 +143,72 @@ def check_scales(scale: np.ndarray, where: str) -> None:
             f"{where} holds the scale {least:g}; scales must not be negative. The file "
             "is damaged: fetch or copy it again."
         )
+
+
+# ---- fp8 and int8 with scales per row, tensor or block -------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLayout(StorageLayout):
+    """`weight` [N, K] and `weight_scale`, of which W is the product."""
+
+    def tensors(
+        self, shape: tuple[int, int], has: Callable[[str], bool]
+    ) -> tuple[StoredTensor, ...]:
+        """Returns the weight and its scales, one per output feature or one for all."""
+        n, _ = shape
+        scales = ((n, 1), (n,), (1, 1), (1,), ())
+        return (
+            StoredTensor(
+                name="weight", dtypes=(_VALUES[self.format],), shapes=(shape,)
+            ),
+            StoredTensor(name="weight_scale", dtypes=_SCALES, shapes=scales),
+        )
+
+    def weight(
+        self, shape: tuple[int, int], arrays: Mapping[str, np.ndarray], where: str
+    ) -> QuantizedWeight:
+        """Returns the weight as it is."""
+        scale = arrays["weight_scale"]
+        check_scales(scale, f"{where}.weight_scale")
+        scale = np.broadcast_to(scale.astype(np.float32).reshape(-1), shape[:1])
+        # The scale of a row of zeros may be 0, but kernels divide by it. A value of fp8
+        # times this scale is below 1e-16, with which nothing can be done either.
+        scale = np.maximum(scale, np.float32(FORMATS[self.format].smallest_scale))
+        return host_weight(
+            self.format, values=arrays["weight"], scale=np.ascontiguousarray(scale)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockLayout(StorageLayout):
+    """`weight` [N, K] in e4m3 with one scale per block, as of DeepSeek and Qwen.
+
+    Attributes:
+        block: Rows and columns of a block.
+        scale_name: Name of the tensor of the scales.
+    """
+
+    format: str = Fp8Weight.format
+    block: tuple[int, int]
+    scale_name: str
+
+    def tensors(
+        self, shape: tuple[int, int], has: Callable[[str], bool]
+    ) -> tuple[StoredTensor, ...]:
+        """Returns the weight and the scales of its blocks."""
+        blocks = -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
+        return (
+            StoredTensor(
+                name="weight", dtypes=(_VALUES[self.format],), shapes=(shape,)
+            ),
+            StoredTensor(name=self.scale_name, dtypes=_SCALES, shapes=(blocks,)),
+        )
+
+    def weight(
+        self, shape: tuple[int, int], arrays: Mapping[str, np.ndarray], where: str
+    ) -> BlockWeight:
+        """Returns the weight with its blocks."""
+        scale = arrays[self.scale_name].astype(np.float32)
+        check_scales(scale, f"{where}.{self.scale_name}")
+        return BlockWeight(values=arrays["weight"], scale=scale, block=self.block)

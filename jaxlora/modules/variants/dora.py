@@ -19,7 +19,6 @@ from jaxlora.modules.quantized_kernel import as_dense
 from jaxlora.modules.routing import live_scaling
 from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.modules.variants.variant import (
-    AdaptedLinear,
     Tensors,
     TrainedTensor,
     Variant,
@@ -66,9 +65,7 @@ class Dora(Variant):
     setting = "use_dora"
     tensors = (MAGNITUDE,)
 
-    def gain(
-        self, linear: AdaptedLinear, x: Float[Array, "T K"], *, drops: bool
-    ) -> DoraGain:
+    def gain(self, linear: Any, x: Float[Array, "T K"], *, drops: bool) -> DoraGain:
         """The trained norms over those of W + scaling A B, minus 1."""
         norms = linear.constant(_NORMS)
         if norms is None:
@@ -86,7 +83,7 @@ class Dora(Variant):
             magnitude, norms, linear.table("dropout") > 0 if drops else None
         )
 
-    def constants(self, linear: AdaptedLinear, dtype: DTypeLike) -> dict[str, Array]:
+    def constants(self, linear: Any, dtype: DTypeLike) -> dict[str, Array]:
         """The norms of W + scaling A B."""
         return {_NORMS: _norms(linear, linear.weight, dtype)}
 
@@ -108,7 +105,7 @@ class Dora(Variant):
 
 
 def _norms(
-    linear: AdaptedLinear, w: Float[Array, "K N"] | QuantizedWeight, dtype: DTypeLike
+    linear: Any, w: Float[Array, "K N"] | QuantizedWeight, dtype: DTypeLike
 ) -> Float[Array, "G N"]:
     a, b = linear.table(LORA_A.name), linear.table(LORA_B.name)
     scaling = live_scaling(linear.table("scaling"), linear.table("rank"))

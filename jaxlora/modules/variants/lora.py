@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 
 from jaxlora.config import LoraJob
 from jaxlora.modules.variants.variant import (
-    AdaptedLinear,
     Pair,
     TrainedTensor,
     Variant,
@@ -61,16 +60,16 @@ class Lora(Variant):
             return {}
         return {"trained_rank": jax.ShapeDtypeStruct((), jnp.int32)}
 
-    def slot_settings(self, rank: int, **given: Any) -> dict[str, Any]:
-        """An adapter that is loaded by hand trains all of its ranks."""
-        return {"trained_rank": rank}
+    def slot_settings(self, slots: Any, rank: int, **given: Any) -> dict[str, Any]:
+        """All ranks are trained."""
+        return {"trained_rank": rank} if slots.keeps_start else {}
 
-    def matrices(self, linear: AdaptedLinear, made: Pair | None) -> Pair:
+    def matrices(self, linear: Any, made: Pair | None) -> Pair:
         """A and B as they are trained."""
         return _trainable(linear, LORA_A), _trainable(linear, LORA_B)
 
 
-def _trainable(linear: AdaptedLinear, tensor: TrainedTensor) -> Float[Array, "G ..."]:
+def _trainable(linear: Any, tensor: TrainedTensor) -> Float[Array, "G ..."]:
     """The table of A or B, without a gradient of the ranks that are fixed."""
     table = linear.table(tensor.name)
     if not linear.slots.keeps_start:

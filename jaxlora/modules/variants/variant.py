@@ -7,7 +7,7 @@ PEFT folders and `MultiLoraLinear` loop over the variants of a run and name none
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxlora.config import LoraJob
-from jaxlora.pallas_kernels import DoraGain, QuantizedWeight
+from jaxlora.pallas_kernels import DoraGain
 
 # Letters of docs/conventions.md: input features, output features and rank.
 Dimension = Literal["K", "N", "R"]
@@ -70,42 +70,12 @@ def lora_plus(job: LoraJob) -> float:
     return job.lora_plus_ratio
 
 
-@runtime_checkable
-class AdaptedLinear(Protocol):
-    """The parts of a `MultiLoraLinear` that variants read.
-
-    Attributes:
-        slots: Its `SlotShape`.
-        in_features: K, on this device.
-        input_parts: Parts into which devices divide the input features.
-        output_parts: Parts into which they divide the output features.
-    """
-
-    slots: Any
-    in_features: int
-    input_parts: int
-    output_parts: int
-
-    @property
-    def weight(self) -> Float[Array, "K N"] | QuantizedWeight:
-        """The frozen weight."""
-        ...
-
-    def table(self, name: str) -> Array:
-        """A trained tensor, or a setting, of all slots."""
-        ...
-
-    def constant(self, name: str) -> Array | None:
-        """What `Variant.constants` made for weights that stay; None: they may not."""
-        ...
-
-
 class Variant:
     """One of the ways in which adapters change a linear.
 
     The kernels compute `x W + scaling * dropout(x) A B`. A variant makes A and B of
-    what it trains (`matrices`), or scales the output after that (`gain`). What it does
-    not override has no part in it.
+    what it trains (`matrices`), or scales the output after that (`gain`). It takes no
+    part in what it does not override. A `linear` is a `MultiLoraLinear` with slots.
 
     Attributes:
         setting: The setting of `LoraJob` and of PEFT's adapter_config.json, true or
@@ -115,6 +85,7 @@ class Variant:
             have one rank, which is not bounded by the weight's, and no scaling.
         makes_matrices: Whether `matrices` makes new ones, which are then made again for
             the gradient instead of being kept, and `as_lora` knows them.
+        load_keywords: Keywords that `MultiLoraLinear.load_slot` takes for it.
         peft_type: PEFT's name of the kind of adapter.
         peft_keys: Settings in adapter_config.json that only it has.
         peft_tensors: Names of tensors in PEFT's files that are in no linear.
@@ -124,6 +95,7 @@ class Variant:
     tensors: ClassVar[tuple[TrainedTensor, ...]] = ()
     replaces_lora: ClassVar[bool] = False
     makes_matrices: ClassVar[bool] = False
+    load_keywords: ClassVar[frozenset[str]] = frozenset()
     peft_type: ClassVar[str] = "LORA"
     peft_keys: ClassVar[frozenset[str]] = frozenset()
     peft_tensors: ClassVar[tuple[str, ...]] = ()
@@ -142,26 +114,27 @@ class Variant:
         """
         return {}
 
-    def slot_settings(self, rank: int, **given: Any) -> dict[str, Any]:
-        """Values of its settings for one adapter, by name.
+    def slot_settings(self, slots: Any, rank: int, **given: Any) -> dict[str, Any]:
+        """Values of its settings for an adapter that is loaded by hand, by name.
 
         Args:
+            slots: The `SlotShape`.
             rank: The adapter's rank.
-            **given: What `MultiLoraLinear.load_slot` was given besides.
+            **given: Those of `load_keywords` that it was given.
         """
         return {}
 
-    def matrices(self, linear: AdaptedLinear, made: Pair | None) -> Pair | None:
+    def matrices(self, linear: Any, made: Pair | None) -> Pair | None:
         """A and B of all slots; those of slots without the variant stay as they are.
 
         Args:
-            linear: The linear.
+            linear: The linear, whose `table` has what slots train and read.
             made: What the variants before it made; None: there are none.
         """
         return made
 
     def gain(
-        self, linear: AdaptedLinear, x: Float[Array, "T K"], *, drops: bool
+        self, linear: Any, x: Float[Array, "T K"], *, drops: bool
     ) -> DoraGain | None:
         """Gains of the output features, which are applied after the kernels.
 
@@ -172,7 +145,7 @@ class Variant:
         """
         return None
 
-    def constants(self, linear: AdaptedLinear, dtype: DTypeLike) -> dict[str, Array]:
+    def constants(self, linear: Any, dtype: DTypeLike) -> dict[str, Array]:
         """What is computed once where weights and slots stay, by name.
 
         Args:

@@ -26,7 +26,6 @@ from jaxlora.config import LoraJob
 from jaxlora.errors import AdapterError
 from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.modules.variants.variant import (
-    AdaptedLinear,
     Pair,
     Tensors,
     TrainedTensor,
@@ -109,8 +108,17 @@ class Vera(Variant):
     tensors = (VERA_D, VERA_B)
     replaces_lora = True
     makes_matrices = True
+    load_keywords = frozenset({"vera"})
     peft_type = "VERA"
-    peft_keys = frozenset({"d_initial", "projection_prng_key", "save_projection"})
+    peft_keys = frozenset(
+        {
+            "d_initial",
+            "init_weights",
+            "projection_prng_key",
+            "save_projection",
+            "vera_dropout",
+        }
+    )
     peft_tensors = ("base_model.vera_A", "base_model.vera_B")
 
     # ---- in a run --------------------------------------------------------------------
@@ -126,14 +134,14 @@ class Vera(Variant):
             "has_vera": jax.ShapeDtypeStruct((), jnp.bool_),
         }
 
-    def slot_settings(self, rank: int, **given: Any) -> dict[str, Any]:
+    def slot_settings(self, slots: Any, rank: int, **given: Any) -> dict[str, Any]:
         """The matrices A and B in `vera`; without them, the adapter is not VeRA."""
         matrices = given.get("vera")
         if matrices is None:
             return {"has_vera": False}
         return {"has_vera": True, "vera_a": matrices[0], "vera_b": matrices[1]}
 
-    def matrices(self, linear: AdaptedLinear, made: Pair | None) -> Pair:
+    def matrices(self, linear: Any, made: Pair | None) -> Pair:
         """The matrices of LoRA that are equal to VeRA, in the slots that have it.
 
         Which rows and columns of the shared matrices a device takes depends on the

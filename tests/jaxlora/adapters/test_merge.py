@@ -108,30 +108,26 @@ def test_a_full_folder_is_refused(folder, make_adapter, export):
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_an_adapter_of_another_model(rewrite, folder, tmp_path, make_adapter, export):
+@pytest.mark.parametrize(
+    ("change", "options", "error", "match"),
+    [
+        (
+            {"intermediate_size": 64},
+            {},
+            AdapterError,
+            r"down_proj\.lora_A\.weight has",
+        ),
+        ({"weights": {}}, {}, ModelError, r"model\.layers\.N.*fetch the missing files"),
+        ({}, {"dtype": "float8"}, ConfigError, "'float8'; wanted one of bfloat16, flo"),
+    ],
+)
+def test_what_is_refused(
+    folder, rewrite, tmp_path, make_adapter, export, change, options, error, match
+):
+    """And nothing is written."""
     adapter = export(make_adapter())
-    rewrite(intermediate_size=64)
-    with pytest.raises(AdapterError, match=r"down_proj\.lora_A\.weight has shape"):
-        merge_adapter(folder, adapter, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_base_without_the_weight(rewrite, tmp_path, make_adapter, export):
-    weights = tiny.random_weights()
-    del weights["model.layers.1.self_attn.q_proj.weight"]
-    base = rewrite(weights)
-    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.self_attn\.q_proj"):
-        merge_adapter(base, export(make_adapter()), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_unknown_dtype(folder, tmp_path, make_adapter, export):
-    match = r"dtype='float8'; wanted one of bfloat16, float16, float32\."
-    with pytest.raises(ConfigError, match=match):
-        merge_adapter(folder, export(make_adapter()), tmp_path / "out", dtype="float8")
-    assert not (tmp_path / "out").exists()
-
-
-def test_no_base(tmp_path, make_adapter, export):
+    with pytest.raises(error, match=match):
+        merge_adapter(rewrite(**change), adapter, tmp_path / "out", **options)
     with pytest.raises(ModelError, match="no: there is no such folder"):
-        merge_adapter(tmp_path / "no", export(make_adapter()), tmp_path / "out")
+        merge_adapter(tmp_path / "no", adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -7,12 +7,10 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.errors import AdapterError
-from jaxlora.modules.trained_tensors import tensors_with
 
 PREFIX = "base_model.model."
 
@@ -52,21 +50,15 @@ def test_names_and_layout_are_those_of_peft(make_adapter, export, linear_shapes)
     }
 
 
-def test_the_revision_of_the_base(make_adapter, tmp_path, linear_shapes):
+def test_settings(make_adapter, tmp_path, linear_shapes):
     folder = export_peft(
-        make_adapter(),
+        make_adapter(dropout=0.05, use_rslora=True),
         tmp_path / "adapter",
         base_model="nobody/tiny",
         linear_names=list(linear_shapes),
         revision="a" * 40,
     )
-    assert config_of(folder)["revision"] == "a" * 40
-    assert import_peft(folder, linear_shapes).modules
-
-
-def test_settings(make_adapter, export):
-    config = config_of(export(make_adapter(dropout=0.05, use_rslora=True)))
-    assert config == {
+    assert config_of(folder) == {
         "alpha_pattern": {},
         "auto_mapping": None,
         "base_model_name_or_path": "nobody/tiny",
@@ -82,7 +74,7 @@ def test_settings(make_adapter, export):
         "peft_type": "LORA",
         "r": 4,
         "rank_pattern": {},
-        "revision": None,
+        "revision": "a" * 40,
         "target_modules": ["down_proj", "q_proj"],
         "task_type": "CAUSAL_LM",
         "use_dora": False,
@@ -90,10 +82,11 @@ def test_settings(make_adapter, export):
     }
 
 
-def test_alpha_is_an_integer_where_it_is_whole(make_adapter, export):
-    whole = config_of(export(make_adapter(lora_alpha=16.0)))["lora_alpha"]
-    assert (whole, type(whole)) == (16, int)
-    assert config_of(export(make_adapter(lora_alpha=1.5)))["lora_alpha"] == 1.5
+@pytest.mark.parametrize("lora_alpha", [16.0, 1.5])
+def test_alpha_is_an_integer_where_it_is_whole(make_adapter, export, lora_alpha):
+    """As vLLM and older versions of peft require."""
+    found = config_of(export(make_adapter(lora_alpha=lora_alpha)))["lora_alpha"]
+    assert found == lora_alpha and type(found) is (int if found == 16 else float)
 
 
 @pytest.mark.parametrize(
@@ -154,31 +147,6 @@ def test_a_pattern_does_not_reach_a_longer_name():
     assert pattern_value(pattern, "model.layers.1.mlp.up_proj.x", 4) == 4
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"use_rslora": True, "dropout": 0.1},
-        {"rank": lambda name: 1 + len(name) % 5, "lora_alpha": lambda n: len(n) / 2},
-    ],
-)
-def test_there_and_back_again_to_the_byte(make_adapter, export, linear_shapes, options):
-    adapter = make_adapter(**options)
-    first = export(adapter, "first")
-    read = import_peft(first, linear_shapes)
-    assert read.modules.keys() == adapter.modules.keys()
-    for name, weights in adapter.modules.items():
-        found = read.modules[name]
-        np.testing.assert_array_equal(found.a, weights.a)
-        np.testing.assert_array_equal(found.b, weights.b)
-        assert (found.rank, found.lora_alpha) == (weights.rank, weights.lora_alpha)
-        assert read.scaling(found) == adapter.scaling(weights)
-    assert (read.use_rslora, read.dropout) == (adapter.use_rslora, adapter.dropout)
-    second = export(read, "second")
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (first / name).read_bytes() == (second / name).read_bytes()
-
-
 def test_an_older_folder_is_replaced(make_adapter, export, linear_shapes):
     folder = export(make_adapter(seed=1))
     adapter = make_adapter(("v_proj",), seed=2)
@@ -209,26 +177,10 @@ def test_a_failure_keeps_the_older_folder(make_adapter, export, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_what_vllm_does_not_read_is_told(tmp_path, caplog):
+def test_what_vllm_does_not_read_is_told(make_adapter, export, caplog):
     """peft scales each module by its own rank and alpha; vLLM all alike."""
-    ranks = {"model.layers.0.self_attn.q_proj": 2, "model.layers.0.mlp.up_proj": 4}
-    for alphas, told in (({2: 2.0, 4: 4.0}, False), ({2: 4.0, 4: 4.0}, True)):
-        modules = {
-            name: LoraWeights(
-                tensors={
-                    tensor.name: np.ones(tensor.shape(8, 8, rank), np.float32)
-                    for tensor in tensors_with(lambda setting: False)
-                },
-                rank=rank,
-                lora_alpha=alphas[rank],
-            )
-            for name, rank in ranks.items()
-        }
+    rank = lambda name: 2 if name.endswith("q_proj") else 4
+    for lora_alpha, told in ((rank, False), (8.0, True)):
         caplog.clear()
-        export_peft(
-            Adapter(modules=modules),
-            tmp_path / str(told),
-            base_model="b",
-            linear_names=list(ranks),
-        )
+        export(make_adapter(rank=rank, lora_alpha=lora_alpha), str(told))
         assert ("merge it for vLLM" in caplog.text) == told

@@ -1,29 +1,15 @@
 """Adapters as peft saves them: the same ranks, scaling, logits and bytes."""
 
-import functools
 import json
 import pathlib
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora import (
-    DecoderOptions,
-    DecoderSpec,
-    Routing,
-    SlotShape,
-    export_peft,
-    import_peft,
-    load_model,
-)
-from jaxlora.adapters.slots import SlotTable
-from jaxlora.models.stacks import to_paths
-from jaxlora.models.structure import linear_path, linear_shapes
-from jaxlora.modules.scoring import softcap
-from jaxlora.train.execute.step import CompiledSteps
+from jaxlora import export_peft, import_peft, load_model
+from jaxlora.models.structure import linear_shapes
+from tests.jaxlora.adapters.forward import adapter_logits
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -36,56 +22,24 @@ def model():
     return load_model(GOLDEN / "peft_run" / "base", dtype="float32")
 
 
-def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
-    """Logits of base and adapter, from one of three slots of a larger rank."""
-    spec = DecoderSpec(
-        config=model.config,
-        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=len(tokens)),
-        slots=SlotShape(num_slots=3, rank=11),
-        # Those of all adapters, which share one program.
-        adapted=tuple(sorted(map(linear_path, linear_shapes(model.config)))),
-    )
-    table = SlotTable(spec, _steps(spec).write_slot)
-    table.load(slot, adapter, "adamw")
-    tables = table.state.params, table.settings
-    return np.asarray(_program(spec)(model.params, *tables, np.array(tokens), slot))
-
-
-_steps = functools.cache(CompiledSteps)
-
-
-@functools.cache
-def _program(spec: DecoderSpec):
-    @jax.jit
-    def run(base, params, settings, tokens, slot):
-        tables = to_paths(spec.stacks, params, axis=1)
-        decoder = spec.bind(base, tables, settings=settings)
-        rows, routing = jnp.arange(len(tokens)), Routing(block_adapter=slot[None])
-        hidden = decoder(tokens, rows, jnp.zeros_like(rows), routing)
-        head, transposed = decoder.stored_head(hidden)
-        logits = hidden @ (head.T if transposed else head)
-        return softcap(logits, spec.config.logit_softcap)
-
-    return run
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
-def test_means_what_peft_means(model, folder):
-    adapter = import_peft(folder, linear_shapes(model.config))
-    wanted = json.loads((folder / "wanted.json").read_text())
-    assert adapter.modules.keys() == wanted.keys()
-    for name, weights in adapter.modules.items():
-        actual = [weights.rank, adapter.scaling(weights)]
-        assert actual == pytest.approx(wanted[name])
-    golden = np.load(folder / "wanted.npz")
-    out = logits(model, adapter, golden["tokens"], slot=1)
-    assert relative_error(out, golden["logits"]) < 1e-5
-    # The negative control: the adapter is felt.
-    bare = {n: np.zeros_like(w.b) for n, w in adapter.modules.items()}
-    for name, zero in bare.items():
-        adapter.modules[name].b[...] = zero
-    out = logits(model, adapter, golden["tokens"], slot=1)
-    assert relative_error(out, golden["logits"]) > 1e-2
+def test_they_mean_what_peft_means(model):
+    """And without B, the base."""
+    adapters = [import_peft(f, linear_shapes(model.config)) for f in FOLDERS]
+    golden = [np.load(folder / "wanted.npz") for folder in FOLDERS]
+    for folder, adapter in zip(FOLDERS, adapters, strict=True):
+        wanted = json.loads((folder / "wanted.json").read_text())
+        assert adapter.modules.keys() == wanted.keys()
+        for name, weights in adapter.modules.items():
+            actual = [weights.rank, adapter.scaling(weights)]
+            assert actual == pytest.approx(wanted[name])
+    for is_whole in (True, False):
+        tokens = [one["tokens"] for one in golden]
+        found = adapter_logits(model, adapters, tokens)
+        for name, logits, one in zip(NAMES, found, golden, strict=True):
+            error = relative_error(logits, one["logits"])
+            assert error < 1e-5 if is_whole else error > 1e-2, name
+        for weights in (w for a in adapters for w in a.modules.values()):
+            weights.b[...] = 0
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
@@ -101,7 +55,10 @@ def test_round_trip_keeps_every_byte(model, folder, tmp_path):
     for key, array in before.items():
         assert array.astype(np.float32).tobytes() == after[key].tobytes()
     again = import_peft(tmp_path / "out", shapes)
-    assert again.dropout == adapter.dropout
+    assert (again.dropout, again.use_rslora) == (adapter.dropout, adapter.use_rslora)
     for name, weights in adapter.modules.items():
         assert again.scaling(again.modules[name]) == adapter.scaling(weights)
         assert again.modules[name].rank == weights.rank
+    export_peft(again, tmp_path / "again", base_model="b", linear_names=list(shapes))
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()

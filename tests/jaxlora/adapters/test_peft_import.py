@@ -1,6 +1,7 @@
 """PEFT folders of all kinds as adapters, and what is refused."""
 
 import json
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -221,40 +222,35 @@ def test_weights_that_are_refused(peft_folder, linear_shapes, change, match):
         import_peft(peft_folder(change), linear_shapes)
 
 
-def test_no_folder(tmp_path, linear_shapes):
-    match = r"adapter_config\.json: there is no such file, so .* is no PEFT folder"
-    with pytest.raises(AdapterError, match=match):
-        import_peft(tmp_path / "nothing", linear_shapes)
+def with_settings(text):
+    return lambda folder: (folder / "adapter_config.json").write_text(text)
+
+
+def cut_to(size):
+    def cut(folder):
+        path = folder / "adapter_model.safetensors"
+        path.write_bytes(path.read_bytes()[:size])
+
+    return cut
+
+
+def as_pickle(folder):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
 
 @pytest.mark.parametrize(
-    ("text", "match"), [("{", "cannot be read as JSON"), ("[]", "peft_type=None")]
+    ("damage", "match"),
+    [
+        (shutil.rmtree, r"_config\.json: there is no such file, so .* is no PEFT fold"),
+        (with_settings("{"), "cannot be read as JSON"),
+        (with_settings("[]"), "peft_type=None"),
+        (as_pickle, r"holds only adapter_model\.bin\. Loading a pickle can run any co"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "there is no such file"),
+        *((cut_to(size), "damaged or incomplete") for size in (0, 100, -1)),
+    ],
 )
-def test_damaged_settings(peft_folder, linear_shapes, text, match):
+def test_damaged_folders(peft_folder, linear_shapes, damage, match):
     folder = peft_folder()
-    (folder / "adapter_config.json").write_text(text)
+    damage(folder)
     with pytest.raises(AdapterError, match=match):
         import_peft(folder, linear_shapes)
-
-
-def test_only_a_pickle(peft_folder, linear_shapes):
-    folder = peft_folder()
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    match = r"holds only adapter_model\.bin\. Loading a pickle can run any code"
-    with pytest.raises(AdapterError, match=match):
-        import_peft(folder, linear_shapes)
-
-
-def test_no_weights(peft_folder, linear_shapes):
-    folder = peft_folder()
-    (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(AdapterError, match="there is no such file"):
-        import_peft(folder, linear_shapes)
-
-
-@pytest.mark.parametrize("size", [0, 100, -1])
-def test_truncated_weights(peft_folder, linear_shapes, size):
-    path = peft_folder() / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(AdapterError, match="damaged or incomplete"):
-        import_peft(path.parent, linear_shapes)

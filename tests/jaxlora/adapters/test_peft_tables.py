@@ -3,17 +3,14 @@
 The golden files are those of tests/golden/make_table_folders.py.
 """
 
-import functools
 import json
 import pathlib
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora import DecoderOptions, DecoderSpec, Routing, load_model
+from jaxlora import load_model
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.files.peft_tables import BaseTables
@@ -23,6 +20,7 @@ from jaxlora.generate.batch import Batch, Request
 from jaxlora.generate.loaded import load_decoder
 from jaxlora.models.structure import linear_shapes
 from tests.golden_base import tied
+from tests.jaxlora.adapters.forward import base_logits
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -60,23 +58,6 @@ def kind(name: str) -> tuple[bool, bool]:
     return name.startswith("tied"), name.endswith("resized")
 
 
-@functools.cache
-def forward(config):
-    options = DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=8)
-    spec = DecoderSpec(config=config, options=options)
-
-    @jax.jit
-    def run(base, tokens):
-        rows = jnp.arange(len(tokens))
-        routing = Routing(block_adapter=jnp.zeros(1, jnp.int32))
-        decoder = spec.bind(base)
-        hidden = decoder(tokens, rows, jnp.zeros_like(rows), routing)
-        head, transposed = decoder.stored_head(hidden)
-        return hidden @ (head.T if transposed else head)
-
-    return run
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_merged_models_give_the_logits_of_peft(bases, name, tmp_path):
     """Merged into the base as it was, and into the resized one, if peft resized it."""
@@ -88,7 +69,7 @@ def test_merged_models_give_the_logits_of_peft(bases, name, tmp_path):
         # A tied head that was resized, or not trained, stays tied.
         stays = name in ("tied_resized", "tied_rows_resized", *TOGETHER)
         assert model.config.tie_embeddings == (is_tied and stays)
-        found = forward(model.config)(model.params, WANTED[f"{name}.tokens"])
+        found = base_logits(model, WANTED[f"{name}.tokens"])
         assert relative_error(found, WANTED[f"{name}.logits"]) < 2e-5, size
 
 

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from jaxlora import Generation, Prompt
+from jaxlora.cli import generate
 from jaxlora.cli.main import main
+from jaxlora.errors import ConfigError
 from jaxlora.generate.adapters import named_folders
 from jaxlora.generate.prompt_file import read_prompts
 from jaxlora.generate.write import describe
@@ -25,16 +27,7 @@ def test_prompts_of_a_file_go_to_every_adapter(
     prompts = tmp_path / "prompts.jsonl"
     records = [{"prompt": "ab", "completion": "-"}, {"prompt": "c", "adapter": "base"}]
     prompts.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    options = [
-        "--max-new-tokens",
-        "4",
-        "--temperature",
-        "1.5",
-        "--top-p",
-        "0.9",
-        "--seed",
-        "3",
-    ]
+    options = "--max-new-tokens", 4, "--temperature", 1.5, "--top-p", 0.9, "--seed", 3
     adapters = "--adapter", one, "--adapter", f"other={other}"
     out = tmp_path / "out.jsonl"
     status, printed, _ = run(
@@ -48,16 +41,80 @@ def test_prompts_of_a_file_go_to_every_adapter(
     assert all(f"[{name}] {text}\n" in printed for text, name in asked)
 
 
-def test_a_chat_in_the_terminal(folder, monkeypatch, capsys):
-    lines = iter(["hello", "/adapter nobody", "/reset", "", "what"])
+class Echo:
+    """Stands in for a `Generator`: repeats the last message, word by word."""
 
-    def read(prompt):
-        line = next(lines, None)
-        if line is None:
-            raise EOFError
-        return line
+    adapters = ("one", "two")
 
-    monkeypatch.setattr("builtins.input", read)
+    def __init__(self):
+        self.prompts = []
+
+    def stream(self, prompt, settings):
+        self.prompts.append(prompt)
+        text = prompt.text[-1]["content"]
+        if text == "fail":
+            raise ConfigError("too long.")
+        for word in text.split():
+            if word == "stop":
+                raise KeyboardInterrupt
+            yield word + " "
+
+
+@pytest.fixture
+def echo(monkeypatch):
+    found = Echo()
+    monkeypatch.setattr(generate, "_generator", lambda arguments: found)
+    return found
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Types some lines, and then Ctrl-D; an exception stands for its key."""
+
+    def types(*lines):
+        waiting = iter(lines)
+
+        def read(prompt):
+            line = next(waiting, EOFError)
+            if not isinstance(line, str):
+                raise line
+            return line
+
+        monkeypatch.setattr("builtins.input", read)
+
+    return types
+
+
+@pytest.mark.parametrize(
+    ("lines", "system", "said", "written"),
+    [
+        (("a", "b c"), "S", ["S", "a", "a ", "b c"], "b c \n"),
+        (("a b stop c", KeyboardInterrupt, "d"), None, ["a b stop c", "a b ", "d"], ""),
+        (("fail", "a"), None, ["a"], "jaxlora: error: too long.\n"),
+    ],
+    ids=["grows", "stopped", "failed"],
+)
+def test_the_conversation_of_a_chat(capsys, echo, typed, lines, system, said, written):
+    """It grows by each answer, of which a part counts, but not by an error."""
+    typed(*lines)
+    options = () if system is None else ("--system", system)
+    status, printed, _ = run(capsys, "m", "-i", *options)
+    assert status == 0 and written in printed
+    *_, last = echo.prompts
+    assert [m["content"] for m in last.text] == said
+    roles = ["user", "assistant", "user"][: len(said)]
+    assert [m["role"] for m in last.text if m["role"] != "system"] == roles
+
+
+def test_the_adapter_of_a_chat_can_be_changed(capsys, echo, typed):
+    typed("a", "/adapter base", "b", "/adapter x")
+    _, printed, _ = run(capsys, "m", "-i")
+    assert [prompt.adapter for prompt in echo.prompts] == ["one", "base"]
+    assert "There is no adapter 'x'; there are: base, one, two." in printed
+
+
+def test_a_chat_with_a_model(folder, typed, capsys):
+    typed("hello", "/adapter nobody", "/reset", "", "what")
     status, printed, _ = run(capsys, folder, "-i", "--max-new-tokens", "5")
     assert status == 0
     assert "There is no adapter 'nobody'; there are: base." in printed
@@ -93,10 +150,7 @@ def test_an_output_that_is_read_is_refused(folder, tmp_path, monkeypatch, capsys
         (["m", "--system", "a", "--prompt", "a"], "add --chat"),
         (["m", "--chat-template", "chatml", "--prompt", "a"], "add --chat"),
         (["m", "--chat-template-kwargs", "{a: 1}", "--prompt", "a"], "add --chat"),
-        (
-            ["m", "--chat-template", "no", "--prompt", "a"],
-            "'no' is neither a name",
-        ),
+        (["m", "--chat-template", "no", "--prompt", "a"], "'no' is neither a name"),
         (
             ["m", "--chat-template-kwargs", "{tools: 1}", "--prompt", "a"],
             "--chat-template-kwargs: 'tools' is given to chat templates by the program",

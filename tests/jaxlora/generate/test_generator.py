@@ -295,32 +295,36 @@ def test_an_answer_ends_at_the_models_last_position(model):
 
 
 def test_wrong_input_is_refused_with_the_cure(model, make_small, unchecked):
-    generator = Generator(model, {"one": make_small()})
-    with pytest.raises(ConfigError, match=r"'two'; there are: base, one\."):
-        generator.generate([Prompt("ab", adapter="two")], LIVELY)
-    with pytest.raises(ConfigError, match="a prompt is empty"):
-        generator.generate([""], LIVELY)
-    with pytest.raises(ConfigError, match="named 'base'"):
-        Generator(model, {"base": make_small()})
-    both = Generator(model, {"one": make_small(), "two": make_small()})
-    with pytest.raises(ConfigError, match="names no adapter; there are: one, two"):
-        both.stream("ab")
-    with pytest.raises(ConfigError, match="Did you mean 'temperature'"):
-        jaxlora.generate(model, ["ab"], temprature=1.0)
-    with pytest.raises(ConfigError, match="expected text that is not empty"):
-        jaxlora.generate(model, ["ab"], stop=["a", ""])
-    for size in (0, "4"):
-        with pytest.raises(ConfigError, match=f"batch_size={size!r}"):
-            jaxlora.generate(model, ["ab"], batch_size=size)
-    for wrong in ([make_small()], {"a": 1}, {1: "a"}, 3):
-        with pytest.raises(ConfigError, match="adapters"):
-            jaxlora.generate(model, ["ab"], adapters=wrong)
-    with pytest.raises(ConfigError, match="a/base is named 'base'"):
-        Generator(model, ["a/base"])
-    with pytest.raises(ConfigError, match="the model is of type NoneType"):
-        Generator(None)
-    with pytest.raises(ConfigError, match="the settings are"):
-        generator.generate("ab", {"temperature": 1.0})
+    small = make_small()
+    one = Generator(model, {"one": small})
+    both = Generator(model, {"one": small, "two": small})
+
+    def generate(**options):
+        jaxlora.generate(model, ["ab"], **options)
+
+    refused = [
+        (
+            lambda: one.generate(Prompt("ab", adapter="two")),
+            r"'two'.* are: base, one\.",
+        ),
+        (lambda: one.generate([""], LIVELY), "a prompt is empty"),
+        (lambda: one.generate("ab", {"temperature": 1.0}), "the settings are"),
+        (lambda: both.stream("ab"), "names no adapter; there are: one, two"),
+        (lambda: Generator(None), "the model is of type NoneType"),
+        (lambda: Generator(model, {"base": small}), "named 'base'"),
+        (lambda: Generator(model, ["a/base"]), "a/base is named 'base'"),
+        (lambda: generate(temprature=1.0), "Did you mean 'temperature'"),
+        (lambda: generate(stop=["a", ""]), "expected text that is not empty"),
+        (lambda: generate(batch_size=0), "batch_size=0"),
+        (lambda: generate(batch_size="4"), "batch_size='4'"),
+        *(
+            (lambda wrong=wrong: generate(adapters=wrong), "adapters")
+            for wrong in ([small], {"a": 1}, {1: "a"}, 3)
+        ),
+    ]
+    for call, text in refused:
+        with pytest.raises(ConfigError, match=text):
+            call()
 
 
 def test_programs_are_prepared_while_the_base_is_loaded(tiny_folder, monkeypatch):

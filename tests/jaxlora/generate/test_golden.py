@@ -1,4 +1,4 @@
-"""Greedy generation equals that of transformers; see tests/golden."""
+"""Logits of generation are those of transformers, and of training."""
 
 import numpy as np
 import pytest
@@ -19,6 +19,15 @@ ALWAYS = ("gemma2", "llama3", "qwen2_window")
 PROMPTS = ((0, 83), (0, 9), (1, 21), (1, 1))
 
 
+def begun(model, prompts, max_new_tokens=1):
+    """A batch of greedy texts whose prompts have run."""
+    requests = [
+        Request(token_ids=ids, slot=0, seed=0, max_new_tokens=max_new_tokens)
+        for ids in prompts
+    ]
+    return Batch(load_decoder(model, ()), requests, GenerationSettings(), end_ids=())
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -31,28 +40,14 @@ def test_greedy_tokens_equal_those_of_transformers(case):
     model = load_model(MODELS / case, dtype="float32")
     golden = np.load(MODELS / case / "logits.npz")
     generated = np.load(MODELS / case / "generation.npz")
-    num_tokens = generated["tokens"].shape[1]
-    batch = Batch(
-        load_decoder(model, ()),
-        [
-            Request(
-                token_ids=golden[f"tokens_{i}"][:length],
-                slot=0,
-                seed=0,
-                max_new_tokens=num_tokens,
-            )
-            for i, length in PROMPTS
-        ],
-        GenerationSettings(),
-        end_ids=(),
-    )
+    prompts = [golden[f"tokens_{i}"][:length] for i, length in PROMPTS]
+    batch = begun(model, prompts, generated["tokens"].shape[1])
     prefill = np.stack([golden[f"logits_{i}"][n - 1] for i, n in PROMPTS])
     assert relative_error(batch.logits, prefill) < 1e-5
     while not batch.is_done:
         batch.advance()
-    assert [answer.token_ids for answer in batch.answers] == generated[
-        "tokens"
-    ].tolist()
+    found = [answer.token_ids for answer in batch.answers]
+    assert found == generated["tokens"].tolist()
     assert relative_error(batch.logits, generated["logits"]) < 2e-5
 
 
@@ -78,7 +73,30 @@ def test_layers_run_in_the_order_of_their_numbers(tmp_path):
     many = load_model(folder, dtype="float32")
     few = load_model(tiny.write_model(tmp_path / "two"), dtype="float32")
     prompt = np.arange(9, dtype=np.int32)
-    request = Request(token_ids=prompt, slot=0, seed=0, max_new_tokens=1)
-    batch = Batch(load_decoder(many, ()), [request], GenerationSettings(), ())
     (wanted,) = packed_logits(few, [prompt], total=64)
-    assert relative_error(batch.logits[0], wanted[-1]) < 1e-5
+    assert relative_error(begun(many, [prompt]).logits[0], wanted[-1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("quantized", "tolerance"),
+    [
+        ("fp8", 2e-2),
+        pytest.param("int8", 1e-5, marks=pytest.mark.grid),
+        pytest.param("nf4", 1e-5, marks=pytest.mark.grid),
+    ],
+)
+def test_a_quantized_base_generates(tmp_path, quantized, tolerance):
+    """In fp8, sums in another order move some activations to the next number."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    folder = tiny.write_model(tmp_path, config={**tiny.CONFIG, **sizes})
+    model = load_model(folder, dtype="float32", quantize=quantized)
+    prompt = np.arange(9, dtype=np.int32)
+    batch = begun(model, [prompt], max_new_tokens=3)
+    found = [batch.logits[0]]
+    batch.advance(2)
+    found.append(batch.logits[0])
+    longer = np.append(prompt, batch.answers[0].token_ids).astype(np.int32)
+    assert len(longer) == len(prompt) + 2
+    wanted = packed_logits(model, [prompt, longer], total=64)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert relative_error(ours, theirs[-1]) < tolerance

@@ -8,28 +8,25 @@ import time
 
 import pytest
 
-from jaxlora.hf.bounded_threads import Task, run_tasks
+from jaxlora.hf.bounded_threads import map_in_threads
 
 
-def tasks_of(functions, num_bytes=1):
-    return [Task(num_bytes=num_bytes, run=function) for function in functions]
+def run_all(functions, *, num_bytes=lambda function: 1, **limits):
+    """Calls functions that get the check."""
+    call = lambda function, check: function(check)
+    return map_in_threads(call, functions, num_bytes=num_bytes, **limits)
 
 
 def test_results_are_in_the_order_of_the_tasks():
     functions = [lambda check, i=i: i for i in range(40)]
-    found = run_tasks(tasks_of(functions), max_bytes=7, num_threads=5)
-    assert found == list(range(40))
-    assert run_tasks([], max_bytes=1, num_threads=1) == []
+    assert run_all(functions, max_bytes=7, num_threads=5) == list(range(40))
+    assert run_all([], max_bytes=1, num_threads=1) == []
 
 
 def test_as_many_tasks_run_at_a_time_as_the_bytes_allow():
     """Three of 10 bytes fit into 35; they wait for each other, so that three do run."""
-    together, lock, running, most = (
-        threading.Barrier(3, timeout=600),
-        threading.Lock(),
-        0,
-        0,
-    )
+    together, lock = threading.Barrier(3, timeout=600), threading.Lock()
+    running = most = 0
 
     def run(check):
         nonlocal running, most
@@ -40,27 +37,25 @@ def test_as_many_tasks_run_at_a_time_as_the_bytes_allow():
         with lock:
             running -= 1
 
-    run_tasks(tasks_of([run] * 12, 10), max_bytes=35, num_threads=8)
+    run_all([run] * 12, num_bytes=lambda _: 10, max_bytes=35, num_threads=8)
     assert most == 3
 
 
 def test_a_task_that_is_too_large_runs_alone():
     lock, running, pairs = threading.Lock(), set(), set()
 
-    def task(number, size):
-        def run(check):
-            with lock:
-                running.add(number)
-                pairs.update(itertools.combinations(sorted(running), 2))
-            check()
-            with lock:
-                running.remove(number)
-
-        return Task(num_bytes=size, run=run)
+    def run(number, check):
+        with lock:
+            running.add(number)
+            pairs.update(itertools.combinations(sorted(running), 2))
+        check()
+        with lock:
+            running.remove(number)
 
     sizes = [1, 2, 99, 1, 1, 50, 3]
-    tasks = [task(number, size) for number, size in enumerate(sizes)]
-    run_tasks(tasks, max_bytes=9, num_threads=4)
+    map_in_threads(
+        run, range(7), num_bytes=sizes.__getitem__, max_bytes=9, num_threads=4
+    )
     assert not any({2, 5} & set(pair) for pair in pairs)
 
 
@@ -86,7 +81,7 @@ def test_the_first_error_in_order_is_raised():
     functions = [lambda check: ended.append(check)] * 100
     functions[2], functions[3], functions[5], functions[6] = second, long, fifth, long
     with pytest.raises(ValueError, match="second"):
-        run_tasks(tasks_of(functions), max_bytes=9, num_threads=4)
+        run_all(functions, max_bytes=9, num_threads=4)
     assert len(ended) < 15
 
 
@@ -106,10 +101,9 @@ def test_an_interrupt_ends_all_tasks():
 
     # A shell starts background jobs with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    tasks = tasks_of([run, interrupt] + [run] * 20)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_tasks(tasks, max_bytes=4, num_threads=3)
+            run_all([run, interrupt] + [run] * 20, max_bytes=4, num_threads=3)
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(ended) <= 4

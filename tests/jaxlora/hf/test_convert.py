@@ -52,12 +52,6 @@ def test_an_incomplete_checkpoint_is_refused(rewrite, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_folder_is_refused(folder):
-    with pytest.raises(FileExistsError, match="exists already"):
-        convert(folder, folder)
-    assert_params_equal(load_model(folder), tiny.random_weights())
-
-
 def test_an_unknown_dtype(folder, tmp_path):
     with pytest.raises(ModelError, match="dtype='int8' is unknown; there is: bfloat16"):
         convert(folder, tmp_path / "out", dtype="int8")

@@ -1,7 +1,6 @@
 """Files that cannot be read, or are of another kind than their names say."""
 
 import io
-import json
 import os
 
 import pytest
@@ -12,7 +11,6 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError, ModelError
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.convert import convert
-from jaxlora.hf.tensor_file import TensorFile
 from tests.jaxlora.hf.loading import load_model
 
 
@@ -36,22 +34,18 @@ def test_something_else_in_the_place_of_a_file(folder, tmp_path, name, kind):
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
-def test_something_else_in_the_place_of_a_shard(folder, shard, kind):
+def test_something_else_in_the_place_of_a_shard_or_an_adapter(
+    folder, shard, export, make_adapter, linear_shapes, kind
+):
     shard()
     replace(folder / "b.safetensors", kind)
     with pytest.raises(ModelError, match=r"b\.safetensors"):
         load_model(folder)
-
-
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
-def test_something_else_in_the_place_of_an_adapter(
-    export, make_adapter, linear_shapes, name, kind
-):
-    adapter = export(make_adapter())
-    replace(adapter / name, kind)
-    with pytest.raises(AdapterError, match=name):
-        import_peft(adapter, linear_shapes)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        adapter = export(make_adapter(), name)
+        replace(adapter / name, kind)
+        with pytest.raises(AdapterError, match=f"/{name}"):
+            import_peft(adapter, linear_shapes)
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "no"), OSError(5, "I/O error")])
@@ -88,19 +82,6 @@ def test_a_file_that_shrinks_while_it_is_read(folder):
     with pytest.raises(ModelError, match="became shorter while it was read"):
         for name, file in checkpoint.files.items():
             file.array(name)
-    with pytest.raises(ModelError, match="became shorter while it was read"):
-        for name, file in checkpoint.files.items():
-            list(file.blocks(name, 3))
-
-
-@pytest.mark.parametrize("num_rows", [1, 5, 1000])
-def test_blocks_are_the_tensor(folder, num_rows):
-    file = TensorFile(folder / "model.safetensors")
-    for name in file.names():
-        blocks = [block.copy() for block in file.blocks(name, num_rows)]
-        assert sum(len(block) for block in blocks) == file.shape(name)[0]
-        whole = file.array(name)
-        assert b"".join(block.tobytes() for block in blocks) == whole.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -122,14 +103,4 @@ def test_json_that_python_cannot_take(
     index.write_text(whole)
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"config\.json cannot be read as JSON"):
-        load_model(folder)
-
-
-@pytest.mark.parametrize("name", [["a.safetensors"], {"a": 1}, None, 1.5])
-def test_an_index_that_names_no_text(folder, shard, name):
-    index = shard()
-    content = json.loads(index.read_text())
-    content["weight_map"]["model.norm.weight"] = name
-    index.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match="which is not a plain file name"):
         load_model(folder)

@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from jaxlora.errors import ModelError
 from jaxlora.hf import load, tensor_file
-from jaxlora.hf.save import save_checkpoint
+from jaxlora.hf.convert import save_checkpoint
 from jaxlora.models.structure import tensor_specs
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
@@ -52,30 +52,6 @@ def test_params_are_the_weights_with_linears_transposed(folder):
 def test_parts_of_a_tensor_meet_without_a_seam(folder, monkeypatch):
     monkeypatch.setattr(tensor_file, "_PART_BYTES", 28)
     assert_params_equal(load_model(folder), tiny.random_weights())
-
-
-@pytest.mark.parametrize("stored", [np.float16, BF16, np.float64])
-def test_other_dtypes_are_cast(rewrite, stored):
-    weights = {k: v.astype(stored) for k, v in tiny.random_weights().items()}
-    folder = rewrite(weights)
-    as_float = {k: v.astype(np.float32) for k, v in weights.items()}
-    assert_params_equal(load_model(folder), as_float)
-    base = load_model(folder, dtype="bfloat16")
-    assert base.dtype == BF16
-    assert_params_equal(base, {k: v.astype(BF16) for k, v in as_float.items()})
-
-
-def test_shards_are_read_through_the_index(shard, folder):
-    shard()
-    assert_params_equal(load_model(folder), tiny.random_weights())
-
-
-def test_untied_head(rewrite):
-    weights = tiny.random_weights()
-    head = np.random.default_rng(1).normal(size=(288, 32)).astype(np.float32)
-    folder = rewrite({**weights, "lm_head.weight": head}, tie_word_embeddings=False)
-    base = load_model(folder)
-    np.testing.assert_array_equal(np.asarray(base.params["lm_head.kernel"]), head.T)
 
 
 def test_a_stored_tied_head_and_rotary_frequencies_are_ignored(rewrite):
@@ -130,73 +106,70 @@ def test_fingerprint_tells_bases_apart(folder, rewrite, tmp_path):
     assert load_model(rewrite(tiny.random_weights())).fingerprint == first
 
 
-def test_fingerprint_does_not_depend_on_shards(folder, shard):
+def test_fingerprint_does_not_depend_on_files(folder, shard):
+    """On their metadata, or on the shards."""
+    path, weights = folder / "model.safetensors", tiny.random_weights()
     first = load_model(folder).fingerprint
+    safetensors.numpy.save_file(weights, path, {"format": "pt", "made_by": "x" * 999})
+    assert load_model(folder).fingerprint == first
     shard()
     assert load_model(folder).fingerprint == first
 
 
-def test_missing_tensor(rewrite):
-    weights = tiny.random_weights()
-    del weights[f"{Q}.weight"]
-    with pytest.raises(ModelError, match=rf"lacks {Q}.weight \[32, 32\]"):
-        load_model(rewrite(weights))
+HEAD = "lm_head.weight"
+ZEROS = np.zeros((32, 32), np.float32)
 
 
-def test_missing_head(rewrite):
-    with pytest.raises(ModelError, match=r"lacks lm_head.weight \[288, 32\]"):
-        load_model(rewrite(tie_word_embeddings=False))
-
-
-def test_extra_tensor(rewrite):
-    extra = {f"{Q}.bias": np.zeros(32, np.float32)}
-    with pytest.raises(ModelError, match=rf"holds {Q}.bias, which is not part of the"):
-        load_model(rewrite({**tiny.random_weights(), **extra}))
-
-
-def test_wrong_shape(rewrite):
-    with pytest.raises(ModelError, match=r"has shape \[48, 32\]; .* \[64, 32\]"):
-        load_model(rewrite(intermediate_size=64))
-
-
-def test_quantised_dtype(rewrite):
-    weights = {**tiny.random_weights(), f"{Q}.weight": np.zeros((32, 32), np.int8)}
-    with pytest.raises(ModelError, match=rf"{Q}.weight has dtype I8; wanted one of"):
-        load_model(rewrite(weights))
+@pytest.mark.parametrize(
+    ("weights", "config", "match"),
+    [
+        ({f"{Q}.weight": None}, {}, rf"lacks {Q}.weight \[32, 32\]"),
+        ({}, {"tie_word_embeddings": False}, r"lacks lm_head.weight \[288, 32\]"),
+        ({HEAD: ZEROS}, {}, r"lm_head\.weight has shape \[32, 32\]"),
+        ({f"{Q}.bias": ZEROS[0]}, {}, rf"holds {Q}.bias, which is not part of the"),
+        ({}, {"intermediate_size": 64}, r"has shape \[48, 32\]; .* \[64, 32\]"),
+        ({f"{Q}.weight": ZEROS.astype(np.int8)}, {}, "has dtype I8; wanted one of"),
+        ({}, {"num_hidden_layers": 3}, "layers=3, and the weights hold 2 layers"),
+        ({}, {"num_hidden_layers": 1000}, "layers=1000, and the weights hold 2"),
+    ],
+)
+def test_weights_that_do_not_fit_their_config(rewrite, weights, config, match):
+    given = tiny.random_weights() | weights
+    given = {name: array for name, array in given.items() if array is not None}
+    with pytest.raises(ModelError, match=match):
+        load_model(rewrite(given, **config))
 
 
 @pytest.mark.parametrize("size", [0, 5, 200, -1])
-def test_truncated_file(folder, size):
+def test_truncated_files(folder, shard, size):
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
+    content = path.read_bytes()
+    path.write_bytes(content[:size])
     with pytest.raises(ModelError, match=r"damaged or incomplete: .* Fetch or copy"):
         load_model(folder)
-
-
-def test_truncated_shard(folder, shard):
     shard()
     path = folder / "b.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
+    path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ModelError, match=r"b\.safetensors is damaged or incomplete"):
         load_model(folder)
 
 
-def test_index_names_a_missing_file(folder, shard):
-    shard(**{f"{Q}.weight": "c.safetensors"})
-    with pytest.raises(ModelError, match=r"names c\.safetensors, which is missing"):
-        load_model(folder)
-
-
-@pytest.mark.parametrize("name", ["../b.safetensors", "/etc/passwd", "sub/b", 7])
-def test_index_names_a_file_elsewhere(folder, shard, name):
-    shard(**{f"{Q}.weight": name})
-    with pytest.raises(ModelError, match=f"names {name!r}, which is not a plain file"):
-        load_model(folder)
-
-
-def test_index_puts_a_tensor_into_another_file(folder, shard):
-    shard(**{f"{Q}.weight": "a.safetensors"})
-    with pytest.raises(ModelError, match=rf"a.safetensors lacks {Q}.weight, which the"):
+@pytest.mark.parametrize(
+    ("file", "match"),
+    [
+        ("c.safetensors", r"names c\.safetensors, which is missing"),
+        ("a.safetensors", rf"a.safetensors lacks {Q}.weight, which the .* copy both"),
+        *(
+            (name, "which is not a plain file name")
+            for name in ("../b.safetensors", "/etc/passwd", "sub/b", 7, None, 1.5)
+        ),
+        (["a.safetensors"], "which is not a plain file name"),
+        ({"a": 1}, "which is not a plain file name"),
+    ],
+)
+def test_indices_that_are_refused(folder, shard, file, match):
+    shard(**{f"{Q}.weight": file})
+    with pytest.raises(ModelError, match=match):
         load_model(folder)
 
 
@@ -207,20 +180,19 @@ def test_damaged_index(folder, shard, text):
         load_model(folder)
 
 
-def test_pickled_weights_are_refused(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+def test_folders_without_files(folder):
+    """Pickled weights beside safetensors are never read, and alone are refused."""
+    path, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    pickled.write_bytes(b"never read")
+    assert_params_equal(load_model(folder), tiny.random_weights())
+    path.unlink()
     match = r"only pickled weights \(pytorch_model\.bin\)\. .*run any code"
     with pytest.raises(ModelError, match=match):
         load_model(folder)
-
-
-def test_folder_without_weights(folder):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"holds neither model.safetensors nor model"):
+    pickled.unlink()
+    match = r"holds neither model.safetensors nor model.* Only safetensors are read, an"
+    with pytest.raises(ModelError, match=match):
         load_model(folder)
-
-
-def test_folder_without_config(folder):
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config.json, so it is not a Hugging"):
         load_model(folder)
@@ -249,12 +221,6 @@ def no_network(monkeypatch, tmp_path):
     return calls
 
 
-def test_unknown_hub_id_offline(no_network):
-    with pytest.raises(ModelError, match="nobody/nothing is not a folder here, it is"):
-        load_model("nobody/nothing")
-    assert not no_network
-
-
 def test_fetched_hub_id_offline(no_network, tmp_path):
     repo = tmp_path / "models--nobody--tiny"
     tiny.write_model(repo / "snapshots" / "abc")
@@ -266,23 +232,20 @@ def test_fetched_hub_id_offline(no_network, tmp_path):
     assert not no_network
 
 
-@pytest.mark.parametrize("source", ["/no/such/folder", "./model", "a/b/c"])
-def test_missing_folder_is_not_looked_up(no_network, source):
-    with pytest.raises(ModelError, match="there is no such folder"):
-        load_model(source)
-    assert not no_network
-
-
-def test_a_file_is_not_looked_up(no_network, folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        *((name, "no such folder") for name in ("/no/such/folder", "./model", "a/b/c")),
+        ("model.safetensors", r"model\.safetensors is a file; a checkpoint"),
+        ("what is this?", "cannot be fetched from the hub"),
+        ("nobody/nothing", "nobody/nothing is not a folder here, it is"),
+    ],
+)
+def test_sources_that_are_refused(no_network, folder, monkeypatch, source, match):
+    """Without asking the hub, which is off."""
     monkeypatch.chdir(folder)
-    with pytest.raises(ModelError, match=r"model\.safetensors is a file; a checkpoint"):
-        load_model("model.safetensors")
-    assert not no_network
-
-
-def test_names_that_are_no_hub_ids(no_network):
-    with pytest.raises(ModelError, match="cannot be fetched from the hub"):
-        load_model("what is this?")
+    with pytest.raises(ModelError, match=match):
+        load_model(source)
     assert not no_network
 
 
@@ -358,19 +321,6 @@ def test_host_holds_one_tensor_beyond_the_params(tmp_path, folder):
     assert allowed < 2 * sum(linears)
     assert quantized["held"] < 4 * (total - sum(linears)) + 1.01 * sum(linears)
     assert quantized["beyond"] <= allowed, f"{quantized} > {allowed / MIB:.0f} MiB"
-
-
-def test_weights_in_one_file_and_pickled_ones_beside_it(folder):
-    (folder / "pytorch_model.bin").write_bytes(b"never read")
-    assert_params_equal(load_model(folder), tiny.random_weights())
-
-
-def test_metadata_of_the_file_does_not_matter(folder):
-    weights = tiny.random_weights()
-    path = folder / "model.safetensors"
-    first = load_model(folder).fingerprint
-    safetensors.numpy.save_file(weights, path, {"format": "pt", "made_by": "x" * 999})
-    assert load_model(folder).fingerprint == first
 
 
 def test_the_default_dtype_is_the_devices(folder):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxlora.errors import AdapterError, ModelError
-from jaxlora.hf.magnitude import check_finite, largest
+from jaxlora.hf.tensor_file import check_finite, largest
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(np.float16), BF16, np.dtype(np.float32), np.dtype(np.float64)]

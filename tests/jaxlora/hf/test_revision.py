@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
-from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.cli.main import main
 from jaxlora.errors import ModelError
-from jaxlora.hf.convert import convert
 from jaxlora.hf.files import model_folder
 from jaxlora.train.saved.export import export_checkpoint
 from tests import tiny
@@ -63,15 +61,6 @@ def test_a_folder_has_no_revision(folder, hub, caplog):
         assert load_model(folder, revision="v1").revision is None
     (record,) = caplog.records
     assert "revision 'v1' has no effect" in record.message
-
-
-def test_merge_and_convert(hub, tmp_path, make_adapter, export):
-    adapter = export(make_adapter())
-    wanted = tiny.random_weights(0)[NORM]
-    merged = merge_adapter("nobody/tiny", adapter, tmp_path / "a", revision="v1")
-    np.testing.assert_array_equal(norm(merged), wanted)
-    out = convert("nobody/tiny", tmp_path / "b", dtype="float32", revision=OLD)
-    np.testing.assert_array_equal(norm(out), wanted)
 
 
 def test_commands(hub, tmp_path, make_adapter, export, capsys):

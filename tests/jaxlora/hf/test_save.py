@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxlora.hf.save import save_checkpoint
+from jaxlora.hf.convert import save_checkpoint
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
 from tests.jaxlora.hf.test_load import assert_params_equal

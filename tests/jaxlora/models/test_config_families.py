@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxlora.errors import ModelError
-from jaxlora.models.config import LongRopeScaling, PartialRope
+from jaxlora.models.config import LongRopeScaling, PartialRope, Rope, YarnScaling
 from jaxlora.models.registry import model_config
 
 SHAPE = {
@@ -44,6 +44,23 @@ def test_layers_without_positions_have_the_windows():
 def test_each_fourth_layer_of_olmo3_has_no_window():
     assert read("olmo3").layer_windows == (4096, 4096, 4096, None)
     assert read("olmo3").rope.theta == read("olmo3").local_rope.theta == 5e5
+
+
+def test_rotary_positions_of_olmo3():
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = read("olmo3", rope_scaling=yarn)
+    assert config.local_rope == Rope(theta=5e5)
+    assert config.rope.scaling == YarnScaling(
+        factor=8.0,
+        fast=32.0,
+        slow=1.0,
+        original_max_positions=8192,
+        magnitude=1.2079441541679836,
+    )
 
 
 def test_rotary_positions_of_phi():

@@ -145,6 +145,11 @@ def test_says_what_does_not_fit(arguments, message):
         )
 
 
+def test_what_no_variant_takes_is_refused():
+    with pytest.raises(TypeError, match="no variant of the slots takes 'vera'"):
+        layer_with().load_slot(0, *adapter(0), scaling=1.0, vera=adapter(0))
+
+
 def test_a_layer_without_slots_says_so():
     layer = MultiLoraLinear(K, N, rngs=nnx.Rngs(0))
     a, b = adapter(0)

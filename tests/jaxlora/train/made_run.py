@@ -10,6 +10,7 @@ from jaxlora.adapters.files.export_record import ExportRecord
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.modules.trained_tensors import tensor_paths
+from jaxlora.modules.variants.table import variant_of
 from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
@@ -97,7 +98,7 @@ def parked(seed: int = 0) -> ParkedSlot:
             path: rng.normal(size=tensor.shape(K, N, RANK)).astype(np.float32)
             for name in LINEARS
             for tensor, path in tensor_paths(name.removeprefix("model."))
-            if tensor.setting is None
+            if variant_of(tensor).setting is None
         }
 
     return ParkedSlot.of({kind: tensors() for kind in ("params", "mu", "nu")})

@@ -17,7 +17,6 @@ from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.models.registry import model_config
-from jaxlora.models.sharded import EMBEDDING
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
@@ -59,7 +58,7 @@ def test_jobs_train_their_own_copies_as_if_alone(train, jobs, model, tmp_path, c
     alone = train([first, late, rows.replace(steps=1)], **settings)
     names = [first.name, late.name]
     assert_same_training(together, alone, names)
-    start = np.asarray(model.params[EMBEDDING], np.float32)
+    start = np.asarray(model.params["embed_tokens.embedding"], np.float32)
     for name, modules in zip(names, (BOTH, ("embed_tokens",)), strict=True):
         found, wanted = copies(together, name, model), copies(alone, name, model)
         assert found.keys() == wanted.keys() == set(modules)

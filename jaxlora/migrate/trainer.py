@@ -1,33 +1,30 @@
-"""Helpers for the files of several tools."""
+"""Settings of transformers' trainer, which the files of several tools have."""
 
 import json
 import math
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer, find_by_other_name
 from jaxlora.common.job_name import check_job_name
 from jaxlora.config import LoraJob
 from jaxlora.config.schedules import SCHEDULES, schedule_problem
-from jaxlora.migrate import reasons, sources
-from jaxlora.migrate.migration import Migration
-from jaxlora.migrate.unsupported import describe_quantization
+from jaxlora.migrate import reasons
+from jaxlora.migrate.migration import Migration, Table
 
-# Defaults of transformers' TrainingArguments, which differ from ours.
-TRANSFORMERS = {"learning_rate": 5e-5, "lr_schedule": "linear", "epochs": 3.0}
 _TRACKERS = ("tensorboard", "wandb", "trackio")
-_OF_ADAPTER = ("rank", "lora_alpha", "target_modules")
+_ADAPTER = ("rank", "lora_alpha", "target_modules")
+# Names of optimizer settings that have another name here.
+_OPTIMIZER_ARGS = {"beta1": "b1", "beta2": "b2"}
 
 
-def set_output(migration: Migration, default: str) -> None:
-    """Sets the run's folder, and the name of the job after it.
+def set_model(migration: Migration, _: str, model: Any) -> None:
+    """Sets the base model, which a run must have."""
+    migration.run["model"] = model
 
-    Args:
-        migration: The settings.
-        default: The other tool's default of output_dir.
-    """
-    folder = migration.take("output_dir", default)
+
+def set_output(migration: Migration, _: str, folder: Any) -> None:
+    """Sets the run's folder, and the name of the job after it."""
     migration.run["output_dir"] = folder
     try:
         name = check_job_name(pathlib.PurePath(str(folder or "")).name)
@@ -36,15 +33,9 @@ def set_output(migration: Migration, default: str) -> None:
     migration.job["name"] = name
 
 
-def set_schedule(migration: Migration, key: str, default: str) -> None:
-    """Sets the job's schedule and warm-up from transformers' settings.
-
-    Args:
-        migration: The settings.
-        key: The other tool's name of the schedule.
-        default: Its default.
-    """
-    schedule = str(migration.take(key, default))
+def set_schedule(migration: Migration, _: str, given: Any) -> None:
+    """Sets the job's schedule and warm-up."""
+    schedule = str(given)
     name = schedule.removesuffix("_with_warmup")
     migration.job["lr_schedule"] = name
     _set_schedule_args(migration, name)
@@ -86,50 +77,43 @@ def _set_schedule_args(migration: Migration, schedule: str) -> None:
     )
 
 
-def set_batch(migration: Migration, key: str, default: int) -> int:
-    """Sets the samples of an optimizer step; returns them.
+def set_batch(migration: Migration, key: str, samples: Any) -> None:
+    """Sets the samples of an optimizer step from those of a device's pass.
 
-    Args:
-        migration: The settings.
-        key: The other tool's name of the samples per device.
-        default: Its default.
+    If the tool packs samples, it counts packed sequences, which is said.
     """
     product = key
     if "gradient_accumulation_steps" in migration.given:
         product += " times gradient_accumulation_steps"
     accumulation = migration.take("gradient_accumulation_steps", 1)
-    samples = migration.take(key, default)
-    if not isinstance(accumulation, int) or not isinstance(samples, int):
+    if isinstance(accumulation, int) and isinstance(samples, int):
+        batch = migration.job["batch_size"] = samples * accumulation
+        migration.to_do.append(
+            "batch_size counts the samples of an optimizer step. It is "
+            f"{migration.tool}'s {product}; if you trained on several devices, "
+            "multiply it by their number."
+        )
+    else:
+        batch = LoraJob.model_fields["batch_size"].default
         migration.to_do.append(
             f"batch_size: {key} is {samples!r} and gradient_accumulation_steps is "
             f"{accumulation!r}. Set batch_size to their product."
         )
-        return LoraJob.model_fields["batch_size"].default
-    migration.job["batch_size"] = samples * accumulation
-    migration.to_do.append(
-        "batch_size counts the samples of an optimizer step. It is "
-        f"{migration.tool}'s {product}; if you trained on several devices, multiply it "
-        "by their number."
-    )
-    return samples * accumulation
+    is_axolotl = migration.tool == "Axolotl"
+    keys = ("sample_packing",) if is_axolotl else ("packing", "neat_packing")
+    if any([migration.take(name) for name in keys]) or migration.is_text:
+        tokens = migration.job["max_length"]
+        migration.to_do.append(
+            f"batch_size: {migration.tool} packed samples, so its batch was {batch} "
+            f"sequences of {tokens} tokens, each with many samples. For as many tokens "
+            f"in a step, set batch_size to {batch} x {tokens} divided by the mean "
+            "number of tokens of a sample."
+        )
 
 
-def note_packing(migration: Migration, samples: int) -> None:
-    """Says that a batch of packed sequences has more samples than sequences."""
-    tokens = migration.job["max_length"]
-    migration.to_do.append(
-        f"batch_size: {migration.tool} packed samples, so its batch was {samples} "
-        f"sequences of {tokens} tokens, each with many samples. For as many tokens in "
-        f"a step, set batch_size to {samples} x {tokens} divided by the mean number of "
-        "tokens of a sample."
-    )
-
-
-def set_optimizer(migration: Migration, key: str) -> None:
+def set_optimizer(migration: Migration, key: str, name: Any) -> None:
     """Sets the optimizer; says which one takes the place of one that is not here."""
-    name = migration.take(key)
-    if migration.take("use_muon"):  # LLaMA-Factory
-        name = "muon"
+    name = "muon" if migration.take("use_muon") else name  # LLaMA-Factory
     args = _optimizer_args(migration)
     if name is None:
         return
@@ -139,8 +123,8 @@ def set_optimizer(migration: Migration, key: str) -> None:
         migration.to_do.append(f"learning_rate: {key} {text}")
         migration.left_out[key] = text
         return
-    own = {n: one for n, one in found.settings.items() if one.job_setting is None}
-    taken = {_ARGS.get(n, n): value for n, value in args.items()}
+    own = {n for n, one in found.settings.items() if one.job_setting is None}
+    taken = {_OPTIMIZER_ARGS.get(n, n): value for n, value in args.items()}
     taken = {n: value for n, value in taken.items() if n in own}
     if found is OPTIMIZERS["lion"]:
         # transformers gives the betas of Adam to Lion.
@@ -150,18 +134,20 @@ def set_optimizer(migration: Migration, key: str) -> None:
         migration.job["optimizer"] = found.name
     if taken:
         migration.job["optimizer_args"] = taken
-    if left := {n: v for n, v in args.items() if _ARGS.get(n, n) not in own}:
+    left = [f"{n}={v}" for n, v in args.items() if _OPTIMIZER_ARGS.get(n, n) not in own]
+    if left:
         migration.left_out["optim_args"] = (
-            f"{', '.join(f'{n}={v}' for n, v in left.items())}: {found.name} has no "
-            "such settings here."
+            f"{', '.join(left)}: {found.name} has no such settings here."
         )
     if name != found.name or name == "muon":
         migration.left_out[key] = f"{name}: {_difference(str(name), found)}"
-    _constant_rate(migration, found)
-
-
-# Names of optimizer settings that have another name here.
-_ARGS = {"beta1": "b1", "beta2": "b2"}
+    schedule = migration.job.get("lr_schedule", "cosine")
+    if found.has_constant_rate and schedule != "constant":
+        migration.job["lr_schedule"] = "constant"
+        migration.job.pop("lr_schedule_args", None)
+        migration.left_out["lr_scheduler_type"] = (
+            f"{schedule}: {found.name} averages weights instead of lowering the rate."
+        )
 
 
 def _optimizer_args(migration: Migration) -> dict[str, Any]:
@@ -172,9 +158,8 @@ def _optimizer_args(migration: Migration) -> dict[str, Any]:
         if isinstance(given, str):
             pairs = (part.partition("=") for part in given.split(","))
             given = {name.strip(): value.strip() for name, _, value in pairs}
-        if not isinstance(given, dict):
-            continue
-        found |= {name: _number(value) for name, value in given.items()}
+        if isinstance(given, dict):
+            found |= {name: _number(value) for name, value in given.items()}
     return found
 
 
@@ -182,9 +167,8 @@ def _number(value: Any) -> Any:
     """Returns a number or a truth value that is given as text."""
     if not isinstance(value, str):
         return value
-    words = {"true": True, "false": False}
-    if value.lower() in words:
-        return words[value.lower()]
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
     try:
         return float(value)
     except ValueError:
@@ -192,7 +176,7 @@ def _number(value: Any) -> Any:
 
 
 def _difference(name: str, optimizer: Optimizer) -> str:
-    """Says what an optimizer here has otherwise than one of another name."""
+    """Says how an optimizer here differs from one of another name."""
     said = [f"the optimizer is {optimizer.name}"]
     if name.startswith("paged_"):
         said.append("its state stays on the device")
@@ -203,87 +187,44 @@ def _difference(name: str, optimizer: Optimizer) -> str:
     return f"{', and '.join(said)}."
 
 
-def _constant_rate(migration: Migration, optimizer: Optimizer) -> None:
-    schedule = migration.job.get("lr_schedule", "cosine")
-    if not optimizer.has_constant_rate or schedule == "constant":
-        return
-    migration.job["lr_schedule"] = "constant"
-    migration.job.pop("lr_schedule_args", None)
-    migration.left_out["lr_scheduler_type"] = (
-        f"{schedule}: {optimizer.name} averages weights instead of lowering the rate."
-    )
-
-
-def set_trackers(migration: Migration) -> None:
+def set_trackers(migration: Migration, key: str, names: Any) -> None:
     """Sets the experiment trackers; says which ones are not there."""
-    names = migration.take("report_to")
     if names is None or names == "all":
         return
     names = names if isinstance(names, list) else [names]
     migration.run["report_to"] = [n for n in names if n in _TRACKERS] or "none"
     others = [str(n) for n in names if n not in (*_TRACKERS, "none")]
     if others:
-        migration.left_out["report_to"] = f"{', '.join(others)}: {reasons.TRACKING}"
+        migration.left_out[key] = f"{', '.join(others)}: {reasons.TRACKING}"
 
 
-def set_quantized_base(migration: Migration, bits: Any) -> None:
-    """Sets the format of the base from a number of bits; None: it is not quantized."""
-    formats = {4: "nf4", 8: "int8"}
-    if bits is None:
-        return
-    if bits in (4, 8):
-        migration.run["quantize_base"] = formats[bits]
-    else:
-        migration.left_out["quantization_bit"] = describe_quantization(f"{bits} bits")
+def set_quantized(migration: Migration, _: str, four: Any) -> None:
+    """Sets the format of the base from `load_in_4bit` and `load_in_8bit`."""
+    eight = migration.take("load_in_8bit")
+    if four or eight:
+        migration.run["quantize_base"] = "nf4" if four else "int8"
 
 
-def note_quantization_method(migration: Migration, key: str) -> None:
-    """Translates the other tool's method of quantizing the base."""
-    method = migration.take(key)
-    if method is None:
-        return
-    is_nf4 = str(method).lower() in ("bnb", "bitsandbytes", "nf4")
-    migration.left_out[key] = reasons.NF4 if is_nf4 else describe_quantization(method)
+def not_quantized(method: Any) -> str:
+    """Says what to use instead of a quantization method that is not supported."""
+    return (
+        f"{method}: it is not supported. quantize_base has nf4 (as bitsandbytes), int8 "
+        "and fp8, which quantize the original model when it is loaded."
+    )
 
 
-def set_start(migration: Migration, folder: Any) -> None:
+def set_start(migration: Migration, _: str, folder: Any) -> None:
     """Starts the job from an adapter, whose rank, lora_alpha and targets it takes."""
     if not folder:
         return
     migration.job["init_from"] = folder
-    for key in _OF_ADAPTER:
+    for key in _ADAPTER:
         migration.job.pop(key, None)
         migration.left_out[key] = f"It is taken from the adapter in {folder}."
 
 
-def set_template_kwargs(migration: Migration, key: str, kwargs: Any) -> None:
-    """Gives data sets that may be chats values of variables of the chat template.
-
-    Args:
-        migration: The conversion, whose data are known.
-        key: The other tool's setting.
-        kwargs: The values by name; none: the setting was left out.
-    """
-    if not kwargs:
-        return
-    read = [
-        migration.job[name] for name in ("data", "eval_data") if name in migration.job
-    ]
-    sets = [one for data in read for one in sources.sets_of(data)]
-    chats = [one for one in sets if one.get("chat") or _may_be_chats(one)]
-    for one in chats:
-        one["chat_template_kwargs"] = kwargs
-    if not chats:
-        migration.left_out[key] = "No data set has messages."
-
-
-def _may_be_chats(data: Mapping[str, Any]) -> bool:
-    return data.get("kind", "auto") in ("auto", "messages", "preference", "unpaired")
-
-
-def set_held_out_share(migration: Migration, key: str) -> None:
+def set_held_out_share(migration: Migration, key: str, share: Any) -> None:
     """Sets the share of the records that is held out, if it is a share."""
-    share = migration.take(key)
     if not share:
         return
     if "eval_data" in migration.job:
@@ -297,38 +238,19 @@ def set_held_out_share(migration: Migration, key: str) -> None:
         )
 
 
-def take_trainer_rest(migration: Migration, own_reasons: dict[str, str]) -> None:
-    """Takes what is left of the settings, by our names or with reasons why not.
-
-    Args:
-        migration: The settings.
-        own_reasons: Why settings of the tool are left out, by their keys.
-    """
+def finish(migration: Migration, table: Table) -> Migration:
+    """Takes the settings that are left, by our names or with reasons; returns all."""
     given = migration.given
     _note_epochs_of_evaluation(migration)
     if given.get("max_steps") in (-1, 0):  # The number of epochs decides.
         del given["max_steps"]
     if given.get("max_grad_norm") == 0:
         migration.job["max_grad_norm"] = migration.take("max_grad_norm") or None
-    migration.take_rest(own_reasons)
+    migration.take_rest(table)
     _check_optimizer(migration)
     migration.job.setdefault("seed", 42)
     _check_evaluation(migration)
-
-
-def _check_optimizer(migration: Migration) -> None:
-    """Leaves out an optimizer that cannot train whole modules or rows of tokens."""
-    job = migration.job
-    found = OPTIMIZERS.get(job.get("optimizer", "adamw"))
-    for setting in ("modules_to_save", "trainable_token_indices"):
-        if job.get(setting) and found is not None and found.mixes_elements:
-            del job["optimizer"]
-            job.pop("optimizer_args", None)
-            migration.left_out["optimizer"] = (
-                f"{found.name} cannot be combined with {setting}: AdamW takes its "
-                "place, which may need another learning_rate."
-            )
-            return
+    return migration
 
 
 def _note_epochs_of_evaluation(migration: Migration) -> None:
@@ -344,6 +266,21 @@ def _note_epochs_of_evaluation(migration: Migration) -> None:
                 "evaluate as often, set it to the number of training records divided "
                 f"by {divisor}."
             )
+
+
+def _check_optimizer(migration: Migration) -> None:
+    """Leaves out an optimizer that cannot train whole modules or rows of tokens."""
+    job = migration.job
+    found = OPTIMIZERS.get(job.get("optimizer", "adamw"))
+    for setting in ("modules_to_save", "trainable_token_indices"):
+        if job.get(setting) and found is not None and found.mixes_elements:
+            del job["optimizer"]
+            job.pop("optimizer_args", None)
+            migration.left_out["optimizer"] = (
+                f"{found.name} cannot be combined with {setting}: AdamW takes its "
+                "place, which may need another learning_rate."
+            )
+            return
 
 
 def _check_evaluation(migration: Migration) -> None:
