@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxlora.data.formats.example import NO_PROMPT, Example, Rendered
@@ -43,12 +43,12 @@ def attempt[T, U](step: Callable[[T], U], record: T | DataError) -> U | DataErro
 
 
 def attempt_all[T, U](
-    step: Callable[[list[T]], Iterable[U]], records: Iterable[T | DataError]
-) -> list[U | DataError]:
+    step: Callable[[list[T]], Iterable[U]], records: Sequence[T | DataError]
+) -> Iterator[U | DataError]:
     """Takes a step with all records that have not failed before, at once."""
-    records = list(records)
     made = iter(step([one for one in records if not isinstance(one, DataError)]))
-    return [one if isinstance(one, DataError) else next(made) for one in records]
+    for one in records:
+        yield one if isinstance(one, DataError) else next(made)
 
 
 class Renderer:

@@ -50,13 +50,13 @@ class Encoder:
                 token.
         """
         results: list[TokenizedSample | DataError] = [DataError("")] * len(texts)
-        separate: dict[int, tuple[str, str]] = {}
+        separate: dict[int, Rendered] = {}
         joined: dict[int, Rendered] = {}
         for i, text in enumerate(texts):
             if text.tokens is not None:
                 results[i] = text.tokens
             elif text.prompt is not None and not self._marks_start:
-                separate[i] = text.prompt, text.text
+                separate[i] = text
             else:
                 joined[i] = text
         pairs = self._separate(list(separate.values()))
@@ -69,9 +69,9 @@ class Encoder:
             results[i] = encoded if is_bad else self._mark(text, encoded)
         return results
 
-    def _separate(self, pairs: Sequence[tuple[str, str]]) -> list[TokenizedSample]:
+    def _separate(self, pairs: Sequence[Rendered]) -> list[TokenizedSample]:
         """Encodes prompts and completions separately, which needs no spans."""
-        texts = [text for pair in pairs for text in pair]
+        texts = [text for pair in pairs for text in (pair.prompt or "", pair.text)]
         parts = self._tokenizer.encode_ids(texts)
         for i, part in enumerate(parts):
             # A completion begins a text only if the prompt is empty.
@@ -82,7 +82,10 @@ class Encoder:
             self._head,
             self._eos_id() if texts and self._data.append_eos else None,
             learns_all=self._data.loss_on == "all",
-            has_end=[self._tokenizer.has_end("".join(pair)) for pair in pairs],
+            has_end=[
+                self._tokenizer.has_end(prompt + completion)
+                for prompt, completion in itertools.batched(texts, 2)
+            ],
         )
         return [TokenizedSample(*sample) for sample in joined]
 
