@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.data.formats.table import FORMATS
 from jaxlora.errors import ConfigError
 from jaxlora.objectives.base import Objective, ObjectiveSettings, Terms
 from jaxlora.objectives.sample import TokenizedSample, TopLogprobs
@@ -105,13 +104,6 @@ def _check_needs(objective: Objective) -> None:
                 f"its setting {name} has no default, and jobs may leave it out. Give "
                 "it one.",
             )
-    kinds = dict.fromkeys(one.kind for one in FORMATS)
-    if others := [kind for kind in objective.kinds if kind not in kinds]:
-        raise _refused(
-            objective,
-            f"kinds has {others[0]!r}, and must be some of {', '.join(kinds)}. Leave "
-            "kinds out for all records without preferences.",
-        )
     size, is_pairs = objective.group_size, objective.kinds == ("preference",)
     if size != 1 and not (size == 2 and is_pairs):
         raise _refused(

@@ -187,7 +187,6 @@ ONES = lambda samples, terms: {"weight": np.ones(len(samples[0].token_ids))}
             "settings is {'gamma': 1}, and must be a subclass",
         ),
         ({"settings": Required}, "its setting cap has no default"),
-        ({"kinds": ("pairs",)}, "kinds has 'pairs', and must be some of"),
         ({"group_size": 2}, r"group_size is 2 with kinds=\(\), and must be 1, or 2"),
         (
             {"input_names": ("weight", "more")},
