@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxlora.common.yaml_file import parse_yaml
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, ModelError
 from jaxlora.migrate import axolotl, llama_factory, peft, trl
 from jaxlora.migrate.migration import Migration
-from jaxlora.migrate.unsupported import check_model
 
 _Convert = Callable[[dict[str, Any]], Migration]
 # Keys that only the files of a tool have, and the tool. The first that fits is taken.
@@ -52,7 +51,7 @@ def migrate_file(path: str | os.PathLike) -> Migration:
         if any(key in values for key in keys):
             try:
                 migration = convert({k: _as_yaml_1_1(v, k) for k, v in values.items()})
-                check_model(migration)
+                _check_model(migration.run.get("model"))
                 migration.drop_invalid()
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from error
@@ -74,6 +73,26 @@ def _check_script(path: pathlib.Path, text: str) -> None:
             "becomes a run file, and docs/howto/from_unsloth.md how a notebook of "
             "Unsloth does."
         )
+
+
+def _check_model(model: Any) -> None:
+    """Refuses a base model that is here and cannot be used."""
+    if not isinstance(model, str) or "\0" in model:
+        return
+    folder = pathlib.Path(model)
+    if not (folder / "config.json").is_file():
+        return
+    # Imported late, because most settings name a model that is not here.
+    from jaxlora.hf.files import read_json
+    from jaxlora.hf.quantized.config import read_quantization
+    from jaxlora.models.registry import model_config
+
+    try:
+        config = read_json(folder / "config.json")
+        model_config(config)
+        read_quantization(config)
+    except ModelError as error:
+        raise ConfigError(f"the model {folder} cannot be used: {error}") from error
 
 
 def _as_yaml_1_1(value: Any, key: str) -> Any:

@@ -14,7 +14,6 @@ from jaxlora.config import RunConfig
 from jaxlora.config.run_file import load_run
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import migrate_file
-from jaxlora.migrate.unsupported import find_doubt
 from tests import tiny
 
 EXAMPLES = pathlib.Path(__file__).parent / "examples"
@@ -135,65 +134,6 @@ def test_long_numbers(tmp_path, text, number):
         assert "digits" in str(error)
     else:
         assert "datasets.0.split" in migration.text("other.yml")
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        "mistralai/Mixtral-8x7B-v0.1",
-        "Qwen/Qwen2-57B-A14B",
-        "Qwen/Qwen2.5-VL-7B-Instruct",
-        "ISTA-DASLab/Meta-Llama-3-8B-Instruct-AQLM-2Bit-1x16",
-        "TechxGenus/Meta-Llama-3-8B-Instruct-AWQ",
-        "TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ",
-        "RedHatAI/Llama-3-8B-quantized.w4a16",
-        "TheBloke/Llama-2-7B-GGUF",
-        "microsoft/phi-2",
-        "allenai/OLMo-7B-hf",
-        "ibm-granite/granite-4.0-h-tiny",
-        "deepseek-ai/DeepSeek-R1",
-        "meta-llama/Llama-4-Scout-17B-16E",
-        "google/gemma-2b",
-        "google/gemma-3-4b-it",
-        "openai/gpt-oss-20b",
-        "tiiuae/falcon-7b",
-        "zai-org/GLM-4.5-Air",
-    ],
-)
-def test_models_that_are_not_supported_are_named(tmp_path, model):
-    path = tmp_path / "other.yml"
-    path.write_text(ON_DATA.replace(": m\n", f": {model}\n"))
-    first = migrate_file(path).to_do[0]
-    assert first.startswith("model: ") and model in first
-    assert re.search("Use (a|the original) model", first)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        "meta-llama/Meta-Llama-3-8B-Instruct",
-        "Qwen/Qwen3-4B-Instruct-2507",
-        "Qwen/Qwen2.5-Coder-7B",
-        "Qwen/Qwen1.5-7B",
-        "Qwen/Qwen3-30B-A3B",
-        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
-        "HuggingFaceTB/SmolLM3-3B",
-        "ibm-granite/granite-3.3-2b-instruct",
-        "allenai/OLMo-2-0425-1B",
-        "allenai/Olmo-3-7B-Think",
-        "microsoft/Phi-4-mini-instruct",
-        "google/gemma-2-2b-it",
-        "google/gemma-3-1b-it",
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
-        "mistralai/Mistral-7B-v0.1",
-        "unsloth/llama-3-8b-bnb-4bit",
-        "RedHatAI/Llama-3-8B-quantized.w8a8",
-        "Qwen/Qwen3-8B-FP8",
-        "models/tiny",
-    ],
-)
-def test_models_that_are_supported_are_not(model):
-    assert find_doubt(model) is None
 
 
 @pytest.mark.parametrize(
