@@ -295,6 +295,8 @@ _NO_TEXT = "holds a NUL or half of a surrogate pair. Remove that character."
 
 
 def _is_text(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_text, value))
     if not isinstance(value, str):
         return True
     try:

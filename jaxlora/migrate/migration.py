@@ -216,7 +216,8 @@ class Migration:
             place, key = self.job, str(path[2])
         # If settings contradict each other, it is not known which one to leave out.
         if key not in place or problem.kind in (RULE, UNKNOWN):
-            raise ConfigError(f"the settings cannot be converted: {reason}")
+            name = "" if key in reason else f"{key}: "
+            raise ConfigError(f"the settings cannot be converted: {name}{reason}")
         del place[key]
         config = LoraJob if place is self.job else RunConfig
         field = config.model_fields[key]

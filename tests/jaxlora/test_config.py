@@ -357,6 +357,8 @@ def test_texts_that_are_none(text):
         run_config({"model": text, "jobs": [job()]})
     with pytest.raises(ConfigError, match=r"jobs\.0\.data\.path: holds a NUL"):
         run(job(data={"path": text}))
+    with pytest.raises(ConfigError, match=r"jobs\.0\.target_modules: holds a NUL"):
+        run(job(target_modules=["q_proj", text]))
 
 
 @pytest.mark.parametrize("name", ["a\0b.yaml", "x" * 5000])
