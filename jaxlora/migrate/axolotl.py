@@ -305,14 +305,21 @@ def _set_batch(migration: Migration, key: str, samples: Any) -> None:
     trainer.set_batch(migration, key, samples)
 
 
-def _set_optimizer(migration: Migration, key: str, name: Any) -> None:
-    trainer.set_optimizer(migration, key, name)
-    tokens = migration.given.get("special_tokens")
-    if isinstance(tokens, dict) and (end := tokens.get("eos_token")):
+def _set_special_tokens(migration: Migration, key: str, tokens: Any) -> None:
+    if not isinstance(tokens, dict):
+        if tokens:
+            migration.left_out[key] = reasons.SPECIAL_TOKENS
+        return
+    special = migration.part(key, tokens)
+    new = "additional_special_tokens"
+    trainer.set_new_tokens(migration, f"{key}.{new}", special.take(new))
+    if end := special.given.get("eos_token"):
         migration.to_do.append(
-            f"special_tokens: the eos_token was {end!r}. If that of the checkpoint is "
-            "another one, set it in tokenizer_config.json."
+            f"{key}: the eos_token was {end!r}. If that of the checkpoint is another "
+            "one, set it in tokenizer_config.json."
         )
+    if any(special.given.values()):
+        migration.left_out[key] = reasons.SPECIAL_TOKENS
 
 
 _TABLE: Table = {
@@ -344,7 +351,9 @@ _TABLE: Table = {
     "excess_length_strategy": To("too_long", "drop", _too_long),
     "lr_scheduler": To(_set_schedule, "cosine"),
     "micro_batch_size": To(_set_batch, 1),
-    "optimizer": _set_optimizer,
+    "optimizer": trainer.set_optimizer,
+    "special_tokens": _set_special_tokens,
+    "tokens": trainer.set_new_tokens,
     "num_epochs": To("epochs", 1.0),
     "gptq": trainer.not_quantized("GPTQ"),
     **by_key(

@@ -327,6 +327,10 @@ _TABLE: Table = {
     "num_train_epochs": To("epochs", 3.0),
     "per_device_train_batch_size": To(trainer.set_batch, 8),
     "optim": trainer.set_optimizer,
+    **dict.fromkeys(
+        ("add_special_tokens", "new_special_tokens", "add_tokens"),
+        trainer.set_new_tokens,
+    ),
     "report_to": trainer.set_trackers,
     **by_key(
         {

@@ -29,10 +29,16 @@ NF4 = "nf4 is as bitsandbytes stores it, with double quantization."
 NO_EXPERTS = "Adapters are on linears; experts are not supported."
 NO_EMBEDDINGS = "Embeddings have no LoRA here."
 TRANSPOSED = "Linears are never transposed here."
+SPECIAL_TOKENS = (
+    "Special tokens are those of the checkpoint: set them in its "
+    "tokenizer_config.json, after `jaxlora convert MODEL OUT --new-tokens` if its "
+    "tokenizer lacks one. new_special_tokens trains its row. Samples are packed, so no "
+    "padding token is needed."
+)
 _ROWS = (
-    "The embedding has the rows of the checkpoint, and rows of new tokens cannot be "
-    "trained yet. trainable_token_indices trains rows that it has, such as those of "
-    "reserved tokens."
+    "`jaxlora convert MODEL OUT --new-tokens` adds tokens, and rows for them where "
+    "embedding and head have too few. The rows start as the mean of the others, and "
+    "new_special_tokens trains them."
 )
 
 
@@ -89,14 +95,10 @@ _SHARED: Mapping[str, str] = by_key(
         "Weights are read piece by piece.": "low_cpu_mem_usage",
         "Progress is shown in a terminal only.": "disable_tqdm",
         "Set system in data.": "default_system default_system_message",
-        "Special tokens are those of the checkpoint: set them in its "
-        f"tokenizer_config.json. {_ROWS} Samples are packed, so no padding token is "
-        "needed.": "special_tokens",
         "The texts of tokens come from the checkpoint: change its tokenizer.json.": (
             "added_tokens_overrides"
         ),
         _ROWS: (
-            "tokens add_tokens add_special_tokens new_special_tokens "
             "additional_special_tokens new_special_tokens_config resize_vocab "
             "init_special_tokens resize_token_embeddings_to_32x "
             "mean_resizing_embeddings shrink_embeddings"

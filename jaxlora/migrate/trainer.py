@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import shlex
 from typing import Any
 
 from jaxlora.adapters.optimizers.table import OPTIMIZERS, Optimizer, find_by_other_name
@@ -14,6 +15,8 @@ from jaxlora.migrate.migration import Migration, Table
 
 _TRACKERS = ("tensorboard", "wandb", "trackio")
 _ADAPTER = ("rank", "lora_alpha", "target_modules")
+# Settings of other tools that add tokens which are not special.
+_PLAIN_TOKENS = ("tokens", "add_tokens")
 # Names of optimizer settings that have another name here.
 _OPTIMIZER_ARGS = {"beta1": "b1", "beta2": "b2"}
 
@@ -223,6 +226,25 @@ def set_start(migration: Migration, _: str, folder: Any) -> None:
         migration.left_out[key] = f"It is taken from the adapter in {folder}."
 
 
+def set_new_tokens(migration: Migration, key: str, texts: Any) -> None:
+    """Trains the rows of tokens that the other tool adds to the tokenizer."""
+    if not texts:
+        return
+    if isinstance(texts, str):
+        texts = list(filter(None, map(str.strip, texts.split(","))))
+    is_list = isinstance(texts, list) and all(isinstance(one, str) for one in texts)
+    if not (is_list and all(texts)):
+        migration.left_out[key] = f"{texts!r:.80} is no list of texts."
+        return
+    found = migration.job.get("new_special_tokens", ())
+    migration.job["new_special_tokens"] = list(dict.fromkeys([*found, *texts]))
+    if key in _PLAIN_TOKENS:
+        migration.left_out[key] = (
+            "The tokens are special here, so generated texts leave them out. In "
+            f"{migration.tool}, they are not."
+        )
+
+
 def set_held_out_share(migration: Migration, key: str, share: Any) -> None:
     """Sets the share of the records that is held out, if it is a share."""
     if not share:
@@ -247,6 +269,7 @@ def finish(migration: Migration, table: Table) -> Migration:
     if given.get("max_grad_norm") == 0:
         migration.job["max_grad_norm"] = migration.take("max_grad_norm") or None
     migration.take_rest(table)
+    _note_new_tokens(migration)
     _check_optimizer(migration)
     migration.job.setdefault("seed", 42)
     _check_evaluation(migration)
@@ -268,11 +291,40 @@ def _note_epochs_of_evaluation(migration: Migration) -> None:
             )
 
 
+def _note_new_tokens(migration: Migration) -> None:
+    """Says how new tokens get into the base, and which of its weights are trained."""
+    job = migration.job
+    if not (texts := job.get("new_special_tokens")):
+        return
+    command = [str(migration.run.get("model")), "OUT"]
+    how = "model to OUT"
+    if revision := migration.run.get("revision"):
+        command += ["--revision", str(revision)]
+        how += ", without revision"
+    command += ["--new-tokens", *texts]
+    migration.to_do.append(
+        f"new_special_tokens: run `jaxlora convert {shlex.join(command)}` and set "
+        f"{how}. Leave out of the command the tokens that the tokenizer has."
+    )
+    if job.get("modules_to_save"):
+        migration.to_do.append(
+            "modules_to_save: whole copies of modules are trained, with the rows of "
+            "new tokens. Without this setting, only those rows are, which takes far "
+            "less memory."
+        )
+    else:
+        migration.to_do.append(
+            f"new_special_tokens: {migration.tool} trains new tokens with whole copies "
+            "of embedding and head; here only their rows are trained, as copies take "
+            "far more memory. For copies, set modules_to_save: [embed_tokens, lm_head]."
+        )
+
+
 def _check_optimizer(migration: Migration) -> None:
     """Leaves out an optimizer that cannot train whole modules or rows of tokens."""
     job = migration.job
     found = OPTIMIZERS.get(job.get("optimizer", "adamw"))
-    for setting in ("modules_to_save", "trainable_token_indices"):
+    for setting in ("modules_to_save", "trainable_token_indices", "new_special_tokens"):
         if job.get(setting) and found is not None and found.mixes_elements:
             del job["optimizer"]
             job.pop("optimizer_args", None)
