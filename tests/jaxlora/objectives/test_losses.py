@@ -258,6 +258,10 @@ def test_a_likely_completion_has_a_finite_gradient():
         ("cpo", {"label_smoothing": 0.5}, "label_smoothing: must be less than 0.5"),
         ("cpo", {"loss_type": "kto"}, "loss_type: must be 'sigmoid', 'hinge' or 'ipo'"),
         ("orpo", {"beta": "high"}, "beta: expected a number, .*given: 'high'"),
+        ("dpo", {"beta": [1]}, "beta: expected a number, such as 8"),
+        ("kto", {"beta": {"a": 1}}, "beta: expected a number, such as 8"),
+        ("dpo", {"loss_type": ["ipo"]}, "loss_type: must be 'sigmoid', 'hinge'"),
+        ("dpo", {"reference": {}}, "reference: expected text"),
         (
             "kto",
             {"desirable_weight": 0.0, "undesirable_weight": 0.0},
