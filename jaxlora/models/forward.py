@@ -91,7 +91,7 @@ def run_layers(
         h: Hidden states before the first of these layers.
 
     Returns:
-        Hidden states after the last of these layers, and before it.
+        The output and the input of the last of these layers.
     """
     routing = _routing(decoder, batch, keys)
     return decoder.run_layers(h, batch.positions, batch.segment_ids, routing)
