@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.models.decoder import Decoder
+from jaxlora.models.division import gather_options
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
@@ -336,5 +337,5 @@ def evaluation_options(spec: DecoderSpec) -> dict[str, bool | int]:
     return {
         **SINGLE_CALLS,
         **compiler_options(spec.options.attention),
-        **spec.gather_options(),
+        **gather_options(spec),
     }
