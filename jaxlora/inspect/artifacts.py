@@ -95,14 +95,12 @@ def _model(source: str, console: Console, revision: str | None) -> None:
     settings: dict[str, object] = {
         key: value
         for key, value in dataclasses.asdict(config).items()
-        if key not in ("family", "layer_windows")
+        if key not in ("family", *config.LAYERWISE)
     }
-    windows = collections.Counter(config.layer_windows)
+    for key in config.LAYERWISE:
+        counts = collections.Counter(getattr(config, key)).items()
+        settings[key] = ", ".join(f"{counted(n, 'layer')}: {x}" for x, n in counts)
     extra = {
-        "attention windows": ", ".join(
-            f"{counted(n, 'layer')}: {'all' if w is None else w}"
-            for w, n in windows.items()
-        ),
         "revision": hub_revision(source, folder, revision) or "none: a folder",
         "parameters": f"{count:,}",
         "weights of linears": _weights(checkpoint),

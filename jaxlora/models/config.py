@@ -133,7 +133,7 @@ class ModelConfig:
         head_dim: E, features of one head; need not be D / H.
         max_positions: Longest sequence the model was made for, in tokens.
         rms_eps: Added to the mean square in every RMS norm.
-        rope: Rotary positions of all layers, or of those that `local_rope` leaves.
+        rope: Rotary positions; with `local_rope`, of layers without a window.
         local_rope: Rotary positions of layers with a window; None: those of `rope`.
         score_scale: Factor of attention's scores; None: `head_dim ** -0.5`.
         score_softcap: Bound of attention's scores; None: there is none.

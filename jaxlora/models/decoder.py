@@ -166,7 +166,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, " T"],
         routing: Routing,
     ) -> tuple[Float[Array, "U D"], Float[Array, "U D"]]:
-        """Hidden states after the last layer of this stage, and before it.
+        """The output and the input of the last layer of this stage.
 
         Args:
             h: Hidden states before the first layer of this stage.
@@ -228,7 +228,7 @@ class Decoder(nnx.Module):
     def head_input(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Hidden states after the final norm, as the head multiplies them.
 
-        In a family that multiplies the logits, it is they that are multiplied.
+        In a family that multiplies the logits, these are multiplied instead.
         """
         multiplier = self.config.logit_multiplier
         return hidden if multiplier == 1 else hidden * multiplier

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.models.decoder import Decoder
+from jaxlora.models.division import gather_options
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
@@ -91,7 +92,7 @@ def run_layers(
         h: Hidden states before the first of these layers.
 
     Returns:
-        Hidden states after the last of these layers, and before it.
+        The output and the input of the last of these layers.
     """
     routing = _routing(decoder, batch, keys)
     return decoder.run_layers(h, batch.positions, batch.segment_ids, routing)
@@ -336,5 +337,5 @@ def evaluation_options(spec: DecoderSpec) -> dict[str, bool | int]:
     return {
         **SINGLE_CALLS,
         **compiler_options(spec.options.attention),
-        **spec.gather_options(),
+        **gather_options(spec),
     }

@@ -65,6 +65,8 @@ class _Gemma(HfConfig):
     """All layers but each `period`-th have a window."""
 
     DIVIDES_WIDTH: ClassVar[bool] = True
+    # `hidden_activation` says it for all layers.
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"hidden_act", "mlp_bias"})
 
     num_key_value_heads: Heads | None = 4
     head_dim: HeadDim | None = 256
@@ -133,7 +135,9 @@ class Gemma3(_Gemma):
         norm_offset=True,
         scales_embedding=True,
     )
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {"_sliding_window_pattern", *_Gemma.IGNORED}
+    )
 
     max_position_embeddings: Count = 131072
     rope_local_base_freq: Theta | None = None

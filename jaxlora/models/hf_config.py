@@ -28,19 +28,16 @@ _IGNORED = {
     "_name_or_path",
     "_attn_implementation_autoset",
     "architectures",
-    "attention_bias",
     "cache_implementation",
     "chunk_size_feed_forward",
     "do_sample",
     "dtype",
-    "hidden_act",
     "id2label",
     "initializer_range",
     "is_llama_config",
     "label2id",
     "max_length",
     "max_window_layers",
-    "mlp_bias",
     "pretraining_tp",
     "problem_type",
     "quantization_config",
@@ -328,7 +325,7 @@ class HfConfig(pydantic.BaseModel):
         )
 
     def ropes(self) -> tuple[Rope, Rope | None]:
-        """Returns the rotary positions, and those of layers with a window if others.
+        """Returns the rotary positions, and those of windowed layers if they differ.
 
         Version 4 of transformers has `rope_theta` and `rope_scaling`; version 5 has
         `rope_parameters`.
@@ -387,7 +384,7 @@ class HfConfig(pydantic.BaseModel):
 
         Args:
             window: Window of the layers that have one; None: no layer has one.
-            has_window: Which layers have one if `layer_types` does not say so.
+            has_window: Which layers have one, used if the file has no `layer_types`.
             may_differ: Whether `layer_types` may say otherwise.
         """
         windows = tuple(window if has else None for has in has_window)

@@ -33,13 +33,14 @@ class Block(Protocol):
 
     @property
     def input_linears(self) -> tuple[MultiLoraLinear, ...]:
-        """The linears that share its input; empty if they need not share a kernel."""
+        """The linears that read its input and nothing else does; else empty."""
 
     def __call__(self, x: LinearInput, rows: Rows) -> Float[Array, "T D"]:
         """Returns what the block adds to the hidden states.
 
         Args:
-            x: Rows, and s of its input linears where the norm before has computed it.
+            x: Rows; and s, the product of rows and A, of its input linears, if the
+                norm before has computed it.
             rows: What rows know of each other.
         """
 
@@ -164,7 +165,7 @@ def run_whole_layers(
         rows: The rows, for all layers.
 
     Returns:
-        Hidden states after the last layer, and before it.
+        The output and the input of the last layer.
     """
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)

@@ -13,6 +13,7 @@ class Mistral(HfConfig):
     FAMILY: ClassVar[Family] = Family(
         model_type="mistral", models="Mistral", layer=LlamaLayer
     )
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"attention_bias", "mlp_bias"})
 
     max_position_embeddings: Count = 131072
     num_key_value_heads: Heads | None = 8

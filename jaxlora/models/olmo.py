@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, with norms behind attention and the MLP, and none before them."""
+"""OLMo 2 and 3, with norms after attention and the MLP, and none before them."""
 
 import math
 from typing import Annotated, Any, ClassVar

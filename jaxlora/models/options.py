@@ -23,7 +23,8 @@ class DecoderOptions:
         dtype: Dtype of weights that are not quantized, and of activations.
         base_format: How the linears of the layers are quantized; None: they are not.
         remat: Part of each layer that the backward pass recomputes instead of keeping
-            it: nothing, the MLP with its norm, or the whole layer.
+            it: nothing, what no linear and no attention computes, the MLP with its
+            norm, or the whole layer.
         implementation: Name of the LoRA kernels' back end.
         attention: Implementation of attention.
         max_segment_tokens: Upper bound on the length of packed samples.

@@ -83,7 +83,7 @@ class Phi3(HfConfig):
     """The config.json of a Phi-3 or Phi-4-mini.
 
     With `longrope`, transformers has other frequencies in longer sequences than
-    `original_max_position_embeddings`, so that is as many positions as are supported.
+    `original_max_position_embeddings`. Such sequences are not supported.
     """
 
     FAMILY: ClassVar[Family] = Family(

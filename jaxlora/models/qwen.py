@@ -42,6 +42,7 @@ class Qwen2(_Qwen):
     FAMILY: ClassVar[Family] = Family(
         model_type="qwen2", models="Qwen2, Qwen2.5", layer=LlamaLayer
     )
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"attention_bias", "mlp_bias"})
 
     def build(self, **fields: Any) -> ModelConfig:
         return super().build(qkv_bias=True, **fields)
@@ -62,6 +63,7 @@ class Qwen3(_Qwen):
         models="Qwen3",
         layer=Qwen3Layer,
     )
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"mlp_bias"})
 
     head_dim: HeadDim | None = 128
     attention_bias: Flag = False

@@ -76,6 +76,7 @@ class Qwen3Moe(HfConfig):
     sliding_window: Count | None = 4096
     use_sliding_window: Flag = False
     num_experts: Annotated[int, count(2**12)] = 128
+    num_local_experts: Annotated[int, count(2**12)] | None = None  # transformers 5
     num_experts_per_tok: Annotated[int, count(2**12)] = 8
     moe_intermediate_size: Annotated[int, count(2**20)] = 768
     norm_topk_prob: Flag = False
@@ -84,15 +85,16 @@ class Qwen3Moe(HfConfig):
     output_router_logits: Annotated[Any, only(False)] = False
 
     def build(self, **fields: Any) -> ModelConfig:
-        if self.num_experts_per_tok > self.num_experts:
+        number = self.num_local_experts or self.num_experts
+        if self.num_experts_per_tok > number:
             raise ModelError(
                 f"config.json has num_experts_per_tok={self.num_experts_per_tok}, more "
-                f"than num_experts={self.num_experts}."
+                f"than its {number} experts."
             )
         return super().build(
             qkv_bias=self.attention_bias,
             o_bias=self.attention_bias,
-            num_experts=self.num_experts,
+            num_experts=number,
             num_chosen=self.num_experts_per_tok,
             expert_features=self.moe_intermediate_size,
             normalizes=self.norm_topk_prob,

@@ -68,7 +68,7 @@ def run_sharded_layers(
         rows: The rows, for all layers.
 
     Returns:
-        Hidden states after the last layer, and before it.
+        The output and the input of the last layer.
     """
     before = token = jax.lax.stop_gradient(h)
     for i, layer in layers.items():

@@ -24,7 +24,7 @@ class SmolLM3Model(ModelConfig):
     """The mathematics of a SmolLM3.
 
     Attributes:
-        rotates: Whether queries and keys know their positions, for each layer.
+        rotates: Whether queries and keys are rotated, for each layer.
     """
 
     LAYERWISE: ClassVar[tuple[str, ...]] = (*ModelConfig.LAYERWISE, "rotates")

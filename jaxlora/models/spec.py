@@ -2,19 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxlora.models.build import LayerLinear
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
-from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.slot_settings import SETTINGS, SlotSettings, settings_by_path
 from jaxlora.models.stacks import Stack, stacked_shapes
@@ -22,10 +20,7 @@ from jaxlora.models.structure import linears
 from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.base_param import BaseParam, WeightLayout
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import tensor_of, tensor_path, trained_tensors
-from jaxlora.sharding.layerwise import compiler_options
-from jaxlora.sharding.rules import shard_dim, weight_spec
-from jaxlora.sharding.tensor import own_slice
+from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 
 # Trained tensors that are no part of a linear.
 _OUTSIDE_LINEARS = tuple(module.path for module in SLOT_MODULES.values())
@@ -148,7 +143,7 @@ class DecoderSpec:
 
         Args:
             *arrays: Base weights and adapters; together they name each once. Where
-                `base_specs` divides a weight, this device's shard of it.
+                `weight_specs` divides a weight, this device's shard of it.
             settings: Settings of the slots, if there are any.
 
         Raises:
@@ -182,11 +177,11 @@ class DecoderSpec:
 
     def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
         """Path -> shape and dtype of every variable of one kind."""
-        variables = _variables(self._plain).items()
+        variables = _variables(self.plain).items()
         return {path: x.shape for path, x in variables if issubclass(x.kind, kind)}
 
     @functools.cached_property
-    def _plain(self) -> "DecoderSpec":
+    def plain(self) -> "DecoderSpec":
         """This decoder without the options of how it runs, which change no shape."""
         own = self.options
         options = DecoderOptions(
@@ -198,89 +193,10 @@ class DecoderSpec:
         """Path -> shape of the frozen weights, as a whole."""
         return self.shapes(BaseParam)
 
-    def base_specs(self) -> dict[str, PartitionSpec]:
-        """Path -> how a frozen weight is divided over `fsdp` and `tensor`.
-
-        Raises:
-            ValueError: A weight cannot be divided by `options.fsdp`.
-        """
-        dims, specs = self._tensor_dims(), {}
-        for path, layout in self._layouts().items():
-            own, part = dims[path], list(layout.shape)
-            if own is not None:
-                part[own] //= self.options.tensor
-            dim = shard_dim(path, part, self.options.fsdp, dims=layout.gathered)
-            specs[path] = weight_spec(dim, own)
-        return specs
-
-    def _layouts(self) -> dict[str, WeightLayout]:
+    def layouts(self) -> dict[str, WeightLayout]:
         """Path -> layout of the frozen weights."""
-        variables = _variables(self._plain).items()
+        variables = _variables(self.plain).items()
         return {path: x.layout for path, x in variables if x.layout is not None}
-
-    def _tensor_dims(self) -> dict[str, int | None]:
-        """Path -> the dimension of a frozen weight that `tensor` divides, if it does.
-
-        Several devices use the same head if there are fewer key-value heads than
-        devices. The weights are whole on each of them then.
-        """
-        return {
-            path: layout.tensor_dim if self._divides(by_heads=layout.by_heads) else None
-            for path, layout in self._layouts().items()
-        }
-
-    def _divides(self, *, by_heads: bool) -> bool:
-        """Whether `tensor` divides what can be divided, by key-value heads or not."""
-        tensor, kv_parts = self.options.tensor, self.options.kv_parts
-        return tensor > 1 and not (by_heads and kv_parts < tensor)
-
-    def table_axes(self) -> dict[str, int]:
-        """Name -> axis along which a stack of slot tables is divided over `tensor`.
-
-        Stacks that are whole on each device are absent.
-        """
-        axes = {}
-        for stack in self.stacks:
-            if stack.name in _OUTSIDE_LINEARS:
-                continue
-            linear, tensor = stack.paths[0].rpartition(".")[0], tensor_of(stack.name)
-            axis = self._table_axis(self.linear(linear), tensor.dimensions)
-            if axis is not None:
-                axes[stack.name] = 2 + axis  # after slots and layers
-        return axes
-
-    def _table_axis(self, linear: LayerLinear, dimensions: Sequence[str]) -> int | None:
-        if not self._divides(by_heads=linear.role == "heads"):
-            return None
-        divided = linear.divides
-        return dimensions.index(divided) if divided in dimensions else None
-
-    def own_heads(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns frozen weights, or tables, with the key-value heads of this device.
-
-        Args:
-            arrays: Frozen weights or slot tables G P Q, by path. With more devices
-                along `tensor` than key-value heads, those of k and v are whole.
-        """
-        found, options = dict(arrays), self.options
-        if self._divides(by_heads=True) or options.tensor == 1:
-            return found
-        layouts = self._layouts()
-        for path, array in arrays.items():
-            if path in layouts:
-                axis = layouts[path].tensor_dim if layouts[path].by_heads else None
-            else:
-                axis = self._head_axis(path)
-            if axis is not None:
-                found[path] = own_slice(array, axis, options.kv_parts, options.tensor)
-        return found
-
-    def _head_axis(self, table: str) -> int | None:
-        """Returns the axis of key-value heads in a slot table; None: it has none."""
-        path, dimensions = table.rpartition(".")[0], tensor_of(table).dimensions
-        if path not in self.adapted or self.linear(path).role != "heads":
-            return None
-        return 1 + dimensions.index("N") if "N" in dimensions else None
 
     def divided(self, *, fsdp: int = 1, tensor: int = 1) -> "DecoderSpec":
         """Returns this decoder divided among the devices of these axes."""
@@ -293,17 +209,6 @@ class DecoderSpec:
     def part(self, tensor: int) -> "DecoderSpec":
         """Returns the decoder that each of `tensor` devices runs."""
         return dataclasses.replace(self, config=part_config(self.config, tensor))
-
-    def part_shapes(self, tensor: int) -> tuple[Shapes, Shapes]:
-        """Shapes of weights and slot tables on each of `tensor` devices, by name."""
-        return _part_shapes(self._plain.divided(tensor=tensor))
-
-    def gather_options(self) -> dict[str, int]:
-        """Compiler options for programs that gather weights; empty if none does."""
-        if self.options.fsdp == 1:
-            return {}
-        own = self.part(self.options.tensor)
-        return compiler_options(layer_bytes(own.base_shapes()))
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
@@ -361,26 +266,6 @@ class DecoderSpec:
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""
         return stacked_shapes(self.stacks, self.shapes(nnx.LoRAParam))
-
-
-@functools.lru_cache(maxsize=64)  # a choice of a mesh asks hundreds of times
-def _part_shapes(spec: DecoderSpec) -> tuple[Shapes, Shapes]:
-    tensor = spec.options.tensor
-    tables = _divided_shapes(spec.adapter_shapes(), spec.table_axes(), tensor)
-    weights = _divided_shapes(spec.base_shapes(), spec._tensor_dims(), tensor)
-    return weights, tables
-
-
-def _divided_shapes(
-    shapes: Shapes, axes: Mapping[str, int | None], tensor: int
-) -> Shapes:
-    def part(shape: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-        sizes = list(shape.shape)
-        if axis is not None:
-            sizes[axis] //= tensor
-        return jax.ShapeDtypeStruct(tuple(sizes), shape.dtype)
-
-    return {name: part(shape, axes.get(name)) for name, shape in shapes.items()}
 
 
 @functools.lru_cache(maxsize=32)  # tracing a model of 80 layers takes seconds

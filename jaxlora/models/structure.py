@@ -56,7 +56,7 @@ def linears(config: ModelConfig, layer: int = 0) -> Mapping[str, LayerLinear]:
 
 
 def kinds_of_linears(config: ModelConfig) -> tuple[LayerLinear, ...]:
-    """Returns the linears of all layers, those that are alike once."""
+    """Returns the linears of all layers, one of each kind."""
     kinds = {config.layer_kind(i): i for i in reversed(range(config.num_layers))}
     layers = (linears(config, i) for i in kinds.values())
     return tuple(dict.fromkeys(x for layer in layers for x in layer.values()))

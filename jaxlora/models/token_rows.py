@@ -39,7 +39,7 @@ class TokenRows(nnx.Module):
         token_ids: Int[Array, " T"],
         block_adapter: Int[Array, " NB"],
     ) -> Float[Array, "T D"]:
-        """Returns the rows of tokens, of which the embedding has looked up its own.
+        """Returns the rows of tokens, given those that the embedding has looked up.
 
         Rows are selected, and gradients are summed by block and then by slot, so slots
         do not reach each other, and the order of a sum is always the same.

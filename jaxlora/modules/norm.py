@@ -45,7 +45,7 @@ class RmsNorm(nnx.Module):
         one pass over memory. So the h that is returned must take the place of h.
 
         Args:
-            h: Rows to normalize, which are also added to a result behind.
+            h: Rows to normalize, which also go on to the residual sum.
             implementation: Name of the kernel back end.
             w: The frozen weight of a linear behind the norm, or None.
         """

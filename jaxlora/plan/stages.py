@@ -17,6 +17,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.config import ModelConfig
+from jaxlora.models.division import weight_specs
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.sections import chosen_layers
 from jaxlora.models.slot_modules import EMBEDDING, TOKEN_ROWS
@@ -301,7 +302,7 @@ def base_placement(stages: MeshStages) -> Place:
         stages: The stages of the run.
     """
     meshes = stage_meshes(stages.sizes)
-    specs = divided(stages.spec, stages.sizes).base_specs()
+    specs = weight_specs(divided(stages.spec, stages.sizes))
 
     def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
         del shape
@@ -334,4 +335,4 @@ def check_division(
     """
     check_divides(config, sizes.tensor, base_format)
     options = DecoderOptions(dtype=dtype, max_segment_tokens=1)
-    divided(DecoderSpec(config=config, options=options), sizes).base_specs()
+    weight_specs(divided(DecoderSpec(config=config, options=options), sizes))

@@ -508,8 +508,9 @@ def gradient_of(folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
     logits = model(ids[None]).logits[0, :-1]
     torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").backward()
     layer = model.model.layers[0]
-    norm = getattr(layer, "input_layernorm", layer.post_attention_layernorm)
-    return norm.weight.grad.numpy()
+    names = ("input_layernorm", "post_attention_layernorm")
+    name = next(name for name in names if hasattr(layer, name))
+    return getattr(layer, name).weight.grad.numpy()
 
 
 def write_lora(folder: pathlib.Path, tokens: np.ndarray, seed: int) -> None:

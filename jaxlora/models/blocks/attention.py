@@ -36,7 +36,7 @@ class Attention(nnx.Module):
             make: Makes them.
             norms: Whether queries and keys are normalized: no, each head by itself, or
                 all heads together.
-            rotates: Whether queries and keys know their positions.
+            rotates: Whether queries and keys are rotated by their positions.
             fused: Whether one linear, `qkv_proj`, makes queries, keys and values.
         """
         width, q, kv = config.hidden_size, config.query_features, config.kv_features

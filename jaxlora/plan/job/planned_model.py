@@ -18,6 +18,7 @@ from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.load import FrozenModel, base_dtype
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.config import ModelConfig
+from jaxlora.models.division import weight_specs
 from jaxlora.models.forward import Base
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import WeightOptions
@@ -131,7 +132,7 @@ def with_derived(model: FrozenModel, spec: DecoderSpec) -> FrozenModel:
         return model
     params = {k: v for k, v in model.params.items() if _KERNEL not in k}
     division = functools.cache(
-        lambda fsdp, tensor: spec.divided(fsdp=fsdp, tensor=tensor).base_specs()
+        lambda fsdp, tensor: weight_specs(spec.divided(fsdp=fsdp, tensor=tensor))
     )
     for path, arrays in _quantized_kernels(model.params).items():
         found = _completed(base.options, path, arrays, division)

@@ -23,7 +23,7 @@ from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader, check_enough
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import LongRopeScaling, ModelConfig
 from jaxlora.objectives.base import Objective, reference_of
 from jaxlora.objectives.kto import recombined
 from jaxlora.objectives.sample import TokenizedSample
@@ -353,7 +353,14 @@ def _warnings(job: PreparedJob, model: ModelConfig) -> Iterator[Note]:
         )
         yield Note(text, is_warning=True, job=job.name)
     lengths, limit = np.concatenate([d.lengths for d in job.data]), model.max_positions
-    if num_beyond := np.count_nonzero(lengths > limit):
+    num_beyond = np.count_nonzero(lengths > limit)
+    if num_beyond and isinstance(model.rope.scaling, LongRopeScaling):
+        raise ConfigError(
+            f"job {job.name!r}: {num_beyond} of {len(lengths)} samples are longer than "
+            f"{limit} tokens; the longest has {lengths.max()}. Beyond these, a model "
+            f"with longrope is not supported. Set max_length to {limit}."
+        )
+    if num_beyond:
         are = "is" if num_beyond == 1 else "are"
         text = (
             f"{num_beyond} of {len(lengths)} samples {are} longer than the "

@@ -12,6 +12,7 @@ from jax.extend import core as jax_core
 
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.build import LayerLinear
+from jaxlora.models.division import part_shapes
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.options import Remat
 from jaxlora.models.residuals import reshapes
@@ -302,7 +303,7 @@ def _layer_weights(spec: DecoderSpec, use: StageUse) -> int:
 
 def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the slot tables of a device, without whole copies of modules."""
-    tables, whole = spec.part_shapes(use.num_tensor)[1], spec.whole_copies
+    tables, whole = part_shapes(spec, use.num_tensor)[1], spec.whole_copies
     return {name: shape for name, shape in tables.items() if name not in whole}
 
 

@@ -10,6 +10,7 @@ import jax
 
 from jaxlora.adapters.optimizers.state import is_stepped, state_shapes
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
+from jaxlora.models.division import part_shapes
 from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.slot_modules import WHOLE_HEAD
 from jaxlora.models.slot_settings import shared_settings
@@ -162,7 +163,7 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
         spec: The decoder, or one stage of it.
         use: How the device is used.
     """
-    base, tables = spec.part_shapes(use.num_tensor)
+    base, tables = part_shapes(spec, use.num_tensor)
     gradients, state = num_bytes(tables), _state_bytes(spec, tables)
     frozen = num_bytes(shared_settings(spec.settings_shapes()))
     if spec.slots is not None and spec.slots.has_references:
@@ -304,7 +305,7 @@ def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
         spec: The decoder, or one stage of it.
         use: How the device is used.
     """
-    _, shapes = spec.part_shapes(use.num_tensor)
+    _, shapes = part_shapes(spec, use.num_tensor)
     at_sum = at_step = 0
     if use.num_parts * use.num_tensor > 1 and spec.slots:
         # A slot's chunks for all devices, and those from them.
@@ -329,7 +330,7 @@ def _stepped_bytes(spec: DecoderSpec, slots: SlotShape, num_tensor: int) -> int:
     num_mixed = len(mixing)
     if len(slots.optimizers) == 1 and not num_mixed:
         return 0
-    _, shapes = spec.part_shapes(1 if num_mixed else num_tensor)
+    _, shapes = part_shapes(spec, 1 if num_mixed else num_tensor)
     joined = 0
     if num_mixed and num_tensor > 1:
         joined = 2 * num_bytes(shapes) + _state_bytes(spec, shapes)

@@ -12,6 +12,7 @@ from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_profile import Profile
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
 from jaxlora.costs.stages import decoder_seconds, stage_seconds, total
+from jaxlora.models.division import part_shapes, table_axes
 from jaxlora.models.options import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import get_backend
@@ -359,7 +360,7 @@ def exchanged_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
 
 def _whole_slot_bytes(spec: DecoderSpec, tensor: int) -> float:
     """Bytes of a slot's tables that are whole on each device along `tensor`."""
-    axes = spec.divided(tensor=tensor).table_axes()
+    axes = table_axes(spec.divided(tensor=tensor))
     shapes = spec.adapter_shapes()
     assert spec.slots is not None
     whole = [table for name, table in shapes.items() if name not in axes]
@@ -394,7 +395,7 @@ def table_seconds(stages: MeshStages, spec: DecoderSpec, rates: Rates) -> float:
     """
     if spec.slots is None:
         return 0.0
-    own = float(num_bytes(spec.part_shapes(stages.sizes.tensor)[1]))
+    own = float(num_bytes(part_shapes(spec, stages.sizes.tensor)[1]))
     if rates.profile is not None:
         layers = len(spec.layer_numbers) / spec.config.num_layers
         own = max(0.0, own - layers * rates.profile.adapter_bytes)
@@ -415,7 +416,7 @@ def step_seconds(stages: MeshStages, rates: Rates) -> float:
     does not depend on their number.
     """
     tensor = stages.sizes.tensor
-    slots = max(num_bytes(spec.part_shapes(tensor)[1]) for spec in stages.specs)
+    slots = max(num_bytes(part_shapes(spec, tensor)[1]) for spec in stages.specs)
     profile = rates.profile
     if profile is None or not profile.adapter_bytes:
         return _traffic_seconds(slots, _STEP_BYTES, rates)
@@ -437,7 +438,7 @@ def exchange_seconds(stages: MeshStages, rates: Rates) -> float:
 
     exchange = 0.0
     for spec in stages.specs:
-        own = num_bytes(spec.part_shapes(tensor)[1])
+        own = num_bytes(part_shapes(spec, tensor)[1])
         assert spec.slots is not None
         whole = _whole_slot_bytes(spec, tensor)
         divided = own / spec.slots.num_slots - whole

@@ -13,6 +13,7 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.errors import ConfigError
+from jaxlora.models.division import weight_specs
 from jaxlora.models.forward import Base
 from jaxlora.models.options import Remat
 from jaxlora.models.spec import DecoderSpec
@@ -144,7 +145,7 @@ class Layout:
         return [
             {
                 path: jax.device_put(params[path], stage.placement.sharding(spec))
-                for path, spec in stage.spec.base_specs().items()
+                for path, spec in weight_specs(stage.spec).items()
             }
             for stage in self.stages
         ]
@@ -157,7 +158,7 @@ class Layout:
         """
         bases: list[Base] = [{} for _ in self.further]
         every = [
-            (base, stage.placement, stage.spec.base_specs())
+            (base, stage.placement, weight_specs(stage.spec))
             for stage, base in zip(self.further, bases, strict=True)
         ]
         for path, x in params.items() if every else ():

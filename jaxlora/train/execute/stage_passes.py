@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.optimizers.state import Tables
 from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.models.division import own_heads
 from jaxlora.models.forward import Base, JobLosses, SlotKeys, run_stage
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.residuals import Pullback, pull_back
@@ -166,10 +167,10 @@ class StagePasses:
         return jnp.where(is_new, 0.0, baseline) + loss
 
     def _runner(self, base, settings, batch, keys):
-        base = self._spec.own_heads(base)
+        base = own_heads(self._spec, base)
 
         def run(tables, h):
-            tables = self._spec.own_heads(tables)
+            tables = own_heads(self._spec, tables)
             return run_stage(self._spec, base, tables, settings, batch, keys, h)
 
         return run

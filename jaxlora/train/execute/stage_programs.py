@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.adapters.optimizers.table import OPTIMIZERS
 from jaxlora.adapters.stage_sharding import REPLICATED, StageSharding
+from jaxlora.models.division import weight_specs
 from jaxlora.models.forward import (
     SlotKeys,
     evaluation_options,
@@ -102,7 +103,7 @@ class Arguments:
         """Partition specs by name, of all that is not whole on each device."""
         p, state = self.placement, self.state
         return {
-            "base": self.spec.base_specs(),
+            "base": weight_specs(self.spec),
             "state": state,
             "params": state.params,
             "optimizer_state": state.optimizer_state,

@@ -35,6 +35,7 @@ from jaxlora.adapters.slot_state import (
 )
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
 from jaxlora.config import LoraJob
+from jaxlora.models.division import table_axes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
@@ -99,7 +100,7 @@ class CompiledSteps:
         self.evaluation_weights: StageProgram | None = None
         self._shapes = spec.adapter_shapes()
         optimizers = () if spec.slots is None else spec.slots.optimizers
-        self._division = TableDivision.of(spec.table_axes(), self._shapes, optimizers)
+        self._division = TableDivision.of(table_axes(spec), self._shapes, optimizers)
         state = state_specs(self._shapes, placement, optimizers, self._division)
         self.arguments = Arguments(spec=spec, placement=placement, state=state)
         self.passes: PassPrograms | SectionChain

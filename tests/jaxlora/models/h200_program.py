@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.models.config import ModelConfig, Rope
+from jaxlora.models.division import weight_specs
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.llama import Llama
 from jaxlora.models.options import DecoderOptions
@@ -132,7 +133,7 @@ def main() -> None:
     devices = np.array(h200.devices(NUM_DEVICES))
     mesh = Mesh(devices.reshape(1, NUM_DEVICES), ("data", "fsdp"))
     whole = PartitionSpec()
-    specs = spec.base_specs(), whole, whole, ROWS, whole
+    specs = weight_specs(spec), whole, whole, ROWS, whole
     run = jax.shard_map(
         functools.partial(step, spec),
         mesh=mesh,

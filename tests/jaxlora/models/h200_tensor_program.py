@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlora.adapters.stage_sharding import StageSharding
+from jaxlora.models.division import table_axes, weight_specs
 from jaxlora.models.forward import training_options
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic import layer
@@ -33,9 +34,9 @@ def main() -> None:
     spec = whole.decoder_spec(num_layers, fsdp=1).divided(tensor=tensor)
     devices = np.array(h200.devices(tensor)).reshape(1, 1, tensor)
     placement = StageSharding(mesh=Mesh(devices, ("data", "fsdp", "tensor")))
-    params = placement.tables(spec.adapter_shapes(), spec.table_axes())
+    params = placement.tables(spec.adapter_shapes(), table_axes(spec))
     replicated, rows = PartitionSpec(), placement.rows
-    specs = spec.base_specs(), params, replicated, rows, replicated
+    specs = weight_specs(spec), params, replicated, rows, replicated
     run = jax.shard_map(
         functools.partial(whole.step, spec),
         mesh=placement.mesh,

@@ -5,7 +5,15 @@ import math
 import pytest
 
 from jaxlora.errors import ModelError
-from jaxlora.models.config import LongRopeScaling, PartialRope, Rope, YarnScaling
+from jaxlora.models.config import (
+    Family,
+    LongRopeScaling,
+    PartialRope,
+    Rope,
+    YarnScaling,
+)
+from jaxlora.models.hf_config import HfConfig
+from jaxlora.models.llama import LlamaLayer
 from jaxlora.models.registry import model_config
 
 SHAPE = {
@@ -79,6 +87,21 @@ def test_layers_with_experts():
     config = read("qwen3_moe", mlp_only_layers=[3], decoder_sparse_step=2)
     assert config.has_experts == (False, True, False, False)
     assert read("qwen3_moe").has_experts == (True,) * 4
+    assert read("qwen3_moe", num_local_experts=16).num_experts == 16
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_act", "relu2"), ("attention_bias", True), ("mlp_bias", True)],
+)
+def test_a_family_reads_what_changes_its_layers_or_refuses_it(key, value):
+    """A family that forgets to declare such a key does not read another model."""
+
+    class Forgetful(HfConfig):
+        FAMILY = Family(model_type="forgetful", models="none", layer=LlamaLayer)
+
+    with pytest.raises(ModelError, match=f"sets {key}={value!r}, which is not read"):
+        Forgetful.read({**SHAPE, "max_position_embeddings": 64, key: value})
 
 
 @pytest.mark.parametrize(
@@ -100,7 +123,7 @@ def test_layers_with_experts():
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "without 'short_factor'"),
         ("phi3", {"rope_scaling": {"type": "linear"}}, "supported: default, longrope"),
         ("llama", {"rope_scaling": LONG}, "supported: default, linear, llama3"),
-        ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok=8, more than num_expe"),
+        ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok=8, more than its 4 e"),
         (
             "qwen3_moe",
             {"mlp_only_layers": [4]},

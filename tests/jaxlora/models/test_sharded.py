@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxlora.models.division import weight_specs
 from jaxlora.models.forward import SlotKeys, job_losses, run_stage
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
@@ -127,7 +128,7 @@ def on_devices(
         jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(spec.base_specs(), *args_specs),
+            in_specs=(weight_specs(spec), *args_specs),
             out_specs=PER_DEVICE,
             check_vma=False,
         ),
@@ -252,7 +253,7 @@ def test_a_stage_keeps_only_activations_for_its_backward_program():
 @pytest.mark.parametrize("tied", [True, False])
 def test_placements_of_the_weights(tied):
     spec = make_spec(fsdp=4, tied=tied)
-    specs = spec.base_specs()
+    specs = weight_specs(spec)
     assert specs.keys() == spec.base_shapes().keys()
     rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
     assert specs["embed_tokens.embedding"] == columns
@@ -260,13 +261,13 @@ def test_placements_of_the_weights(tied):
     assert specs["layers.0.mlp.down_proj.kernel"] == rows
     assert specs["layers.0.self_attn.q_proj.bias"] == PartitionSpec()
     assert specs["layers.0.mlp_norm.scale"] == PartitionSpec()
-    assert set(whole_spec(spec).base_specs().values()) == {PartitionSpec()}
+    assert set(weight_specs(whole_spec(spec)).values()) == {PartitionSpec()}
 
 
 def test_weights_that_the_devices_do_not_divide_are_refused():
     match = r"embed_tokens.embedding of shape \(288, 32\) cannot .* fsdp=3 devices"
     with pytest.raises(ValueError, match=match):
-        make_spec(fsdp=3).base_specs()
+        weight_specs(make_spec(fsdp=3))
     with pytest.raises(ValueError, match="fsdp=0 must be a number of devices"):
         make_spec(fsdp=0)
 

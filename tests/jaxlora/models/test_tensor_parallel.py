@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.division import table_axes, weight_specs
 from jaxlora.models.forward import SlotKeys, job_losses
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
@@ -137,7 +138,7 @@ KEYS = SlotKeys(seed=np.arange(SLOTS, dtype=np.int32), step=np.full(SLOTS, 5, np
 def arguments(spec: DecoderSpec, placement: StageSharding, steps: CompiledSteps):
     """Arguments of the training step, on the devices."""
     put = jax.device_put
-    base, specs = random(spec.base_shapes(), 0), spec.base_specs()
+    base, specs = random(spec.base_shapes(), 0), weight_specs(spec)
     base = {p: put(x, placement.sharding(specs[p])) for p, x in base.items()}
     state = steps.make_empty()
     params = random(spec.adapter_shapes(), 1)
@@ -369,7 +370,7 @@ def test_hidden_states_are_exchanged_in_the_dtype_of_activations():
 
 def test_placements():
     spec = make_spec().divided(fsdp=2, tensor=2)
-    specs, axes = spec.base_specs(), spec.table_axes()
+    specs, axes = weight_specs(spec), table_axes(spec)
     P = PartitionSpec
     assert specs["embed_tokens.embedding"] == P("tensor", "fsdp")
     assert specs["lm_head.kernel"] == P("fsdp", "tensor")
@@ -381,8 +382,8 @@ def test_placements():
     assert axes["self_attn.q_proj.lora_b"] == 3 and axes["mlp.down_proj.lora_a"] == 2
     assert "self_attn.q_proj.lora_a" not in axes and "mlp.down_proj.lora_b" not in axes
     copies = make_spec().divided(tensor=4)
-    assert copies.base_specs()["layers.0.self_attn.k_proj.kernel"] == P()
-    assert "self_attn.k_proj.lora_b" not in copies.table_axes()
+    assert weight_specs(copies)["layers.0.self_attn.k_proj.kernel"] == P()
+    assert "self_attn.k_proj.lora_b" not in table_axes(copies)
 
 
 @pytest.mark.parametrize(

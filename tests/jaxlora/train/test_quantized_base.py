@@ -9,6 +9,7 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Trainer, load_model
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.forecast import plan_run
+from jaxlora.models.division import weight_specs
 from tests import tiny
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING
@@ -231,7 +232,7 @@ def test_the_second_copy_lies_where_the_mesh_divides_it(config):
     trainer = Trainer(
         config(quantize_base="fp8", quantize_base_args=TWO_COPIES, mesh="fsdp=2")
     )
-    specs = trainer.layout.stages[0].spec.base_specs()
+    specs = weight_specs(trainer.layout.stages[0].spec)
     path = "layers.0.mlp.up_proj.kernel.transposed"
     assert trainer.model.params[path].sharding.spec == specs[path]
     assert specs[path] != specs["layers.0.mlp.up_proj.kernel.scale"]

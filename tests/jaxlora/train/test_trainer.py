@@ -14,6 +14,7 @@ from jaxlora.adapters.files import peft_export
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.models.config import LongRopeScaling
 from jaxlora.plan.job import chosen_modules
 from jaxlora.plan.job.prepared_job import prepare_job
 from jaxlora.run.log import read_events
@@ -278,6 +279,12 @@ def test_samples_beyond_the_models_positions_are_counted(model, jobs):
         f"{lengths[-1]} tokens. Set max_length to {positions}, or expect worse results "
         "on them."
     ]
+    scaling = LongRopeScaling(factors=(1.0,), magnitude=1.0)
+    rope = dataclasses.replace(short.rope, scaling=scaling)
+    with pytest.raises(
+        ConfigError, match=rf"{count} of .* Set max_length to {positions}"
+    ):
+        prepare_job(jobs[0], dataclasses.replace(short, rope=rope), reader)
 
 
 def test_empty_data_is_an_error(config, model, tmp_path, jobs):
