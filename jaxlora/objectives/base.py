@@ -182,8 +182,11 @@ class Objective:
         """Whether its jobs train a score head."""
         return self.is_scored is not None
 
-    def settings_of(self, args: Mapping[str, float | str]) -> Any:
+    def settings_of(self, args: Mapping[str, Any]) -> Any:
         """Returns the values of all settings, of which a job gives some.
+
+        Args:
+            args: Values by name, which are checked here.
 
         Raises:
             ConfigError: There is no such setting, it has no such value, or two do not
