@@ -48,7 +48,12 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", help="base model of a PEFT folder, if not the one that it names"
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="dtype of the weights; without it bfloat16, and with --new-tokens that of "
+        "the source",
+    )
     parser.add_argument(
         "--new-tokens",
         nargs="+",

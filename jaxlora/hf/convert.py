@@ -31,7 +31,7 @@ def convert(
     source: str | pathlib.Path,
     out: str | pathlib.Path,
     *,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     revision: str | None = None,
     new_tokens: Sequence[str] = (),
 ) -> pathlib.Path:
@@ -42,7 +42,8 @@ def convert(
     Args:
         source: A checkpoint folder, or a hub id.
         out: Folder to make.
-        dtype: Dtype of the weights: bfloat16 or float32.
+        dtype: Dtype of the weights: bfloat16 or float32. None: bfloat16; with
+            `new_tokens`, float32 if the source's embedding has it.
         revision: Branch, tag or commit of a hub id.
         new_tokens: Texts of special tokens to add to the tokenizer. Embedding and head
             get rows for them if they have too few.
@@ -53,7 +54,7 @@ def convert(
             weight that is not finite.
         FileExistsError: `out` holds something already.
     """
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is unknown; there is: {', '.join(DTYPES)}.")
     if str(source).endswith(".gguf"):
         raise ModelError(
@@ -62,6 +63,10 @@ def convert(
         )
     checkpoint = open_checkpoint(model_folder(source, revision))
     checkpoint.check()
+    if dtype is None:
+        name = "model.embed_tokens.weight"
+        stays = new_tokens and checkpoint.files[name].dtype(name) == np.float32
+        dtype = "float32" if stays else "bfloat16"
     log_dequantized(checkpoint, dtype)
     tensors, config = _cast(checkpoint, DTYPES[dtype]), checkpoint.dense_config(dtype)
     if not new_tokens:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,27 @@ from jaxlora.objectives.sample import TokenizedSample, TopLogprobs
 from jaxlora.objectives.table import OBJECTIVES
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+# What a step, or an evaluation after `eval_`, has in metrics.jsonl.
+_OF_STEPS = frozenset(
+    [
+        "event",
+        "time",
+        "job",
+        "slot",
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "num_tokens",
+        "num_target_tokens",
+        "round",
+        "num_steps",
+        "progress",
+        "metric",
+        "metrics",
+        "is_best",
+    ]
+)
 _LENGTHS = (5, 7)  # tokens of the samples with which an objective is tried
 
 
@@ -59,6 +81,9 @@ def register_objective(objective: Objective) -> None:
     `token_weights`, `target_weight`, `has_weight` and `weighted` are functions of
     `jaxlora.objectives.base`, which has more for groups of samples.
 
+    Row i of `losses` and `metrics` may depend on row i alone, or on the rows of its
+    group: the others belong to other samples and jobs.
+
     Args:
         objective: The objective; its name has lower-case letters, digits and `_`. Its
             functions of rows are traced, so they use jnp and no Python conditions on
@@ -68,8 +93,12 @@ def register_objective(objective: Objective) -> None:
         ConfigError: The name is taken or no name, or the objective breaks one of these
             rules. Nothing is registered then.
     """
+    if not isinstance(objective, Objective):
+        raise ConfigError(
+            f"register_objective takes a jaxlora.Objective, and got {objective!r:.80}."
+        )
     name = objective.name
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
             f"objective name {name!r} must be lower-case letters, digits and '_', and "
             "begin with a letter. Choose such a name."
@@ -104,6 +133,19 @@ def _check_needs(objective: Objective) -> None:
                 f"its setting {name} has no default, and jobs may leave it out. Give "
                 "it one.",
             )
+    kinds: Any = objective.kinds
+    if not isinstance(kinds, tuple) or any(not isinstance(k, str) for k in kinds):
+        raise _refused(
+            objective,
+            f"kinds is {kinds!r:.80}, and must be a tuple of names, such as "
+            "('preference',).",
+        )
+    if taken := [name for name in objective.metric_names if name in _OF_STEPS]:
+        raise _refused(
+            objective,
+            f"metric_names has {taken[0]!r}, which lines of metrics.jsonl have "
+            "already. Choose another name.",
+        )
     size, is_pairs = objective.group_size, objective.kinds == ("preference",)
     if size != 1 and not (size == 2 and is_pairs):
         raise _refused(
@@ -133,13 +175,20 @@ def _try(objective: Objective) -> str:
         ConfigError: One breaks a rule.
     """
     samples = _samples(objective)
+    num_terms = _called(objective, "num_terms", samples)
+    if not isinstance(num_terms, int | float | np.number) or not 0 < num_terms < np.inf:
+        raise _refused(
+            objective,
+            f"num_terms returns {num_terms!r:.80} for samples with targets, and must "
+            "return a number above 0.",
+        )
     terms = Terms(
-        weight=1 / objective.num_terms(samples),
-        part_weights=(1.0,) * len(objective.part_sizes(samples)),
+        weight=1 / float(num_terms),
+        part_weights=(1.0,) * len(_called(objective, "part_sizes", samples)),
         settings=objective.settings(),
     )
     num_rows = sum(len(sample.token_ids) for sample in samples)
-    made = objective.row_inputs(samples, terms)
+    made = _called(objective, "row_inputs", samples, terms)
     shapes = {key: np.shape(values) for key, values in made.items()}
     wanted = objective.input_shapes(num_rows)
     if shapes != wanted:
@@ -179,7 +228,72 @@ def _try(objective: Objective) -> str:
             "Multiply by an input inside jnp.where, as "
             "jaxlora.objectives.base.weighted does.",
         )
+    extra = [key for key, is_there in has.items() if is_there]
+    _check_neighbours(objective, made, extra, has_groups=has_groups)
     return code
+
+
+def _called(objective: Objective, what: str, *given: Any) -> Any:
+    try:
+        return getattr(objective, what)(*given)
+    except Exception as error:
+        raise _refused(
+            objective,
+            f"{what} fails for samples of {_LENGTHS[0]} tokens: "
+            f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _check_neighbours(
+    objective: Objective,
+    made: Mapping[str, np.ndarray],
+    extra: Sequence[str],
+    *,
+    has_groups: bool,
+) -> None:
+    """Checks that losses and metrics of a group's rows read no rows of others.
+
+    Args:
+        objective: The objective.
+        made: The inputs of the rows of a group.
+        extra: Names of the inputs that are made elsewhere.
+        has_groups: Whether rows have numbers of groups.
+    """
+    rng = np.random.default_rng(0)
+    num_rows = len(next(iter(made.values())))
+    half = np.arange(2 * num_rows) < num_rows
+    draw = lambda: rng.uniform(0.5, 4.0, 2 * num_rows).astype(np.float32)
+    given = {k: np.concatenate([x, x]).astype(np.float32) for k, x in made.items()}
+    given |= {key: draw() for key in extra}
+    others = {
+        k: np.where(half.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).astype(np.float32)
+        for k, x in given.items()
+    }
+    nll, groups = draw(), jnp.where(half, 0, 1) if has_groups else None
+    other_nll = np.where(half, nll, draw())
+
+    def results(nll: Any, inputs: Any) -> Any:
+        loss = lambda nll: objective.losses(nll, inputs, groups)
+        gradient = jax.grad(lambda nll: loss(nll)[:num_rows].sum())(nll)
+        found = {
+            "losses": loss(nll)[:num_rows],
+            "the gradient of losses": gradient[:num_rows],
+            "the gradient of losses by other rows": gradient[num_rows:],
+        }
+        metrics = objective.metrics(nll, inputs, groups)
+        return found | {f"metric {k}": x[:num_rows] for k, x in metrics.items()}
+
+    alone = results(*jax.tree.map(jnp.asarray, (other_nll, others)))
+    beside = results(*jax.tree.map(jnp.asarray, (nll, given)))
+    alone["the gradient of losses by other rows"] = jnp.zeros(num_rows)
+    for name, wanted in alone.items():
+        if not np.array_equal(beside[name], wanted, equal_nan=True):
+            raise _refused(
+                objective,
+                f"{name}: rows depend on rows of other samples, which may belong to "
+                "other jobs. Let row i read row i alone, or its group in a term of "
+                "several samples; do not take sums or means over rows.",
+            )
 
 
 def _trace(objective: Objective, what: str, arguments: Any, wanted: Any) -> str:
@@ -187,7 +301,7 @@ def _trace(objective: Objective, what: str, arguments: Any, wanted: Any) -> str:
     make = jax.make_jaxpr(getattr(objective, what), return_shape=True)
     try:
         traced, found = make(*arguments)
-    except (jax.errors.JAXTypeError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # that of a user's function may be any
         raise _refused(
             objective,
             f"{what} fails when it is traced: {error}\nUse jnp functions, and no "

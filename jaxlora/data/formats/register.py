@@ -58,7 +58,7 @@ def register_format(
         ConfigError: The name is taken or no name, or `gives` is another word. Nothing
             is registered then.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
             f"format name {name!r} must be lower-case letters, digits and '_', and "
             "begin with a letter. Choose such a name."
@@ -74,16 +74,33 @@ def register_format(
             f"format {name!r}: gives is {gives!r}, and must be one of "
             f"{', '.join(_GIVES)}. Choose one."
         )
+    for what, function in (("convert", convert), ("fits", fits)):
+        if not callable(function):
+            raise ConfigError(
+                f"format {name!r}: {what} is {function!r:.80}, and must be a function "
+                "of a record. Give one."
+            )
     FORMATS.append(
         Format(
             kind=name,
-            fits=lambda record, data: bool(fits(record)),
+            fits=lambda record, data: _fits(name, fits, record),
             convert=lambda record, reading: _converted(convert, record, reading),
             decide=_decide,
             gives=given,
             is_built_in=False,
         )
     )
+
+
+def _fits(name: str, fits: Callable[[Record], bool], record: Record) -> bool:
+    try:
+        return bool(fits(record))
+    except Exception as error:
+        raise DataError(
+            f"format {name!r}: fits fails for the record: {type(error).__name__}: "
+            f"{error} (fields found: {found(record)}). Correct the function that was "
+            "registered."
+        ) from error
 
 
 def _decide(reading: Reading, first: Record) -> Reading:

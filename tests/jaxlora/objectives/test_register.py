@@ -18,6 +18,7 @@ from jaxlora.objectives import base, register
 from jaxlora.objectives.base import Objective, ObjectiveSettings
 from jaxlora.objectives.next_token import NEXT_TOKEN
 from jaxlora.objectives.table import OBJECTIVES, find_objective
+from jaxlora.run.events import EvalEvent, StepEvent
 from jaxlora.run.log import read_events
 from tests import tiny
 from tests.jaxlora.models.test_logits import packed_logits
@@ -212,6 +213,31 @@ ONES = lambda samples, terms: {"weight": np.ones(len(samples[0].token_ids))}
             {"losses": lambda nll, inputs, groups: nll + 1.0},
             "rows whose inputs are 0 have the loss 5.0 and the gradient 1.0, and must",
         ),
+        ({"name": 5}, "objective name 5 must be lower-case"),
+        ({"kinds": "preference"}, "kinds is 'preference', and must be a tuple of"),
+        ({"metric_names": ("step",)}, "metric_names has 'step', which lines of"),
+        ({"num_terms": lambda samples: -1}, "num_terms returns -1 for samples with"),
+        ({"num_terms": lambda samples: "3"}, "num_terms returns '3' for samples"),
+        ({"row_inputs": lambda samples, terms: 1 / 0}, "row_inputs fails .*ZeroDiv"),
+        (
+            {"losses": lambda nll, inputs, groups: inputs["cap"]},
+            "losses fails when it is traced: 'cap'",
+        ),
+        (
+            {"losses": lambda n, i, groups: base.weighted(n - 50 * n.mean(), i)},
+            "losses: rows depend on rows of other samples",
+        ),
+        (
+            {"losses": lambda n, i, groups: base.weighted(n * i["weight"].sum(), i)},
+            "losses: rows depend on rows of other samples",
+        ),
+        (
+            {
+                "metric_names": ("rest",),
+                "metrics": lambda n, i, groups: {"rest": n.max() - n},
+            },
+            "metric rest: rows depend on rows of other samples",
+        ),
         (
             {"losses": lambda nll, inputs, groups: inputs["weight"] * jnp.sqrt(nll)},
             "the loss 0.0 and the gradient nan, and must have 0",
@@ -225,3 +251,10 @@ def test_objectives_that_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         jaxlora.register_objective(objective)
     assert before == OBJECTIVES
+
+
+def test_metrics_take_no_name_that_an_event_has():
+    fields = {
+        f.name for kind in (StepEvent, EvalEvent) for f in dataclasses.fields(kind)
+    }
+    assert {name.removeprefix("eval_") for name in fields} <= register._OF_STEPS

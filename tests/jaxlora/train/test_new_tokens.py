@@ -32,9 +32,7 @@ def base(request, tmp_path_factory):
         weights = safetensors.numpy.load_file(path)
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"][::-1].copy()
         safetensors.numpy.save_file(weights, path, {"format": "pt"})
-    return folder / "old", convert(
-        folder / "old", folder / "base", dtype="float32", new_tokens=NEW
-    )
+    return folder / "old", convert(folder / "old", folder / "base", new_tokens=NEW)
 
 
 def jobs(folder, num_steps: int) -> list[LoraJob]:
@@ -96,7 +94,7 @@ def test_rows_are_the_mean_of_the_others(base):
 
 def test_spare_rows_are_used(tmp_path):
     tiny.write_model(tmp_path / "old")
-    out = convert(tmp_path / "old", tmp_path / "new", dtype="float32", new_tokens=NEW)
+    out = convert(tmp_path / "old", tmp_path / "new", new_tokens=NEW)
     one, other = (
         load_model(folder, dtype="float32") for folder in (out.parent / "old", out)
     )

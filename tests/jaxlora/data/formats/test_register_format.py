@@ -1,5 +1,6 @@
 """Formats of users are read as ours are, or are refused with the reason."""
 
+import inspect
 import json
 
 import pytest
@@ -97,6 +98,7 @@ def test_the_first_record_that_fits_decides(run):
     ("convert", "options", "message"),
     [
         (lambda r: r["b"], {}, "'mine' does not convert the record: KeyError: 'b'"),
+        (pair, {"fits": lambda r: r["q"]}, "fits fails for the record: KeyError: 'q'"),
         (lambda r: "text", {}, "'mine' makes 'text', not a jaxlora.Example"),
         (lambda r: Example(r["a"]), {}, r"the completions \(\), not a tuple of 1"),
         (lambda r: Example("x", ("y",)), PAIRS, "not a tuple of 2"),
@@ -135,6 +137,14 @@ def test_formats_that_are_refused(name, gives, message):
     with pytest.raises(ConfigError, match=message):
         register_format(name, pair, gives=gives)
     assert before == FORMATS
+
+
+@pytest.mark.parametrize("given", [{"convert": "dialog"}, {"fits": "x"}])
+def test_what_is_no_function_is_refused(given):
+    # The checks of types in tests would refuse it first.
+    register = inspect.unwrap(register_format)
+    with pytest.raises(ConfigError, match="and must be a function of a record"):
+        register("mine", **{"convert": pair, **given})
 
 
 def test_kinds_that_are_refused(run):
