@@ -327,7 +327,9 @@ def types_of(annotation: Any) -> set[Any]:
 def unknown_key(key: str, known: Collection[str]) -> str:
     """Returns an error message for an unknown key, which suggests the closest key."""
     near = closest(key, known)
-    hint = f"Did you mean {near!r}?" if near else f"Known keys: {', '.join(known)}."
+    hint = f"Known keys: {', '.join(known)}." if known else "There are none."
+    if near:
+        hint = f"Did you mean {near!r}?"
     return f"unknown key {key!r:.100}. {hint}"
 
 

@@ -140,7 +140,7 @@ def _wrong(example: Example, reading: Reading) -> str | None:
     num, gives = reading.format.num_samples, reading.format.gives
     completions, margin, weight = example.completions, example.margin, example.weight
     if not isinstance(completions, tuple) or len(completions) != num:
-        return f"the completions {completions!r:.80}, not a tuple of {num}"
+        return f"the completions {completions!r:.80}, not a tuple of {num} for {gives}"
     if isinstance(example.label, bool) != (gives == "unpaired"):
         return f"the label {example.label!r:.80}, and gives {gives}"
     if margin is not None and not (gives == "preference" and _is_number(margin)):
@@ -152,6 +152,8 @@ def _wrong(example: Example, reading: Reading) -> str | None:
     is_chat = reading.data.chat or all(map(holds_messages, completions))
     if not isinstance(example.system, str) or (example.system and not is_chat):
         return f"the system message {example.system!r:.80}, which is a text for chats"
+    if example.tools and not is_chat:
+        return "tools, which only chats have; set data.chat, or make lists of messages"
     if gives != "completion" and example.prompt is NO_PROMPT:
         return f"no prompt, which is needed as gives is {gives}"
     if example.tokens is not None:

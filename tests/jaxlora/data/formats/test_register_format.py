@@ -110,6 +110,7 @@ def test_the_first_record_that_fits_decides(run):
         (lambda r: Example("x", ("y", "z"), weight=2), PAIRS, "the weight 2, which on"),
         (lambda r: Example(completions=("y", "z")), PAIRS, "no prompt, which is nee"),
         (lambda r: Example("x", ("y",), system="z"), {}, "message 'z', which is a tex"),
+        (lambda r: Example("x", ("y",), tools=[{}]), {}, "tools, which only chats hav"),
         (lambda r: Example(None, ("x",)), {}, "record 1: field 'prompt' is None"),
         (lambda r: Example("x", ("",)), {}, "completion 'answer' is empty"),
         (lambda r: Example("x", ([ASK],)), {}, "'prompt' is 'x', not a list of messag"),
