@@ -75,7 +75,7 @@ in_background(work)
         ("", 0, ""),
         ("raise ValueError('mine')", 1, "ValueError: mine"),
         ("sys.exit(3)", 3, ""),
-        ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
+        ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
     ],
 )
 def test_a_script_ends_after_the_work(tmp_path, last, status, says):
