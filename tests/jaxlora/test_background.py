@@ -56,10 +56,13 @@ def test_only_where_something_is_under_way(monkeypatch):
     assert future.result()
 
 
-# Work is under way when a script ends.
+# Work is under way when a script ends. A shell that starts the tests in the background
+# may have SIGINT ignored in all of them.
 SCRIPT = """
-import os, signal, sys, time
+import signal, sys, time
 from jaxlora.common.background import in_background
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def work():
     time.sleep(0.3)
