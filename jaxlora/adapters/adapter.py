@@ -102,7 +102,7 @@ class LoraWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class OutsideWeights:
-    """What an adapter trains of a module outside the linears.
+    """The weights that an adapter trains in a module outside the linears.
 
     Attributes:
         array: The trained array, float32, in the layout of

@@ -15,8 +15,8 @@ from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.quantized_kernel import QuantizedKernel
 from jaxlora.modules.slot_shape import SlotShape
 
-# What tensor parallelism does with a linear: `column` reads the hidden states, and its
-# outputs are divided; those of `heads` are key-value heads, which devices may share;
+# Tensor parallelism divides a linear by its role: `column` reads the hidden states, and
+# its outputs are divided; those of `heads` are key-value heads that devices may share;
 # `row` writes the hidden states, and its inputs are divided; `whole` is not divided.
 Role = Literal["column", "heads", "row", "whole"]
 

@@ -2,8 +2,6 @@
 
 from typing import Annotated, Any, ClassVar
 
-from jaxtyping import Array, Float
-
 from jaxlora.errors import ModelError
 from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.mlp import Mlp
@@ -21,7 +19,6 @@ from jaxlora.models.hf_config import (
     only,
 )
 from jaxlora.models.layer import DecoderLayer
-from jaxlora.modules.rows import Rows
 
 Scale = Annotated[float, number(1e9)]
 
@@ -44,14 +41,6 @@ class Gemma2Layer(DecoderLayer):
         self.mlp_norm = make.norm("pre_feedforward_layernorm")
         self.mlp = Mlp(config, make, activation="gelu_tanh")
         self.mlp_output_norm = make.norm("post_feedforward_layernorm")
-
-    def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
-        norms = {"before": self.attention_norm, "after": self.attention_output_norm}
-        return self.add(self.self_attn, h, rows, **norms)
-
-    def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
-        norms = {"before": self.mlp_norm, "after": self.mlp_output_norm}
-        return self.add(self.mlp, h, rows, **norms)
 
 
 class Gemma3Layer(Gemma2Layer):

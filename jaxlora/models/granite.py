@@ -3,13 +3,10 @@
 import dataclasses
 from typing import Annotated, Any, ClassVar
 
-from jaxtyping import Array, Float
-
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig
 from jaxlora.models.hf_config import Count, Flag, HfConfig, number, only
 from jaxlora.models.llama import LlamaLayer
-from jaxlora.modules.rows import Rows
 
 Multiplier = Annotated[float, number(1e6)]
 
@@ -45,14 +42,6 @@ class GraniteLayer(LlamaLayer):
     def __init__(self, config: GraniteModel, make: LayerBuilder):
         super().__init__(config, make)
         self.multiplier = config.of_residuals
-
-    def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
-        given = {"before": self.attention_norm, "multiplier": self.multiplier}
-        return self.add(self.self_attn, h, rows, **given)
-
-    def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
-        given = {"before": self.mlp_norm, "multiplier": self.multiplier}
-        return self.add(self.mlp, h, rows, **given)
 
 
 class Granite(HfConfig):

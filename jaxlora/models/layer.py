@@ -48,23 +48,33 @@ class Block(Protocol):
 class DecoderLayer(nnx.Module):
     """The base of the layers of all families: attention, then a feed-forward block.
 
-    A family makes the modules, and says in `attend` and `feed_forward` how their
-    outputs are added to the hidden states. If devices share the layer, h has the rows
-    of one of them.
+    A family makes the modules; norms that it does not make are left out. If devices
+    share the layer, h has the rows of one of them.
+
+    Attributes:
+        multiplier: Factor of what each block adds to the hidden states.
     """
 
     self_attn: Attention
+    mlp: Block
+    attention_norm: RmsNorm | None = None
+    attention_output_norm: RmsNorm | None = None
+    mlp_norm: RmsNorm | None = None
+    mlp_output_norm: RmsNorm | None = None
+    multiplier: float = 1.0
 
     def __init__(self, make: LayerBuilder):
         self.tensor = make.options.tensor
 
     def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
-        raise NotImplementedError
+        norms = {"before": self.attention_norm, "after": self.attention_output_norm}
+        return self._add(self.self_attn, h, rows, **norms)
 
     def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
         """Applies the second half of the layer."""
-        raise NotImplementedError
+        norms = {"before": self.mlp_norm, "after": self.mlp_output_norm}
+        return self._add(self.mlp, h, rows, **norms)
 
     def __call__(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
         return self.feed_forward(self.attend(h, rows), rows)
@@ -78,15 +88,14 @@ class DecoderLayer(nnx.Module):
         """
         return self.self_attn.empty_cache(num_sequences, num_tokens)
 
-    def add(
+    def _add(
         self,
         block: Block,
         h: Float[Array, "T D"],
         rows: Rows,
         *,
-        before: RmsNorm | None = None,
-        after: RmsNorm | None = None,
-        multiplier: float = 1.0,
+        before: RmsNorm | None,
+        after: RmsNorm | None,
     ) -> Float[Array, "T D"]:
         """Returns `h + multiplier * after(block(before(h)))`.
 
@@ -96,13 +105,12 @@ class DecoderLayer(nnx.Module):
             rows: What rows know of each other.
             before: Norm of the block's input; None: there is none.
             after: Norm of its output; None: there is none.
-            multiplier: Factor of its output.
         """
         h, x = self._input(before, h, block.input_linears, rows.routing)
         y = self._sum(block(x, rows))
         if after is not None:
             y = after(y)
-        return h + (y if multiplier == 1 else y * multiplier)
+        return h + (y if self.multiplier == 1 else y * self.multiplier)
 
     def _input(
         self,

@@ -2,15 +2,12 @@
 
 from typing import Annotated, Any, ClassVar
 
-from jaxtyping import Array, Float
-
 from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig
 from jaxlora.models.hf_config import Count, Flag, HfConfig, only
 from jaxlora.models.layer import Block, DecoderLayer
-from jaxlora.modules.rows import Rows
 
 
 class LlamaLayer(DecoderLayer):
@@ -33,12 +30,6 @@ class LlamaLayer(DecoderLayer):
     def make_mlp(self, config: Any, make: LayerBuilder) -> Block:
         """Makes the block that follows attention."""
         return Mlp(config, make)
-
-    def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
-        return self.add(self.self_attn, h, rows, before=self.attention_norm)
-
-    def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
-        return self.add(self.mlp, h, rows, before=self.mlp_norm)
 
 
 class Llama(HfConfig):

@@ -3,8 +3,6 @@
 import math
 from typing import Annotated, Any, ClassVar
 
-from jaxtyping import Array, Float
-
 from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
@@ -20,7 +18,6 @@ from jaxlora.models.hf_config import (
     only,
 )
 from jaxlora.models.layer import DecoderLayer
-from jaxlora.modules.rows import Rows
 
 Factor = Annotated[float, number(1e6)]
 _UNDIVIDED = "the norms of queries and keys run over all heads"
@@ -35,12 +32,6 @@ class OlmoLayer(DecoderLayer):
         self.attention_output_norm = make.norm("post_attention_layernorm")
         self.mlp = Mlp(config, make)
         self.mlp_output_norm = make.norm("post_feedforward_layernorm")
-
-    def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
-        return self.add(self.self_attn, h, rows, after=self.attention_output_norm)
-
-    def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
-        return self.add(self.mlp, h, rows, after=self.mlp_output_norm)
 
 
 class Olmo2(HfConfig):

@@ -1,4 +1,4 @@
-"""What a model consists of, read from its modules without arrays.
+"""The structure of a model, read from its modules without arrays.
 
 The layers of a model are the source: the names and shapes of its weights in a
 checkpoint, the linears that LoRA can adapt, and how devices divide them all follow from

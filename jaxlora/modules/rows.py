@@ -1,4 +1,4 @@
-"""What a layer may ask of its surroundings: rows in training, and in generation.
+"""Rows, which a layer asks about its surroundings in training and in generation.
 
 A block computes with the tokens of all samples as rows. Where a row must know of other
 rows, or of its position, it asks `Rows`. So the same layer trains and generates.

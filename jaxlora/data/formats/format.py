@@ -14,7 +14,7 @@ from jaxlora.data.records.values import check_text
 from jaxlora.data.templates.inner_values import find_text
 from jaxlora.errors import DataError
 
-# What an example has: one completion; two; one with a label; or tokens of a teacher.
+# An example has one completion, two, one with a label, or tokens of a teacher.
 Gives = Literal["completion", "preference", "unpaired", "distill"]
 
 

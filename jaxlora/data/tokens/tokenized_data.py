@@ -21,7 +21,7 @@ from jaxlora.objectives.sample import TokenizedSample
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Mixture:
-    """What samples of several data sets are made of.
+    """The parts from which samples of several data sets are made.
 
     Attributes:
         parts: The samples of each data set, by name.

@@ -146,7 +146,7 @@ class Variant:
         return None
 
     def constants(self, linear: Any, dtype: DTypeLike) -> dict[str, Array]:
-        """What is computed once where weights and slots stay, by name.
+        """Returns values that stay while weights and slots stay, by name.
 
         Args:
             linear: The linear.
@@ -193,7 +193,7 @@ class Variant:
         return w
 
     def frozen(self, job: LoraJob, shapes: Sequence[Sequence[int]]) -> Any:
-        """What all linears of a new adapter share; None: nothing.
+        """Returns the values that all linears of a new adapter share; None: none.
 
         Args:
             job: The adapter's job.
