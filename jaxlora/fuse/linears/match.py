@@ -9,11 +9,13 @@ from jax import lax
 from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.linears.bases import repeated
 from jaxlora.fuse.linears.branches import find_linear, is_bias
 from jaxlora.fuse.linears.expand import expanded
 from jaxlora.fuse.linears.linear import Linear, rank_of
 from jaxlora.fuse.linears.near_misses import LenientNormalizer, obstacle_of
+from jaxlora.fuse.linears.open_sums import OpenSums
 from jaxlora.fuse.linears.refusals import (
     precision_of,
     rounding_reason,
@@ -27,7 +29,7 @@ from jaxlora.fuse.normal_forms.normal import Normalizer
 from jaxlora.fuse.normal_forms.rules import RULES
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
 from jaxlora.fuse.site import Names, Operand, Refusal, Site, SiteProjection
-from jaxlora.fuse.trace import live_equations, source_of
+from jaxlora.fuse.trace import source_of
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 _SUMS = ("add", "add_any", "sub", "dot_general", "reduce_sum")
@@ -91,11 +93,14 @@ class _Finder:
         self.jaxpr = jaxpr
         self.path = path
         self.implementation = implementation
-        self.live = live_equations(jaxpr)
+        self.graph = Graph(jaxpr)
+        self.live = self.graph.live
         self.normalizer = Normalizer(RULES)
         self.normalizers = [self.normalizer]
+        self.open_sums = OpenSums(self.graph, self.normalizer)
+        self.closed: set[core.Var] = set()  # sums that became arrays of their own
         self.candidates: dict[core.Var, Candidate] = {}
-        self.readers = Readers(jaxpr, self.live, self.normalizer, self.candidates)
+        self.readers = Readers(self.graph, self.normalizer, self.candidates)
         self.accepted: set[int] = set()  # numbers of sums that are candidates
         self.refusals: dict[int, Refusal] = {}
 
@@ -152,18 +157,22 @@ class _Finder:
         self.normalizer.add_equation(number, eqn)
         if eqn.primitive.name not in _SUMS:
             return
-        form = self.normalizer.forms.get(eqn.outvars[0])
+        (root,) = eqn.outvars
+        form = self.normalizer.forms.get(root)
         if form is None or len(form.terms) < 2:
             return
         linear, reasons = find_linear(self.normalizer, form)
         if linear is not None:
             reason = weight_reason(linear, self.normalizer.made_by) or repeated(linear)
             if reason is None:
-                self._accept(number, eqn.outvars[0], form, linear, reasons)
+                self._accept(number, root, form, linear, reasons)
                 return
             reasons = [reason]
         if reasons and not self._is_refused(form, reasons[0]):
             self._refuse(number, reasons[0])
+        if not self.open_sums.is_open(root, form):
+            self.closed.add(root)
+            self.normalizer.forget(root)
 
     def _accept(
         self,

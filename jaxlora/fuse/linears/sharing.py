@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.extend import core
 
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.linears.linear import Linear
 from jaxlora.fuse.normal_forms.forms import Dims, Form
 from jaxlora.fuse.normal_forms.normal import Normalizer
@@ -120,21 +121,19 @@ class Readers:
 
     def __init__(
         self,
-        jaxpr: core.Jaxpr,
-        live: Sequence[bool],
+        graph: Graph,
         normalizer: Normalizer,
         candidates: Mapping[core.Var, Candidate],
     ) -> None:
         """Reads a jaxpr.
 
         Args:
-            jaxpr: The jaxpr.
-            live: Whether a result depends on each equation.
+            graph: The jaxpr.
             normalizer: Knows the form of each value.
             candidates: The present candidates, by the variables that hold their sums.
         """
-        self.jaxpr = jaxpr
-        self.users = users_of(jaxpr, live)
+        self.jaxpr = graph.jaxpr
+        self.users = graph.users
         self.normalizer = normalizer
         self.candidates = candidates
 
@@ -239,14 +238,4 @@ class Readers:
 
 def users_of(jaxpr: core.Jaxpr, live: Sequence[bool]) -> dict[core.Var, list[int]]:
     """Returns the numbers of the equations that read each variable; -1: a result."""
-    users: dict[core.Var, list[int]] = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        for out in eqn.outvars:
-            users.setdefault(out, [])
-        for atom in dict.fromkeys(v for v in eqn.invars if isinstance(v, core.Var)):
-            if live[number]:
-                users.setdefault(atom, []).append(number)
-    for atom in jaxpr.outvars:
-        if isinstance(atom, core.Var):
-            users.setdefault(atom, []).append(-1)
-    return users
+    return Graph(jaxpr).users
