@@ -123,8 +123,9 @@ class OpenSums:
         if eqn is None or eqn.primitive.name != "dot_general":
             return False
         contracted, _ = eqn.params["dimension_numbers"]
+        aval: Any = value.aval
         ranks = [
-            math.prod(value.aval.shape[axis] for axis in axes)
+            math.prod(aval.shape[axis] for axis in axes)
             for atom, axes in zip(eqn.invars, contracted, strict=True)
             if atom is value
         ]

@@ -15,7 +15,7 @@ from jaxlora.fuse.linears.linear import Linear
 from jaxlora.fuse.normal_forms.forms import Dims, Form
 from jaxlora.fuse.normal_forms.normal import Normalizer
 
-_USED = "is also used elsewhere, so it has to be computed anyway"
+USED = "is also used elsewhere, so it has to be computed anyway"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,7 +149,7 @@ class Readers:
         if mask is not None:
             others = [u for u in self.users.get(mask, []) if u not in replaced]
             if not self._drop_gradients(others, linear):
-                return f"its dropout mask {_USED}"
+                return f"its dropout mask {USED}"
         for value in self._values_in(candidate):
             others = [u for u in self.users[value] if u not in candidate.equations]
             if others and (reason := self._read_by(others, value, linear, replaced)):
@@ -179,15 +179,15 @@ class Readers:
         form = self.normalizer.form(value)
         if is_product(form, linear):
             is_gradient = self._only_sum_rows(value, form, linear, users)
-            return None if is_gradient else f"its branch or its frozen product {_USED}"
+            return None if is_gradient else f"its branch or its frozen product {USED}"
         left = [user for user in users if user not in replaced]
         if not left or not is_masked(form, linear):
             return None
         if has_input(form, linear):
             is_gradient = self._only_sum_rows(value, form, linear, left)
-            return None if is_gradient else f"its masked x {_USED}"
+            return None if is_gradient else f"its masked x {USED}"
         is_gradient = self._drop_gradients(left, linear)
-        return None if is_gradient else f"its dropout mask {_USED}"
+        return None if is_gradient else f"its dropout mask {USED}"
 
     def _only_sum_rows(
         self, value: core.Var, form: Form, linear: Linear, users: Sequence[int]
