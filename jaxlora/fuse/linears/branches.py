@@ -50,7 +50,8 @@ def find_linear(n: Normalizer, form: Form) -> tuple[Linear | None, list[str]]:
     """Finds a frozen product with branches in a sum.
 
     Returns:
-        The linear with the most branches, or None; and the reasons for which other
+        The linear with the most branches, if possible of a product that is not scaled
+        by a number, or None; and the reasons for which other
         terms are no branches of it, or of the product that costs most.
     """
     form = simplified(n, form)
@@ -64,13 +65,18 @@ def find_linear(n: Normalizer, form: Form) -> tuple[Linear | None, list[str]]:
             found, why = _with_branches(n, base, others)
             cost = n.indices.size_of({*base.linear.x.indices, *base.linear.w.indices})
             reasons += [(cost, reason) for reason in why]
-            if found and (not best or len(found.branches) > len(best.branches)):
+            if found and (best is None or _gain(found) > _gain(best)):
                 best, best_reasons = found, why
     if best is None:
         most = max((cost for cost, _ in reasons), default=0)
         best_reasons = [reason for cost, reason in reasons if cost == most]
     best_reasons.sort(key=lambda reason: isinstance(reason, OtherInput))
     return best, [str(reason) for reason in best_reasons if reason.args]
+
+
+def _gain(linear: Linear) -> tuple[int, bool]:
+    """Returns what is larger for a better way to read a sum."""
+    return len(linear.branches), linear.coefficient == 1
 
 
 def _with_branches(

@@ -231,9 +231,7 @@ class Joiner:
             if (segments.row,) not in first.dims or -1 in segments.entries:
                 raise Opaque
             axis = first.dims.index((segments.row,))
-            joined = self._add(
-                segments.eqn, lambda *v: jnp.concatenate(v, axis), atoms
-            )
+            joined = self._add(segments.eqn, lambda *v: jnp.concatenate(v, axis), atoms)
             return dataclasses.replace(first, var=joined)
         if all(atom is atoms[0] for atom in atoms):
             return first
