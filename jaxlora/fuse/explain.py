@@ -13,11 +13,9 @@ from rich.table import Table
 
 from jaxlora.common.console import literal, show
 from jaxlora.fuse.api import options_of, trace_call
+from jaxlora.fuse.cost import Cost, Decision, decide
+from jaxlora.fuse.device_rates import describe_device
 from jaxlora.fuse.picture import Bars, save_picture
-from jaxlora.fuse.predict.cost import Cost, Decision, decide, graph_cost
-from jaxlora.fuse.predict.graph import data_flow, inner_jaxprs
-from jaxlora.fuse.predict.kernel_rates import describe_device
-from jaxlora.fuse.predict.site_shape import SiteShape
 from jaxlora.fuse.regions.candidates import (
     PassCosts,
     Plan,
@@ -27,6 +25,7 @@ from jaxlora.fuse.regions.candidates import (
 from jaxlora.fuse.regions.choose import Choice
 from jaxlora.fuse.rewrite import Rewritten
 from jaxlora.fuse.site import Refusal
+from jaxlora.fuse.site_shape import SiteShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,16 +101,12 @@ class Explanation:
         sites: The low-rank branches that were found.
         regions: The sites with the row-wise functions around them.
         refusals: Sums that are almost one, and why they are left as they are.
-        before: Predicted cost of a call of the function as XLA compiles it.
-        after: Predicted cost with the fused sites in the kernels.
     """
 
     device: str
     sites: tuple[ExplainedSite, ...]
     regions: tuple[ExplainedRegion, ...]
     refusals: tuple[Refusal, ...]
-    before: Cost
-    after: Cost
 
     @property
     def num_fused(self) -> int:
@@ -119,12 +114,12 @@ class Explanation:
         return sum(site.decision.fused for site in self.sites)
 
     @property
-    def training_before(self) -> Cost:
+    def before(self) -> Cost:
         """Cost of both passes of all regions as XLA compiles them."""
         return sum((r.before.both * r.runs for r in self.regions), Cost())
 
     @property
-    def training_after(self) -> Cost:
+    def after(self) -> Cost:
         """Cost of both passes of all regions as they are computed."""
         return sum((r.after.both * r.runs for r in self.regions), Cost())
 
@@ -166,9 +161,8 @@ class Explanation:
         yield from _by_reason(
             ("near miss", r.reason, r.location) for r in self.refusals
         )
-        yield f"the function: {_change(self.before, self.after)}"
         if self.sites:
-            both = _change(self.training_before, self.training_after)
+            both = _change(self.before, self.after)
             yield f"all regions, forward and backward: {both}"
 
 
@@ -202,26 +196,38 @@ def explain_sites(
         found: What was found in it and in its inner jaxprs.
         device: JAX's `device_kind`; None: the present device.
     """
-    described = describe_device(device)
-    runs = {_identity(inner): count for inner, count in inner_jaxprs(jaxpr)}
+    runs = dict(_runs_of(jaxpr))
     sites: list[ExplainedSite] = []
     regions: list[ExplainedRegion] = []
     for choice in found.choices:
         count = runs.get(_identity(choice.region.sites[0].jaxpr), 1.0)
         sites += _explained_sites(choice, count, device)
         regions.append(_explained_region(choice, count, device))
-    before = graph_cost(data_flow(jaxpr), described)
-    saved = sum(
-        ((r.before.forward + r.after.forward * -1.0) * r.runs for r in regions), Cost()
-    )
     return Explanation(
-        device=described.name,
+        device=describe_device(device).name,
         sites=tuple(sites),
         regions=tuple(regions),
         refusals=found.refusals,
-        before=before,
-        after=before + saved * -1.0,
     )
+
+
+def _runs_of(jaxpr: core.Jaxpr, runs: float = 1.0) -> Iterator[tuple[Any, float]]:
+    """Yields what identifies a jaxpr and all jaxprs in it, and how often each runs.
+
+    A branch of a conditional counts as a fraction of a run, and a loop of unknown
+    length as one.
+    """
+    yield _identity(jaxpr), runs
+    for eqn in jaxpr.eqns:
+        inner = [
+            one
+            for value in eqn.params.values()
+            for one in (value if isinstance(value, tuple | list) else [value])
+            if isinstance(one, core.Jaxpr)
+        ]
+        count = {"scan": eqn.params.get("length"), "cond": 1 / max(len(inner), 1)}
+        for one in inner:
+            yield from _runs_of(one, runs * (count.get(eqn.primitive.name) or 1.0))
 
 
 def _explained_sites(

@@ -2,11 +2,11 @@
 
 import bisect
 import dataclasses
-import heapq
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import networkx as nx
 import numpy as np
 from jax.extend import core
 
@@ -162,48 +162,24 @@ def place_parts(
     None: parts depend on each other.
     """
     placed = Placed(opened, parts, added)
-    needed = _needed(placed.nodes, placed.results)
-    nodes = _sorted(needed)
-    return (placed, nodes) if len(nodes) == len(needed) else None
-
-
-def _needed(nodes: Sequence[Node], results: Sequence[Any]) -> list[Node]:
-    """Returns the nodes on which the results depend."""
-    maker = {v: node for node in nodes for v in node.outputs}
-    todo = [v for v in results if isinstance(v, core.Var)]
-    kept: dict[int, Node] = {}
-    while todo:
-        node = maker.get(todo.pop())
-        if node is None or id(node) in kept:
-            continue
-        kept[id(node)] = node
-        todo += node.inputs
-    return list(kept.values())
-
-
-def _sorted(nodes: Sequence[Node]) -> list[Node]:
-    """Sorts nodes so that each comes after those that it reads.
-
-    Nodes that depend on each other are left out.
-    """
-    maker = {v: node for node in nodes for v in node.outputs}
-    waits, readers = {}, {}
-    for node in nodes:
-        before = {id(maker[v]) for v in node.inputs if v in maker}
-        waits[id(node)] = len(before)
-        for other in before:
-            readers.setdefault(other, []).append(node)
-    ready = [(n.order, i, n) for i, n in enumerate(nodes) if not waits[id(n)]]
-    heapq.heapify(ready)
-    done: list[Node] = []
-    while ready:
-        *_, node = heapq.heappop(ready)
-        done.append(node)
-        for reader in readers.get(id(node), ()):
-            waits[id(reader)] -= 1
-            if not waits[id(reader)]:
-                heapq.heappush(ready, (reader.order, len(nodes) + len(done), reader))
-    return done
+    graph: nx.DiGraph = nx.DiGraph()
+    graph.add_nodes_from(range(len(placed.nodes)))
+    maker = {v: i for i, node in enumerate(placed.nodes) for v in node.outputs}
+    graph.add_edges_from(
+        (maker[v], i)
+        for i, node in enumerate(placed.nodes)
+        for v in node.inputs
+        if v in maker
+    )
+    wanted = {maker[v] for v in placed.results if v in maker}
+    layers = nx.bfs_layers(graph.reverse(copy=False), wanted) if wanted else []
+    needed = graph.subgraph(i for layer in layers for i in layer).copy()
+    if not nx.is_directed_acyclic_graph(needed):
+        return None
+    in_order = nx.lexicographical_topological_sort(
+        needed, key=lambda i: (placed.nodes[i].order, i)
+    )
+    return placed, [placed.nodes[i] for i in in_order]
 
 
 def part_equations(

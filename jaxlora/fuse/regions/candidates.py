@@ -7,25 +7,16 @@ candidates, whose costs are those of the bytes that they move and of their produ
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 import scipy.optimize
 
-from jaxlora.fuse.predict.cost import (
-    Cost,
-    Decision,
-    decide,
-    graph_cost,
-    shrink_cost,
-)
-from jaxlora.fuse.predict.graph import data_flow
-from jaxlora.fuse.predict.kernel_rates import KernelRates, describe_device
-from jaxlora.fuse.predict.site_shape import SiteShape
+from jaxlora.fuse.cost import Cost, Decision, decide, shrink_cost
+from jaxlora.fuse.device_rates import KernelRates, describe_device
 from jaxlora.fuse.regions.part import Part, Region
 from jaxlora.fuse.regions.row_expression import RowExpression
+from jaxlora.fuse.site_shape import SiteShape
 
 # Time of a kernel that also computes s, over that of XLA's kernel of the same function:
 # 52 for 40 us with a norm and 3 masks, 195 to 206 for 172 with SwiGLU, and 318 for 282
@@ -203,41 +194,23 @@ class _Costs:
     def _rows(self, number: int) -> tuple[Cost, Cost]:
         """Costs of the forward and the backward pass of a function."""
         maker, shape = self.region.makers[number], self.shapes[number]
-        sizes = shape.tokens, shape.in_features, shape.dtype
-        dtype = maker.feature_dtype.name if maker.features else "float32"
-        return rows_costs(maker.expression, sizes, dtype, self.device)
+        return rows_costs(maker.expression, shape, self.device)
 
 
-@functools.lru_cache(maxsize=256)
 def rows_costs(
-    function: RowExpression,
-    sizes: tuple[int, int, str],
-    feature_dtype: str,
-    device: KernelRates,
+    function: RowExpression, shape: SiteShape, device: KernelRates
 ) -> tuple[Cost, Cost]:
     """Predicts the forward and the backward pass of a function as XLA compiles it.
 
-    Args:
-        function: The function.
-        sizes: T, K and the dtype of the tiles.
-        feature_dtype: Dtype of its values of features.
-        device: The device.
+    Both are loops over tiles, which read values of rows and features beside them.
     """
-    tokens, features, dtype = sizes
-    of = jax.ShapeDtypeStruct
-    given = [of((tokens, features), dtype)] * function.num_tiles
-    given += [of((tokens, 1), np.float32)] * function.num_rows
-    given += [of((1, features), feature_dtype)] * function.num_features
+    tile = shape.tokens * shape.in_features * shape.itemsize
 
-    def backward(dy, *given):
-        return jax.vjp(lambda *g: function(*g)[0], *given)[1](dy)
+    def loop(tiles: int) -> Cost:
+        seconds = tiles * tile / device.memory_bytes + device.launch_seconds
+        return Cost(num_bytes=tiles * tile, seconds=seconds)
 
-    programs = (
-        jax.make_jaxpr(lambda *given: function(*given)[0])(*given),
-        jax.make_jaxpr(backward)(given[0], *given),
-    )
-    forward, back = (graph_cost(data_flow(program), device) for program in programs)
-    return forward, back
+    return loop(function.num_tiles + 1), loop(2 * function.num_tiles + 1)
 
 
 def best_plans(candidates: Sequence[Candidate], count: int) -> list[Plan]:

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
-from jaxlora.fuse.predict.cost import decide, format_time
-from jaxlora.fuse.predict.site_shape import SiteShape
+from jaxlora.fuse.cost import decide, format_time
 from jaxlora.fuse.regions import kept
 from jaxlora.fuse.regions.candidates import Candidate, Plan, best_plans, candidates_of
 from jaxlora.fuse.regions.measure import Request, Stopwatch, Times
 from jaxlora.fuse.regions.part import Part, Region, is_transposed
 from jaxlora.fuse.site import Site
+from jaxlora.fuse.site_shape import SiteShape
 from jaxlora.pallas_kernels import BACKENDS
 
 NUM_MEASURED = 2  # plans of a region that are timed beside XLA's

@@ -27,7 +27,7 @@ IMPORTED_BY = {
         "jaxlora.scheduler.replicas.report",
         "jaxlora.bench",
     ),
-    "networkx": ("jaxlora.fuse",),
+    "networkx": ("jaxlora.fuse.place",),
     "orbax": ("jaxlora.train.saved.checkpoint",),
     "pulp": (
         "jaxlora.scheduler.algorithms.lorafusion",
