@@ -10,10 +10,9 @@ import networkx as nx
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.regions.call import part_call
-from jaxlora.fuse.regions.choose import Choice
-from jaxlora.fuse.regions.part import Part
-from jaxlora.fuse.regions.row_expression import RowExpression
+from jaxlora.fuse.part_call import part_call
+from jaxlora.fuse.producers import Part
+from jaxlora.fuse.row_program import RowExpression
 from jaxlora.fuse.site import Index
 from jaxlora.fuse.trace import Call, Opened
 
@@ -130,23 +129,15 @@ class Placed:
             return False
         return call.start <= self.number_of[atom] < call.stop
 
-    def without_bodies(self, choice: Choice) -> Choice | None:
-        """Returns a choice without what is found again in the bodies of kept calls."""
+    def is_in_body(self, variables: Sequence[Any]) -> bool:
+        """Whether all of some variables are computed again in bodies of kept calls."""
 
-        def is_left(var: Any) -> bool:
+        def is_within(var: Any) -> bool:
             number = self.number_of.get(var, -1)
             place = bisect.bisect(self.calls, number, key=lambda call: call.start)
             return place > 0 and self._is_within(var, self.calls[place - 1])
 
-        kept = tuple(
-            c
-            for c in choice.plan.candidates
-            if not all(map(is_left, choice.region.results_of(c.elements)))
-        )
-        if not any(kind == "site" for c in kept for kind, _ in c.elements):
-            return None
-        plan = dataclasses.replace(choice.plan, candidates=kept)
-        return dataclasses.replace(choice, plan=plan)
+        return all(map(is_within, variables))
 
     def _is_inside(self, part: Part, call: Call) -> bool:
         return all(self._is_within(out, call) for out in part.outputs) and all(
@@ -194,7 +185,7 @@ def part_equations(
     """
     inputs = part.inputs
     context = placed.maker(part.outputs[0]).ctx
-    key = _signature(part), context.cur_abstract_mesh
+    key = signature(part), context.cur_abstract_mesh
     if key not in traces:
         # As a call of jit, the kernels' own gradient also runs in an eager shard_map.
         call = jax.jit(part_call(part))
@@ -222,7 +213,7 @@ def _renamed(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterable[Any]:
         )
 
 
-def _signature(part: Part) -> Hashable:
+def signature(part: Part) -> Hashable:
     """Describes a part without its place, its variables and the names of its indices.
 
     Calls of parts with equal signatures differ only in their variables, such as those

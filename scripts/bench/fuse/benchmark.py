@@ -5,14 +5,14 @@ in plain JAX. Their ways:
 
     original  as XLA compiles them
     fused     through `jaxlora.fuse`, as the prediction decides
-    regions   with --measure-seconds: through `jaxlora.fuse(..., measure_seconds=...)`
+    measured  with --measure-seconds: through `jaxlora.fuse(..., measure_seconds=...)`
     own       the library's own layers of the same sizes, with masks of their own
 
 All times are device times of the forward and backward pass, as CUPTI counts them, with
 what `jaxlora.explain` predicts that the kernels save.
 
 Prints tables. With --output-dir, writes fuse.jsonl and fuse.md, and what
-`jaxlora.explain` says of measured regions, as text and as a picture. Needs a GPU.
+`jaxlora.explain` says of measured linears. Needs a GPU.
 
     jaxlora bench fuse --output-dir bench
     jaxlora bench fuse --programs layer layer-plain --measure-seconds 60 --traffic
@@ -48,9 +48,9 @@ from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels import compile_program
 from jaxlora.profile import traffic
 
-ORIGINAL, FUSED, REGIONS, OWN = WAYS = ("original", "fused", "regions", "own")
+ORIGINAL, FUSED, MEASURED, OWN = WAYS = ("original", "fused", "measured", "own")
 # The least known ways come first, in case that the time is up.
-_ORDER = (REGIONS, OWN, ORIGINAL, FUSED)
+_ORDER = (MEASURED, OWN, ORIGINAL, FUSED)
 _COLUMNS = (
     "program", "way", "sites", "us", "speedup", "over_own", "saved_us",
     "predicted_saved_us", "read_mb", "written_mb",
@@ -76,7 +76,7 @@ def replaced(
         return program
     if way == FUSED:
         return program.with_function(jaxlora.fuse(program.function, strict=True))
-    # Where XLA is faster in all regions, nothing is fused.
+    # Where XLA is faster everywhere, nothing is fused.
     fused = jaxlora.fuse(program.function, measure_seconds=measure_seconds)
     return program.with_function(fused)
 
@@ -155,10 +155,10 @@ class Way:
 
 
 def compile_way(name: str, way: str, args: argparse.Namespace) -> Way:
-    """Compiles a program in one way; regions are measured here."""
+    """Compiles a program in one way; linears are measured here."""
     program = make(name, way, args.measure_seconds)
     row: dict[str, Any] = {"program": program.name, "way": way}
-    if way in (FUSED, REGIONS):
+    if way in (FUSED, MEASURED):
         row |= _explained(name, program, way, args)
     run, leaves = flat_step(program)
     start = time.perf_counter()
@@ -174,18 +174,17 @@ def compile_way(name: str, way: str, args: argparse.Namespace) -> Way:
 def _explained(
     name: str, program: Program, way: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Returns columns of the prediction; writes what is said of measured regions."""
+    """Returns columns of the prediction; writes what is said of measured linears."""
     start = time.perf_counter()
     explained = jaxlora.explain(program.function, *program.arguments)
     seconds = time.perf_counter() - start
-    if way == REGIONS:
+    if way == MEASURED:
         print(explained, file=sys.stderr, flush=True)
         if args.output_dir is not None:
             (args.output_dir / f"{name}.txt").write_text(f"{explained}\n")
-            explained.save(args.output_dir / f"{name}.svg")
     return {
         "sites": explained.num_fused,
-        # Regions are measured here, and the times are kept.
+        # Linears are measured here, once for this function.
         "explain_seconds": round(seconds, 1),
         "predicted_saved_us": round(
             1e6 * (explained.before.seconds - explained.after.seconds), 1
@@ -199,7 +198,7 @@ def pass_row(layers: int) -> dict[str, Any]:
     start = time.process_time()
     jax.eval_shape(program.function, *program.arguments)
     traced = time.process_time()
-    fused = jaxlora.fuse(program.function, strict=True, measure_seconds=0)
+    fused = jaxlora.fuse(program.function, strict=True)
     jax.eval_shape(fused, *program.arguments)
     ended = time.process_time()
     return {
@@ -247,7 +246,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--measure-seconds",
         type=float,
-        help="time to spend on measuring the regions of each program",
+        help="time to spend on measuring the linears of each program",
     )
     out.add_argument(
         "--traffic",
@@ -271,7 +270,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
 def ways_of(name: str, args: argparse.Namespace) -> list[str]:
     """Returns the ways in which a program is timed."""
     is_made = {
-        REGIONS: args.measure_seconds is not None,
+        MEASURED: args.measure_seconds is not None,
         OWN: isinstance(PROGRAMS[name], Shape),
     }
     return [way for way in _ORDER if way in args.ways and is_made.get(way, True)]

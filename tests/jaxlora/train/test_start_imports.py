@@ -20,7 +20,6 @@ IMPORTED_BY = {
     ),
     "matplotlib": (
         "jaxlora.train.report.plot",
-        "jaxlora.fuse",
         "jaxlora.scheduler.picture",
         "jaxlora.sweeps.picture",
         "jaxlora.scheduler.sweep.report",
@@ -38,7 +37,6 @@ IMPORTED_BY = {
     ),
     "highspy": ("jaxlora.scheduler.solver",),
     "scipy": (
-        "jaxlora.fuse.regions.candidates",
         "jaxlora.scheduler.calibrate",
         "jaxlora.scheduler.sweep.bound",
         "jaxlora.scheduler.replicas.bound",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.regions.row_expression import (
+from jaxlora.fuse.row_program import (
     Builder,
     NotRowWise,
     RowExpression,
