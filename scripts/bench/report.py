@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.bench.shapes import ANY_DEVICE
 from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels.triton.target import forced_capability
+from scripts.bench.shapes import ANY_DEVICE
 
 PACKAGES = ("jax", "torch", "transformers", "peft")
 Row = Mapping[str, Any]
@@ -82,7 +82,7 @@ def require_gpu(subject: str) -> None:
     backend = jax.default_backend()
     if backend != "gpu":
         raise JaxloraError(
-            f"`jaxlora bench {subject}` measures a GPU, and JAX's backend here is "
+            f"the benchmark {subject!r} measures a GPU, and JAX's backend here is "
             f"{backend!r}: run it on a machine with an NVIDIA GPU and jax[cuda13]."
         )
 

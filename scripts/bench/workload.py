@@ -4,11 +4,11 @@ import dataclasses
 import json
 from typing import Any, Self
 
-from jaxlora.bench.shapes import config_json
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.registry import model_config
 from jaxlora.scheduler import Limits
+from scripts.bench.shapes import config_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

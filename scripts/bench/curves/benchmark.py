@@ -5,8 +5,8 @@ best configuration, or one of the best three, before its lowest loss. The curves
 those of a run's folder, whose sweep had `early_exit: []` and evaluated its
 configurations at equal steps, or of a file of recorded ones.
 
-    jaxlora bench curves RUN_DIR
-    jaxlora bench curves tests/scripts/bench/curves/curves_smollm2.json
+    python -m scripts.bench curves RUN_DIR
+    python -m scripts.bench curves tests/scripts/bench/curves/curves_smollm2.json
 
 With `--quality`, it says instead what the settings of a recorded file are worth.
 """
@@ -18,14 +18,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora.bench.curves.quality import batch_rows, setting_rows, spread_rows
-from jaxlora.bench.curves.replay import count_losses
-from jaxlora.bench.report import Rows, add_output_dir, table
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import ConfigError
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.sweeps.ranking import Points, curves_of
 from jaxlora.sweeps.rules import Curve
+from scripts.bench.curves.quality import batch_rows, setting_rows, spread_rows
+from scripts.bench.curves.replay import count_losses
+from scripts.bench.report import Rows, add_output_dir, table
 
 _CURE = "Give the folder of a sweep whose configurations were evaluated to their ends."
 RULES = (

@@ -14,9 +14,9 @@ the predictions of `jaxlora.explain` beside them.
 Prints tables. With --output-dir, writes fuse.jsonl and fuse.md, and what
 `jaxlora.explain` says of measured regions, as text and as a picture. Needs a GPU.
 
-    jaxlora bench fuse --output-dir bench
-    jaxlora bench fuse --programs layer layer-plain --measure-seconds 60 --traffic
-    jaxlora bench fuse --programs --pass-layers 80
+    python -m scripts.bench fuse --output-dir bench
+    python -m scripts.bench fuse --programs layer --measure-seconds 60 --traffic
+    python -m scripts.bench fuse --programs --pass-layers 80
 """
 
 import argparse
@@ -31,10 +31,17 @@ from typing import Any
 import jax
 
 import jaxlora
-from jaxlora.bench.fuse.kernels import Call, KernelTimes, by_kind, measure_calls
-from jaxlora.bench.fuse.own import own_layers
-from jaxlora.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
-from jaxlora.bench.report import (
+from jaxlora.errors import JaxloraError
+from jaxlora.fuse.explain import Explanation
+from jaxlora.fuse.predict.cost import Cost, graph_cost
+from jaxlora.fuse.predict.graph import data_flow
+from jaxlora.fuse.predict.kernel_rates import describe_device
+from jaxlora.pallas_kernels import compile_program
+from scripts.bench.fuse import traffic
+from scripts.bench.fuse.kernels import Call, KernelTimes, by_kind, measure_calls
+from scripts.bench.fuse.own import own_layers
+from scripts.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
+from scripts.bench.report import (
     Row,
     Rows,
     about,
@@ -44,13 +51,6 @@ from jaxlora.bench.report import (
     sections,
     table,
 )
-from jaxlora.errors import JaxloraError
-from jaxlora.fuse.explain import Explanation
-from jaxlora.fuse.predict.cost import Cost, graph_cost
-from jaxlora.fuse.predict.graph import data_flow
-from jaxlora.fuse.predict.kernel_rates import describe_device
-from jaxlora.pallas_kernels import compile_program
-from jaxlora.profile import traffic
 
 ORIGINAL, FUSED, REGIONS, OWN = WAYS = ("original", "fused", "regions", "own")
 # The least known ways come first, in case that the time is up.

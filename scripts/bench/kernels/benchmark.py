@@ -14,7 +14,7 @@ method back to back for some seconds, and reports wall time at the clock that is
 
 Prints a table of ratios. With --output-dir, writes kernels.jsonl and kernels.md.
 
-    jaxlora bench kernels --output-dir bench
+    python -m scripts.bench kernels --output-dir bench
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from jaxlora.bench.kernels.methods import (
+from scripts.bench.kernels.methods import (
     FROZEN,
     METHODS,
     OWN_FROZEN,
@@ -34,7 +34,7 @@ from jaxlora.bench.kernels.methods import (
     prepared,
     unsupported,
 )
-from jaxlora.bench.report import (
+from scripts.bench.report import (
     Row,
     Rows,
     Timing,
@@ -46,7 +46,7 @@ from jaxlora.bench.report import (
     require_gpu,
     triton_code,
 )
-from jaxlora.bench.shapes import KERNEL_CASES, KernelCase
+from scripts.bench.shapes import KERNEL_CASES, KernelCase
 
 Timed = tuple[str, str, Timing]  # method, pass, timing
 

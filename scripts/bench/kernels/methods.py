@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxlora.bench.shapes import KernelCase
 from jaxlora.pallas_kernels import (
     BACKENDS,
     FORMATS,
@@ -18,6 +17,7 @@ from jaxlora.pallas_kernels import (
     dropout_keys,
     multi_lora_linears,
 )
+from scripts.bench.shapes import KernelCase
 
 BLOCK = 128  # token rows of a block
 
@@ -108,7 +108,7 @@ def frozen(x, matrices, routing):
 
 def frozen_triton(x, matrices, routing):
     """Runs the frozen layers alone, with the tiles of the `triton` back end."""
-    from jaxlora.bench.kernels.product import product  # Triton is optional
+    from scripts.bench.kernels.product import product  # Triton is optional
 
     del routing
     return [product(x, w) for w, _, _ in matrices]

@@ -9,9 +9,9 @@ the lengths are those of summarization data sets.
 Each row is written as soon as it is measured: to DIR/mesh.jsonl, and with tables of all
 rows to DIR/mesh.md. Without a GPU, only the models tiny and wide-2 run.
 
-    jaxlora bench mesh --output-dir bench --seconds 600
-    jaxlora bench mesh --model llama-3.1-70b --layers 8 --output-dir bench70
-    JAX_NUM_CPU_DEVICES=2 jaxlora bench mesh --model tiny --layers 2
+    python -m scripts.bench mesh --output-dir bench --seconds 600
+    python -m scripts.bench mesh --model llama-3.1-70b --layers 8 --output-dir bench70
+    JAX_NUM_CPU_DEVICES=2 python -m scripts.bench mesh --model tiny --layers 2
 """
 
 import argparse
@@ -23,19 +23,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlora.bench.mesh.cases import DATA_SETS, Case
-from jaxlora.bench.mesh.results import Results
-from jaxlora.bench.report import (
+from jaxlora.errors import JaxloraError
+from jaxlora.pallas_kernels import BACKENDS
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
+from scripts.bench.mesh.cases import DATA_SETS, Case
+from scripts.bench.mesh.results import Results
+from scripts.bench.report import (
     add_output_dir,
     add_training_options,
     needs_gpu,
     shared_fields,
 )
-from jaxlora.bench.scheduler.lengths import SHAPES, WORDS_AND_SIGMA
-from jaxlora.bench.shapes import LARGE, MODELS
-from jaxlora.errors import JaxloraError
-from jaxlora.pallas_kernels import BACKENDS
-from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
+from scripts.bench.scheduler.lengths import SHAPES, WORDS_AND_SIGMA
+from scripts.bench.shapes import LARGE, MODELS
 
 _ASK = "import jax; print(jax.device_count(), jax.default_backend())"
 
@@ -59,8 +59,8 @@ def default_meshes(num_devices: int) -> list[str]:
     """
     if num_devices < 2:
         raise JaxloraError(
-            "`jaxlora bench mesh` measures several devices, and there is 1 here. Run "
-            "it where there are more, or give the meshes: --meshes fsdp=1."
+            "the benchmark `mesh` measures several devices, and there is 1 here. Run it "
+            "where there are more, or give the meshes: --meshes fsdp=1."
         )
     axes = "stage", "fsdp", "tensor"
     return [*(f"{axis}={num_devices}" for axis in axes), ONE_DEVICE]
@@ -96,7 +96,7 @@ def measure_alone(case: Case, folder: Path, seconds: float, limit: float) -> str
         seconds: Time after which no further part begins.
         limit: Time after which the process is killed.
     """
-    command = [sys.executable, "-m", "jaxlora.bench.mesh.measure", case.to_json()]
+    command = [sys.executable, "-m", "scripts.bench.mesh.measure", case.to_json()]
     command += [str(seconds), str(folder)]
     timeout = None if math.isinf(limit) else limit
     try:

@@ -1,6 +1,6 @@
 """Measures one mesh, in a process of its own, with random weights.
 
-    python -m jaxlora.bench.mesh.measure CASE SECONDS [FOLDER]
+    python -m scripts.bench.mesh.measure CASE SECONDS [FOLDER]
 
 CASE is a `Case` in JSON. After the given number of seconds, no further part begins.
 """
@@ -17,18 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlora.bench.mesh.cases import Case, Window, make_jobs
-from jaxlora.bench.mesh.fixed_ticks import FixedTicks
-from jaxlora.bench.mesh.results import Results, columns_of
-from jaxlora.bench.mesh.timeline import draw_step, measured
-from jaxlora.bench.report import Timing, about, needs_gpu
-from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.profile.device_trace import busy_ms, is_exchange, trace
 from jaxlora.profile.pass_times import Probe, make_probe, measure_passes
 from jaxlora.profile.tokens import TARGET_SHARE, equal_shares, fill
 from jaxlora.profile.training import GIB, Training, peak_gib, time_steps
@@ -39,6 +32,13 @@ from jaxlora.scheduler.timeline import Timeline
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
+from scripts.bench.device_trace import busy_ms, is_exchange, trace
+from scripts.bench.mesh.cases import Case, Window, make_jobs
+from scripts.bench.mesh.fixed_ticks import FixedTicks
+from scripts.bench.mesh.results import Results, columns_of
+from scripts.bench.mesh.timeline import draw_step, measured
+from scripts.bench.report import Timing, about, needs_gpu
+from scripts.bench.scheduler.lengths import lengths
 
 
 class MeshTraining(Training):

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxlora.profile.device_trace import Kernel, is_exchange
 from jaxlora.scheduler.timeline import Kind, TimedPass, Timeline
+from scripts.bench.device_trace import Kernel, is_exchange
 
 # The programs of a stage, and the passes that they run. The last stage runs both passes
 # of a tick in one program.

@@ -15,8 +15,8 @@ to the end, evaluations and checkpoints included. Prints a table, and where the 
 to the first step went; with --output-dir, writes run.jsonl, run.md, run.png and the log
 of each command with the seconds of its lines.
 
-    jaxlora bench run --output-dir bench
-    jaxlora bench run --model tiny --tokens 20000
+    python -m scripts.bench run --output-dir bench
+    python -m scripts.bench run --model tiny --tokens 20000
 """
 
 import argparse
@@ -34,18 +34,18 @@ from typing import Any
 
 import yaml
 
-from jaxlora.bench.report import Row, Rows, about, add_output_dir, sections, table
-from jaxlora.bench.run.commands import Done, run_command, waits
-from jaxlora.bench.run.inputs import (
+from jaxlora.errors import JaxloraError
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
+from jaxlora.run.log import METRICS_FILE, read_events
+from scripts.bench.report import Row, Rows, about, add_output_dir, sections, table
+from scripts.bench.run.commands import Done, run_command, waits
+from scripts.bench.run.inputs import (
     Inputs,
     write_checkpoint,
     write_data,
     write_run_file,
 )
-from jaxlora.bench.shapes import LARGE, MODELS
-from jaxlora.errors import JaxloraError
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
-from jaxlora.run.log import METRICS_FILE, read_events
+from scripts.bench.shapes import LARGE, MODELS
 
 Columns = dict[str, Any]
 STARTS = ("cold", "again", "resumed", "generate cold", "generate again", "peft")
@@ -123,7 +123,7 @@ class Commands:
         needed = ("torch", "transformers", "peft")
         if missing := [n for n in needed if importlib.util.find_spec(n) is None]:
             return {"start": start, "skipped": f"{', '.join(missing)} not installed"}
-        command = ["jaxlora.bench.run.peft_step", str(self._checkpoint)]
+        command = ["scripts.bench.run.peft_step", str(self._checkpoint)]
         command.append(str(self._data[0]))
         done = run_command(command, self._with_cache("peft"))
         ended = next(at for at, text in done.lines if text == "step ended")

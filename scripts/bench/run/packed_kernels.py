@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlora.bench.shapes import KernelCase
+from scripts.bench.shapes import KernelCase
 
 _COUNTS, _METHOD = (2, 8, 32), "jaxlora mosaic"
 _PAPER = {2: "1.90 to 2.01", 8: "7.51 to 7.98", 32: "26.5 to 31.2"}
@@ -43,8 +43,8 @@ def kernel_rows(known: Sequence[Mapping[str, Any]] = ()) -> Iterator[dict[str, A
 
 def _times(shape: tuple[int, int], count: int) -> dict[str, float]:
     """Returns microseconds of a call with `count` adapters."""
-    from jaxlora.bench.kernels.benchmark import time_jax
-    from jaxlora.bench.kernels.methods import FROZEN
+    from scripts.bench.kernels.benchmark import time_jax
+    from scripts.bench.kernels.methods import FROZEN
 
     k, n = shape
     case = KernelCase("", count * _TOKENS, ((k, (n,)),), (_RANK,) * count, rate=0.0)

@@ -16,9 +16,9 @@ before by runs of two steps, so that start-up counts and compiling does not:
 - kernels: a linear with 2, 8 and 32 adapters of rank 64 in one call, and in as many
   calls, as in PLoRA's Table 7: device time, and the time of calls back to back.
 
-    jaxlora bench together --output-dir bench
-    jaxlora bench together --model llama-3.2-1b --steps 100 --limit 300
-    jaxlora bench together --model tiny --count 4 --steps 4 --cases sweep alone
+    python -m scripts.bench together --output-dir bench
+    python -m scripts.bench together --model llama-3.2-1b --steps 100 --limit 300
+    python -m scripts.bench together --model tiny --count 4 --steps 4 --cases sweep
 """
 
 import argparse
@@ -39,15 +39,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxlora.bench.report import Row, Rows, about, add_output_dir
-from jaxlora.bench.run import peft_step
-from jaxlora.bench.run.benchmark import device_name
-from jaxlora.bench.run.commands import Done, run_command
-from jaxlora.bench.run.inputs import Inputs, write_checkpoint
-from jaxlora.bench.run.packed_kernels import kernel_rows
-from jaxlora.bench.run.together_speeds import tables
-from jaxlora.bench.shapes import ANY_DEVICE, MODELS
 from jaxlora.run.log import METRICS_FILE, read_events
+from scripts.bench.report import Row, Rows, about, add_output_dir
+from scripts.bench.run import peft_step
+from scripts.bench.run.benchmark import device_name
+from scripts.bench.run.commands import Done, run_command
+from scripts.bench.run.inputs import Inputs, write_checkpoint
+from scripts.bench.run.packed_kernels import kernel_rows
+from scripts.bench.run.together_speeds import tables
+from scripts.bench.shapes import ANY_DEVICE, MODELS
 
 CASES = ("sweep", "halving", "alone", "peft", "packed", "kernels")
 _BATCHES, _PACKED, _RECORDS, _PEFT_STEPS = (1, 2, 3, 4), (8, 32), 1500, 20

@@ -1,11 +1,11 @@
-"""Tables of `jaxlora bench together`, and the speeds that follow from its rows."""
+"""Tables of the benchmark `together`, and the speeds that follow from its rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxlora.bench.report import Row, sections, table
+from scripts.bench.report import Row, sections, table
 
 
 def tables(rows: Sequence[Row]) -> str:

@@ -8,8 +8,8 @@ process of its own so that it has its own peak memory.
 Prints a table for each model. With --output-dir, writes step.jsonl and step.md. Needs a
 GPU, except for the models tiny and wide-2; torch, transformers and peft are optional.
 
-    jaxlora bench step --output-dir bench
-    jaxlora bench step --models llama-3.2-1b --layers 4 --adapters 1 4 32
+    python -m scripts.bench step --output-dir bench
+    python -m scripts.bench step --models llama-3.2-1b --layers 4 --adapters 1 4 32
 """
 
 import argparse
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxlora.bench.report import (
+from scripts.bench.report import (
     Row,
     Rows,
     about,
@@ -36,8 +36,8 @@ from jaxlora.bench.report import (
     shared_fields,
     table,
 )
-from jaxlora.bench.shapes import LARGE, MODELS
-from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
+from scripts.bench.shapes import LARGE, MODELS
+from scripts.bench.step.cases import FROZEN, PEER, ROWS, Case
 
 Columns = dict[str, Any]
 
@@ -69,7 +69,7 @@ def measure_alone(case: Case, timeout: float, turn: str) -> Columns:
         timeout: Time limit in seconds. Waiting for a turn does not count.
         turn: Lock file. Rows with the same file use the device one after the other.
     """
-    module = "jaxlora.bench.step.measure"
+    module = "scripts.bench.step.measure"
     out = subprocess.run(
         [sys.executable, "-m", module, case.to_json(), turn, str(timeout)],
         capture_output=True,

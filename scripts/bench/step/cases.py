@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora.bench.report import Timing
-from jaxlora.bench.workload import Workload
 from jaxlora.profile.tokens import Microbatch, full_microbatch
+from scripts.bench.report import Timing
+from scripts.bench.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Measures one row of the step benchmark, in a process of its own.
 
-    python -m jaxlora.bench.step.measure '{"model": "tiny", "row": "jaxlora xla"}'
+    python -m scripts.bench.step.measure '{"model": "tiny", "row": "jaxlora xla"}'
 
 prints one JSON object as its last line: the measured columns, or why the row cannot
 run. Two more arguments name a lock file and a time limit in seconds. Rows with the same
@@ -22,9 +22,6 @@ from typing import IO, Any
 import jax
 import jax.numpy as jnp
 
-from jaxlora.bench.report import needs_gpu, triton_code
-from jaxlora.bench.step import peers
-from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
 from jaxlora.errors import ConfigError
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import job_losses, training_options
@@ -34,9 +31,13 @@ from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import MeshStages
-from jaxlora.profile import step_parts, training
+from jaxlora.profile import training
 from jaxlora.profile.tokens import Microbatch
 from jaxlora.profile.training import Training
+from scripts.bench.report import needs_gpu, triton_code
+from scripts.bench.step import parts as step_parts
+from scripts.bench.step import peers
+from scripts.bench.step.cases import ROWS, Case, Row, microbatches, result
 
 
 class BaseAlone(Training):

@@ -7,11 +7,11 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxlora.bench.report import needs_gpu
-from jaxlora.bench.shapes import config_json
-from jaxlora.bench.step.cases import Case, Row, microbatches, result
 from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.profile.training import GIB, time_steps
+from scripts.bench.report import needs_gpu
+from scripts.bench.shapes import config_json
+from scripts.bench.step.cases import Case, Row, microbatches, result
 
 if TYPE_CHECKING:
     import torch

@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from jaxlora.bench import subjects
-from jaxlora.bench.curves.benchmark import read_curves
-from jaxlora.bench.curves.quality import batch_rows, setting_rows, spread_rows
-from jaxlora.bench.curves.replay import count_losses, replay
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import ConfigError
 from jaxlora.run.log import METRICS_FILE
 from jaxlora.sweeps.rules import Curve
+from scripts.bench import __main__ as bench
+from scripts.bench.curves.benchmark import read_curves
+from scripts.bench.curves.quality import batch_rows, setting_rows, spread_rows
+from scripts.bench.curves.replay import count_losses, replay
 
 CURVES = pathlib.Path(__file__).with_name("curves_smollm2.json")
 HALVING = ExitRule(type="halving")
@@ -81,12 +81,12 @@ def test_rungs_between_evaluations_are_refused(curves):
 
 def test_the_table(tmp_path, capsys):
     options = ["--sizes", "12", "--sweeps", "1", "--output-dir", str(tmp_path)]
-    subjects.run("curves", [str(CURVES), *options])
+    bench.run("curves", [str(CURVES), *options])
     table = (tmp_path / "curves.md").read_text()
     assert table.strip() in capsys.readouterr().out
     assert "| halving, eta 4, first 0.1 | 12 | 1 |" in table
     with pytest.raises(ConfigError, match="holds no curves"):
-        subjects.run("curves", [__file__])
+        bench.run("curves", [__file__])
 
 
 def test_curves_of_a_run_have_an_end(tmp_path):
@@ -124,7 +124,7 @@ def test_what_settings_are_worth(tmp_path, capsys):
         (1, 2, 3, 3),
         (2, 1, 1, 4.5),
     ]
-    subjects.run("curves", [str(CURVES), "--quality"])
+    bench.run("curves", [str(CURVES), "--quality"])
     assert "best_value" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no settings beside"):
         spread_rows(tmp_path)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jaxlora
-from jaxlora.bench.fuse import benchmark, kernels
-from jaxlora.bench.fuse.own import own_layers
-from jaxlora.bench.fuse.programs import (
+from scripts.bench.fuse import benchmark, kernels, traffic
+from scripts.bench.fuse.own import own_layers
+from scripts.bench.fuse.programs import (
     PROGRAMS,
     Shape,
     Sizes,
@@ -18,7 +18,6 @@ from jaxlora.bench.fuse.programs import (
     adapters,
     linear,
 )
-from jaxlora.profile import traffic
 
 TINY = Sizes(
     tokens=128, sequence=64, width=64, heads=4, kv_heads=2, head_width=16, hidden=96

@@ -1,8 +1,8 @@
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
-from jaxlora.bench.kernels import benchmark
-from jaxlora.bench.report import Timing, device_times
+from scripts.bench.kernels import benchmark
+from scripts.bench.report import Timing, device_times
 
 
 class Cupti:

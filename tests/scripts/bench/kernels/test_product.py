@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.bench.kernels.product import product
 from jaxlora.pallas_kernels.triton.target import interpreted
+from scripts.bench.kernels.product import product
 from tests.pallas_kernels import triton_interpreter
 
 

@@ -10,15 +10,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.bench import subjects
-from jaxlora.bench.mesh import benchmark
-from jaxlora.bench.mesh.cases import Case, Window, samples_of
-from jaxlora.bench.mesh.measure import flops_per_token, measure
-from jaxlora.bench.mesh.results import Results
 from jaxlora.errors import JaxloraError
 from jaxlora.models.structure import linears
 from jaxlora.profile.training import random_base
 from jaxlora.scheduler import Lanes, Pipeline, violations
+from scripts.bench import __main__ as bench
+from scripts.bench.mesh import benchmark
+from scripts.bench.mesh.cases import Case, Window, samples_of
+from scripts.bench.mesh.measure import flops_per_token, measure
+from scripts.bench.mesh.results import Results
 
 CASE = Case(
     model="tiny",
@@ -78,7 +78,7 @@ def in_this_process(monkeypatch):
 
 
 def test_fsdp(tmp_path, in_this_process, capsys):
-    subjects.run("mesh", [*TINY.split(), str(tmp_path)])
+    bench.run("mesh", [*TINY.split(), str(tmp_path)])
     results = Results(tmp_path)
     (step,) = of_kind(results, "step")
     assert (step["mesh"], step["gpus"], step["adapters"]) == ("fsdp=2", 2, 2)

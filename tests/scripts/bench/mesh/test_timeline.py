@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from jaxlora.bench.mesh.timeline import draw_step, measured
-from jaxlora.profile.device_trace import Kernel
+from scripts.bench.device_trace import Kernel
+from scripts.bench.mesh.timeline import draw_step, measured
 
 
 def kernels_of(program, device, runs, rng):

@@ -3,20 +3,20 @@ import json
 import numpy as np
 import pytest
 
-from jaxlora.bench import subjects
-from jaxlora.bench.run import benchmark
-from jaxlora.bench.run.commands import Done, run_command, waits
-from jaxlora.bench.run.inputs import (
-    Inputs,
-    write_checkpoint,
-    write_data,
-    write_run_file,
-)
 from jaxlora.config.run_file import RunFile
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.load import load_model
 from jaxlora.plan.job.prepare_run import prepare_run
 from jaxlora.run.log import METRICS_FILE
+from scripts.bench import __main__ as bench
+from scripts.bench.run import benchmark
+from scripts.bench.run.commands import Done, run_command, waits
+from scripts.bench.run.inputs import (
+    Inputs,
+    write_checkpoint,
+    write_data,
+    write_run_file,
+)
 
 INPUTS = Inputs(model="tiny", jobs=2, tokens=6000, median_tokens=200, batch_size=2)
 
@@ -115,19 +115,19 @@ def test_a_run_without_steps_is_refused(tmp_path):
 
 
 def test_options():
-    args = subjects.parse(benchmark, "run", ["--model", "tiny", "--set", "remat=mlp"])
+    args = bench.parse(benchmark, "run", ["--model", "tiny", "--set", "remat=mlp"])
     assert args.set == [("remat", "mlp")]
 
 
 @pytest.mark.parametrize("text", ["remat", "=mlp", "remat=[1"])
 def test_a_setting_that_cannot_be_read(text, capsys):
     with pytest.raises(SystemExit):
-        subjects.parse(benchmark, "run", ["--set", text])
+        bench.parse(benchmark, "run", ["--set", text])
     assert f"'{text}' is not NAME=VALUE" in capsys.readouterr().err
 
 
 def test_generation_needs_adapters(tmp_path):
-    args = subjects.parse(benchmark, "run", ["--starts", "generate cold", "cold"])
+    args = bench.parse(benchmark, "run", ["--starts", "generate cold", "cold"])
     with pytest.raises(JaxloraError, match="Name cold before it"):
         next(benchmark.measured(args, tmp_path))
     assert not list(tmp_path.iterdir())

@@ -5,13 +5,13 @@ import shlex
 
 import pytest
 
-from jaxlora.bench import subjects
-from jaxlora.bench.report import needs_gpu
-from jaxlora.bench.step import benchmark, measure
-from jaxlora.bench.step.cases import FROZEN, PEER, Case
 from jaxlora.pallas_kernels import device
 from jaxlora.pallas_kernels.triton.target import present_target
-from jaxlora.profile.step_parts import CUBLAS, GAPS, OTHER, PARTS, QUANTIZING
+from scripts.bench import __main__ as bench
+from scripts.bench.report import needs_gpu
+from scripts.bench.step import benchmark, measure
+from scripts.bench.step.cases import FROZEN, PEER, Case
+from scripts.bench.step.parts import CUBLAS, GAPS, OTHER, PARTS, QUANTIZING
 
 TINY = (
     "--models tiny --layers 1 --microbatch-tokens 128 --block-tokens 32 "
@@ -21,13 +21,13 @@ TINY = (
 
 
 def parsed(options):
-    return subjects.parse(benchmark, "step", shlex.split(options))
+    return bench.parse(benchmark, "step", shlex.split(options))
 
 
 def test_step(tmp_path, capsys):
     """One row, in a process of its own as on a GPU."""
     rows = ["--rows", "jaxlora xla"]
-    subjects.run("step", [*TINY.split(), "--output-dir", str(tmp_path), *rows])
+    bench.run("step", [*TINY.split(), "--output-dir", str(tmp_path), *rows])
     (row,) = map(json.loads, (tmp_path / "step.jsonl").read_text().splitlines())
     assert (row["row"], row["adapters"], row["tokens"]) == ("jaxlora xla", 2, 256)
     assert row["step_ms"] > 0 and row["compile_seconds"] > 0

@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from jaxlora.bench.step import measure
-from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
 from jaxlora.plan.job import kernel_choice
 from jaxlora.profile import training
 from jaxlora.programs import program
+from scripts.bench.step import measure
+from scripts.bench.step.cases import FROZEN, PEER, ROWS, Case
 from tests.scripts.bench.tables import broken_base
 
 TINY = Case(

@@ -82,7 +82,7 @@ _EXCHANGES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permu
 
 
 def is_exchange(kernel: Kernel) -> bool:
-    """Tells whether a kernel passes data between devices."""
+    """Whether a kernel passes data between devices."""
     if "nccl" in kernel.name.lower():
         return True
     return any(word in kernel.instruction for word in _EXCHANGES)

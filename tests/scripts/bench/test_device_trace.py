@@ -3,7 +3,7 @@
 import dataclasses
 import types
 
-from jaxlora.profile.device_trace import _kernels
+from scripts.bench.device_trace import _kernels
 
 
 def test_a_profile_of_gpus_has_a_plane_for_each_of_them():

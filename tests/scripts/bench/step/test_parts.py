@@ -2,9 +2,9 @@
 
 import pathlib
 
-from jaxlora.profile import step_parts
-from jaxlora.profile.device_trace import Kernel, busy_ms
-from jaxlora.profile.step_parts import Attribution
+from scripts.bench.device_trace import Kernel, busy_ms
+from scripts.bench.step import parts as step_parts
+from scripts.bench.step.parts import Attribution
 
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxlora.errors import JaxloraError
-from jaxlora.profile import traffic
 from jaxlora.programs.kept import serialize
 from jaxlora.programs.program import _beside_xlas_cache
+from scripts.bench.fuse import traffic
 
 METRICS = (traffic.READ, traffic.WRITTEN, "gpu__time_duration.sum")
 TABLE = "\n".join(

@@ -93,7 +93,7 @@ def count(
             *("--print-units", "base", "--log-file", str(table)),
             *("--cache-control", "none", "--clock-control", "none"),
             *("--metrics", ",".join((READ, WRITTEN, _NANOSECONDS))),
-            *(sys.executable, "-m", "jaxlora.profile.traffic", str(program)),
+            *(sys.executable, "-m", "scripts.bench.fuse.traffic", str(program)),
         ]
         try:
             run = subprocess.run(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from jaxlora.profile.device_trace import Kernel, busy_ms, trace
+from scripts.bench.device_trace import Kernel, busy_ms, trace
 
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _NAMED = re.compile(r'^(\d+) "(.*)"$')
