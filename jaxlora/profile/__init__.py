@@ -1,1 +1,1 @@
-"""Profiles of compiled programs: kernels, their origins and their memory traffic."""
+"""Measured times and memory of a model on the present device: `jaxlora profile`."""

@@ -1,7 +1,6 @@
 """What benchmarks share: options, timing, the columns of every row, and tables."""
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from jaxlora.errors import JaxloraError
-from jaxlora.pallas_kernels.triton.target import forced_capability
 from scripts.bench.shapes import ANY_DEVICE
 
 PACKAGES = ("jax", "torch", "transformers", "peft")
@@ -48,19 +46,6 @@ class Timing:
         names = (name, f"p10_{unit}", f"p90_{unit}")
         numbers = (self.median, self.p10, self.p90)
         return {n: round(t, digits) for n, t in zip(names, numbers, strict=True)}
-
-
-def device_times(run: Callable, *args: object, repeats: int) -> list[float]:
-    """Measures the device time of each call, in microseconds.
-
-    It is the sum of the call's kernels as CUPTI counts them.
-    """
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, found = profiler.Cupti(finalize=False).measure(run, iterations=repeats)(*args)
-    assert found is not None, "CUPTI saw no kernel"
-    # CUPTI returns a number, not a list, for a single call.
-    return [1000 * t for t in (found if isinstance(found, list) else [found])]
 
 
 def needs_gpu(model: str, has_gpu: bool) -> str | None:
@@ -233,23 +218,6 @@ def add_output_dir(parser: argparse.ArgumentParser) -> None:
         "it, nothing is written",
         metavar="DIR",
     )
-
-
-def add_capability(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that compiles Triton kernels for another GPU."""
-    parser.add_argument(
-        "--capability",
-        type=int,
-        help="ten times the compute capability for which Triton compiles, such as 80; "
-        "by default the device's",
-    )
-
-
-def triton_code(capability: int | None) -> contextlib.AbstractContextManager[None]:
-    """Returns the context of the option: Triton compiles for that GPU inside."""
-    if capability is None:
-        return contextlib.nullcontext()
-    return forced_capability(capability)
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:

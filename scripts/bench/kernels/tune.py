@@ -31,8 +31,9 @@ from jaxlora.pallas_kernels.routing import Blocks, make_blocks
 from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
 from jaxlora.pallas_kernels.triton.target import present_target
 from jaxlora.pallas_kernels.triton.tiles import measured_device
+from scripts.bench.kernel_times import device_times
 from scripts.bench.kernels import tiles
-from scripts.bench.report import device_times, require_gpu
+from scripts.bench.report import require_gpu
 from scripts.bench.shapes import LARGE, products
 
 RANK, SLOTS = 16, 4

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from jaxlora.errors import JaxloraError
@@ -59,8 +58,8 @@ def default_meshes(num_devices: int) -> list[str]:
     """
     if num_devices < 2:
         raise JaxloraError(
-            "the benchmark `mesh` measures several devices, and there is 1 here. Run it "
-            "where there are more, or give the meshes: --meshes fsdp=1."
+            "the benchmark 'mesh' measures several devices, and there is 1 here. Run "
+            "it where there are more, or give the meshes: --meshes fsdp=1."
         )
     axes = "stage", "fsdp", "tensor"
     return [*(f"{axis}={num_devices}" for axis in axes), ONE_DEVICE]
@@ -76,15 +75,6 @@ def make_case(args: argparse.Namespace, mesh: str, num_devices: int) -> Case:
     given = shared_fields(Case, args)
     given |= {"mesh": mesh, "num_microbatches": max(1, args.ticks // share)}
     return Case(**given)
-
-
-def share_of_time(meshes: Sequence[str]) -> float:
-    """Returns the share of the time left that the first of the meshes gets.
-
-    A pipeline has about twice as many parts as another mesh.
-    """
-    weights = [2 if MeshSizes.parse(mesh).stage > 1 else 1 for mesh in meshes]
-    return weights[0] / sum(weights)
 
 
 def measure_alone(case: Case, folder: Path, seconds: float, limit: float) -> str | None:
@@ -153,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
         folder = args.output_dir or Path(temporary)
         for number, case in enumerate(cases):
             left = end - time.monotonic()
-            share = left * share_of_time(meshes[number:])
+            share = left / (len(cases) - number)
             # A part that began in time may take some of the time of those that follow.
             limit = min(left, 1.25 * share + 10)
             reason = measure_alone(case, folder, share, max(1.0, limit))

@@ -27,16 +27,13 @@ from jaxlora.profile.tokens import TARGET_SHARE, equal_shares, fill
 from jaxlora.profile.training import GIB, Training, peak_gib, time_steps
 from jaxlora.scheduler import CostModel, simulate
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.picture import draw
-from jaxlora.scheduler.timeline import Timeline
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
-from scripts.bench.device_trace import busy_ms, is_exchange, trace
+from scripts.bench.kernel_times import busy_ms, is_exchange, trace
 from scripts.bench.mesh.cases import Case, Window, make_jobs
 from scripts.bench.mesh.fixed_ticks import FixedTicks
 from scripts.bench.mesh.results import Results, columns_of
-from scripts.bench.mesh.timeline import draw_step, measured
 from scripts.bench.report import Timing, about, needs_gpu
 from scripts.bench.scheduler.lengths import lengths
 
@@ -145,8 +142,6 @@ def _check_finite(items: Iterable[Outcomes]) -> None:
 
 Columns = dict[str, Any]
 
-_PICTURE_MICROBATCHES = 16  # with more, a picture shows no single passes
-
 
 def measure(case: Case, results: Results, seconds: float = math.inf) -> None:
     """Measures all parts of a case for which there is time.
@@ -193,8 +188,6 @@ class _Mesh:
         yield "passes", self._passes
         for number in adapters:
             yield self._window(number)
-        if self._results.folder is not None:
-            yield "picture", functools.partial(self._draw_window, adapters[0])
 
     def _add(self, kind: str, **columns: Any) -> None:
         end = about(jax.devices()[0].device_kind)
@@ -245,8 +238,6 @@ class _Mesh:
         if self._case.sizes.num_devices == 1:
             return {}
         kernels = trace(lambda: self._training.start([batch])(), 1)
-        if kernels and self._results.folder is not None:
-            draw_step(kernels, self._picture())
         own = [k for k in kernels if k.device == 0]
         rest = [k for k in own if not is_exchange(k)]
         whole = busy_ms(own)
@@ -304,30 +295,6 @@ class _Mesh:
             peak_gib=peak_gib(case.sizes.num_devices),
             **bubbles,
         )
-
-    def _draw_window(self, num_jobs: int) -> None:
-        """Draws a profiled window above its simulation, both in seconds."""
-        assert self._cost is not None, "the passes are measured first"
-        case, training = self._case, self._training
-        lanes, starts = training.plan.lanes, training.starts[:num_jobs]
-        size = min(case.num_microbatches, _PICTURE_MICROBATCHES)
-        window = Window.of(case, size, starts, lanes)
-        kernels = trace(lambda: training.seconds(window), 1)
-        ticks = ticks_of(window.schedule.microbatches, lanes.num_lanes)
-        running = [number for number, tick in enumerate(ticks) if any(tick)]
-        devices = [next(iter(base.values())).devices() for base in training.bases]
-        first = [min(device.id for device in own) for own in devices]
-        args = window.schedule, self._cost, lanes.pipeline
-        timelines = {
-            "measured": measured(kernels, first, running),
-            "simulated": Timeline.simulated(simulate(*args, num_lanes=lanes.num_lanes)),
-        }
-        draw(window.schedule, timelines, self._picture(), num_lanes=lanes.num_lanes)
-
-    def _picture(self) -> Path:
-        assert self._results.folder is not None
-        name = self._case.mesh.replace("=", "").replace(",", "_")
-        return self._results.folder / f"mesh_{name}.png"
 
     def _of_peak(self, lengths: np.ndarray, seconds: float) -> Columns:
         """Returns the operations of a token, and their share of the device's peak."""

@@ -29,7 +29,6 @@ from scripts.bench.report import (
     Row,
     Rows,
     about,
-    add_capability,
     add_output_dir,
     add_training_options,
     pivot,
@@ -123,7 +122,6 @@ def _described(case: Case) -> Columns:
         "dtype": case.dtype,
         "microbatches": case.microbatches,
         "microbatch_tokens": case.microbatch_tokens,
-        "triton_code": "device" if case.capability is None else case.capability / 10,
     }
 
 
@@ -154,7 +152,6 @@ _COLUMNS = (
 # Columns that must be equal in rows that are compared with each other.
 _SETTINGS = (
     "model", "layers", "rank", "dropout", "dtype", "microbatches", "microbatch_tokens",
-    "triton_code",
 )  # fmt: skip
 
 
@@ -189,7 +186,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument("--microbatches", type=int, default=1, help="in a step")
     out.add_argument("--median-tokens", type=int, default=600, help="in a sample")
     out.add_argument("--repeats", type=int, default=10)
-    add_capability(out)
     out.add_argument("--profile", action="store_true", help="split the time into parts")
     out.add_argument(
         "--at-once",

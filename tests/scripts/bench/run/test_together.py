@@ -14,8 +14,7 @@ from scripts.bench.report import Timing
 from scripts.bench.run import together
 from scripts.bench.run.commands import Done
 from scripts.bench.run.packed_kernels import kernel_rows
-from scripts.bench.run.together import Bench
-from scripts.bench.run.together_speeds import speeds, tables
+from scripts.bench.run.together import Bench, speeds, tables
 
 
 def test_speeds_follow_from_the_batches_of_the_sweep():

@@ -99,7 +99,7 @@ def test_the_time_limit_does_not_count_waiting_for_the_device(tmp_path, monkeypa
 
 @pytest.mark.live
 @pytest.mark.filterwarnings("default")  # torch and its libraries emit many warnings
-@pytest.mark.parametrize("row", [PEER, "peft, padded", "torch, adapters off"])
+@pytest.mark.parametrize("row", [PEER, "peft, padded"])
 def test_peers(row):
     found = measure.measure(dataclasses.replace(TINY, row=row))
     if importlib.util.find_spec("peft") is None:

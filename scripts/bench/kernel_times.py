@@ -1,14 +1,88 @@
-"""The kernels that a device ran, from JAX's profiler."""
+"""The kernels that a device ran: their times, and kinds by their names.
 
+JAX's profiler knows when each kernel ran and in which program, and slows the host down.
+CUPTI counts the kernels of a call, whose sum is the call's device time.
+"""
+
+import collections
 import dataclasses
 import pathlib
+import re
+import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.profiler import ProfileData
+
+# Kinds of kernels by their names, the first that fits. The names of jaxlora's kernels
+# are those of Mosaic and of Triton. Only the head's products have float32 results.
+_KINDS = (
+    ("frozen products with s B", re.compile(r"lora_expand|^expand_kernel")),
+    ("quantizing", re.compile(r"lora_quantize")),
+    ("norms and gates", re.compile(r"lora_produce|norm_gradient")),
+    ("adapters' own", re.compile(r"lora_|^(shrink|dual|outer)_kernel")),
+    ("attention", re.compile(r"cudnn|fmha|flash|attention", re.IGNORECASE)),
+    ("the head's products", re.compile(r"nvjet_sm\d+_tss")),
+    ("XLA's products", re.compile(r"gemm|nvjet|cublas|cutlass|dot", re.IGNORECASE)),
+)
+_OTHER = "element-wise and random numbers"
+KINDS = (*(kind for kind, _ in _KINDS), _OTHER)
+
+Named = tuple[str, float]  # a kernel's name, and the time of one run
+Call = Sequence[Named]  # the kernels of a call, in their order, in microseconds
+
+
+def by_kind(kernels: Iterable[Named], digits: int = 1) -> Mapping[str, float]:
+    """Returns the time of each kind, in the unit of the kernels' times."""
+    out = dict.fromkeys(KINDS, 0.0)
+    for name, time in kernels:
+        fitting = (kind for kind, pattern in _KINDS if pattern.search(name))
+        out[next(fitting, _OTHER)] += time
+    return {kind: round(time, digits) for kind, time in out.items()}
+
+
+def ranked(kernels: Iterable[Named]) -> list[tuple[str, int, float]]:
+    """Returns each name with its number of runs and their time, the longest first."""
+    times: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
+    for name, time in kernels:
+        times[name].append(time)
+    found = [(name, len(own), sum(own)) for name, own in times.items()]
+    return sorted(found, key=lambda one: -one[2])
+
+
+def measure_calls(
+    run: Callable[..., Any], arguments: Sequence[Any], repeats: int
+) -> list[Call]:
+    """Measures the device time of each kernel of several calls by CUPTI."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    cupti = profiler.Cupti(finalize=False)
+    _, found = cupti.measure(run, aggregate=False, iterations=repeats)(*arguments)
+    assert found is not None, "CUPTI saw no kernel"
+    # CUPTI returns the kernels themselves, not a list of calls, for a single call.
+    calls: Any = found if isinstance(found[0], list) else [found]
+    return [[(name, 1000 * ms) for name, ms in call] for call in calls]
+
+
+def device_times(run: Callable, *args: object, repeats: int) -> list[float]:
+    """Measures the device time of each call, in microseconds."""
+    return [total(call) for call in measure_calls(run, args, repeats)]
+
+
+def total(call: Call) -> float:
+    """Returns the device time of a call."""
+    return sum(us for _, us in call)
+
+
+def median_kernels(calls: Sequence[Call]) -> Call:
+    """Returns the median time of each kernel of calls that ran the same kernels."""
+    return [
+        (name, statistics.median(call[i][1] for call in calls))
+        for i, (name, _) in enumerate(calls[0])
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
