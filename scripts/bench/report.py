@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,25 @@ def require_gpu(subject: str) -> None:
             f"the benchmark {subject!r} measures a GPU, and JAX's backend here is "
             f"{backend!r}: run it on a machine with an NVIDIA GPU and jax[cuda13]."
         )
+
+
+def devices() -> tuple[int, str, str]:
+    """Returns the number of devices, JAX's back end, and the kind of the first device.
+
+    A process of its own asks, as this one would keep memory of the devices.
+
+    Raises:
+        JaxloraError: JAX does not start here.
+    """
+    ask = (
+        "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind)"
+    )
+    command = [sys.executable, "-c", ask]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise JaxloraError("JAX does not start here.")
+    number, backend, kind = done.stdout.splitlines()[-1].split(maxsplit=2)
+    return int(number), backend, kind
 
 
 @functools.cache

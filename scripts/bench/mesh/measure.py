@@ -1,13 +1,12 @@
 """Measures one mesh, in a process of its own, with random weights.
 
-    python -m scripts.bench.mesh.measure CASE SECONDS [FOLDER]
+    python -m scripts.bench.mesh.measure CASE FOLDER
 
-CASE is a `Case` in JSON. After the given number of seconds, no further part begins.
+CASE is a `Case` in JSON.
 """
 
 import dataclasses
 import functools
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -143,23 +142,16 @@ def _check_finite(items: Iterable[Outcomes]) -> None:
 Columns = dict[str, Any]
 
 
-def measure(case: Case, results: Results, seconds: float = math.inf) -> None:
-    """Measures all parts of a case for which there is time.
+def measure(case: Case, results: Results) -> None:
+    """Measures all parts of a case; each gives its rows as soon as it is measured.
 
-    Args:
-        case: The mesh, and what runs on it.
-        results: Takes a row as soon as it is measured.
-        seconds: Time after which no further part begins.
+    Raises:
+        JaxloraError: The case needs a GPU, or cannot be trained here.
     """
-    deadline = time.monotonic() + seconds
     reason = needs_gpu(case.model, jax.default_backend() == "gpu")
     if reason is not None:
         raise JaxloraError(reason)
     for name, part in _Mesh(case, results).parts():
-        if time.monotonic() > deadline:
-            late = f"it would begin after the limit of {seconds:.0f} s"
-            results.skip(case, name, late)
-            continue
         try:
             part()
         except (JaxloraError, ValueError, RuntimeError) as error:
@@ -327,10 +319,9 @@ class _Mesh:
 def main() -> None:
     """Measures the case that the first argument describes in JSON."""
     keep_compiled_programs()
-    folder = Path(sys.argv[3]) if sys.argv[3:] else None
-    case, results = Case.from_json(sys.argv[1]), Results(folder)
+    case, results = Case.from_json(sys.argv[1]), Results(Path(sys.argv[2]))
     try:
-        measure(case, results, float(sys.argv[2]))
+        measure(case, results)
     except (JaxloraError, ValueError, RuntimeError) as error:
         results.skip(case, "all", str(error)[:500])
 

@@ -22,12 +22,9 @@ import argparse
 import importlib.util
 import itertools
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import yaml
@@ -35,7 +32,7 @@ import yaml
 from jaxlora.errors import JaxloraError
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
 from jaxlora.run.log import METRICS_FILE, read_events
-from scripts.bench.report import Row, Rows, about, add_output_dir, table
+from scripts.bench.report import Row, Rows, about, add_output_dir, devices, table
 from scripts.bench.run.commands import Done, run_command
 from scripts.bench.run.inputs import (
     Inputs,
@@ -254,7 +251,7 @@ def measured(args: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    rows, device = Rows(args.output_dir, "run", tables), device_name()
+    rows, device = Rows(args.output_dir, "run", tables), devices()[2]
     with tempfile.TemporaryDirectory(prefix="jaxlora-bench-run-") as work:
         for row in measured(args, Path(work)):
             log = row.pop("log", [])
@@ -263,12 +260,3 @@ def run(args: argparse.Namespace) -> None:
                 path.write_text("\n".join(log) + "\n")
             rows.add(row | about(device))
     print(rows.tables())
-
-
-def device_name() -> str:
-    """Returns the name of the device, which this process must leave to the commands."""
-    code = "import jax; print(jax.devices()[0].device_kind)"
-    done = subprocess.run([sys.executable, "-c", code], stdout=PIPE, text=True)
-    if done.returncode:
-        raise JaxloraError("JAX does not start here.")
-    return done.stdout.strip()

@@ -40,9 +40,16 @@ import numpy as np
 import yaml
 
 from jaxlora.run.log import METRICS_FILE, read_events
-from scripts.bench.report import Row, Rows, about, add_output_dir, sections, table
+from scripts.bench.report import (
+    Row,
+    Rows,
+    about,
+    add_output_dir,
+    devices,
+    sections,
+    table,
+)
 from scripts.bench.run import peft_step
-from scripts.bench.run.benchmark import device_name
 from scripts.bench.run.commands import Done, run_command
 from scripts.bench.run.inputs import Inputs, write_checkpoint
 from scripts.bench.run.packed_kernels import kernel_rows
@@ -63,9 +70,7 @@ class Bench:
         steps: Steps of each.
         work: Folder for everything.
         tokens: `microbatch_tokens` of the sweep.
-        shapes: `microbatch_shapes` of the sweep.
         early_exit: The rule of the case `halving`.
-        packs: Numbers of configurations of the case `packed`.
         peft_python: An interpreter with torch, transformers and peft.
         end: When time is up, by `time.monotonic`.
     """
@@ -75,9 +80,7 @@ class Bench:
     steps: int
     work: Path
     tokens: int | str = "auto"
-    shapes: Sequence[int] = ()
     early_exit: Any = "halving"
-    packs: Sequence[int] = _PACKED
     peft_python: str = sys.executable
     end: float = math.inf
 
@@ -181,7 +184,6 @@ class Bench:
             steps,
             max_concurrent_jobs=self.count,
             microbatch_tokens=self.tokens,
-            microbatch_shapes=list(self.shapes),
             sweep=sweep | {"early_exit": early_exit},
         )
         text = (self.work / name.replace(" ", "-") / "settings.yaml").read_text()
@@ -228,22 +230,17 @@ class Bench:
     def compile(self, cases: Sequence[str]) -> None:
         """Runs two steps of each command, so that its programs are compiled."""
         if {"sweep", "halving"} & set(cases):
-            name = " ".join(map(str, ["sweep warm-up", self.tokens, *self.shapes]))
+            name = f"sweep warm-up {self.tokens}"
             self.warm_up(name, lambda steps: self.sweep(name, steps, "none"))
         if "alone" in cases:
             self.warm_up(_WARM, lambda steps: self.alone(_WARM, steps, 1))
-        for count in self.packs if "packed" in cases else ():
+        for count in _PACKED if "packed" in cases else ():
             name = f"packed warm-up {count}"
             run = lambda steps, name=name, count=count: self.packed(name, steps, count)
             self.warm_up(name, run)
 
-    def rows(self, cases: Sequence[str], known: Sequence[Row] = ()) -> Iterator[Row]:
-        """Yields the rows of cases, in the order in which the cases are given.
-
-        Args:
-            cases: The cases.
-            known: Rows that there are already; kernels are not measured again.
-        """
+    def rows(self, cases: Sequence[str]) -> Iterator[Row]:
+        """Yields the rows of cases, in the order in which the cases are given."""
         for case in cases:
             if case == "sweep":
                 yield self.sweep("sweep", self.steps, "none")
@@ -255,10 +252,10 @@ class Bench:
             elif case == "peft":
                 yield self.peft()
             elif case == "packed":
-                for count in self.packs:
+                for count in _PACKED:
                     yield self.packed(f"packed {count}", self.steps // 2, count)
             elif case == "kernels":
-                yield from kernel_rows(known)
+                yield from kernel_rows()
 
 
 _RATES = {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}
@@ -336,25 +333,17 @@ def add_options(out: argparse.ArgumentParser) -> None:
         help="of the sweep, by default auto",
     )
     out.add_argument(
-        "--microbatch-shapes",
-        type=int,
-        nargs="*",
-        default=(),
-        help="further capacities of the sweep's microbatches",
-    )
-    out.add_argument(
         "--early-exit",
         type=yaml.safe_load,
         default="halving",
         help="rule of the case halving, in YAML",
     )
-    out.add_argument("--packed", type=int, nargs="+", default=_PACKED)
     out.add_argument(
         "--cases",
-        nargs="*",
+        nargs="+",
         choices=CASES,
         default=CASES,
-        help="in this order; without any, the tables of --output-dir are printed",
+        help="in this order",
     )
     out.add_argument(
         "--limit", type=float, default=math.inf, help="seconds; the rest is left out"
@@ -364,9 +353,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for the checkpoint, data and compiled programs, which are kept "
         "and used again; by default it is temporary",
-    )
-    out.add_argument(
-        "--compile-only", action="store_true", help="into --work, for a later call"
     )
     out.add_argument(
         "--peft-python", default=sys.executable, help="interpreter that has peft"
@@ -389,27 +375,18 @@ def run(args: argparse.Namespace) -> None:
             steps=args.steps,
             work=work,
             tokens=args.microbatch_tokens,
-            shapes=args.microbatch_shapes,
             early_exit=args.early_exit,
-            packs=args.packed,
             peft_python=args.peft_python,
             end=began + args.limit,
         )
         try:
-            if args.cases:
-                _measure(bench, args, rows)
+            bench.write()
+            bench.compile(args.cases)
+            end = {"model": args.model, "steps": args.steps} | about(devices()[2])
+            for row in bench.rows(args.cases):
+                rows.add(dict(row) | end)
         except TimeoutError:
             print(
                 f"Time is up after {args.limit:.0f} s; what is left was not measured."
             )
     print(rows.tables())
-
-
-def _measure(bench: Bench, args: argparse.Namespace, rows: Rows) -> None:
-    bench.write()
-    bench.compile(args.cases)
-    if args.compile_only:
-        return
-    end = {"model": args.model, "steps": args.steps} | about(device_name())
-    for row in bench.rows(args.cases, tuple(rows.rows)):
-        rows.add(dict(row) | end)

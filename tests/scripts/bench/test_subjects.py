@@ -56,8 +56,8 @@ def test_a_benchmark_of_the_gpu_says_so_without_one(subject, capsys, monkeypatch
 
 
 def test_a_large_model_is_refused_without_a_gpu(capsys, monkeypatch):
-    name = "scripts.bench.mesh.benchmark.count_devices"
-    monkeypatch.setattr(name, lambda: (2, False))
+    name = "scripts.bench.mesh.benchmark.devices"
+    monkeypatch.setattr(name, lambda: (2, "cpu", "cpu"))
     assert bench.main(["mesh"]) == 1
     assert "llama-3.1-8b needs a GPU" in capsys.readouterr().err
 

@@ -67,7 +67,6 @@ def test_kernels_in_one_call_over_as_many_calls(monkeypatch):
     row = next(row for row in rows if row["adapters"] == 8)
     for key in ("linear_forward", "linear_backward", "back_to_back"):
         assert row[f"{key}_speed"] == round(8 * 15 / 29, 2)
-    assert list(kernel_rows(rows[:4])) == rows[4:]
     assert row["adapters_backward_us"] == 10.0
     assert row["adapters_backward_speed"] == 8.0  # as long for one as for eight
 
