@@ -100,6 +100,7 @@ class JobLifecycle:
                 batch=job.progress.step,
                 num_batches=self._num_allowed(job),
                 batch_tokens=job.batch_tokens,
+                priority=job.settings.priority,
             )
         )
 
