@@ -14,14 +14,13 @@ what `jaxlora.explain` predicts that the kernels save.
 Prints tables. With --output-dir, writes fuse.jsonl and fuse.md, and what
 `jaxlora.explain` says of measured linears. Needs a GPU.
 
-    jaxlora bench fuse --output-dir bench
-    jaxlora bench fuse --programs layer layer-plain --measure-seconds 60 --traffic
-    jaxlora bench fuse --programs --pass-layers 80
+    python -m scripts.bench fuse --output-dir bench
+    python -m scripts.bench fuse --programs layer --measure-seconds 60
+    python -m scripts.bench fuse --programs --pass-layers 80
 """
 
 import argparse
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -31,10 +30,18 @@ from typing import Any
 import jax
 
 import jaxlora
-from jaxlora.bench.fuse.kernels import Call, KernelTimes, by_kind, measure_calls
-from jaxlora.bench.fuse.own import own_layers
-from jaxlora.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
-from jaxlora.bench.report import (
+from jaxlora.pallas_kernels import compile_program
+from scripts.bench.fuse.own import own_layers
+from scripts.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
+from scripts.bench.kernel_times import (
+    Call,
+    by_kind,
+    measure_calls,
+    median_kernels,
+    ranked,
+    total,
+)
+from scripts.bench.report import (
     Row,
     Rows,
     about,
@@ -44,16 +51,13 @@ from jaxlora.bench.report import (
     sections,
     table,
 )
-from jaxlora.errors import JaxloraError
-from jaxlora.pallas_kernels import compile_program
-from jaxlora.profile import traffic
 
 ORIGINAL, FUSED, MEASURED, OWN = WAYS = ("original", "fused", "measured", "own")
 # The least known ways come first, in case that the time is up.
 _ORDER = (MEASURED, OWN, ORIGINAL, FUSED)
 _COLUMNS = (
     "program", "way", "sites", "us", "speedup", "over_own", "saved_us",
-    "predicted_saved_us", "read_mb", "written_mb",
+    "predicted_saved_us",
     "explain_seconds", "trace_seconds", "compile_seconds",
 )  # fmt: skip
 _PASS_COLUMNS = ("program", "layers", "trace_seconds", "pass_seconds")
@@ -93,7 +97,7 @@ def flat_step(program: Program) -> tuple[Any, tuple[Any, ...]]:
 
 
 def time_program(name: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Yields a row for each way of a program, and then again with memory traffic."""
+    """Yields a row for each way of a program, and then again after all rounds."""
     ways = []
     for way in ways_of(name, args):
         ways.append(compile_way(name, way, args))
@@ -104,9 +108,7 @@ def time_program(name: str, args: argparse.Namespace) -> Iterator[Row]:
     for _ in range(args.rounds - 1):
         for one in ways:
             one.measure(args.repeats)
-    for one in ways:
-        counted = one.traffic(args.traffic_seconds) if args.traffic else {}
-        yield one.row() | counted
+    yield from (one.row() for one in ways)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,27 +133,10 @@ class Way:
 
     def row(self) -> dict[str, Any]:
         """Returns its row, with the median of all calls."""
-        times, row = KernelTimes.of(self.calls), {**self.columns}
-        row["us"] = round(statistics.median(times.totals), 1)
-        ranked = [[name, n, round(us, 1)] for name, n, us in times.ranked()]
-        return row | {"kinds": by_kind(times.kernels), "kernels": ranked}
-
-    def traffic(self, seconds: float) -> dict[str, Any]:
-        """Returns columns of its memory traffic, or why it was not counted."""
-        try:
-            kernels = traffic.count(self.compiled, self.leaves, seconds)
-        except JaxloraError as error:
-            print(error, file=sys.stderr, flush=True)
-            return {"not_counted": str(error)}
-        total = lambda field: sum(getattr(kernel, field) for kernel in kernels)
-        return {
-            "read_mb": round(total("read") / 1e6),
-            "written_mb": round(total("written") / 1e6),
-            "kernel_traffic": [
-                [k.name, *(round(n / 1e6, 2) for n in (k.read, k.written)), k.seconds]
-                for k in kernels
-            ],
-        }
+        kernels, row = median_kernels(self.calls), {**self.columns}
+        row["us"] = round(statistics.median(map(total, self.calls)), 1)
+        listed = [[name, n, round(us, 1)] for name, n, us in ranked(kernels)]
+        return row | {"kinds": by_kind(kernels), "kernels": listed}
 
 
 def compile_way(name: str, way: str, args: argparse.Namespace) -> Way:
@@ -249,14 +234,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
         help="time to spend on measuring the linears of each program",
     )
     out.add_argument(
-        "--traffic",
-        action="store_true",
-        help="count the bytes that each kernel moves, with NVIDIA's Nsight Compute",
-    )
-    out.add_argument(
-        "--traffic-seconds", type=float, default=120, help="limit of each count"
-    )
-    out.add_argument(
         "--pass-layers",
         type=int,
         nargs="*",
@@ -278,10 +255,6 @@ def ways_of(name: str, args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    if args.traffic:  # JAX reads these when it takes the device
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} {traffic.NO_GRAPHS}".strip()
-        os.environ.update(traffic.ENVIRONMENT)
     require_gpu("fuse")
     end = about(jax.devices()[0].device_kind)
     rows = Rows(args.output_dir, "fuse", tables)

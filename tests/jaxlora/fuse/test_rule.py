@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxlora.bench.fuse.programs import PROGRAMS, abstract
 from jaxlora.fuse import choose
 from jaxlora.fuse.api import FuseOptions, trace_call
 from jaxlora.fuse.cost import decide
 from jaxlora.pallas_kernels.mosaic import hopper, layer
+from scripts.bench.fuse.programs import PROGRAMS, abstract
 
 H200 = "NVIDIA H200"
 
