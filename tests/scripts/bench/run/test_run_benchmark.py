@@ -78,7 +78,7 @@ def test_a_trained_row(tmp_path):
     assert row["outside_s"] == 3  # 1 before the second window, and 2 before the third
     assert row["fill"] == round(160 / 300, 3)
     assert row["log"] == ["2.00 imported"]
-    assert "| cold | 10.0 | 25.0 | 190 | 19 | 3.0 |" in benchmark.tables([row])
+    assert "| cold | 10.0 | 25.0 | 190 | 19 | 3 |" in benchmark.tables([row])
 
 
 def test_a_command_that_fails_says_why(tmp_path, monkeypatch):
