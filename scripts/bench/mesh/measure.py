@@ -30,10 +30,10 @@ from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
 from scripts.bench.kernel_times import busy_ms, is_exchange, trace
-from scripts.bench.mesh.cases import Case, Window, make_jobs
+from scripts.bench.mesh.cases import DATA_SETS, Case, Window, make_jobs
 from scripts.bench.mesh.fixed_ticks import FixedTicks
-from scripts.bench.mesh.results import Results, columns_of
-from scripts.bench.report import Timing, about, needs_gpu
+from scripts.bench.mesh.results import columns_of, results, skipped
+from scripts.bench.report import Rows, Timing, about, needs_gpu
 from scripts.bench.scheduler.lengths import lengths
 
 
@@ -75,7 +75,7 @@ class MeshTraining(Training):
         case = self.case
 
         def draw(slot: int, total: int, rng: np.random.Generator) -> list[int]:
-            source = case.data_sets[slot]
+            source = DATA_SETS[slot]
             return fill(total, longest, lambda: lengths(source, 1, rng).item())
 
         totals = equal_shares(num_tokens, max(case.adapters), case.block_tokens)
@@ -142,7 +142,7 @@ def _check_finite(items: Iterable[Outcomes]) -> None:
 Columns = dict[str, Any]
 
 
-def measure(case: Case, results: Results) -> None:
+def measure(case: Case, rows: Rows) -> None:
     """Measures all parts of a case; each gives its rows as soon as it is measured.
 
     Raises:
@@ -151,18 +151,18 @@ def measure(case: Case, results: Results) -> None:
     reason = needs_gpu(case.model, jax.default_backend() == "gpu")
     if reason is not None:
         raise JaxloraError(reason)
-    for name, part in _Mesh(case, results).parts():
+    for name, part in _Mesh(case, rows).parts():
         try:
             part()
         except (JaxloraError, ValueError, RuntimeError) as error:
-            results.skip(case, name, str(error)[:500])
+            rows.add(skipped(case, name, str(error)[:500]))
 
 
 class _Mesh:
     """The parts of a case, in the order in which they are measured."""
 
-    def __init__(self, case: Case, results: Results):
-        self._case, self._results = case, results
+    def __init__(self, case: Case, rows: Rows):
+        self._case, self._rows = case, rows
         self._cost: CostModel | None = None
         began = time.perf_counter()
         self._training = MeshTraining(case)
@@ -183,7 +183,7 @@ class _Mesh:
 
     def _add(self, kind: str, **columns: Any) -> None:
         end = about(jax.devices()[0].device_kind)
-        self._results.add(columns_of(self._case, kind) | columns | end)
+        self._rows.add(columns_of(self._case, kind) | columns | end)
 
     def _compile(self) -> None:
         """Compiles all programs, and runs each of them once."""
@@ -277,7 +277,7 @@ class _Mesh:
             "window",
             adapters=num_jobs,
             batch_samples=case.batch_samples,
-            data_sets=case.data_sets[:num_jobs],
+            data_sets=DATA_SETS[:num_jobs],
             ticks=len(ticks),
             no_ops=sum(not any(tick) for tick in ticks),
             tokens=tokens,
@@ -319,11 +319,11 @@ class _Mesh:
 def main() -> None:
     """Measures the case that the first argument describes in JSON."""
     keep_compiled_programs()
-    case, results = Case.from_json(sys.argv[1]), Results(Path(sys.argv[2]))
+    case, rows = Case.from_json(sys.argv[1]), results(Path(sys.argv[2]))
     try:
-        measure(case, results)
+        measure(case, rows)
     except (JaxloraError, ValueError, RuntimeError) as error:
-        results.skip(case, "all", str(error)[:500])
+        rows.add(skipped(case, "all", str(error)[:500]))
 
 
 if __name__ == "__main__":
