@@ -9,7 +9,7 @@ import logging
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
@@ -19,11 +19,12 @@ from jaxlora.run.clone_settings import clone_settings
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, is_own
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
-from jaxlora.sweeps.engine.fleet import ROUND_SECONDS, Fleet
+from jaxlora.sweeps.engine.groups import ROUND_SECONDS, Group, Supervisor
+from jaxlora.sweeps.engine.launch import Lost
 from jaxlora.sweeps.engine.ledger import Journal, Ledger
-from jaxlora.sweeps.engine.placement import Group, choose, free_slots, moves
+from jaxlora.sweeps.engine.placement import choose, free_slots, moves
 from jaxlora.sweeps.engine.state import GROUPS, Configuration, Record, SweepState
-from jaxlora.sweeps.engine.workers import Lost, Workers
+from jaxlora.sweeps.engine.transport import Workers
 from jaxlora.sweeps.suggesting import Suggestions
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Driver:
         self._folder, self._workers, self._search = folder, workers, search
         self.state, self.groups, self._removed = state, groups, 0.0
         self._journal = Journal(state, ledger, workers)
-        self._fleet = Fleet(folder, state, groups, workers, self._journal)
+        self._supervisor = Supervisor(folder, state, groups, workers, self._journal)
         ledger.replay(state.apply)
         self._settings: dict[str, LoraJob] = {}  # that were read, for the search
         if search is not None:
@@ -72,7 +73,7 @@ class Driver:
     @property
     def is_ending(self) -> bool:
         """Whether no further work is given."""
-        return self._fleet.is_ending
+        return self._supervisor.is_ending
 
     # ---- the loop ------------------------------------------------------------------
 
@@ -96,18 +97,18 @@ class Driver:
         try:
             each_round(self)  # it may resume what was paused
             while not is_asked_to_end() and not self._is_over():
-                self._fleet.start_due()
+                self._supervisor.start_due()
                 self._assign()
                 self._journal.flush()
                 self._take(self._workers.receive(ROUND_SECONDS))
                 each_round(self)
             self._journal.flush()
-            self._fleet.end(self._take, is_finished=self.state.is_over())
+            self._supervisor.end(self._take, is_finished=self.state.is_over())
             remove_unused(self._folder, self.state)
             each_round(self)
         except (ConfigError, ProcessError):
             logger.warning("the sweep ends here: the groups save what they have done")
-            self._fleet.end(self._take, is_finished=False)
+            self._supervisor.end(self._take, is_finished=False)
             raise
         finally:
             self._workers.close()
@@ -134,7 +135,7 @@ class Driver:
         for found in list(moves(self.state, self.groups)):
             assert found.group is not None
             logger.info("%s leaves group %d", found.name, found.group)
-            self._journal.send(found.group, m.Release(name=found.name))
+            self._ask(found, "release")
             self._journal.record("moving", name=found.name)
 
     def _suggest(self) -> bool:
@@ -160,7 +161,7 @@ class Driver:
         return self.state.is_over() and not self._suggest()
 
     def _give(self, found: Configuration, number: int) -> None:
-        sources = [str(self._folder / name) for name in found.sources]
+        sources = tuple(str(self._folder / name) for name in found.sources)
         settings = dict(found.settings) if found.is_late else None
         if (verdict := self.state.verdict(found.name)) is not None:
             self._journal.send(number, verdict)
@@ -174,7 +175,12 @@ class Driver:
     # ---- messages from workers -----------------------------------------------------
 
     def _take(self, found: list[tuple[int, m.FromWorker | Lost]]) -> None:
-        """Follows what the workers have sent."""
+        """Follows what the workers have sent.
+
+        Raises:
+            ConfigError: One of them cannot train, nor could another one.
+        """
+        failure = None
         for number, message in found:
             group, now = self.groups[number], time.monotonic()
             group.beat = now
@@ -182,53 +188,56 @@ class Driver:
                 group.heard = now
             match message:
                 case Lost(reason=reason):
-                    self._fleet.lose(number, reason)
+                    self._supervisor.lose(number, reason)
                 case m.Ready(jobs=jobs):
-                    known = self.state.configurations
-                    new = [job for job in jobs if known[job["name"]].facts is None]
-                    if new:
-                        self._journal.record("facts", jobs=new)
-                    copies = [j["name"] for j in jobs if j.get("clone_step")]
-                    self._journal.send(number, *(m.Noted(name=n) for n in copies))
-                case m.Refused(name=name, reason=reason):
-                    progress = JobProgress(status="failed", reason=reason)
-                    self._end(number, name, dataclasses.asdict(progress), None)
+                    self._ready(number, jobs)
                 case m.Evaluated(number=count, points=points):
-                    self.groups[number].failures = 0
+                    group.failures = 0
                     self._note(number, points)
                     self._verdicts(number, [name for name, *_ in points])
                     self._journal.send(number, m.Judged(number=count))
                 case m.Progress():
                     self._follow(number, message)
                 case m.Ended(name=name, progress=progress, folder=folder):
-                    self.groups[number].failures = 0
+                    group.failures = 0
                     self._end(number, name, progress, folder)
                 case m.Saved(name=name, is_released=is_released):
                     self._saved(number, name, is_released=is_released)
-                case m.Failed(reason=reason, is_final=True) if not self.is_ending:
-                    raise ConfigError(f"group {number} cannot train: {reason}")
                 case m.Failed(reason=reason):
                     logger.warning("group %d: %s", number, reason)
+            if isinstance(message, m.Failed | Lost) and message.is_final:
+                failure = failure or f"group {number} cannot train: {message.reason}"
+        if failure is not None and not self.is_ending:
+            raise ConfigError(failure)
+
+    def _ready(self, number: int, jobs: Sequence[m.JobFacts]) -> None:
+        known = self.state.configurations
+        new = [job for job in jobs if known[job.name].facts is None]
+        if new:
+            self._journal.record("facts", jobs=list(map(dataclasses.asdict, new)))
+        for job in jobs:
+            if job.clone_step:
+                self._journal.send(number, m.Ask(action="begin", name=job.name))
 
     def _follow(self, number: int, message: m.Progress) -> None:
         group = self.groups[number]
         group.tokens_per_second = message.tokens_per_second
         group.resources = message.resources
-        for name, values in message.jobs.items():
-            found, progress = self.state.configurations[name], JobProgress(**values)
+        for name, progress in message.jobs.items():
+            found = self.state.configurations[name]
             if found.is_closed or found.group != number:
                 continue
             if progress.step > found.progress.step:
                 group.failures = 0
             found.progress = progress
 
-    def _note(self, number: int, points: list[list[Any]]) -> None:
+    def _note(self, number: int, points: Sequence[m.Point]) -> None:
         """Decides after evaluations, but for those that were made before."""
         known, found = self.state.decisions, self.state.configurations
         new = [
-            [name, step, loss, value]
-            for name, step, loss, value in points
-            if found[name].group == number and not known.has(name, step)
+            point
+            for point in points
+            if found[point[0]].group == number and not known.has(*point[:2])
         ]
         if not new:
             return
@@ -264,8 +273,8 @@ class Driver:
         self,
         number: int | None,
         name: str,
-        progress: Mapping[str, Any],
-        folder: str | None,
+        progress: JobProgress,
+        folder: str | None = None,
     ) -> None:
         """Takes note of an end in a group; one that is known changes nothing."""
         found = self.state.configurations[name]
@@ -274,12 +283,13 @@ class Driver:
         kept = None
         if folder is not None:
             kept = keep_adapter(self._folder, name, pathlib.Path(folder))
-        self._journal.record("ended", name=name, progress=dict(progress), folder=kept)
+        values = dataclasses.asdict(progress)
+        self._journal.record("ended", name=name, progress=values, folder=kept)
         logger.info(
             "%s: %s (%s); %d left",
             name,
-            progress["status"],
-            progress["reason"],
+            progress.status,
+            progress.reason,
             len(self.state.open()),
         )
         self._review()
@@ -294,7 +304,7 @@ class Driver:
         left = {n for n, f in self.state.folders.items() if f in found.sources}
         self._journal.record("saved", name=name, folder=self.state.folders[number])
         for other in left - {number}:
-            self._journal.send(other, m.Drop(name=name))
+            self._journal.send(other, m.Ask(action="drop", name=name))
         if time.monotonic() - self._removed > _REMOVE_SECONDS:
             self._removed = time.monotonic()
             remove_unused(self._folder, self.state)
@@ -351,7 +361,7 @@ class Driver:
             self._ask(found, "stop", reason)
         elif not found.sources:
             progress = JobProgress(status="stopped", reason=reason)
-            self._end(None, name, dataclasses.asdict(progress), None)
+            self._end(None, name, progress)
 
     def pause(self, name: str, reason: str) -> None:
         """Lets a configuration leave its slot."""
@@ -364,9 +374,9 @@ class Driver:
         """Lets a configuration that was paused go on."""
         found = self._open(name)
         self._journal.record("held", name=name, reason=None)
-        self._ask(found, "resume", "")
+        self._ask(found, "resume")
 
-    def _ask(self, found: Configuration, action: str, reason: str) -> None:
+    def _ask(self, found: Configuration, action: m.Action, reason: str = "") -> None:
         if found.group is not None:
             ask = m.Ask(action=action, name=found.name, reason=reason)
             self._journal.send(found.group, ask)

@@ -21,7 +21,7 @@ from jaxlora.run.folder import SWEEP_LEDGER
 from jaxlora.run.saved_run import checksum
 from jaxlora.sweeps.engine.messages import ToWorker
 from jaxlora.sweeps.engine.state import Record, SweepState, check_record
-from jaxlora.sweeps.engine.workers import Workers
+from jaxlora.sweeps.engine.transport import Workers
 
 
 class Ledger:

@@ -1,45 +1,10 @@
 """Assigns configurations to groups."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from jaxlora.sweeps.engine.groups import Group
 from jaxlora.sweeps.engine.state import Configuration, SweepState
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Group:
-    """A group of devices as the driver sees it.
-
-    Attributes:
-        num_slots: Configurations that it trains at once.
-        run: Settings of its run, without `output_dir`, as JSON values.
-        slot_rank: Largest rank that its slots hold; None: they hold all.
-        names: The configurations that the plan gives it, in their order.
-        is_live: Whether it has a worker.
-        is_given_up: Whether it gets no further worker.
-        failures: Losses of its workers in a row.
-        heard: Time of the last message, but for signs of life.
-        beat: Time of the last message of any kind; of a worker that has just started,
-            the time by which the first one must come.
-        next_start: Time before which no worker is started.
-        tokens_per_second: Speed of its latest window.
-        resources: What its host reports.
-    """
-
-    num_slots: int
-    run: Mapping[str, Any]
-    slot_rank: int | None = None
-    names: tuple[str, ...] = ()
-    is_live: bool = False
-    is_given_up: bool = False
-    failures: int = 0
-    heard: float = 0.0
-    beat: float = 0.0
-    next_start: float = 0.0
-    tokens_per_second: float | None = None
-    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def free_slots(state: SweepState, groups: Sequence[Group]) -> dict[int, int]:

@@ -22,7 +22,6 @@ IMPORTED_BY = {
         "jaxlora.train.report.plot",
         "jaxlora.fuse",
         "jaxlora.scheduler.picture",
-        "jaxlora.sweeps.picture",
         "jaxlora.scheduler.sweep.report",
         "jaxlora.scheduler.replicas.report",
         "jaxlora.bench",

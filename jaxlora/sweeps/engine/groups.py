@@ -1,17 +1,20 @@
-"""The workers of all groups: they are started, watched, started again, and ended."""
+"""The groups of devices, whose workers are started, watched and ended."""
 
+import dataclasses
 import logging
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxlora.common.counted import counted
 from jaxlora.errors import ProcessError
+from jaxlora.run.folder import clean_up
 from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine.launch import Lost
 from jaxlora.sweeps.engine.ledger import Journal
-from jaxlora.sweeps.engine.placement import Group
 from jaxlora.sweeps.engine.state import GROUPS, SweepState
-from jaxlora.sweeps.engine.workers import Lost, Workers
+from jaxlora.sweeps.engine.transport import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +27,41 @@ _START_SECONDS = 300.0  # until the first one, as imports may take long
 _END_SECONDS = 120.0
 
 
-class Fleet:
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Group:
+    """A group of devices as the driver sees it.
+
+    Attributes:
+        num_slots: Configurations that it trains at once.
+        run: Settings of its run, without `output_dir`, as JSON values.
+        slot_rank: Largest rank that its slots hold; None: they hold all.
+        names: The configurations that the plan gives it, in their order.
+        is_live: Whether it has a worker.
+        is_given_up: Whether it gets no further worker.
+        failures: Losses of its workers in a row.
+        heard: Time of the last message, but for signs of life.
+        beat: Time of the last message of any kind; of a worker that has just started,
+            the time by which the first one must come.
+        next_start: Time before which no worker is started.
+        tokens_per_second: Speed of its latest window.
+        resources: What its host reports.
+    """
+
+    num_slots: int
+    run: Mapping[str, Any]
+    slot_rank: int | None = None
+    names: tuple[str, ...] = ()
+    is_live: bool = False
+    is_given_up: bool = False
+    failures: int = 0
+    heard: float = 0.0
+    beat: float = 0.0
+    next_start: float = 0.0
+    tokens_per_second: float | None = None
+    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Supervisor:
     """Keeps a worker in each group that has work.
 
     Attributes:
@@ -118,6 +155,7 @@ class Fleet:
         group = self.groups[number]
         group.is_live, group.tokens_per_second = False, None
         self._journal.forget(number)
+        clean_up(self._folder / self._state.folders[number])
         if self.is_ending:
             return
         num_held = len(self._state.of_group(number))
@@ -149,10 +187,7 @@ class Fleet:
         end = time.monotonic() + _END_SECONDS
         live = [g for g, group in enumerate(self.groups) if group.is_live]
         for group in live:
-            if is_finished:
-                self._workers.send(group, [m.Finish()])
-            else:
-                self._workers.interrupt(group)
+            self._workers.send(group, [m.Finish() if is_finished else m.End()])
         while any(group.is_live for group in self.groups):
             if time.monotonic() > end:
                 late = [g for g, group in enumerate(self.groups) if group.is_live]

@@ -20,7 +20,7 @@ _FULL = 0.95  # share of a host's memory, above which the log warns
 _DONE = DONE | {"add": "is in the queue; it starts when a group has a free slot"}
 
 
-class Desk:
+class Requests:
     """Takes requests and writes status.json, once in each round of the driver."""
 
     def __init__(self, folder: pathlib.Path):
